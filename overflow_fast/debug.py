@@ -11,6 +11,7 @@ from torch import nn
 
 from . import _C
 from .capture.hooks import StepHooks
+from .core.modules import check_module
 from .core.ops import scan
 from .report.frames import (
     PREFIX,
@@ -199,8 +200,7 @@ class DebugUnderflowOverflow(StepHooks):
 def _check_arguments(
     model: object, max_frames_to_save: object, trace_batch_nums: object
 ) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     if max_frames_to_save is not None:
         if not isinstance(max_frames_to_save, int):
             raise TypeError(

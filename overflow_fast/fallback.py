@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .text import dtype_name
 from .torch_internals.tensor_internals import is_in_transform, is_zero_tensor
 
 # The enumerations of the extension, with its names.
@@ -462,7 +463,7 @@ class Recorder:
             found = str(callbacks["reason"](read, found))
         self.coverage.tensors_listed += 1
         place = Place(kind, 0, Label(_ROLES[kind], name))
-        dtype = str(read.dtype).removeprefix("torch.")
+        dtype = dtype_name(read.dtype)
         allowed = NEGATIVE_INF if kind is FrameKind.BUFFERS else 0  # additive masks
         if isinstance(found, str):
             self.coverage.counts[found] += 1

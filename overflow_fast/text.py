@@ -102,6 +102,16 @@ def rounded(number: float, digits: int = 3) -> str:
     return f"{float(f'{number:.{digits}g}'):,.10g}"
 
 
+def error_line(error: BaseException, most: int = 500) -> str:
+    """Writes the class of an error and its first line, of which so many characters."""
+    return f"{type(error).__name__}: {str(error)[:most]}".splitlines()[0]
+
+
+def dtype_name(dtype: object) -> str:
+    """Writes a dtype without its package: "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def nonfinite_text(num_nan: int, num_inf: int, signs: str, numel: int = 0) -> str:
     """Writes how many values are not finite: `1 nan and 24 -inf of 32 values`.
 
@@ -120,6 +130,23 @@ def nonfinite_text(num_nan: int, num_inf: int, signs: str, numel: int = 0) -> st
 def as_lines(sentences: Iterable[str]) -> str:
     """Writes a message: one sentence a line, a long one continued in the next line."""
     return "\n".join(line for each in sentences for line in wrapped(each))
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Writes the rows of a table as lines.
+
+    Args:
+        rows: The cells of each row, all of one length.
+        right: The columns whose cells end together; those of others begin together.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ends = {i: str.rjust for i in right}
+    return [
+        "  ".join(
+            ends.get(i, str.ljust)(cell, widths[i]) for i, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def wrapped(sentence: str) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 
 from .. import _C
 from ..core.modules import modules_in
+from ..core.tensors import PLAIN, widened
 from ..torch_internals.running import is_functional_call
 from ..tree import INDEX, Part, Path, Walk, at, layout, path_text
 
@@ -68,7 +69,7 @@ class Given:
         if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
             self._held.append(((Part(INDEX, 0),), hold(args[0])))  # most calls
             return
-        walk = Walk((torch.Tensor, *_arrays()))
+        walk = Walk((torch.Tensor, *numpy_types()))
         walk.visit_call(args, kwargs)
         has_numbers = any(issubclass(each, _NUMBERS) for each in walk.leaves)
         hidden = _nonfinite_numbers(args, kwargs) if has_numbers else []
@@ -122,7 +123,8 @@ def _is_bound(args: Any, kwargs: Any, path: Path, kind: type) -> bool:
     return any(layout(type(each)).may_hide for each in own)
 
 
-def _arrays() -> tuple[type, ...]:
+def numpy_types() -> tuple[type, ...]:
+    """NumPy's arrays and scalars; none where the program has not imported it."""
     numpy: Any = sys.modules.get("numpy")
     return () if numpy is None else (numpy.ndarray, numpy.generic)
 
@@ -176,27 +178,20 @@ def is_mask(tensor: torch.Tensor | None) -> bool | None:
     """True if a tensor with -inf is a mask, 0 elsewhere; None if unknown."""
     if not is_plain(tensor):
         return None
-    values = _wide(tensor)
+    values = widened(tensor)
     return not bool((values[values.isfinite()] != 0).any())
 
 
 def finite_places(tensor: torch.Tensor) -> torch.Tensor:
     """True where a value is finite: bool of the tensor's shape."""
-    return _wide(tensor).isfinite()
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in a dtype that has all operations: float8 has few."""
-    values = tensor.detach()
-    is_float8 = values.is_floating_point() and values.itemsize == 1
-    return values.float() if is_float8 else values
+    return widened(tensor).isfinite()
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
     """True if an object is a tensor whose elements can be read."""
     return (
         isinstance(tensor, torch.Tensor)
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and type(tensor) in PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and tensor.is_floating_point()

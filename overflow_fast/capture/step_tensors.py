@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C, flags, tree
-from ..core.engines import LossScaler, engine_gradients
-from ..core.modules import parameters_of
-from ..core.nested_optimizers import optimizers_in
+from ..core.engines import LossScaler, engine_gradients, optimizers_in
+from ..core.modules import parameters_of, stepped_by
 from ..core.selection import Named
 from ..torch_internals.tensor_internals import is_wrapper, local_tensor
 from .watch import ModelWatch
@@ -83,7 +82,7 @@ class StepTensors:
         Args:
             optimizers: The optimizers that step; without any, of all parameters.
         """
-        parameters = [p for each in optimizers for p in _parameters(each)]
+        parameters = [p for each in optimizers for p in stepped_by(each)]
         if not optimizers:
             parameters = [p for _, _, (_, listed) in self._listed() for p in listed]
         self._norm = _Norm(parameters)
@@ -169,9 +168,9 @@ class StepTensors:
     ) -> None:
         self.without_gradient = self.num_gradients = 0
         # Those that are left in the end are no parameters of selected modules.
-        owned = {} if optimizer is None else {id(p): p for p in _parameters(optimizer)}
+        owned = {} if optimizer is None else {id(p): p for p in stepped_by(optimizer)}
         for other in others:
-            owned.update((id(p), p) for p in _parameters(other) if self._is_new(p))
+            owned.update((id(p), p) for p in stepped_by(other) if self._is_new(p))
         if others or self._last_gradients:
             self._last_gradients.update(map(_seen, owned.values()))
         num_kept = 0
@@ -399,10 +398,6 @@ def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
     if gradient is None:
         return id(parameter), (None, -1)
     return id(parameter), (weakref.ref(gradient), _C.version_of(gradient))
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 # The overflow flags of devices, asked once a step.

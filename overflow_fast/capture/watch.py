@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -523,3 +523,9 @@ class ModelWatch(StepHooks):
     def module_at(self, index: int) -> nn.Module | None:
         """The module of an index, or None if it is gone."""
         return self.modules.module_at(index)
+
+
+def models_of(watches: Iterable[ModelWatch]) -> dict[str, nn.Module]:
+    """The watched models that still exist, by the prefix of their modules' names."""
+    # A model may have a length, and be false.
+    return {w.prefix: model for w in watches if (model := w.model) is not None}

@@ -201,14 +201,12 @@ class _Log:
                 f"{self.path} is a flight record: see `overflow-fast export`, `watch` "
                 "and `report`."
             )
-        schema = 0 if head.schema is None else head.schema
-        if head.overflow_fast is None or not isinstance(schema, int):
+        if head.overflow_fast is None:
             raise LogError(f"{self.path} is no log of overflow_fast.")
-        if schema > SCHEMA:
-            raise LogError(
-                f"{self.path} was written by overflow_fast {head.overflow_fast!s:.40}; "
-                "run `pip install -U overflow_fast`."
-            )
+        try:
+            head.check_schema(SCHEMA)
+        except FileError as error:
+            raise LogError(f"{self.path} cannot be read: {error}.") from error
 
 
 def _is_wanted(line: LogLine, parsed: argparse.Namespace) -> bool:
@@ -295,8 +293,7 @@ def add_report(commands: Commands) -> None:
 
 
 def _run_report(parsed: argparse.Namespace) -> int:
-    from ..page.render import write_page
-    from ..page.sources import read_sources
+    from ..page.render import read_sources, write_page
 
     try:
         require_content(parsed.paths)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..core.collection import without_collection
+from ..core.modules import is_within
+from ..core.process import without_collection
 from ..text import capitalized, counted, either, some, with_progress
 from .comparison import Comparison, RootDifference, has_other_shape, steps_text
 from .judged_rows import (
@@ -192,12 +193,8 @@ def _hidden_modules(step: RankStep) -> list[str]:
     return [
         name
         for name in step.modes.get("compiled", ())
-        if not any(_is_within(each, name) for each in seen)
+        if not any(is_within(each, name) for each in seen)
     ]
-
-
-def _is_within(module: str, outer: str) -> bool:
-    return module != outer and module.startswith(f"{outer}." if outer else "")
 
 
 def _random_state_remarks(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.tensors import is_number
 from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import as_lines, capitalized, counted, printable, rounded, some
+from ..text import aligned, as_lines, capitalized, counted, printable, rounded, some
 from .judged_rows import (
     EQUAL,
     INTRODUCED,
@@ -363,10 +364,9 @@ def _write(sheet: Any, i: int, j: int, value: Any) -> None:
     """Writes a cell: a finite number, or text that is never taken for a formula."""
     if isinstance(value, list):
         value = "; ".join(map(str, value)) if _has_text(value) else str(value)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None:
         return
-    if is_number and math.isfinite(value):
+    if is_number(value) and math.isfinite(value):
         sheet.write_number(i, j, value)
     elif value != "":
         sheet.write_string(i, j, str(to_plain(value)))
@@ -690,12 +690,8 @@ HEADS = (
 def _table(rows: list[TensorDifference]) -> list[str]:
     if not rows:
         return []
-    cells = [list(HEADS), *(list(map(printable, cells_of(row))) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADS))]
-    return [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    cells = (list(map(printable, cells_of(row))) for row in rows)
+    return aligned([HEADS, *cells])
 
 
 def cells_of(row: TensorDifference) -> list[str]:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..core.modules import check_module
+from ..core.tensors import check_number
 from ..files import writing as files
 
 if TYPE_CHECKING:
@@ -22,12 +24,6 @@ if TYPE_CHECKING:
 # Checks of what users give, before anything runs.
 
 
-def check_model(name: str, model: Any) -> None:
-    """Raises a TypeError if an argument is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{name} must be a torch.nn.Module, got {_kind(model)}")
-
-
 def make_folder(folder: Any) -> Path:
     """Makes the folder of a recording, before the step runs.
 
@@ -36,7 +32,7 @@ def make_folder(folder: Any) -> Path:
         OSError: If it cannot be made.
     """
     if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"folder must be a path, got {_kind(folder)}")
+        raise TypeError(f"folder must be a path, got {type(folder).__name__}")
     path = Path(folder)
     if os.path.lexists(path) and not os.path.isdir(path):
         raise NotADirectoryError(f"folder must be a folder, but {path} is a file")
@@ -57,7 +53,7 @@ def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
     if names is None:
         return {}
     if not isinstance(names, Mapping):
-        raise TypeError(f"names must be a mapping of texts, got {_kind(names)}")
+        raise TypeError(f"names must be a mapping of texts, got {type(names).__name__}")
     for pattern, new in names.items():
         if not isinstance(pattern, str) or not isinstance(new, str):
             raise TypeError(f"names must map texts to texts, got {pattern!r}: {new!r}")
@@ -73,17 +69,12 @@ def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
 def check_thresholds(threshold: Any, cosine: Any) -> None:
     """Raises a TypeError or ValueError if a threshold can highlight nothing."""
     for name, value in (("threshold", threshold), ("cosine", cosine)):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not is_number:
-            raise TypeError(f"{name} must be a number, got {_kind(value)}")
+        if value is not None:
+            check_number(name, value)
     if threshold is not None and (math.isnan(threshold) or threshold < 0):
         raise ValueError(f"threshold must be 0 or more, got {threshold}")
     if cosine is not None and not -1 <= cosine <= 1:
         raise ValueError(f"cosine must be from -1 to 1, got {cosine}")
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
 
 
 def recording(
@@ -130,7 +121,7 @@ def recording(
     """
     from .recordings import Recording
 
-    check_model("model", model)
+    check_module(model)
     return Recording(make_folder(folder), model, tensors, steps)
 
 
@@ -214,8 +205,8 @@ def compare_live(
     """
     from .live import compare_models
 
-    check_model("model", model)
-    check_model("reference", reference)
+    check_module(model)
+    check_module(reference, "reference")
     return compare_models(
         model, reference, batch, reference_batch, loss, backward, names_of(names)
     )
@@ -248,7 +239,7 @@ def shadow(
     """
     from .live import LocalShadow, compare_models, float32_copy
 
-    check_model("model", model)
+    check_module(model)
     copied = float32_copy(model)
     local = LocalShadow(model, copied)
     return compare_models(model, copied, batch, None, loss, backward, {}, local)

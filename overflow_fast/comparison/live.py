@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..capture.hooks import unseen
-from ..core.modules import named_modules, step_of
+from ..core.modules import Handles, named_modules, step_of
 from ..core.tensors import devices_of, loss_in
 from ..precision.copies import check_model, to_float32
 from ..precision.layers import expected_error, floats_in
@@ -24,6 +23,7 @@ from ..replay.op_trace import ModuleStack, OpCall, OpTrace
 from ..replay.places import Frames, code_at, users_frames
 from ..state.random import RandomStates
 from ..state.snapshot import Snapshot
+from ..text import dtype_name
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
 from .compare_runs import (
@@ -105,7 +105,7 @@ def _summaries(output: Any) -> list[tuple[Summary, str]]:
             values = values_of(each)
             if not isinstance(values, str):
                 numbers = fetch([summarize(values)])[0]
-                found.append((numbers, str(each.dtype)[6:]))
+                found.append((numbers, dtype_name(each.dtype)))
     return found
 
 
@@ -134,15 +134,11 @@ def ops_within(
             trace.__exit__(None, None, None)
             calls[0] += 1 << 30
 
-    handles = [
+    with (
         owner.register_forward_pre_hook(begin),
         owner.register_forward_hook(end, prepend=True, always_call=True),
-    ]
-    try:
+    ):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return ops.found
 
 
@@ -208,7 +204,7 @@ class LocalShadow:
         self._devices = devices_of([model])
         self._given: dict[nn.Module, tuple[Any, Any]] = {}
         self._calls: dict[str, int] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
         self.errors: dict[tuple[str, int], float] = {}
 
     def __enter__(self) -> LocalShadow:
@@ -220,9 +216,7 @@ class LocalShadow:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.remove_all()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if graph_task_id() < 0:
@@ -251,7 +245,7 @@ class LocalShadow:
                 self._states.restore()
             pairs = list(zip(floats_in(output), found, strict=False))
             errors = [
-                measured(mine, its, coarser(*(str(t.dtype)[6:] for t in (mine, its))))
+                measured(mine, its, coarser(*map(dtype_name, (mine.dtype, its.dtype))))
                 for mine, its in pairs
                 if mine.shape == its.shape and mine.dtype != its.dtype
             ]
@@ -364,7 +358,7 @@ class Lockstep:
     ) -> tuple[StepTensor, torch.Tensor | None]:
         order = self._numbers[side]
         self._numbers[side] += 1
-        dtype, shape = str(tensor.dtype)[6:], tuple(tensor.shape)
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         row = RecordedTensor(place, order, dtype, shape, same=same)
         row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
         entry = StepTensor(place, order, None, dtype, shape, None, "", [Source(0, row)])
@@ -615,5 +609,5 @@ def _conclude(
 
 def _name(model: nn.Module) -> str:
     parameter = next(model.parameters(), None)
-    kind = "" if parameter is None else f" ({str(parameter.dtype)[6:]})"
+    kind = "" if parameter is None else f" ({dtype_name(parameter.dtype)})"
     return f"{type(model).__name__}{kind}"

@@ -30,7 +30,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.modules import named_modules
+from ..core.modules import named_modules, stepped_by
+from ..core.process import own_rank, world_size
 from ..core.tensors import devices_of
 from ..files.json_text import dumps
 from ..files.reading import (
@@ -42,7 +43,7 @@ from ..files.reading import (
 )
 from ..files.writing import make_folder, open_appending, write_all, write_new
 from ..state.random import RandomStates
-from ..text import counted, with_progress
+from ..text import counted, dtype_name, with_progress
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.module_internals import is_dropout
 from .tensor_hooks import (
@@ -177,7 +178,7 @@ class Source:
         except (OSError, FileError, ImportError) as error:
             self.unread.setdefault(str(path), why_unreadable(error))
             return None
-        if tensor.shape != self.row.local or str(tensor.dtype)[6:] != self.row.dtype:
+        if tensor.shape != self.row.local or dtype_name(tensor.dtype) != self.row.dtype:
             self.unread.setdefault(str(path), "its tensors are not those of the rows")
             return None
         return tensor
@@ -535,18 +536,11 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
     head = head_of(text)
     if text is None or head.kind != "recording":
         raise RecordingError(f"{file} is not a recording")
-    schema = head.schema
-    if not isinstance(schema, int):
-        raise RecordingError(f"{file} has no number as its schema")
-    if schema > SCHEMA:
-        raise RecordingError(
-            f"{file} has schema {schema}, newer than {SCHEMA}: it needs a newer "
-            "overflow_fast"
-        )
     try:
+        head.check_schema(SCHEMA)
         return decode(text, HeadLine)
     except FileError as error:
-        raise RecordingError(f"{file}: its first line is damaged: {error}") from error
+        raise RecordingError(f"{file} cannot be read: {error}") from error
 
 
 def _share_summaries(rows: Sequence[RecordedTensor]) -> None:
@@ -590,14 +584,11 @@ def versions() -> dict[str, str]:
 
 def process() -> dict[str, Any]:
     """The host, the process and its rank."""
-    rank, world = 0, 1
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "rank": rank,
-        "world_size": world,
+        "rank": own_rank(),
+        "world_size": world_size(),
     }
 
 
@@ -607,11 +598,11 @@ def modes(model: nn.Module) -> dict[str, Any]:
     types = ["cpu", *dict.fromkeys(device.type for device in devices)]
     autocast = [t for t in types if torch.is_autocast_enabled(t)]
     tensors = [*model.parameters(), *model.buffers()]
-    dtypes = collections.Counter(str(tensor.dtype)[6:] for tensor in tensors)
+    dtypes = collections.Counter(dtype_name(tensor.dtype) for tensor in tensors)
     return {
         "devices": [torch.device("cpu").type, *map(str, devices)],
         "dtypes": dict(dtypes.most_common()),
-        "autocast": {t: str(torch.get_autocast_dtype(t))[6:] for t in autocast},
+        "autocast": {t: dtype_name(torch.get_autocast_dtype(t)) for t in autocast},
         "matmul_precision": torch.get_float32_matmul_precision(),
         "tf32": _has_tf32(devices),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -644,7 +635,7 @@ def settings_of_optimizer(
             any are left out.
     """
     found = dict[str, dict[str, str]]()
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    held = set(map(id, stepped_by(optimizer)))
     values: dict[str, Any] = {"class": type(optimizer).__name__}
     values["parameters left out"] = len(own - held)
     for i, group in enumerate(optimizer.param_groups):
@@ -844,7 +835,7 @@ class Recording:
         self._rows, self._held = [], {}
 
     def _add(self, place: StepPath, tensor: torch.Tensor, same: int | None) -> None:
-        order, dtype = len(self._rows), str(tensor.dtype)[6:]
+        order, dtype = len(self._rows), dtype_name(tensor.dtype)
         row = RecordedTensor(place, order, dtype, tuple(tensor.shape), same=same)
         row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
         self._rows.append((row, None))  # also if it cannot be read

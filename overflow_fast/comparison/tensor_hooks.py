@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from ..core.modules import named_modules, unwrapped_class
-from ..core.tensors import NotScanned, resolve
+from ..core.modules import Handles, named_modules, unwrapped_class
+from ..core.tensors import PLAIN, NotScanned, real_parts, resolve
+from ..text import error_line
 from ..torch_internals.compiler import (
     own_compiled_call,
     set_compiled_call,
@@ -275,7 +275,7 @@ class TensorHooks:
         self._model, self._sink = model, sink
         self._lock = threading.RLock()
         self._names = dict(to_hook(model))
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
         self._compiled: dict[nn.Module, tuple[Any, Any]] = {}
         self._is_on = False
         self._is_one_thread, self._thread = is_one_thread, 0
@@ -321,9 +321,7 @@ class TensorHooks:
 
     def __exit__(self, *exception: object) -> None:
         self._is_on = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.remove_all()
         arguments, had_gradients = self.arguments, self.had_gradients
         for module, (call, shown) in self._compiled.items():
             if own_compiled_call(module) is shown:  # not compiled again since
@@ -401,7 +399,7 @@ class TensorHooks:
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = error_line(error)
         if text not in self.failures:
             self.failures.append(text)
             _log.warning("A tensor could not be recorded: %s", text, exc_info=True)
@@ -509,7 +507,7 @@ def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
     Such as int8 weights with their scales; none for any other tensor.
     """
-    if type(tensor) in _PLAIN or not isinstance(values_of(tensor), NotScanned):
+    if type(tensor) in PLAIN or not isinstance(values_of(tensor), NotScanned):
         return []
     if not is_wrapper(tensor):
         return []
@@ -522,7 +520,7 @@ def _identity(tensor: torch.Tensor) -> Any:
     local = local_tensor(tensor)
     if local is not None:  # a write raises the version of the one that it was made by
         return id(tensor), _C.version_of(tensor), "of", _identity(local)
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    is_plain = type(tensor) in PLAIN
     if not is_plain or tensor.layout is not torch.strided or tensor.is_inference():
         version = _C.version_of(tensor)
         return None if version is None else (id(tensor), version)
@@ -536,9 +534,6 @@ def _has_parts(output: Any) -> bool:
 
 
 # The numbers that a recording keeps of a tensor.
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass
@@ -633,16 +628,16 @@ def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     """The real numbers of a tensor, or why they cannot be read."""
-    values = tensor.detach() if type(tensor) in _PLAIN else resolve(tensor)
+    values = tensor.detach() if type(tensor) in PLAIN else resolve(tensor)
     if isinstance(values, NotScanned):
         return values
-    if type(values) not in _PLAIN or values.layout is not torch.strided:
+    if type(values) not in PLAIN or values.layout is not torch.strided:
         return resolve(values)
     if values.is_meta:
         return NotScanned("meta tensor")
     if values.is_quantized:
         return NotScanned("quantized")
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return real_parts(values)
 
 
 def summarize(

@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
 
-from ..tree import tensors
+from ..tree import Part, children, is_container, path_text, tensors
 from .modules import has_base
+from .tensors import is_number
 
 # Loss scales that are not torch's.
 
@@ -126,7 +129,7 @@ def _scale_in(holder: Any) -> float | torch.Tensor | None:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number(value)
 
 
 def _is_on_host(value: Any) -> bool:
@@ -325,3 +328,59 @@ def _get(holder: Any, name: str) -> Any:
 
 def _vars(holder: Any) -> dict[str, Any]:
     return getattr(holder, "__dict__", {})
+
+
+# The optimizers that an optimizer, or a wrapper of one, holds.
+
+# Wrappers may have them as properties.
+_NAMES = ("optimizer", "optim", "inner")
+
+
+def optimizers_in(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yields an optimizer and all that it holds, each once, the outermost first.
+
+    Args:
+        optimizer: An optimizer, or an object that has one as an attribute or in an
+            attribute that is a list, a tuple or a dict. Others are searched in
+            the same way if they are optimizers, or have `step` and `param_groups`.
+
+    Yields:
+        The path of attributes that leads to the optimizer, such as `optim.` or
+        `chained[0].`, "" for the outermost, and the optimizer.
+    """
+    seen = {id(optimizer)}
+    waiting = [("", optimizer)]
+    while waiting:
+        path, each = waiting.pop(0)
+        yield path, each
+        for name, part, value in _attributes(each):
+            if id(value) not in seen and is_optimizer(value):
+                seen.add(id(value))
+                item = "" if part is None else path_text((part,))
+                waiting.append((f"{path}{name}{item}.", value))
+
+
+def _attributes(holder: Any) -> Iterator[tuple[str, Part | None, Any]]:
+    """Yields attributes and the items of those that are lists, tuples or dicts.
+
+    A key's text is not made here: the keys of a state are tensors.
+    """
+    if isinstance(holder, Module):  # an engine that is also the model's wrapper
+        held = dict(vars(holder))
+    else:
+        held = {part.value: value for part, value in children(holder) or ()}
+    for name in _NAMES:
+        held.setdefault(name, _get(holder, name))
+    for name, value in held.items():
+        yield name, None, value
+        if is_container(value):
+            for part, item in children(value) or ():
+                yield name, part, item
+
+
+def is_optimizer(value: Any) -> bool:
+    """True if an object is an optimizer, or has `step` and `param_groups`."""
+    if isinstance(value, Optimizer):
+        return True
+    has_step = callable(getattr(type(value), "step", None))
+    return has_step and _get(value, "param_groups") is not None

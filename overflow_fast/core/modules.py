@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..torch_internals.module_internals import (
     BUFFERS,
@@ -259,6 +261,39 @@ def _wrapped_by(module: nn.Module) -> str | None:
 # How a step is given by hand: a model, a batch and a function that makes the loss.
 
 
+def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Lists the parameters that an optimizer steps, by its groups."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def is_within(name: str, outer: str) -> bool:
+    """True if a module is inside of another, by their qualified names."""
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
+class Handles(list[RemovableHandle]):
+    """The handles of hooks that are removed together, at the latest on leaving it."""
+
+    def __enter__(self) -> Handles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove_all()
+
+    def remove_all(self) -> None:
+        """Removes the hooks. Calling it again changes nothing."""
+        for handle in self:
+            handle.remove()
+        self.clear()
+
+
+def check_module(model: object, argument: str = "model") -> None:
+    """Raises TypeError if an argument is no module."""
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"{argument} must be a torch.nn.Module, got {kind}")
+
+
 def step_of(
     model: nn.Module, loss: Callable[..., torch.Tensor] | None
 ) -> Callable[[Any], Any]:
@@ -271,8 +306,7 @@ def step_of(
     Raises:
         TypeError: If the model is no module, or the loss cannot be called.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     if loss is None:
         return lambda batch: call_with(model, batch)
     if not callable(loss):

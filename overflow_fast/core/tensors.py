@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -35,10 +35,6 @@ class NotScanned(str):
     """The reason why a tensor was not scanned."""
 
 
-def _type_name(tensor: torch.Tensor) -> str:
-    return type(tensor).__name__
-
-
 def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     """Finds the values of a tensor that has no strided memory of its own."""
     if is_in_transform(tensor):
@@ -64,7 +60,7 @@ def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     if is_zero_tensor(tensor):
         return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return NotScanned(f"tensor subclass {_type_name(tensor)}")
+        return NotScanned(f"tensor subclass {type(tensor).__name__}")
     return NotScanned(f"layout {tensor.layout}")
 
 
@@ -96,7 +92,7 @@ def resolve(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
                 return values
             values = values.detach()
     except Exception as error:
-        return NotScanned(f"{_type_name(tensor)}: {error}")
+        return NotScanned(f"{type(tensor).__name__}: {error}")
     return values
 
 
@@ -106,7 +102,7 @@ def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
         return NotScanned("its storage is freed")
     if readability == _C.Readability.UNSUPPORTED:
         return NotScanned(f"dtype {tensor.dtype}")
-    return NotScanned(f"tensor subclass {_type_name(tensor)}")
+    return NotScanned(f"tensor subclass {type(tensor).__name__}")
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -120,6 +116,24 @@ def has_memory(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().nbytes() >= needed or not tensor.numel()
     except (RuntimeError, NotImplementedError):  # a wrapper without a storage
         return False
+
+
+# The types whose operations are torch's own; an `nn.Buffer` is a plain tensor.
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """True for a tensor or parameter of torch's own, whose memory is there."""
+    return type(tensor) in PLAIN and has_memory(tensor)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor to memory of its own on the host, as safetensors writes it.
+
+    It refuses tensors that share memory, and writes a conjugate as it lies.
+    """
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format)
 
 
 def loss_in(output: Any) -> torch.Tensor | None:
@@ -227,9 +241,7 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         An int64 scalar on the tensor's device.
     """
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values.resolve_conj())
+    values = real_parts(tensor.detach())
     bits = values.contiguous().view(_INTEGERS[values.element_size()]).flatten()
     digest = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin in range(0, len(bits), _CHUNK):
@@ -237,6 +249,29 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
         places = torch.arange(begin, begin + len(part), device=bits.device)
         digest += ((part + 1) * (places * _MULTIPLIER).bitwise_or_(1)).sum()
     return digest
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """True for an int or a float, which a bool is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_number(argument: str, value: object) -> None:
+    """Raises TypeError if an argument is no number."""
+    if not is_number(value):
+        raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in a dtype that has all operations: float8 has few."""
+    values = tensor.detach()
+    is_float8 = values.is_floating_point() and values.itemsize == 1
+    return values.float() if is_float8 else values
+
+
+def real_parts(values: torch.Tensor) -> torch.Tensor:
+    """Views complex numbers as pairs of real ones; other values are as they are."""
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

@@ -14,163 +14,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.watch import ModelWatch
+from ..capture.watch import ModelWatch, models_of
+from ..core.process import own_rank, world_size
 from ..report.report import RankInfo, Report
 from ..torch_internals.module_internals import is_shadowing
 from ..verdict.verdict import Verdict
 from .joinable import GuardJoinable, is_first, is_joining
 from .peers import Peers, find_groups, groups_of_mesh, shared
 
-# Finds the ranks that decide with this one, now and while ranks have no batch.
-
-
 _log = logging.getLogger("overflow_fast")
-
-
-class Participants:
-    """Finds the ranks that share models or optimizers with this one.
-
-    Args:
-        process_group: The user's argument; see `Agreement`.
-        watches: The watched models.
-        may_act: The policy may do more than warn.
-        optimizers: Returns the optimizers that step the models.
-        outermost: Returns those that the user gave, with what is wrapped in them.
-
-    Attributes:
-        joinable: The object that takes part for ranks without batches, or None.
-    """
-
-    def __init__(
-        self,
-        process_group: Any,
-        watches: Sequence[ModelWatch],
-        may_act: bool,
-        optimizers: Callable[[], Sequence[Optimizer]],
-        outermost: Callable[[], Sequence[Any]],
-    ) -> None:
-        self._given = process_group
-        self._watches = watches
-        self._may_act = may_act
-        self._groups: list[Any] | None = None
-        self._peers: Peers | None = None
-        self._has_warned = False
-        self.joinable: GuardJoinable | None = None
-        self._optimizers = optimizers
-        self._outermost = outermost
-
-    @property
-    def decide_together(self) -> bool:
-        """True if there are other ranks to decide with. Calls no collective."""
-        acts = self._may_act or self._given is not None
-        return acts and bool(self._shared) and not self._is_left_out()
-
-    @property
-    def is_shadowing(self) -> bool:
-        """True if `Join` makes the step at hand for a rank that has no batch."""
-        return world_size() > 1 and self.joins and is_shadowing()
-
-    @property
-    def joins(self) -> bool:
-        """True if a `Join` has the guard, a model or an optimizer."""
-        joinables = (self.joinable, *self._models(), *self._optimizers())
-        return any(map(is_joining, joinables))
-
-    @property
-    def optimizers_join(self) -> bool:
-        """True if `Join` steps the optimizers, which are judged then as usual."""
-        optimizers = self._optimizers()
-        return bool(optimizers) and all(map(is_joining, optimizers))
-
-    @property
-    def is_apart(self) -> bool:
-        """True if there are other ranks, and nothing shows which share the models."""
-        return self._given is None and world_size() > 1 and not self._shared
-
-    def meet(self) -> Peers | None:
-        """Returns the ranks that share the models, or None; first by a collective."""
-        if self._peers is None and self._shared:
-            self._peers = Peers.meet(self._shared)
-            self._warn_of_others(self._peers.ranks)
-        return self._peers
-
-    def notify(self) -> None:
-        """Notifies a `Join` that this rank has a batch, unless it has none."""
-        if self.joinable is not None and not self.is_shadowing:
-            self.joinable.notify(self._models(), self._optimizers())
-
-    @property
-    def _shared(self) -> list[Any]:
-        """This rank's groups, also if their ranks do not decide together."""
-        if self._groups is None:
-            self._groups = self._find()
-            if not self._groups:
-                self._warn_of_others([])
-        return self._groups
-
-    def _find(self) -> list[Any]:
-        if self._given is False or world_size() == 1:
-            return []
-        if self._given is None:
-            return find_groups(self._models(), self._outermost())
-        if isinstance(self._given, dist.device_mesh.DeviceMesh):
-            return shared(groups_of_mesh(self._given))
-        return shared([self._given])
-
-    def _models(self) -> list[nn.Module]:
-        models = (watch.model for watch in self._watches)
-        return [model for model in models if model is not None]
-
-    def _warn_of_others(self, ranks: Sequence[int]) -> None:
-        """Logs which ranks decide separately, unless the user has chosen them."""
-        world = world_size()
-        if self._given is not None or not self._may_act or max(len(ranks), 1) == world:
-            return
-        who = (
-            f"Ranks {_listed(ranks)} of {world} decide together: the process groups "
-            "of the model connect no others."
-            if ranks
-            else f"Rank {dist.get_rank()} of {world} decides alone: the model shows no "
-            "process group (DDP, FSDP, DTensor parameters), and raises where it should "
-            "skip a step."
-        )
-        _log.warning(
-            "%s If one rank raises or skips a step, other ranks may still make it. "
-            "Pass process_group=torch.distributed.group.WORLD for all ranks to decide "
-            "together, or process_group=False for each rank to decide alone.",
-            who,
-        )
-
-    def _is_left_out(self) -> bool:
-        """Returns True if a `Join` joins the training's collectives, but not ours."""
-        if is_joining(self.joinable):
-            return False
-        is_model_there = any(map(is_joining, self._models()))
-        is_left_out = is_model_there and not self.optimizers_join
-        is_left_out |= any(map(is_first, self._optimizers()))
-        if is_left_out and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "model.join() does not include the guard: each rank decides for itself "
-                "from now on. Use `with Join([model, guard.joinable]):` "
-                "(torch.distributed.algorithms.join) for the ranks to decide together."
-            )
-        return is_left_out
-
-
-def world_size() -> int:
-    """The number of ranks: 1 if torch.distributed is not initialized."""
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if is_distributed else 1
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """The ranks, or the first few of many."""
-    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
-
-
-# The agreement of ranks on a step, and the order of their findings.
-
 
 # The rank with the earliest bad value decides: one that a collective of the training
 # has mixed into a gradient is bad on every rank.
@@ -201,8 +53,7 @@ class Agreed(NamedTuple):
 def priority_of(kind: str, position: int) -> int:
     """A number that is larger for an earlier bad value, then for a lower rank."""
     severity, earliness = _SEVERITY.get(kind, 3), max(0, _LAST - position)
-    rank = dist.get_rank() if world_size() > 1 else 0
-    return (severity * (_LAST + 1) + earliness) * _LAST - rank
+    return (severity * (_LAST + 1) + earliness) * _LAST - own_rank()
 
 
 def attempted(
@@ -246,31 +97,44 @@ class Agreement:
         optimizers: Callable[[], Sequence[Optimizer]],
         outermost: Callable[[], Sequence[Any]],
     ) -> None:
+        self._given = process_group
         self._watches = watches
-        self._participants = Participants(
-            *(process_group, watches, may_act, optimizers, outermost)
-        )
+        self._may_act = may_act
+        self._optimizers = optimizers
+        self._outermost = outermost
+        self._groups: list[Any] | None = None
+        self._peers: Peers | None = None
+        self._has_warned = False
+        self._joinable: GuardJoinable | None = None
         self.error: Exception | None = None
 
     @property
     def is_needed(self) -> bool:
-        """True if there are other ranks to agree with; determined at the first step."""
-        return self._participants.decide_together
+        """True if there are other ranks to agree with. Calls no collective."""
+        acts = self._may_act or self._given is not None
+        return acts and bool(self._shared) and not self._is_left_out()
 
     @property
     def is_apart(self) -> bool:
         """True if there are other ranks, and nothing shows which share the models."""
-        return self._participants.is_apart
-
-    @property
-    def joins(self) -> bool:
-        """True if ranks without batches may shadow steps by `Join`."""
-        return self._participants.joins
+        return self._given is None and world_size() > 1 and not self._shared
 
     @property
     def is_shadowing(self) -> bool:
         """True if `Join` makes the step at hand for a rank that has no batch."""
-        return self._participants.is_shadowing
+        return world_size() > 1 and self.joins and is_shadowing()
+
+    @property
+    def joins(self) -> bool:
+        """True if a `Join` has the guard, a model or an optimizer."""
+        joinables = (self._joinable, *self._models(), *self._optimizers())
+        return any(map(is_joining, joinables))
+
+    @property
+    def _optimizers_join(self) -> bool:
+        """True if `Join` steps the optimizers, which are judged then as usual."""
+        optimizers = self._optimizers()
+        return bool(optimizers) and all(map(is_joining, optimizers))
 
     def make_joinable(self, judge: Callable[[], None]) -> GuardJoinable:
         """Makes the object that takes part for ranks without batches.
@@ -281,7 +145,7 @@ class Agreement:
         Raises:
             RuntimeError: If the ranks do not decide together in one process group.
         """
-        if self._participants.joinable is None:
+        if self._joinable is None:
             peers = self._meet() if self.is_needed else None
             groups = peers.groups if peers is not None else []
             if len(groups) != 1:
@@ -290,12 +154,12 @@ class Agreement:
                     f"group, got {len(groups)}: initialize torch.distributed, and pass "
                     "process_group= to the guard"
                 )
-            self._participants.joinable = GuardJoinable(
+            self._joinable = GuardJoinable(
                 groups[0],
                 self._device,
-                lambda: None if self._participants.optimizers_join else judge(),
+                lambda: None if self._optimizers_join else judge(),
             )
-        return self._participants.joinable
+        return self._joinable
 
     def agree_on(self, step: int, report: Report | None) -> Report | None:
         """Returns the report of a rank that has one, or None, whatever the policy.
@@ -337,7 +201,8 @@ class Agreement:
                 on another one.
         """
         with self._propagate():
-            self._participants.notify()
+            if self._joinable is not None and not self.is_shadowing:
+                self._joinable.notify(self._models(), self._optimizers())
         peers = self._meet()
         makers, wishes = (make_report, make_offer), (has_spike, wants_skip)
         return self._agree(peers, step, verdict, position, *makers, *wishes)
@@ -417,8 +282,12 @@ class Agreement:
     # Collectives.
 
     def _meet(self) -> Peers | None:
+        """Returns the ranks that share the models, or None; first by a collective."""
         with self._propagate():
-            return self._participants.meet()
+            if self._peers is None and self._shared:
+                self._peers = Peers.meet(self._shared)
+                self._warn_of_others(self._peers.ranks)
+        return self._peers
 
     @contextlib.contextmanager
     def _propagate(self) -> Iterator[None]:
@@ -444,8 +313,72 @@ class Agreement:
     def _where(self, peers: Peers | None) -> str | None:
         if peers is None:
             return None
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank, world = own_rank(), world_size()
         return str(RankInfo(rank, world, socket.gethostname(), str(self._device())))
 
     def _device(self) -> torch.device:
         return self._watches[0].device or torch.device("cpu")
+
+    # The ranks that decide with this one, now and while ranks have no batch.
+
+    @property
+    def _shared(self) -> list[Any]:
+        """This rank's groups, also if their ranks do not decide together."""
+        if self._groups is None:
+            self._groups = self._find()
+            if not self._groups:
+                self._warn_of_others([])
+        return self._groups
+
+    def _find(self) -> list[Any]:
+        if self._given is False or world_size() == 1:
+            return []
+        if self._given is None:
+            return find_groups(self._models(), self._outermost())
+        if isinstance(self._given, dist.device_mesh.DeviceMesh):
+            return shared(groups_of_mesh(self._given))
+        return shared([self._given])
+
+    def _models(self) -> list[nn.Module]:
+        return list(models_of(self._watches).values())
+
+    def _warn_of_others(self, ranks: Sequence[int]) -> None:
+        """Logs which ranks decide separately, unless the user has chosen them."""
+        world = world_size()
+        if self._given is not None or not self._may_act or max(len(ranks), 1) == world:
+            return
+        who = (
+            f"Ranks {_listed(ranks)} of {world} decide together: the process groups "
+            "of the model connect no others."
+            if ranks
+            else f"Rank {own_rank()} of {world} decides alone: the model shows no "
+            "process group (DDP, FSDP, DTensor parameters), and raises where it should "
+            "skip a step."
+        )
+        _log.warning(
+            "%s If one rank raises or skips a step, other ranks may still make it. "
+            "Pass process_group=torch.distributed.group.WORLD for all ranks to decide "
+            "together, or process_group=False for each rank to decide alone.",
+            who,
+        )
+
+    def _is_left_out(self) -> bool:
+        """Returns True if a `Join` joins the training's collectives, but not ours."""
+        if is_joining(self._joinable):
+            return False
+        is_model_there = any(map(is_joining, self._models()))
+        is_left_out = is_model_there and not self._optimizers_join
+        is_left_out |= any(map(is_first, self._optimizers()))
+        if is_left_out and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "model.join() does not include the guard: each rank decides for itself "
+                "from now on. Use `with Join([model, guard.joinable]):` "
+                "(torch.distributed.algorithms.join) for the ranks to decide together."
+            )
+        return is_left_out
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """The ranks, or the first few of many."""
+    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..core.engines import optimizers_in
 from ..core.modules import has_base, modules_in
-from ..core.nested_optimizers import optimizers_in
 from ..torch_internals.module_internals import (
     fsdp_meshes,
     inter_node_group,

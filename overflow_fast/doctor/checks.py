@@ -19,6 +19,7 @@ from torch import nn
 from ..core.tensors import digest_of
 from ..files.reading import why_unreadable
 from ..guard.guard import OverflowGuard
+from ..text import dtype_name
 from .links import culprits, odd_ones
 from .roll_call import facts_of, slow_network
 from .stage import (
@@ -31,6 +32,7 @@ from .stage import (
     Site,
     Stage,
     capital,
+    hosts_of,
     named,
 )
 
@@ -63,9 +65,7 @@ class Digests:
 def _run_arithmetic(site: Site) -> Digests:
     site.note("products with known results")
     wrong = [
-        str(dtype).removeprefix("torch.")
-        for dtype in _LARGEST
-        if not is_exact(dtype, site.device)
+        dtype_name(dtype) for dtype in _LARGEST if not is_exact(dtype, site.device)
     ]
     site.note("arithmetic")
     first = _digests(site)
@@ -103,14 +103,14 @@ def _digests(site: Site) -> dict[str, int]:
     for dtype in (torch.float32, torch.bfloat16):
         for name, operation in operations.items():
             result = operation(values.to(dtype))
-            found[f"{name} of {str(dtype)[6:]}"] = int(digest_of(result))
+            found[f"{name} of {dtype_name(dtype)}"] = int(digest_of(result))
     return found
 
 
 def _judge_arithmetic(
     data: Mapping[int, Digests], settings: ExaminationSettings
 ) -> list[Finding]:
-    hosts = {rank: each.host for rank, each in data.items()}
+    hosts = hosts_of(data)
     found = []
     for rank, each in data.items():
         who = capital(named([rank], hosts))
@@ -329,7 +329,7 @@ def _run_alone(site: Site) -> Iterator[Wrong]:
     site.note("groups of one rank")
     groups = [dist.new_group([rank]) for rank in range(world)]
     for dtype in DTYPES:
-        short = str(dtype).removeprefix("torch.")
+        short = dtype_name(dtype)
         site.note(f"{_ALONE} of {short}")
         expected = values_of(site.position, dtype)
         received = expected.clone().to(site.device)
@@ -351,7 +351,7 @@ def _run_collectives(site: Site) -> tuple[list[Wrong], list[str]]:
     world, rank = len(site.members), site.position
     for name, operation in OPERATIONS.items():
         for dtype in DTYPES:
-            short = str(dtype).removeprefix("torch.")
+            short = dtype_name(dtype)
             site.note(f"{name} of {short}")
             try:
                 rows = list(operation(rank, world, dtype, site.device))
@@ -708,7 +708,7 @@ def _contents(rank: int) -> bytes:
 def _judge_storage(
     data: Mapping[int, StorageResult], settings: ExaminationSettings
 ) -> list[Finding]:
-    hosts = {rank: each.host for rank, each in data.items()}
+    hosts = hosts_of(data)
     found = []
     failed = {rank for rank, each in data.items() if each.errors}
     for rank, each in data.items():

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..files.json_text import SCHEMA, to_plain
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import as_lines, counted
+from ..text import aligned, as_lines, counted
 from .links import Measured, passes_of
 from .roll_call import RankFacts
 from .stage import NOTE, STATES, UNJUDGED, Finding, Pair, StageResult
@@ -85,17 +85,7 @@ class Diagnosis:
         for each in self.stages:
             seconds = f"{each.seconds:.1f}" if each.ranks else ""
             rows.append([each.name, str(each.ranks or ""), seconds, each.state])
-        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-        return [
-            "  ".join(
-                [
-                    row[0].ljust(first),
-                    *(c.rjust(w) for c, w in zip(row[1:3], others[:2], strict=True)),
-                    row[3],
-                ]
-            )
-            for row in rows
-        ]
+        return aligned(rows, right=(1, 2))
 
     def _measured(self) -> list[str]:
         latency, transfer = self.links("latency"), self.links("transfer")

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..text import error_line
 from .checks import AGREEMENT, ARITHMETIC, BARRIER, COLLECTIVES, STORAGE
 from .diagnosis import Diagnosis
 from .links import LINKS
@@ -48,6 +49,7 @@ from .stage import (
     StageOutcome,
     StageResult,
     capital,
+    hosts_of,
     named,
 )
 
@@ -292,7 +294,7 @@ def serve(
                 pipe.send(("done", stage.run(site)))
             except Exception as error:
                 said = warnings_in(_text_of(log))
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                text = error_line(error)
                 pipe.send(("error", f"{text} (NCCL: {said})" if said else text))
     except (EOFError, OSError):
         with contextlib.suppress(OSError):
@@ -523,7 +525,7 @@ class Examination:
         must_restart, has_group = bool(lost), len(lost) < len(members)
         hosts = {}
         if stage is self._stages[0]:
-            hosts = {rank: each.host for rank, each in data.items()}
+            hosts = hosts_of(data)
         lost = lost if has_group else []
         return Decision(lost, has_group, must_restart, result, findings, hosts)
 

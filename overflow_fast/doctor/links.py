@@ -24,6 +24,7 @@ from .stage import (
     Site,
     Stage,
     capital,
+    hosts_of,
     named,
 )
 
@@ -401,7 +402,7 @@ def _slow_links(
     data: Mapping[int, Measured], settings: ExaminationSettings, name: str, what: str
 ) -> list[Finding]:
     passes = passes_of(data, name)
-    hosts = {rank: each.host for rank, each in data.items()}
+    hosts = hosts_of(data)
 
     def is_within(pair: Pair) -> bool:
         return hosts[pair[0]] == hosts[pair[1]]
@@ -427,7 +428,7 @@ def _slow_links(
 
 def _single_links(data: Mapping[int, Measured]) -> list[Finding]:
     """Notes the links of which there are too few for a median to say something."""
-    hosts = {rank: each.host for rank, each in data.items()}
+    hosts = hosts_of(data)
     pairs = list(passes_of(data, "latency")[0])
     kinds = collections.Counter(hosts[a] == hosts[b] for a, b in pairs)
     return [
@@ -453,7 +454,7 @@ def _stragglers(
     """
     on_gpus = all(each.device == "cuda" for each in data.values())
     factor = settings.straggling if on_gpus else settings.slow
-    hosts = {rank: each.host for rank, each in data.items()}
+    hosts = hosts_of(data)
     kinds = collections.defaultdict[str, list[int]](list)
     for rank, each in data.items():
         kinds[each.device].append(rank)

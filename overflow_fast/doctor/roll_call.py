@@ -28,6 +28,7 @@ from .stage import (
     Site,
     Stage,
     capital,
+    hosts_of,
     named,
 )
 
@@ -217,7 +218,7 @@ def judge(
     facts: Mapping[int, RankFacts], settings: ExaminationSettings
 ) -> list[Finding]:
     """Finds what does not fit among the facts of ranks."""
-    hosts = {rank: each.host for rank, each in facts.items()}
+    hosts = hosts_of(facts)
     return [
         *_versions(facts, hosts),
         *_environments(facts, hosts),

@@ -153,6 +153,11 @@ class StageResult:
     ranks: int = 0
 
 
+def hosts_of(data: Mapping[int, Any]) -> dict[int, str]:
+    """The hosts of ranks, by what each of them has said."""
+    return {rank: each.host for rank, each in data.items()}
+
+
 def named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     """Names ranks with their hosts: "rank 3 (node1)"; of many the first eight."""
     shown = (f"{r} ({hosts[r]})" if r in hosts else str(r) for r in ranks)

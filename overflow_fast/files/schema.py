@@ -37,6 +37,7 @@ __all__ = [
     "UnsetType",
     "convert",
     "decode",
+    "decode_document",
     "field",
     "plain",
 ]
@@ -58,6 +59,17 @@ class Head(Struct):
     kind: Any = None
     schema: Any = None
     overflow_fast: Any = None
+
+    def check_schema(self, newest: int) -> None:
+        """Raises FileError if the file's schema is not one up to the newest known."""
+        schema = 0 if self.schema is None else self.schema
+        if not isinstance(schema, int) or schema > newest:
+            writer = self.overflow_fast
+            by = "" if writer is None else f", written by overflow_fast {writer!s:.40}"
+            raise FileError(
+                f"it has schema {schema!r:.20}{by}; this one reads schemas up to "
+                f"{newest}: run `pip install -U overflow_fast`"
+            )
 
 
 def head_of(line: bytes | None) -> Head:
@@ -87,6 +99,12 @@ def decode(data: bytes | str, kind: type[_T]) -> _T:
     except _ERRORS as error:
         raise FileError(_reason(error)) from error
     return found
+
+
+def decode_document(data: bytes, kind: type[_T], newest: int) -> _T:
+    """Decodes a file of one JSON object whose schema is known; see `decode()`."""
+    decode(data, Head).check_schema(newest)
+    return decode(data, kind)
 
 
 class Lines:

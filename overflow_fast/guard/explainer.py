@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import _C
 from ..capture.step_tensors import NORM, ScanLevel, StepTensors
-from ..capture.watch import ModelWatch
+from ..capture.watch import ModelWatch, models_of
 from ..core.modules import gradient_taker, named_parameters, why_not
+from ..core.process import world_size
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
@@ -30,9 +30,9 @@ from ..replay.replayer import (
     ReplayCheck,
     Replayer,
     StepPart,
-    text_of,
 )
 from ..state.step_start import StepStart
+from ..text import error_line
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.tensor_internals import local_part
 from ..verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
@@ -204,7 +204,7 @@ class Explainer:
         try:
             return offer_of(is_due, self._capture, models, joins)
         except Exception as error:  # the others wait for this rank's report
-            return ReplayOffer(is_due, f"failed ({text_of(error)})")
+            return ReplayOffer(is_due, f"failed ({error_line(error)})")
 
     def explain_together(
         self, agreed: Agreed, moment: str
@@ -237,7 +237,7 @@ class Explainer:
             return Explanation(notes=[_LATE])
         if moment == "evaluation":
             return Explanation(notes=[_NO_STEP])
-        models = {w.prefix: w.model for w in self._watches if w.model is not None}
+        models = models_of(self._watches)
         capture = self._capture
         if capture is None:
             incident = self._incident(verdict, moment)
@@ -452,15 +452,14 @@ class SecondLook:
             return _TOO_LATE
         if not self._capture.calls:
             return _NOTHING
-        has_ranks = dist.is_available() and dist.is_initialized()
-        return _NOT_ALONE * (has_ranks and dist.get_world_size() > 1)
+        return _NOT_ALONE * (world_size() > 1)
 
     def _replayed(
         self, found: Step, ranks: RankCoordinator
     ) -> tuple[Step, Exception | None]:
         """Runs the step with everything watched; returns it, and its error."""
         watches = self._watches_now()
-        models = {w.prefix: w.model for w in watches if w.model is not None}
+        models = models_of(watches)
         full_watch = _FullWatch(watches)
         capture = self._capture
         with Replayer(models, capture.calls, capture.start, ranks) as replayer:

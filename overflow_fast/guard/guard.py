@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.collection import without_collection
 from ..core.modules import modules_in
+from ..core.process import without_collection
 from ..distributed.joinable import GuardJoinable
 from ..page.incidents import Incident
 from ..page.render import write_page
@@ -23,7 +23,7 @@ from ..report.guard_coverage import GuardCoverage
 from ..report.report import Cost, NonFiniteError, Report
 from ..report.run_log import RunIdentity, log_begin, log_end
 from ..report.suspects import Suspects, read_incidents, suspects_of
-from ..selftest.self_test import Loss, SelfTest, SelfTestResult
+from ..selftest import Loss, SelfTest, SelfTestResult
 from ..text import drop_own_frames
 from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .. import _C
 from ..capture.inputs import LoopBatch
 from ..capture.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
-from ..capture.watch import ModelWatch
+from ..capture.watch import ModelWatch, models_of
 from ..core.modules import modules_in, named_modules, parameters_of
 from ..core.selection import Selection, check_patterns, full_name
 from ..core.tensors import loss_in
@@ -230,7 +230,7 @@ def living_models(watches: Iterable[ModelWatch]) -> dict[str, nn.Module]:
     Raises:
         RuntimeError: If none of them exists any more.
     """
-    models = {w.prefix: w.model for w in watches if w.model is not None}
+    models = models_of(watches)
     if not models:
         raise RuntimeError(
             "the model is gone: the guard holds it weakly, so keep it yourself"
@@ -265,7 +265,8 @@ def warn_of_other_guards(
         watches: The guard's.
         others: Those of the other guards.
     """
-    for model, other in itertools.product(*map(_models_of, (watches, others))):
+    own, foreign = (models_of(each).values() for each in (watches, others))
+    for model, other in itertools.product(own, foreign):
         if other in set(modules_in(model)) or model in set(modules_in(other)):
             _log.warning(
                 "Another OverflowGuard already watches this %s. Both work, each by "
@@ -273,11 +274,6 @@ def warn_of_other_guards(
                 type(model).__name__,
             )
             return
-
-
-def _models_of(watches: Sequence[ModelWatch]) -> list[nn.Module]:
-    """The models that still exist; some have a length, and may be false."""
-    return [model for watch in watches if (model := watch.model) is not None]
 
 
 class GuardLoop:

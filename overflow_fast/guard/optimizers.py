@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from ..capture.watch import ModelWatch
@@ -27,10 +26,11 @@ from ..core.engines import (
     engine_scaler,
     has_scale,
     leave_out,
+    optimizers_in,
     overflow_flag,
     shape_of,
 )
-from ..core.nested_optimizers import optimizers_in
+from ..core.modules import Handles, stepped_by
 from ..report.report import NonFiniteError
 from ..state.snapshot import OptimizerSnapshot
 from ..state.step_start import StepStart
@@ -218,7 +218,7 @@ class StraySteps:
         self._is_expected = is_expected
         self._judge = judge
         self._on_stepped = on_stepped
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
         self._is_running = False
         self._is_skipped = False
         self._snapshot: OptimizerSnapshot | None = None
@@ -238,9 +238,7 @@ class StraySteps:
 
     def detach(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.remove_all()
 
     # The hooks, small enough for torch.compile to turn them into constants.
 
@@ -295,7 +293,7 @@ class StraySteps:
                 "taken before the guard was made. No weight has changed. Call "
                 "optimizer.step(), or make the guard first."
             )
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = stepped_by(optimizer)
         self._hidden = [(p, p.grad) for p in parameters]
         for parameter in parameters:
             parameter.grad = None

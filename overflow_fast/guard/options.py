@@ -16,7 +16,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch.distributed as dist
 
+from ..core.process import has_process_group
 from ..core.selection import Wanted
+from ..core.tensors import check_number
 from ..replay.explain import BUDGET
 from ..text import either, nearest
 from ..verdict.rules import Rules
@@ -96,8 +98,7 @@ def check_int(name: str, value: Any, least: int) -> None:
 
 def check_positive(name: str, value: Any) -> None:
     """Raises TypeError or ValueError if an argument is no number above 0."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    check_number(name, value)
     if not value > 0:
         raise ValueError(f"{name} must be more than 0, got {value}")
 
@@ -199,8 +200,7 @@ def check_group(name: str, group: Any) -> None:
         return
     if isinstance(group, (bool, int, str)):
         raise _wrong_group(name, group)
-    is_initialized = dist.is_available() and dist.is_initialized()
-    if not is_initialized:
+    if not has_process_group():
         raise ValueError(
             f"{name} was given, and torch.distributed is not initialized: call "
             "torch.distributed.init_process_group() first"
@@ -487,7 +487,11 @@ class Evidence(Options):
     )
 
 
-_SOME_RANKS = one_of("all", "node", "rank0")
+_RANKS = option(
+    'The ranks that write: "all", a file each; "node", the first of each host '
+    '(`LOCAL_RANK` 0); or "rank0".',
+    one_of("all", "node", "rank0"),
+)
 
 
 @dataclass(frozen=True)
@@ -512,14 +516,7 @@ class Log(Options):
             "The number of older files to keep; with 0 no new one is begun.", whole(0)
         ),
     )
-    ranks: Literal["all", "node", "rank0"] = field(
-        default="all",
-        metadata=option(
-            'The ranks that write: "all", a file each; "node", the first of each host '
-            '(`LOCAL_RANK` 0); or "rank0".',
-            _SOME_RANKS,
-        ),
-    )
+    ranks: Literal["all", "node", "rank0"] = field(default="all", metadata=_RANKS)
 
 
 @dataclass(frozen=True)
@@ -553,14 +550,7 @@ class Record(Options):
             whole(1),
         ),
     )
-    ranks: Literal["all", "node", "rank0"] = field(
-        default="all",
-        metadata=option(
-            'The ranks that write: "all", a file each; "node", the first of each host '
-            '(`LOCAL_RANK` 0); or "rank0".',
-            _SOME_RANKS,
-        ),
-    )
+    ranks: Literal["all", "node", "rank0"] = field(default="all", metadata=_RANKS)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from .. import _C
 from ..capture.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch
-from ..core.collection import without_collection
 from ..core.engines import LossScaler
 from ..core.modules import parameters_of
 from ..core.ops import scan
+from ..core.process import without_collection
 from ..distributed.agreement import Agreed, Agreement
 from ..replay.capture import Capture
 from ..report.frames import frame_texts

@@ -23,8 +23,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture.hooks import root_hooks
-from ..core.modules import children_of, modules_in, own_parameters_of, parameters_of
-from ..core.nested_optimizers import optimizers_in
+from ..core.engines import optimizers_in
+from ..core.modules import (
+    children_of,
+    modules_in,
+    own_parameters_of,
+    parameters_of,
+    stepped_by,
+)
 from ..core.selection import NoModuleError
 from ..debug import DebugUnderflowOverflow
 from ..guard.guard import OverflowGuard, guards_of, modules_of
@@ -163,10 +169,8 @@ def replace_detector() -> None:
 # Finds the models whose parameters optimizers step, among all that exist.
 
 
-def stepped_by(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The identities of the parameters that optimizers step."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {id(parameter) for group in groups for parameter in group["params"]}
+def _stepped_ids(optimizers: Iterable[Optimizer]) -> set[int]:
+    return {id(each) for optimizer in optimizers for each in stepped_by(optimizer)}
 
 
 def holds_one_of(module: nn.Module, parameters: set[int]) -> bool:
@@ -189,7 +193,7 @@ def find_trained(
         by its outermost wrapper, such as Accelerate's.
     """
     modules, wrappers = _existing()
-    wanted = stepped_by(optimizers)
+    wanted = _stepped_ids(optimizers)
     parents = _parents(modules)
     holders = [each for each in modules if wanted & _own_parameters(each)]
     roots = {id(each): each for each in _roots(holders, parents)}
@@ -456,7 +460,7 @@ class ScriptGuard:
         is_watched = any(each is module for each in watched)
         if is_watched and not self._pending:
             self._go_over_to_wrappers()
-        elif holds_one_of(module, stepped_by(self._new_optimizers())):
+        elif holds_one_of(module, _stepped_ids(self._new_optimizers())):
             self._attach()
         elif not set(map(id, watched)).isdisjoint(map(id, modules_in(module))):
             self._go_over_to_wrappers()  # an engine's, which steps copies of weights

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..core.modules import without_reduction
+from ..core.process import has_process_group
 from ..guard.guard import OverflowGuard
 from ..guard.options import reusable
 from ..replay.capture import argument_names
@@ -89,8 +90,7 @@ def decided_by_all_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
     A trainer's ranks train one model, which shows in no parameter while it is not
     wrapped yet, nor where the stages of a pipeline share none.
     """
-    is_initialized = dist.is_available() and dist.is_initialized()
-    if not is_initialized or arguments.get("process_group") is not None:
+    if not has_process_group() or arguments.get("process_group") is not None:
         return arguments
     acts = arguments.get("on_overflow") != "warn"
     return {**arguments, "process_group": dist.group.WORLD if acts else None}

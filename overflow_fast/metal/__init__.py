@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..text import error_line
 
 _log = logging.getLogger("overflow_fast")
 _HERE = Path(__file__).parent
@@ -60,7 +61,7 @@ class MetalScan:
                 return kernels
             why = "its results differ from the CPU's"
         except Exception as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = error_line(error)
         _log.warning(
             "MPS's kernel is not used: %s.\n"
             "Torch operations scan tensors on MPS, which takes several times as long.",

@@ -16,7 +16,7 @@ import torch
 from ..files.json_text import SCHEMA, to_plain
 from ..files.reading import FileError, open_tensors, read_bytes, why_unreadable
 from ..report.report import Report
-from ..text import is_cell, short_name
+from ..text import dtype_name, is_cell, short_name
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 
 _MARKER = "overflow_fast.json"
@@ -220,18 +220,12 @@ def _read(marker: Path, damaged: list[str]) -> Incident:
 
 def _decoded(path: Path, kind: type[Any]) -> dict[str, Any] | None:
     """Decodes a file of JSON; None where there is no file."""
-    from ..files.schema import Head, decode, plain
+    from ..files.schema import decode_document, plain
 
     try:
-        data = read_bytes(path)
-        schema = decode(data, Head).schema or 0
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise EvidenceError(f"{path} was written by a newer overflow_fast.")
-        return plain(decode(data, kind))
+        return plain(decode_document(read_bytes(path), kind, SCHEMA))
     except FileNotFoundError:
         return None
-    except EvidenceError:
-        raise
     except (OSError, FileError) as error:
         why = why_unreadable(error)
         raise EvidenceError(f"{path} cannot be read: {why}.") from error
@@ -330,7 +324,7 @@ def _counted(name: str, tensor: torch.Tensor) -> Histogram:
     rows = bad[:, 0].bincount().tolist() if values.dim() else []
     return Histogram(
         _plain(name),
-        str(tensor.dtype).removeprefix("torch."),
+        dtype_name(tensor.dtype),
         tuple(tensor.shape),
         _bins(own),
         math.frexp(info.smallest_normal)[1] - 1,

@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..capture.hooks import unseen
 from ..core.force_eager import run_eagerly
-from ..core.modules import children_of, named_modules, step_of
+from ..core.modules import Handles, children_of, is_within, named_modules, step_of
 from ..core.ops import scan
-from ..core.tensors import devices_of, loss_in
+from ..core.tensors import check_number, devices_of, loss_in
 from ..state.random import RandomStates
+from ..text import dtype_name, error_line
 from ..torch_internals.module_internals import is_dropout
 from ..torch_internals.running import graph_task_id
 from .copies import HALF, check_model, copied_batch, on_copies
 from .keep_in_fp32 import keep_in_fp32
-from .layers import DTYPES, LayerProbe, RelativeDifference, first_line, floats_in
+from .layers import DTYPES, LayerProbe, RelativeDifference, floats_in
 from .precision_advice import (
     Judge,
     LayerAdvice,
@@ -58,7 +58,7 @@ class Makers:
         self._running: list[str] = []
         self._made_by: dict[Any, str] = {}  # by autograd's node of what it returned
         self._sources: dict[tuple[str, str], dict[str, None]] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
         self.bad: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Makers:
@@ -70,9 +70,7 @@ class Makers:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.remove_all()
         self._made_by.clear()
 
     def names(self) -> list[str]:
@@ -90,7 +88,7 @@ class Makers:
                 if (name, made) in self.bad - self._usual
                 if (name, given) not in self.bad - self._usual
             ]
-            innermost = [n for n in found if not any(_is_within(m, n) for m in found)]
+            innermost = [n for n in found if not any(is_within(m, n) for m in found)]
             if innermost:
                 return innermost
         return []
@@ -192,12 +190,8 @@ class Makers:
 _MOST_NODES = 1000  # of code between two modules that are followed
 
 
-def _is_within(inner: str, outer: str) -> bool:
-    return inner != outer and (not outer or inner.startswith(f"{outer}."))
-
-
 def _is_kept(name: str, kept: Iterable[str]) -> bool:
-    return any(name == each or _is_within(name, each) for each in kept)
+    return any(name == each or is_within(name, each) for each in kept)
 
 
 # Checks of a list: the whole model under autocast, against float32.
@@ -287,7 +281,7 @@ class Verifier:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            return first_line(error)
+            return error_line(error)
 
     def _judged(
         self,
@@ -460,10 +454,7 @@ def _listed(batches: Iterable[Any]) -> list[Any]:
 
 def _check_numbers(limits: Thresholds, max_rounds: int) -> None:
     for name, value in (*vars(limits).items(), ("max_rounds", max_rounds)):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number:
-            kind = type(value).__name__
-            raise TypeError(f"{name} must be a number, got {kind}")
+        check_number(name, value)
         if not value >= 0:
             raise ValueError(f"{name} must be 0 or more, got {value}")
 
@@ -528,7 +519,7 @@ def _shortened(kept: Sequence[str], names: Sequence[str]) -> list[str]:
 
 def _notes(model: nn.Module, reference: RunResult) -> list[str]:
     notes = []
-    halves = {str(p.dtype)[6:] for p in model.parameters() if p.dtype in HALF}
+    halves = {dtype_name(p.dtype) for p in model.parameters() if p.dtype in HALF}
     if halves:
         notes.append(
             f"Weights in {' and '.join(sorted(halves))} were cast to float32 for all "

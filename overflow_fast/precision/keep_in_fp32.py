@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..core.modules import has_base, is_sharded, named_modules
+from ..core.modules import check_module, has_base, is_sharded, named_modules
 from ..core.selection import Selection, check_patterns
 from ..torch_internals.module_internals import REPLICATE, replicate
 from ..torch_internals.tensor_internals import is_wrapper
@@ -325,8 +325,7 @@ def keep_in_fp32(
         >>> keep_in_fp32(model, ["0"]).names
         ['0']
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_module(model)
     named = {module: name for name, module in named_modules(model)}
     kept = _choose("names", names, named)
     ends = set() if until is None else _choose("until", until, named)

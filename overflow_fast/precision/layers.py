@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from ..core.modules import named_modules, unwrapped_class
+from ..core.modules import Handles, named_modules, unwrapped_class
 from ..core.ops import scan
-from ..core.tensors import devices_of
+from ..core.tensors import devices_of, real_parts
 from ..state.random import RandomStates
+from ..text import dtype_name, error_line
 from ..torch_internals.module_internals import own_parameters
 from ..torch_internals.running import graph_task_id
 from ..tree import CALL_DEPTH, mapped, tensors_in
@@ -61,7 +61,7 @@ class Magnitudes:
             largest = float(finite.max()) if finite.numel() else 0.0
         self.has_nan |= stat.has_nan
         self.abs_max = max(self.abs_max, float(largest))
-        real = torch.view_as_real(values) if values.is_complex() else values
+        real = real_parts(values)
         bits = real.float().reshape(-1).contiguous().view(torch.int32)
         exponents = (bits >> (32 - 1 - _EXPONENT_BITS)) & (_NUM_BINS - 1)
         self._bins += torch.bincount(exponents, minlength=_NUM_BINS).cpu()
@@ -238,7 +238,7 @@ def why_not_compared(module: nn.Module, given: Any, output: Any) -> str:
     floats = [*floats_in(given), *floats_in(output)]
     for each in floats:
         if not is_real(each) or each.layout is not torch.strided:
-            return f"it works on {str(each.dtype)[6:]} tensors ({each.layout})"
+            return f"it works on {dtype_name(each.dtype)} tensors ({each.layout})"
     if any(each.dtype != torch.float32 for each in floats):
         return "it does not work in float32 in the float32 run"
     if any(each.is_complex() for each in module.parameters()):
@@ -253,12 +253,6 @@ def floats_in(value: Any) -> list[torch.Tensor]:
         for each in tensors_in(value, CALL_DEPTH)
         if each.is_floating_point() or each.is_complex()
     ]
-
-
-def first_line(error: Exception) -> str:
-    """The class and the first line of an error."""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def is_real(tensor: torch.Tensor) -> bool:
@@ -361,7 +355,7 @@ class LayerProbe:
         self._devices = devices_of([model])
         self._running: list[_Running] = []
         self._is_computing = False
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
 
     @property
     def not_seen(self) -> list[str]:
@@ -377,9 +371,7 @@ class LayerProbe:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._handles.remove_all()
 
     def add_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Adds the gradients of parameters, by the parameters' ids."""
@@ -448,7 +440,7 @@ class LayerProbe:
             if layer.is_product is None:
                 layer.is_product = call.is_product()
         except Exception as error:
-            layer.not_compared = first_line(error)
+            layer.not_compared = error_line(error)
             return
         for name, dtype in DTYPES.items():
             if name not in layer.failures and (dtype is not FLOAT8 or layer.is_product):
@@ -462,7 +454,7 @@ def _add_error(
     try:
         made = call.in_dtype(DTYPES[name])
     except Exception as raised:  # a dtype that this device has no kernel for
-        layer.failures[name] = first_line(raised)
+        layer.failures[name] = error_line(raised)
         del layer.errors[name]
         return
     for value, golden in zip(made, reference, strict=True):

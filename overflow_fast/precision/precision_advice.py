@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..text import as_lines, either, printable, some
+from ..text import as_lines, counted, either, printable, some
 from .layers import DTYPES, FLOAT8, Layer, expected_error
 
 _MOST_ROWS = 8
@@ -151,7 +151,7 @@ class PrecisionAdvice:
         return "\n".join([*lines, *self._table()])
 
     def _verdict(self) -> str:
-        count = f"{len(self.rows)} layer{'s' * (len(self.rows) != 1)}"
+        count = counted(len(self.rows), "layer")
         if self.dtype == "float32":
             return f"Stay in float32: no check has passed ({count} looked at)."
         if not self.code:

@@ -26,7 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.watch import ModelWatch
+from ..capture.watch import ModelWatch, models_of
 from ..core.modules import parameters_of, unwrapped_class
 from ..files.json_text import to_plain
 from ..files.reading import FileError
@@ -338,7 +338,7 @@ def run_line(run: RunIdentity, watches: Sequence[ModelWatch], policy: object) ->
 
 
 def _devices(watches: Sequence[ModelWatch]) -> list[str]:
-    models = [model for watch in watches if (model := watch.model) is not None]
+    models = models_of(watches).values()
     devices = {
         parameter.device for model in models for parameter in parameters_of(model)
     }

@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,10 +31,6 @@ from .record_lines import (
     read_column,
     widths_of,
 )
-
-if TYPE_CHECKING:
-    from ..files.schema import Head
-
 
 _LOSSES = ("output.loss", "output['loss']")
 
@@ -348,23 +344,13 @@ def _run_of(text: bytes | None, path: Path) -> Line:
     head = head_of(text)
     if text is None or head.kind != KIND:
         raise _no_record(path)
-    _check_schema(head, path)
     try:
+        head.check_schema(RECORD_SCHEMA)
         run = _parsed(text)
     except FileError as error:
-        raise RecordError(f"{path}: its first line is damaged: {error}.") from error
+        raise RecordError(f"{path} cannot be read: {error}.") from error
     assert run is not None
     return run
-
-
-def _check_schema(head: Head, path: Path) -> None:
-    schema = head.schema
-    if not isinstance(schema, int) or schema > RECORD_SCHEMA:
-        raise RecordError(
-            f"{path} has schema {schema!r:.20}, written by overflow_fast "
-            f"{head.overflow_fast!s:.40}; this one reads schemas up to "
-            f"{RECORD_SCHEMA}: run `pip install -U overflow_fast`."
-        )
 
 
 def _check_size(path: Path, steps: Sequence[Line]) -> None:

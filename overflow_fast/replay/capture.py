@@ -32,6 +32,7 @@ from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
 from ..state.objects import global_names
 from ..state.random import RandomStates
 from ..state.step_start import StepStart
+from ..text import dtype_name
 from ..torch_internals.compiler import compiled_call_of, has_compiled, uncompiled
 from ..torch_internals.running import is_recorded
 from ..tree import (
@@ -91,7 +92,7 @@ class Ambient:
             **self._random.as_plain(put),
             "training": self._training,
             "autocast": [
-                [t, is_on, str(dtype)[6:]] for t, is_on, dtype in self._autocast
+                [t, is_on, dtype_name(dtype)] for t, is_on, dtype in self._autocast
             ],
             "caches": self._caches,
         }

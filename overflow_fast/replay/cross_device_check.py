@@ -13,6 +13,7 @@ from torch import nn
 from .. import flags
 from ..capture.hooks import unseen
 from ..core.modules import (
+    Handles,
     is_dropout,
     modules_in,
     named_modules,
@@ -20,7 +21,7 @@ from ..core.modules import (
     tensors_of,
 )
 from ..core.selection import full_name
-from ..core.tensors import has_memory, place_of
+from ..core.tensors import is_readable, place_of
 from ..precision.copies import on_copies, to_dtype
 from ..torch_internals.running import autograd_node
 from ..tree import CALL_DEPTH, mapped, tensors_in
@@ -60,17 +61,14 @@ class FirstCall(Observer):
     @contextmanager
     def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """See `Observer`."""
-        handles = [
+        handles = Handles(
             module.register_forward_hook(self._keep, prepend=True, with_kwargs=True)
             for prefix, model in models.items()
             for name, module in named_modules(model)
             if full_name(prefix, name) == self.name
-        ]
-        try:
+        )
+        with handles:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.call is None:
@@ -167,8 +165,7 @@ def _run(
 
 def _can_run_alone(module: nn.Module) -> bool:
     tensors = list(tensors_of(module))
-    plain = (torch.Tensor, nn.Parameter)
-    if not all(type(t) in plain and has_memory(t) for t in tensors):
+    if not all(map(is_readable, tensors)):
         return False
     if any(is_dropout(each) and each.training for each in modules_in(module)):
         return False

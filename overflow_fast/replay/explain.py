@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..core.modules import gradient_taker, named_modules, step_of
+from ..core.process import world_size
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
 from ..state.step_start import StepStart
+from ..text import error_line
 from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
 from .explanation import ALL_BAD, NOT_BEHIND, Artifact, BadStep, Explanation
@@ -26,7 +27,7 @@ from .gradient_code import GradientCode, find_gradient_code
 from .loss_code import LossCall, LossLine, advice, find_loss_line
 from .op_trace import bad_names
 from .optimizer_step import explain_update
-from .places import module_of_parameter, names_of
+from .places import module_of_parameter, state_by_name
 from .remedies.attempts import find_remedies
 from .remedies.line_edit import functions_are_found_once
 from .remedies.trials import Failure
@@ -38,7 +39,6 @@ from .replayer import (
     ReplayCheck,
     Replayer,
     StepPart,
-    text_of,
 )
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
@@ -62,11 +62,6 @@ _NO_CALLS = (
     "The step was not replayed: no forward of this step was captured{}. Call the model "
     "and the loss within `guard.run(lambda: loss)`."
 )
-
-
-def _has_peers() -> bool:
-    """True if a replay may meet collectives that other ranks would not join."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @functions_are_found_once()
@@ -127,15 +122,15 @@ def investigate(
         ranks.is_broken = True
         found.notes.append(str(error))
     except Exception as error:
-        found.notes.append(f"The explanation ended early: {text_of(error)}.")
+        found.notes.append(f"The explanation ended early: {error_line(error)}.")
     num_replays = 0 if replayer is None else replayer.num_forwards
     limits = budget, checkpoints, artifact_bytes
     # The result of the rank that led has its line.
     if found is not ranks.result and _asks_for_loss(found, calls):
         step = _LossStep(models, calls, incident, start, limits, replay_check)
-        found = step.explained(found, may_run=ranks.is_alone and not _has_peers())
+        found = step.explained(found, may_run=ranks.is_alone and world_size() == 1)
         num_replays += step.num_forwards
-    if found is not ranks.result and not _has_peers():
+    if found is not ranks.result and world_size() == 1:
         behind = _GradientStep(models, calls, incident, start, limits)
         found = behind.explained(found)
         num_replays += behind.num_forwards
@@ -325,12 +320,11 @@ def _saved(
     found: Explanation,
 ) -> list[Artifact]:
     """The files of the step, or a note on why there are none."""
-    used = sum(t.nbytes for each in found.artifacts for t in each.tensors.values())
     try:
         pairs = [] if start is None else start.pairs()
-        return saved_step(models, calls, pairs, most - used)
+        return saved_step(models, calls, pairs, most - found.artifact_bytes)
     except Exception as error:
-        found.notes.append(f"The step was not saved: {text_of(error)}.")
+        found.notes.append(f"The step was not saved: {error_line(error)}.")
         return []
 
 
@@ -350,7 +344,7 @@ def _lookups(
 def _not_replayable(
     calls: Sequence[KeptCall], incident: BadStep | None, ranks: RankCoordinator
 ) -> Explanation | None:
-    if ranks.is_alone and _has_peers():
+    if ranks.is_alone and world_size() > 1:
         return Explanation(notes=[_NOT_ALONE])
     if calls:
         return None
@@ -392,7 +386,7 @@ def _without_replay(
         return None
     found = first_bad_weight(models, "parameter")
     if found is not None and start is not None:
-        named = {name: tensor for _, name, tensor in names_of(models)}
+        named = state_by_name(models)
         weight = named[found.tensor]
         held = start.held(weight)
         if start.written_in_step(weight):

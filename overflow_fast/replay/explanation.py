@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .. import _C
+from ..core.modules import stepped_by
 from ..text import counted, printable, short_name
 
 # The operation that failed, with its inputs and outputs, and the sample.
@@ -325,6 +326,11 @@ class Explanation:
         is_vague = self.cause in ("unknown", "not reproducible")
         return not is_vague and (self.op is not None or bool(self.tensor))
 
+    @property
+    def artifact_bytes(self) -> int:
+        """The bytes of its files' tensors."""
+        return sum(t.nbytes for each in self.artifacts for t in each.tensors.values())
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "artifacts": []}  # they stay on this rank
 
@@ -404,7 +410,7 @@ class Explanation:
         if self.rank is None:
             return ""
         others = self.num_ranks - 1
-        more = f" and {others} other{'s' * (others > 1)}" if others > 0 else " alone"
+        more = f" and {counted(others, 'other')}" if others > 0 else " alone"
         return f" on rank {self.rank}{more}"
 
     def _where(self) -> str:
@@ -446,10 +452,6 @@ class _LastStep(NamedTuple):
     versions: list[int]
 
 
-def _weights_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
 def _names_of_numbers(group: Mapping[str, Any]) -> tuple[str, ...]:
     """The settings to keep: what holds a model, or an optimizer, keeps it alive."""
     return tuple(k for k, v in group.items() if type(v) in _NUMBERS and k != "params")
@@ -469,7 +471,7 @@ class LastSteps:
         """Takes in a step that was made. Does not incur a CPU-GPU sync."""
         groups, versions = (
             optimizer.param_groups,
-            _C.versions_of(_weights_of(optimizer)),
+            _C.versions_of(stepped_by(optimizer)),
         )
         known = self._of.get(optimizer)
         names = known.names if known is not None else _names_of_numbers(groups[0])
@@ -496,7 +498,7 @@ class LastSteps:
         self, optimizer: torch.optim.Optimizer, weight: torch.Tensor
     ) -> int:
         """The number of writes to a weight since, by its version; 0 if not known."""
-        last, weights = self._of.get(optimizer), _weights_of(optimizer)
+        last, weights = self._of.get(optimizer), stepped_by(optimizer)
         if last is None or len(weights) != len(last.versions):
             return 0
         pairs = zip(weights, last.versions, strict=True)

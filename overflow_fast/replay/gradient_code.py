@@ -22,18 +22,17 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import tree
 from ..text import is_of_program
 from .loss_code import (
     EFFECTS,
     UNSUITABLE,
-    UncertainError,
     function_at,
     has_effects,
     running_code,
     variables_of,
+    without_optimizer_steps,
 )
 from .names import assigned, read
 from .places import source_lines
@@ -72,15 +71,8 @@ class GradientCode:
 
     def __call__(self) -> None:
         """Runs the lines; an optimizer's step among them is refused."""
-        handle = register_optimizer_step_pre_hook(_refuse)
-        try:
+        with without_optimizer_steps("the lines behind backward make a step"):
             exec(self._code, {**self._globals, **self.variables})
-        finally:
-            handle.remove()
-
-
-def _refuse(optimizer: object, args: object, kwargs: object) -> None:
-    raise UncertainError("the lines behind backward make a step")
 
 
 def find_gradient_code() -> GradientCode | None:

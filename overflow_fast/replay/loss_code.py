@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.modules import children_of, modules_in
+from ..core.modules import Handles, children_of, modules_in
 from ..text import is_of_program, short_name
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.registry import stack
@@ -708,7 +708,7 @@ class SameStep(Observer):
     @contextlib.contextmanager
     def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """Sees the outermost forwards, and keeps optimizers from stepping."""
-        handles: list[Any] = [register_optimizer_step_pre_hook(_refuse)]
+        handles = Handles()
         self._forget()
         for model in models.values():
             handles += [
@@ -717,11 +717,8 @@ class SameStep(Observer):
                 ),
                 model.register_forward_hook(self._after, always_call=True),
             ]
-        try:
+        with handles, without_optimizer_steps("the lines of the loss make a step"):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
@@ -756,8 +753,15 @@ class SameStep(Observer):
                 self.has_same_loss = _is_same(output, self._loss)
 
 
-def _refuse(optimizer: object, args: object, kwargs: object) -> None:
-    raise UncertainError("the lines of the loss make a step")
+@contextlib.contextmanager
+def without_optimizer_steps(why: str) -> Iterator[None]:
+    """Raises UncertainError where an optimizer is about to step within."""
+
+    def refuse(optimizer: object, args: object, kwargs: object) -> None:
+        raise UncertainError(why)
+
+    with register_optimizer_step_pre_hook(refuse):
+        yield
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,10 +16,11 @@ from torch import nn
 from torch.multiprocessing import reductions
 
 from .. import _C
-from ..core.modules import named_modules
+from ..core.modules import Handles, named_modules
 from ..core.ops import Stat, scan
 from ..core.selection import full_name
-from ..core.tensors import is_whole
+from ..core.tensors import PLAIN, is_whole, real_parts, widened
+from ..text import dtype_name
 from ..torch_internals.compiler import has_compiled, is_in_compiled_call
 from ..torch_internals.running import (
     TorchDispatchMode,
@@ -44,7 +45,6 @@ from .places import Frames, runs_in_hook, users_frames
 
 NAN, POSITIVE_INF, NEGATIVE_INF = _C.NAN, _C.POSITIVE_INF, _C.NEGATIVE_INF
 INF = POSITIVE_INF | NEGATIVE_INF
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def is_float(tensor: torch.Tensor) -> bool:
@@ -71,7 +71,7 @@ def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
         return 0 if stat is None else NAN * stat.has_nan | INF * stat.has_inf
     if stat is not None and not (stat.has_inf or stat.not_scanned):
         return NAN * stat.has_nan
-    parts = torch.view_as_real(values) if values.is_complex() else values
+    parts = real_parts(values)
     flags = torch.stack(
         [parts.isnan().any(), (parts == math.inf).any(), (parts == -math.inf).any()]
     ).tolist()
@@ -81,25 +81,20 @@ def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
 
 def as_wide(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a plain tensor in a dtype that has all operations, or None."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN:
         tensor = local_part(tensor)
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return None
-    values = tensor.detach()
-    return (
-        values.float()
-        if values.is_floating_point() and values.itemsize == 1
-        else values
-    )
+    return widened(tensor)
 
 
 def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
     """Counts the non-finite values of a tensor. Incurs a CPU-GPU sync."""
-    dtype, shape = str(tensor.dtype)[6:], tuple(tensor.shape)
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     values = as_wide(tensor)
     if values is None or not is_float(tensor):
         return TensorSummary(dtype, shape, None, None, 0, 0, name)
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = real_parts(values)
     finite = values[values.isfinite()].abs()
     least = float(finite.min()) if finite.numel() else None
     most = float(finite.max()) if finite.numel() else None
@@ -110,7 +105,7 @@ def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
 
 def inf_signs(values: torch.Tensor) -> str:
     """The signs of the infs: "+", "-", "+-", or "". Incurs a CPU-GPU sync."""
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = real_parts(values)
     infs = {"+": values.isposinf(), "-": values.isneginf()}
     return "".join(sign for sign, are in infs.items() if are.any())
 
@@ -211,7 +206,7 @@ class Kinds:
 
 def memory_of(tensor: torch.Tensor) -> dict[int, torch.UntypedStorage]:
     """The storages of a tensor by their numbers, as `storages()`; of most at once."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return storages(tensor)
     try:
         storage = tensor.untyped_storage()
@@ -316,7 +311,7 @@ class ModuleStack:
         self._on_end = on_end
         self._running: list[tuple[int, str, bool]] = []
         self._calls: list[ModuleCall] = []
-        self._handles: list[Any] = []
+        self._handles = Handles()
 
     def __enter__(self) -> ModuleStack:
         for module in self._names:
@@ -331,8 +326,7 @@ class ModuleStack:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._handles.remove_all()
 
     def current(self, in_backward: bool) -> str | None:
         """The name of the innermost one; None in a backward that runs none again."""
@@ -772,7 +766,7 @@ def _innermost(found: Mapping[_Extent, Leaf]) -> list[Leaf]:
 
 
 def _extent_of(tensor: torch.Tensor) -> _Extent:
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return _ALL
     begin = end = int(tensor.storage_offset())
     if tensor.numel():

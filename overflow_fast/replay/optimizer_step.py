@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..core.modules import named_parameters
+from ..text import dtype_name
 from .explanation import SLOWER, BadStep, Explanation, Op, Remedy
 from .op_trace import NOT_TRIED, OpTable, OpTrace
 from .places import module_of_parameter, op_at
@@ -154,7 +155,7 @@ def _made_again(
         found.tensor,
         evidence=found.evidence,
     )
-    dtype = str(parameter.dtype)[6:]
+    dtype = dtype_name(parameter.dtype)
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
     wrong = _bad_settings(group)
     if wrong:

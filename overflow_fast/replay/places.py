@@ -212,6 +212,11 @@ def module_of_parameter(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def state_by_name(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns the parameters and buffers of models by their qualified names."""
+    return {name: tensor for _, name, tensor in names_of(models)}
+
+
 def names_of(models: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Tensor]]:
     """Lists kind, qualified name and tensor of each parameter and buffer, once."""
     found: list[tuple[str, str, torch.Tensor]] = []

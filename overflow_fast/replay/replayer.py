@@ -35,6 +35,7 @@ from ..core.selection import full_name
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
+from ..text import error_line
 from ..torch_internals.running import no_dispatch
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from ..tree import entry_label
@@ -50,7 +51,7 @@ from .op_trace import (
     floats_in,
     kinds_of,
 )
-from .places import names_of, partitions_of
+from .places import names_of, partitions_of, state_by_name
 from .root_op import RootOp, details_of, masked_whole, trace_back
 
 
@@ -220,7 +221,7 @@ class ReplayResult:
         else:
             targets = self.bad_inner or [t for _, t in table.bad_modules[:1]]
             if not targets and self.bad_buffers:
-                named = {name: tensor for _, name, tensor in names_of(models)}
+                named = state_by_name(models)
                 targets = [named[name] for name in self.bad_buffers]
         return trace_back(
             [each for tensor in targets for each in table.sources(tensor)]
@@ -256,11 +257,8 @@ class OutputGradients(Observer):
         if module is None or isinstance(module, torch.jit.ScriptModule):
             yield
             return
-        handle = module.register_forward_hook(self._on_output)
-        try:
+        with module.register_forward_hook(self._on_output):
             yield
-        finally:
-            handle.remove()
 
     def _on_output(self, module: nn.Module, args: object, output: Any) -> None:
         for tensor in floats_in(output):
@@ -373,7 +371,7 @@ class RankCoordinator:
             The worst state of all ranks, the error of another rank in text, or "", and
             the ranks where it was not clean.
         """
-        text = "" if error is None else text_of(error)
+        text = "" if error is None else error_line(error)
         found = self._exchange((state, text))
         texts = [
             f"on rank {rank}: {each[1]}"
@@ -429,12 +427,6 @@ class RankCoordinator:
         if self._channel is None:
             return {self.rank: value}
         return self._channel.exchange(value)
-
-
-def text_of(error: Exception) -> str:
-    """The first line of an error, with its class."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:120] if lines else ''}"
 
 
 # Runs the step.

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ..capture.hooks import unseen
-from ..core.tensors import has_memory
+from ..core.tensors import host_copy, is_readable
 from ..state.random import RandomStates
+from ..text import dtype_name
 from ..torch_internals.module_internals import own_buffers, own_parameters, submodules
 from ..tree import mapped, tensors_in
 from . import rebuilt
@@ -62,8 +63,7 @@ def repro_of(op: OpCall, found: Explanation, most: int) -> Iterator[Artifact]:
     if not op.is_as_it_was:
         return
     tensors = tensors_in((op.args, op.kwargs))
-    plain = (torch.Tensor, torch.nn.Parameter)
-    if not all(type(t) in plain and has_memory(t) for t in tensors):
+    if not all(map(is_readable, tensors)):
         return
     if sum(tensor.nbytes for tensor in tensors) > most:
         return
@@ -210,7 +210,7 @@ def module_repro_of(
             "module": writer.module(call.module),
             "args": writer.value(list(call.args)),
             "kwargs": writer.value(dict(call.kwargs)),
-            "autocast": [["cpu", str(dtype)[6:]] for _, dtype in call.autocast[:1]],
+            "autocast": [["cpu", dtype_name(dtype)] for _, dtype in call.autocast[:1]],
         }
         fails = _module_fails(saved, writer.tensors)
     except Exception:  # a class that is local, state that is no literal, another device
@@ -252,7 +252,7 @@ class _Writer:
         if isinstance(value, nn.Module):
             return {"module": self.module(value)}
         if isinstance(value, torch.dtype):
-            return {"dtype": str(value)[6:]}
+            return {"dtype": dtype_name(value)}
         if type(value) is dict:
             pairs = value.items()
             return {"dict": [[self.value(k), self.value(e)] for k, e in pairs]}
@@ -274,7 +274,7 @@ class _Writer:
         }
 
     def _put(self, tensor: torch.Tensor) -> str:
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or not has_memory(tensor):
+        if not is_readable(tensor):
             raise ValueError(f"a {type(tensor).__name__}")
         name = self._names.get(id(tensor))
         if name is None:
@@ -282,8 +282,7 @@ class _Writer:
             if self._most < 0:
                 raise ValueError("too large")
             name = self._names[id(tensor)] = f"tensor{len(self.tensors)}"
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            self.tensors[name] = plain.contiguous().clone()
+            self.tensors[name] = host_copy(tensor)
         return name
 
     def _name_of(self, value: Any) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..core.tensors import real_parts, widened
+from ..text import error_line
 from ..torch_internals.running import attention_by_definition, schema_names
 from ..tree import mapped, tensors_in
 from .op_trace import (
@@ -385,7 +387,7 @@ def _is_same(own: torch.Tensor, part: torch.Tensor) -> bool:
     """True if two results are the same but for rounding, and not finite alike."""
     if own.shape != part.shape:
         return False
-    own, part = (torch.view_as_real(t) if t.is_complex() else t for t in (own, part))
+    own, part = map(real_parts, (own, part))
     own, part = own.detach().double(), part.detach().double()
     finite = own[own.isfinite()].abs()
     near = 0.01 * float(finite.max()) if finite.numel() else 0.0
@@ -456,11 +458,8 @@ def details_of(
         found.outside = _outside_of_domain(op, found.first_index)
         _classify(op, found, bad, output, sums)
     except Exception as error:
-        text = str(error).splitlines()[:1]
-        found.reason = (
-            f"it could not be computed again in float64 ({type(error).__name__}: "
-            f"{text[0][:80] if text else ''})"
-        )
+        why = error_line(error, 80)
+        found.reason = f"it could not be computed again in float64 ({why})"
     return found
 
 
@@ -522,8 +521,8 @@ def _compare(
     index: tuple[int, ...],
 ) -> None:
     """Adds the result in float64 where the operation's own is not finite."""
-    values = reference.detach()[~_wide(bad).isfinite()]
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = reference.detach()[~widened(bad).isfinite()]
+    values = real_parts(values)
     assert found.limit is not None
     first = float(reference[index].real)
     finite = values[values.isfinite()]
@@ -560,9 +559,13 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
         return None
     if value.dim() > len(index):
         return None
+    return None if value.is_complex() else float(value[_own_place(value, index)])
+
+
+def _own_place(value: torch.Tensor, index: tuple[int, ...]) -> tuple[int, ...]:
+    """The place in an argument that is broadcast to a place of the result."""
     own = index[len(index) - value.dim() :]
-    own = tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
-    return float(value[own]) if not value.is_complex() else None
+    return tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
 
 
 _SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
@@ -654,9 +657,7 @@ def _at(value: Any, number: float, index: tuple[int, ...]) -> str:
     """A number with its place in a tensor, where that has several."""
     if not isinstance(value, torch.Tensor) or value.numel() == 1:
         return f"{number:.3g}"
-    own = index[len(index) - value.dim() :]
-    own = tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
-    return f"{number:.3g} at {list(own)}"
+    return f"{number:.3g} at {list(_own_place(value, index))}"
 
 
 def _negative_variance(op: OpCall) -> str:
@@ -712,8 +713,3 @@ def _weighs_nothing(op: OpCall, output: Any) -> str:
 
 def _has_one_element(tensor: torch.Tensor, result: torch.Tensor) -> bool:
     return tensor.numel() <= max(1, result.numel())
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach()
-    return values.float() if values.itemsize == 1 else values

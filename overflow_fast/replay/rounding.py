@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ..core.tensors import PLAIN
+from ..text import dtype_name
 from ..tree import find, mapped, tensors_in
 from .explanation import Explanation
 from .op_trace import ModuleStack, OpCall, Row, StorageMap, is_float
@@ -31,7 +33,6 @@ UNDERFLOW, ROUNDING = "underflow", "rounding"
 LOOKED_AT = (12, 96)  # operations: first the nearest, then more
 _NOISE = 0.01  # of a value; rounding is at most 0.004, in bfloat16
 _MOST_NUMEL = 2**26  # of all that is kept, in elements
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def rows_before(row: Row, most: int) -> list[Row]:
@@ -174,7 +175,7 @@ class Tape(Observer):
 
     def _kept(self, tensor: torch.Tensor, value: torch.Tensor) -> _Kept:
         self._numel += value.numel()
-        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
         if not is_plain or tensor.is_complex() or self._numel > _MOST_NUMEL:
             raise _TooLarge
         number = self._numbers.get(tensor)
@@ -460,7 +461,7 @@ def _beyond_float64(
     for call in suspects:
         value, _ = _result(calls, bad, index, [call])
         if math.isfinite(value):
-            dtype = str(call.results[0].value.dtype)[6:]
+            dtype = dtype_name(call.results[0].value.dtype)
             found = replace(lost, value=value, row=call.row, is_beyond=True)
             return replace(found, own=_impossible(call)[0], dtype=dtype)
     return lost
@@ -490,7 +491,7 @@ def _lost_at(
             continue
         place = _decisive_place(calls, kept, true, bad, index)
         info = torch.finfo(kept.value.dtype)
-        dtype = str(kept.value.dtype)[6:]
+        dtype = dtype_name(kept.value.dtype)
         return replace(
             lost,
             row=call.row,

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from ..core.modules import parameters_of
-from ..core.tensors import digest_of, has_memory
+from ..core.tensors import digest_of, has_memory, host_copy, is_readable
 from ..files.json_text import SCHEMA, dumps
 from ..files.reading import FileError, read_bytes, read_tensors
+from ..text import dtype_name
 from .capture import Ambient, KeptCall, ModelCall, names_of_inputs
 from .explanation import Artifact
-from .places import names_of
+from .places import names_of, state_by_name
 
 if TYPE_CHECKING:
     from .step_schema import SavedCall, SavedStepFile, Value
@@ -68,7 +69,7 @@ def saved_step(
 def _call(call: KeptCall, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     def put(tensor: torch.Tensor) -> str:
         name = f"tensor{len(tensors)}"
-        tensors[name] = tensor.detach().cpu().resolve_conj().contiguous().clone()
+        tensors[name] = host_copy(tensor)
         return name
 
     return {
@@ -88,7 +89,7 @@ def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter) or not has_memory(value):
+        if not is_readable(value):
             return {"lost": type(value).__name__}
         is_wanted = value.requires_grad and value.is_floating_point()
         return {"tensor": put(value), "requires_grad": is_wanted}
@@ -128,7 +129,7 @@ def _is_unicode(text: str) -> bool:
 def _identity(tensor: torch.Tensor) -> list[Any]:
     """Identifies a weight: dtype, shape, digest."""
     digest = int(digest_of(tensor)) if has_memory(tensor) and tensor.numel() else 0
-    return [str(tensor.dtype)[6:], list(tensor.shape), digest]
+    return [dtype_name(tensor.dtype), list(tensor.shape), digest]
 
 
 class SavedStep:
@@ -159,23 +160,15 @@ class SavedStep:
     def _read_step(self) -> SavedStepFile:
         path = self._folder / STEP
         try:
-            from ..files.schema import Head, decode
+            from ..files.schema import decode_document
             from .step_schema import SavedStepFile
 
-            data = read_bytes(path)
-            schema = decode(data, Head).schema or 0
-            if isinstance(schema, int) and schema > SCHEMA:
-                raise UnreadableStepError(
-                    f"{path} has schema {schema}; this version reads up to {SCHEMA}"
-                )
-            return decode(data, SavedStepFile)
+            return decode_document(read_bytes(path), SavedStepFile, SCHEMA)
         except FileNotFoundError:
             raise UnreadableStepError(
                 f"{path} is missing: a guard writes it with evidence=, if it kept the "
                 "step's calls (explain=False and sync='lagged' keep none)"
             ) from None
-        except UnreadableStepError:
-            raise
         except (OSError, FileError, ImportError) as error:
             raise UnreadableStepError(f"{path} cannot be read: {error}") from error
 
@@ -205,7 +198,7 @@ class SavedStep:
 
     def differences(self, models: Mapping[str, nn.Module]) -> list[str]:
         """The names of weights and buffers that are not those of the step."""
-        own = {name: tensor for _, name, tensor in names_of(models)}
+        own = state_by_name(models)
         wanted = {name: list(each) for name, each in self._step.weights.items()}
         missing = [name for name in wanted if name not in own]
         changed = [n for n in wanted if n in own and _identity(own[n]) != wanted[n]]

@@ -356,10 +356,9 @@ class Search:
         if not isinstance(source, Row) or source.call is None:
             return
         found.artifacts += repro_of(source.call, found, most)
-        used = sum(t.nbytes for each in found.artifacts for t in each.tensors.values())
         if source.module_call is not None:
             call = source.module_call
-            found.artifacts += module_repro_of(call, found, most - used)
+            found.artifacts += module_repro_of(call, found, most - found.artifact_bytes)
 
     def _try_remedies(
         self, found: Explanation, root_op: RootOp, traced: ReplayResult, place: int

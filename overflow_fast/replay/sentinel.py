@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from ..text import rounded
+from ..text import dtype_name, rounded
 from .capture import KeptCall
 from .op_trace import as_wide, is_float
 
@@ -44,10 +45,7 @@ def sentinel_in(call: KeptCall, sample: int) -> Sentinel | None:
         call: The call that failed because of the sample.
         sample: The sample.
     """
-    for name, tensor in call.leaves():
-        values = as_wide(tensor) if is_float(tensor) else None
-        if values is None or values.dim() < 1 or len(values) <= max(1, sample):
-            continue
+    for name, tensor, values in _with_samples(call, sample):
         own = values[sample]
         if not own.numel() or not bool(own.isfinite().all()):
             continue
@@ -69,6 +67,16 @@ def sentinel_in(call: KeptCall, sample: int) -> Sentinel | None:
     return None
 
 
+def _with_samples(
+    call: KeptCall, sample: int
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yields name, tensor and values of what holds one sample and others."""
+    for name, tensor in call.leaves():
+        values = as_wide(tensor) if is_float(tensor) else None
+        if values is not None and values.dim() and len(values) > max(1, sample):
+            yield name, tensor, values
+
+
 def outlier_in(call: KeptCall, sample: int) -> str:
     """Describes the largest value of a sample, if it is far above the other samples'.
 
@@ -79,10 +87,7 @@ def outlier_in(call: KeptCall, sample: int) -> str:
     Returns:
         The tensor of the batch, the value and the ratio, in words; "" for none.
     """
-    for name, tensor in call.leaves():
-        values = as_wide(tensor) if is_float(tensor) else None
-        if values is None or values.dim() < 1 or len(values) <= max(1, sample):
-            continue
+    for name, _, values in _with_samples(call, sample):
         largest = values.abs().flatten(1).amax(1) if values.dim() > 1 else values.abs()
         own, others = float(largest[sample]), largest.clone()
         others[sample] = 0
@@ -99,7 +104,7 @@ def _what(number: float, most: float, dtype: torch.dtype) -> str | None:
     """Describes a number, with ", " in front; None for one that is like the others."""
     size, most = abs(number), max(most, 1.0)  # a 1 among zeros is a label
     if size == torch.finfo(dtype).max and size > _APART * most:
-        return f", {str(dtype)[6:]}'s {'largest' if number > 0 else 'lowest'} number"
+        return f", {dtype_name(dtype)}'s {'largest' if number > 0 else 'lowest'} number"
     known = {float(torch.tensor(each, dtype=dtype)) for each in (*_KNOWN, *_NINES)}
     if number in known and size > _APART * most:
         return ", as programs write for a missing value"

@@ -13,7 +13,7 @@ from torch import nn
 from ..core.modules import parameters_of, reduces
 from ..core.ops import scan
 from ..core.tensors import place_of
-from ..text import counted, nonfinite_text
+from ..text import counted, error_line, nonfinite_text
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.running import active_modes
 from . import explanation as notes
@@ -22,7 +22,7 @@ from .cross_device_check import FirstCall, compare_devices, explain_flag, is_els
 from .explanation import NOT_REPLAYED, BadStep, Explanation, Remedy
 from .op_trace import Leaf, as_wide, bad_names, inf_signs
 from .places import module_of_parameter, names_of
-from .replayer import OnRank, ReplayCheck, Replayer, ReplayResult, text_of
+from .replayer import OnRank, ReplayCheck, Replayer, ReplayResult
 
 # Explains values that were bad before the replay: data, weights and what was kept.
 
@@ -268,7 +268,7 @@ class Answers:
 
     def failed(self, error: Exception) -> Explanation:
         """The replay has raised."""
-        what = str(error) if isinstance(error, OnRank) else text_of(error)
+        what = str(error) if isinstance(error, OnRank) else error_line(error)
         return Explanation(notes=[f"The replay raised {what}."])
 
     def note_overwritten(self, found: Explanation) -> None:

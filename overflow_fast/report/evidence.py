@@ -7,18 +7,19 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..capture.inputs import numpy_types
 from ..core import ops
+from ..core.tensors import PLAIN, host_copy
 from ..files.json_text import SCHEMA, dumps
 from ..files.writing import make_folder, write_new
 from ..replay.explanation import Artifact, Explanation
-from ..text import printable
+from ..text import dtype_name, printable
 from ..tree import CALL_DEPTH, Walk, path_text, type_name
 from .report import Report
 from .run_log import RunIdentity
@@ -54,19 +55,13 @@ def choose(
         try:
             why = _why_not(value, room)
             if not why:
-                chosen[path.lstrip(".") or "value"] = _copied(value)
+                chosen[path.lstrip(".") or "value"] = host_copy(value)
                 room -= value.nbytes
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         if why:
             left_out.append(f"{name}{path}: {why}")
     return chosen
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    # safetensors refuses tensors that share memory, and writes a conjugate as it lies.
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format)
 
 
 def _by_need(named: list[tuple[str, Any]], room: int) -> Iterator[tuple[str, Any]]:
@@ -86,7 +81,7 @@ def _is_bad(tensor: torch.Tensor) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    is_tensor = type(value) in (torch.Tensor, torch.nn.Parameter)
+    is_tensor = type(value) in PLAIN
     return is_tensor and value.layout is torch.strided and not value.is_meta
 
 
@@ -100,7 +95,7 @@ def _why_not(value: Any, room: int) -> str:
         return str(value)
     if not isinstance(value, torch.Tensor):
         return f"{value!r:.200}"
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if type(value) not in PLAIN:
         return f"a {type(value).__name__}"
     if not _is_plain(value):
         layout = value.layout if value.layout is not torch.strided else "torch.meta"
@@ -108,7 +103,7 @@ def _why_not(value: Any, room: int) -> str:
     if value.nbytes and not value.untyped_storage().nbytes():
         return "its memory has been freed"
     if not _is_savable(value.dtype):
-        return f"safetensors cannot hold {str(value.dtype)[6:]}"
+        return f"safetensors cannot hold {dtype_name(value.dtype)}"
     return f"{value.nbytes} bytes are too many" if value.nbytes > room else ""
 
 
@@ -124,9 +119,7 @@ def _is_savable(dtype: torch.dtype) -> bool:
 
 def _flat(values: object) -> Iterator[tuple[str, Any]]:
     """Yields what was found, and the reason for what held nothing to save."""
-    numpy: Any = sys.modules.get("numpy")
-    arrays = () if numpy is None else (numpy.ndarray, numpy.generic)
-    walk = Walk((torch.Tensor, *_NUMBERS, *arrays), CALL_DEPTH + 1)
+    walk = Walk((torch.Tensor, *_NUMBERS, *numpy_types()), CALL_DEPTH + 1)
     walk.visit(values)
     yield from ((path_text(path), value) for path, value in walk.found)
     for path, kind in walk.opaque:

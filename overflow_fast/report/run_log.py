@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.watch import ModelWatch
+from ..capture.watch import ModelWatch, models_of
 from ..core.modules import parameters_of
+from ..core.process import own_rank, world_size
 from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import is_regular, open_regular
 from ..files.writing import make_folder, open_appending
-from ..text import as_lines, counted, shortened
+from ..text import as_lines, counted, dtype_name, shortened
 from .guard_coverage import GuardCoverage
 from .report import Cost, Report
 
@@ -295,8 +295,7 @@ class RunIdentity:
     def begin(cls) -> RunIdentity:
         """Begins a run now."""
         started, host = datetime.now(timezone.utc), socket.gethostname()
-        has_ranks = dist.is_available() and dist.is_initialized()
-        rank, size = (dist.get_rank(), dist.get_world_size()) if has_ranks else (0, 1)
+        rank, size = own_rank(), world_size()
         parts = [
             f"{started:%Y%m%dT%H%M%SZ}",
             re.sub(r"[^A-Za-z0-9_.-]", "_", host)[:40],
@@ -328,9 +327,8 @@ class RunIdentity:
         """
         from .. import __version__
 
-        models = [watch.model for watch in watches]
-        found = [model for model in models if model is not None]
-        dtypes = {str(p.dtype)[6:] for model in found for p in parameters_of(model)}
+        found = list(models_of(watches).values())
+        dtypes = {dtype_name(p.dtype) for model in found for p in parameters_of(model)}
         return {
             "schema": SCHEMA,
             "kind": "run",
@@ -376,12 +374,11 @@ def log_begin(
     """
     if not _log.isEnabledFor(logging.INFO):
         return
-    models = [watch.model for watch in watches]
-    found = [model for model in models if model is not None]
+    found = list(models_of(watches).values())
     parameters = sum(
         len(watch.tensors.parameters(model)[0])
-        for watch, model in zip(watches, models, strict=True)
-        if model is not None
+        for watch in watches
+        if (model := watch.model) is not None
     )
     if not parameters and not optimizers:
         return  # nothing is trained
@@ -420,8 +417,7 @@ def log_end(
         parts.append("no loss seen")
     if coverage.ignores_spikes:
         parts.append("spikes not looked for (they need sync='step')")
-    is_first = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
-    is_worth_it = is_first and (num_reports or coverage.failures)
+    is_worth_it = own_rank() == 0 and (num_reports or coverage.failures)
     _log.log(
         logging.WARNING if is_worth_it else logging.INFO,
         "%d of %d steps watched: %s.",

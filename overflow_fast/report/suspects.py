@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files.reading import FileError, lines_of, open_regular
-from ..text import printable
+from ..text import aligned, printable
 
 if TYPE_CHECKING:
     from .log_schema import RunLine, StepLine
@@ -98,11 +98,7 @@ class Suspects:
             when = f"step {each.steps[-1]}, {last:%Y-%m-%d %H:%M} UTC"
             cells = [each.host, each.device, *map(str, counts), when]
             table.append([printable(cell) for cell in cells])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        return "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in table
-        )
+        return "\n".join(aligned(table))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the table as plain data."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .. import _C
+from ..core.engines import is_optimizer
 from ..core.modules import (
     buffers_of,
     is_sharded,
@@ -20,8 +21,7 @@ from ..core.modules import (
     parameters_of,
     reshard,
 )
-from ..core.nested_optimizers import is_optimizer
-from ..core.tensors import devices_of, has_memory, is_whole
+from ..core.tensors import PLAIN, devices_of, has_memory, is_whole
 from ..text import some
 from ..torch_internals.tensor_internals import (
     gradient_hooks,
@@ -153,7 +153,7 @@ def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """An alias of a plain tensor's memory, to be put back; None for others."""
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
+    is_plain = type(tensor) in PLAIN
     if not is_plain or not is_strided(tensor) or tensor.is_meta:
         return None
     return None if is_lazy(tensor) else tensor.data

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .. import _C
@@ -26,7 +25,9 @@ from ..capture.inputs import (
 from ..capture.watch import ModelWatch
 from ..core.modules import is_layer_of_torch, own_parameters_of
 from ..core.ops import scan
+from ..core.process import world_size
 from ..flags import is_label
+from ..replay.places import module_of_parameter
 from ..text import either
 from ..torch_internals.module_internals import (
     forward_hooks,
@@ -684,8 +685,7 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
 
 def _other_ranks() -> list[str]:
     """Lists the candidate that collectives of the training add to gradients."""
-    is_there = dist.is_available() and dist.is_initialized()
-    return [OTHER_RANK] if is_there and dist.get_world_size() > 1 else []
+    return [OTHER_RANK] if world_size() > 1 else []
 
 
 def _bad_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], int]:
@@ -1083,7 +1083,7 @@ def _readable(first: BadFrame, origin: Origin, bad: Bad, calls: Calls) -> list[_
     module = first.watch.module_at(first.frame.module)
     if origin.source == "module" and is_layer_of_torch(module):
         own = first.watch.name_at(first.frame.module)  # all that it reads
-        return [kept for kept in found if _owner_of(kept.name) == own]
+        return [kept for kept in found if module_of_parameter(kept.name) == own]
     found += _attributes(owners)
     makers = origin.candidates
     return [each for each in found if _may_be_read(each, owners, makers, first, calls)]
@@ -1097,7 +1097,7 @@ def _may_be_read(
     calls: Calls,
 ) -> bool:
     """True if one of the makers may have read a module's value."""
-    name = _owner_of(kept.name)
+    name = module_of_parameter(kept.name)
     owner = owners.get(name)
     if owner is None:
         return True
@@ -1156,7 +1156,7 @@ def _weights_in_frames(
             if frame.is_of_call:
                 owner = frame.watch.name_at(frame.frame.module)
                 name = f"{owner}.{name}".lstrip(".")
-            elif _is_called(owners.get(_owner_of(name)), calls):
+            elif _is_called(owners.get(module_of_parameter(name)), calls):
                 continue  # scanned after its call, which has seen it finite
             yield name, frame.watch.recorder.last_peak(entry.place) is None
 
@@ -1167,7 +1167,7 @@ def _unchecked(calls: Calls, owners: Mapping[str, _Owner]) -> Iterator[str]:
         model = watch.model
         is_checked = _checks_weights(watch, calls)
         for name in [] if model is None else watch.tensors.parameters(model, True)[0]:
-            owner = owners.get(_owner_of(name))
+            owner = owners.get(module_of_parameter(name))
             is_selected = owner is not None and watch.modules.is_selected(owner[1])
             if not (is_checked and is_selected):
                 yield name
@@ -1182,10 +1182,6 @@ def _nonfinite_weights(calls: Calls, among: Container[str]) -> Iterator[str]:
         for (name, _), stat in zip(asked, stats, strict=True):
             if stat.has_nan or stat.has_inf:
                 yield name
-
-
-def _owner_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _is_called(owner: _Owner | None, calls: Calls) -> bool:

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from .. import _C
 from ..capture.watch import ModelWatch
 from ..core.modules import children_of, is_layer_of_torch, own_parameters_of
+from ..core.tensors import is_number
 from ..flags import is_label
-from ..text import rounded
+from ..text import dtype_name, rounded
 from ..torch_internals.module_internals import is_dropout
 from ..tree import entry_label
 from ..types import TensorPath
@@ -661,7 +662,7 @@ def _group_remarks(
 def _vanishing(name: str, eps: float, parameters: Sequence[torch.Tensor]) -> list[str]:
     dtypes = dict.fromkeys(p.dtype for p in parameters if p.is_floating_point())
     return [
-        f"It may come from {name}={eps:g}, which is 0 in {str(dtype)[6:]}, the dtype"
+        f"It may come from {name}={eps:g}, which is 0 in {dtype_name(dtype)}, the dtype"
         for dtype in dtypes
         if float(torch.tensor(eps, dtype=dtype)) == 0
     ]
@@ -673,5 +674,5 @@ def _numbers(value: object) -> Iterable[float]:
             yield from _numbers(each)
     elif isinstance(value, torch.Tensor) and value.numel() == 1:
         yield float(value.detach())
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    elif is_number(value):
         yield float(value)

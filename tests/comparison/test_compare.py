@@ -273,7 +273,7 @@ def test_what_is_no_recording_is_an_error(tmp_path):
     with pytest.raises(overflow_fast.RecordingError, match="holds no recording"):
         overflow_fast.compare(tmp_path, tmp_path)
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "recording", "schema": 99}\n')
-    with pytest.raises(overflow_fast.RecordingError, match="has schema 99, newer"):
+    with pytest.raises(overflow_fast.RecordingError, match="has schema 99; this one"):
         overflow_fast.compare(tmp_path, tmp_path)
 
 

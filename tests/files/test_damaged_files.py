@@ -21,7 +21,7 @@ from overflow_fast import OverflowGuard, RecordError, RecordingError, read_recor
 from overflow_fast.__main__ import main
 from overflow_fast.comparison.comparison import check_replaceable
 from overflow_fast.comparison.recordings import read_run
-from overflow_fast.page.sources import read_sources
+from overflow_fast.page.render import read_sources
 from overflow_fast.report.suspects import read_incidents, suspects_of
 
 TENSORS = "tensors.safetensors"

@@ -8,7 +8,7 @@ from guarding import INF, NAN, batches, make, train
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.core.nested_optimizers import optimizers_in
+from overflow_fast.core.engines import optimizers_in
 from overflow_fast.guard import state_check
 from overflow_fast.guard.optimizers import innermost
 

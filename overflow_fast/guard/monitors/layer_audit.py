@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ... import _C
 from ...core.modules import (
+    Handles,
     children_of,
     is_linear,
     is_normalization,
@@ -19,7 +19,7 @@ from ...core.modules import (
     tensors_of,
 )
 from ...core.tensors import place_of
-from ...state.snapshot import Snapshot
+from ...state.snapshot import Snapshot, is_same_bits
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_recorded
 from ..options import option, whole
@@ -66,7 +66,7 @@ class LayerAuditor(Monitor):
     def __init__(self, guarded: Guarded, every: int) -> None:
         self._guarded = guarded
         self._every = every
-        self._handles: list[RemovableHandle] = []
+        self._handles = Handles()
         self._next = 0
         self._unsteady: set[str] = set()  # layers that are not audited any more
         self.num_audited = 0
@@ -104,16 +104,14 @@ class LayerAuditor(Monitor):
                 if versions == _versions(layer):
                     self._audit(step, name, layer, args, kwargs, output)
 
-        self._handles = [
+        self._handles += [
             module.register_forward_pre_hook(begin),
             module.register_forward_hook(audit, prepend=True, with_kwargs=True),
         ]
 
     def stop(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._handles.remove_all()
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -139,12 +137,12 @@ class LayerAuditor(Monitor):
                 return
             self.num_audited += 1
             first = layer.forward(*args, **kwargs)
-            if _is_same(first, output):
+            if is_same_bits(first, output):
                 return
             again = [layer.forward(*args, **kwargs) for _ in range(_NUM_AGAIN)]
         self.num_different += 1
         num_changed = _num_different(first, output)
-        if not all(_is_same(each, first) for each in again):
+        if not all(is_same_bits(each, first) for each in again):
             self._unsteady.add(name)
             _log.warning(
                 "Step %d: %s gives other bits each time it is computed from the same "
@@ -178,13 +176,6 @@ def _is_auditable(module: nn.Module) -> bool:
     is_running = getattr(module, "track_running_stats", False)
     is_known = is_linear(module) or is_normalization(module)
     return (is_known or isinstance(module, nn.Embedding)) and not is_running
-
-
-def _is_same(a: Any, b: torch.Tensor) -> bool:
-    """True if two tensors have the same bits."""
-    if not isinstance(a, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
-        return False
-    return _num_different(a, b) == 0
 
 
 def _num_different(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
+from ...core.process import world_size
 from ...replay.explanation import Explanation
 from ...replay.replayer import Replayer
 from ...replay.search import find_masked_nonfinite
@@ -58,7 +57,7 @@ class _MaskedOpsLog(Monitor):
         capture = self._guarded.capture
         if step.number % self._every or capture is None or not capture.calls:
             return ()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if world_size() > 1:
             return ()
         replayer = Replayer(step.models, capture.calls, capture.start)
         found = find_masked_nonfinite(replayer)

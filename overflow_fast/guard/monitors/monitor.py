@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ... import _C
 from ...capture.step_tensors import NORM
-from ...capture.watch import ModelWatch
+from ...capture.watch import ModelWatch, models_of
 from ...replay.capture import Capture
 from ...tree import label_text
 from ...verdict.verdict import where_of
@@ -41,7 +41,7 @@ class Guarded:
     @property
     def models(self) -> dict[str, nn.Module]:
         """The models, by the prefix of their modules' names: "" for a single one."""
-        return {w.prefix: w.model for w in self.watches if w.model is not None}
+        return models_of(self.watches)
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:

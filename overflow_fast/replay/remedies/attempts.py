@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from ...core.modules import is_normalization, named_modules, parameters_of
-from ...core.ops import scan
-from ...text import installed_name
+from ...text import error_line, installed_name
 from ..capture import batch_size
 from ..explanation import Remedy
 from ..finding import explain_root_op
-from ..op_trace import Row, is_float
+from ..op_trace import Row, bad_names
 from ..places import code_at, module_of_parameter, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
 from ..root_op import ForwardRows
@@ -70,11 +69,9 @@ def try_checkpoints(
         try:
             weights, code = _weights_in(path, named)
         except Exception as error:
-            reason = (str(error).splitlines() or [""])[0]
-            kind = type(error).__name__
-            trials.notes.append(f"{path.name} was not read: {kind}: {reason[:80]}.")
+            trials.notes.append(f"{path.name} was not read: {error_line(error, 80)}.")
             continue
-        bad = _bad_names(weights)
+        bad = bad_names(weights.items(), masks=True)
         if not weights:
             trials.notes.append(f"{path.name} holds no weight of this model.")
         elif bad:
@@ -127,13 +124,6 @@ def _read(path: Path) -> tuple[Mapping[str, Any], str]:
 
 def _is_state(held: Mapping[Any, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in held.values())
-
-
-def _bad_names(weights: Mapping[str, torch.Tensor]) -> list[str]:
-    floats = {name: t for name, t in weights.items() if is_float(t) and t.numel()}
-    stats = scan(list(floats.values())) if floats else []
-    pairs = zip(floats, stats, strict=True)
-    return [name for name, stat in pairs if stat.has_nan or stat.has_inf]
 
 
 # Tries wider dtypes where float16 has overflowed.

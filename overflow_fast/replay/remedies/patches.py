@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...core.force_eager import run_eagerly
 from ...core.modules import modules_in, tensors_of
+from ...core.process import has_process_group
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.running import inherited, set_inherited
 from ..capture import KeptCall, part_of
-from ..places import names_of
+from ..places import state_by_name
 from ..replayer import Patch
 from .line_edit import CodePlace, edited_code
 
@@ -52,7 +52,7 @@ def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
     tensors = [t for model in models for t in tensors_of(model)]
     # torch drops a parameter's accumulator when its dtype changes. A wrapper that
     # reduces gradients, such as DDP or Megatron's, has hooks on the one that was there.
-    if dist.is_available() and dist.is_initialized() and any(map(_is_held, tensors)):
+    if has_process_group() and any(map(_is_held, tensors)):
         raise RuntimeError("other code may have hooks on the weights' gradients")
     kept = [(tensor, tensor.data) for tensor in tensors]
     try:
@@ -94,7 +94,7 @@ def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
                     tensor.data = tensor.data.bfloat16()
             for module in modules_in(model):
                 handle = module.register_forward_pre_hook(_begin_bfloat16, prepend=True)
-                stack.callback(handle.remove)
+                stack.enter_context(handle)
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         yield
@@ -202,7 +202,7 @@ class ScaledWeights(Patch):
     @contextmanager
     def applied(self, models: _Models) -> Iterator[None]:
         """See `Patch`."""
-        named = {name: tensor for _, name, tensor in names_of(models)}
+        named = state_by_name(models)
         scaled = {
             name: named[name].detach() * factor for name, factor in self.factors.items()
         }
@@ -222,7 +222,7 @@ class OtherWeights(Patch):
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Patch`."""
-        named = {name: tensor for _, name, tensor in names_of(models)}
+        named = state_by_name(models)
         return with_weights(named, self.values)
 
 

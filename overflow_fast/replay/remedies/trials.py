@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ...text import source_name
+from ...text import error_line, source_name
 from ..capture import KeptCall
 from ..explanation import Explanation, Remedy
 from ..finding import CallGrowth, growth_of, mask_of, named_row
 from ..op_trace import OpTable, Row, kinds_of
-from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls, text_of
+from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..root_op import ForwardRows, RootOp
 from ..sentinel import Sentinel
 from .line_edit import NotEditableError
@@ -272,7 +272,9 @@ class Trials:
         is_tried = result.error is None
         remedy = applied.remedy
         if result.error is not None:
-            remedy = replace(remedy, why=f"the replay raised {text_of(result.error)}")
+            remedy = replace(
+                remedy, why=f"the replay raised {error_line(result.error)}"
+            )
         if is_finite and not (self._has_loss and result.has_backward):
             if not self.notes:  # loss and backward were not replayed
                 self.notes.append(

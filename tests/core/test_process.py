@@ -1,10 +1,10 @@
-"""Pauses of the garbage collector end as it was before."""
+"""The process at hand: pauses of its garbage collector end as it was before."""
 
 import gc
 
 import pytest
 
-from overflow_fast.core.collection import without_collection
+from overflow_fast.core.process import without_collection
 
 
 @pytest.fixture(autouse=True)

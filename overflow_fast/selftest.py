@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.hooks import move_hook_to_front
-from ..capture.step_tensors import ScanLevel, StepTensors
-from ..capture.watch import ModelWatch
-from ..core.force_eager import run_eagerly
-from ..core.modules import call_with
-from ..core.selection import Selection, check_patterns
-from ..core.tensors import loss_in
-from ..state.snapshot import Snapshot
-from ..text import printable
-from ..torch_internals.module_internals import forward_hooks
-from ..tree import NotRebuilt, mapped, tensors_in
-from ..verdict.attribution import attribute
-from ..verdict.verdict import Verdict, collect
+from .capture.hooks import move_hook_to_front
+from .capture.step_tensors import ScanLevel, StepTensors
+from .capture.watch import ModelWatch, models_of
+from .core.force_eager import run_eagerly
+from .core.modules import Handles, call_with
+from .core.selection import Selection, check_patterns
+from .core.tensors import loss_in
+from .state.snapshot import Snapshot
+from .text import aligned, printable
+from .torch_internals.module_internals import forward_hooks
+from .tree import NotRebuilt, mapped, tensors_in
+from .verdict.attribution import attribute
+from .verdict.verdict import Verdict, collect
 
 # The results of planted faults, as a table.
 
@@ -109,13 +109,7 @@ class SelfTestResult:
             of_layer = self.faults[at : at + len(kinds)]
             name = printable(f"{of_layer[0].layer} ({of_layer[0].class_name})")
             rows.append([name, *(fault.text for fault in of_layer)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
+        lines = aligned(rows)
         planted = sum(fault.is_planted for fault in self.faults)
         caught = sum(fault.is_attributed for fault in self.faults)
         lines.append(
@@ -290,7 +284,7 @@ class SelfTest:
                 watch.detach()
 
     def _models(self) -> list[nn.Module]:
-        return [model for watch in self._watches if (model := watch.model) is not None]
+        return list(models_of(self._watches).values())
 
     # The layers.
 
@@ -314,7 +308,7 @@ class SelfTest:
             if first_float(output) is not None:
                 called[watch, index] = True
 
-        handles = []
+        handles = Handles()
         for watch in self._watches:
             for index in range(len(watch.modules.names)):
                 module = watch.module_at(index)
@@ -326,11 +320,8 @@ class SelfTest:
                             )
                         )
                     )
-        try:
+        with handles:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _choose(self, called: list[_Layer]) -> list[_Layer]:
         """Chooses the requested layers, or some from the first called to the last."""

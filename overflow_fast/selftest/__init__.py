@@ -1,1 +1,0 @@
-"""Planted faults, and the test that the guard finds them."""
