@@ -491,6 +491,15 @@ class KeptCall:
         copy.returns_loss, copy.held = self.returns_loss, self.held
         return copy
 
+    def computed_outside(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the batch whose graph, of code outside of it, is not run."""
+        found = self.leaves()
+        return [(name, each) for name, each in found if each.grad_fn is not None]
+
+    def without_graph(self) -> KeptCall:
+        """The same call, whose backward ends at what was computed outside of it."""
+        return self.with_batch(_as_leaf) if self.computed_outside() else self
+
     def with_held(self, held: dict[int, torch.Tensor]) -> KeptCall:
         """The same call, whose output gets other gradients."""
         copy = type(self)(self.function, self.batch, self.ambient)
@@ -576,6 +585,13 @@ class ModelCall(KeptCall):
         args, kwargs = self.batch
         names = names_of_inputs(function.args[0], len(args))
         return {**dict(zip(names, args, strict=True)), **kwargs}
+
+
+def name_outside(calls: Iterable[KeptCall]) -> str:
+    """The first tensor that a function was given with a graph of outside, or ""."""
+    functions = [each for each in calls if not isinstance(each, ModelCall)]
+    found = (each.computed_outside() for each in functions if each.returns_loss)
+    return next((names[0][0] for names in found if names), "")
 
 
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from ..state.step_start import StepStart
 from ..text import error_line
 from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
-from .explanation import ALL_BAD, NOT_BEHIND, Artifact, BadStep, Explanation
+from .explanation import ALL_BAD, NOT_BEHIND, USE_RUN, Artifact, BadStep, Explanation
 from .gradient_code import GradientCode, find_gradient_code
 from .loss_code import LossCall, LossLine, advice, find_loss_line
 from .op_trace import bad_names
@@ -45,7 +45,6 @@ from .search import Search
 from .without_operation import first_bad_weight, looked_up
 
 BUDGET = 8
-_ASKS = "guard.run(lambda: loss)"
 _OWN_LINES = (
     "The program's own lines of the loss, up to {}, were run again, too, since it lies "
     "outside of the models."
@@ -156,7 +155,7 @@ def _asks_for_loss(found: Explanation, calls: Sequence[KeptCall]) -> bool:
     """True if the loss may tell more, and was not replayed."""
     if any(call.returns_loss for call in calls):
         return False
-    is_unknown = any(_ASKS in note for note in found.notes)
+    is_unknown = any(USE_RUN in note for note in found.notes)
     return is_unknown or (found.phase == "backward" and bool(calls))
 
 
@@ -250,7 +249,7 @@ class _LossStep(_OwnLines):
             if own is not None:
                 return own
         for place, note in enumerate(found.notes):
-            if _ASKS in note:
+            if USE_RUN in note:
                 text = advice(line, list(self._models.values()))
                 found.notes[place] = f"{note} {text}".rstrip()
                 break

@@ -125,9 +125,9 @@ NOT_REPLAYED = (
     "Code between backward and the optimizer's step (clipping, unscaling, "
     "communication) was not replayed."
 )
+USE_RUN = "guard.run(lambda: loss)"
 OUTSIDE_LOSS = (
-    "The loss outside of the model was not replayed: call it within "
-    "`guard.run(lambda: loss)`."
+    f"The loss outside of the model was not replayed: call it within `{USE_RUN}`."
 )
 _MAX_LINES = 8
 _MAX_CODE = 60
@@ -555,6 +555,24 @@ def effects_text(names: Sequence[str]) -> str:
     """Returns, as a clause, that what has these names was not put back."""
     first = ", ".join(f"`{name}`" for name in names[:_FEW])
     return f"the step changes {first}, which could not be put back"
+
+
+def outside_text(name: str) -> str:
+    """Returns, as a clause, that code outside of `guard.run()` computed a tensor."""
+    return (
+        f"`{name}` was computed outside of the function of `guard.run()`, by code that "
+        "was not replayed with it: call the model within that function"
+    )
+
+
+def set_text(names: Sequence[str]) -> str:
+    """Returns, as a clause, that the program set what has these names in the step."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return (
+        f"the program set {first} in the step, outside of the models' forwards, and a "
+        "replay runs with what was there before (set it within the function of "
+        "`guard.run()`)"
+    )
 
 
 SOME = "Some replays are finite, but {}."

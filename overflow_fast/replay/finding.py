@@ -10,7 +10,17 @@ from dataclasses import dataclass, replace
 from ..text import nonfinite_text
 from .capture import KeptCall
 from .explanation import Explanation, Op, TensorSummary
-from .op_trace import EMPTY, INTERMEDIATE, RANGE, UNDEFINED, Details, Leaf, Row, Source
+from .op_trace import (
+    EMPTY,
+    INTERMEDIATE,
+    RANGE,
+    SINGULAR,
+    UNDEFINED,
+    Details,
+    Leaf,
+    Row,
+    Source,
+)
 from .places import op_at, place_text, programs_line
 from .root_op import ForwardRows, RootOp
 from .without_operation import explain_leaf, looked_up
@@ -20,6 +30,7 @@ _CAUSES = {
     INTERMEDIATE: "range overflow",
     UNDEFINED: "undefined",
     EMPTY: "empty reduction",
+    SINGULAR: "rounding",
 }
 _NOT_CLIPPED = (
     "Clipping gradients by their norm after backward does not help: it makes nan of an "
@@ -190,6 +201,11 @@ def _why_text(details: Details, dtype: str) -> str:
         return (
             f"{computed}: {_number(value)}, which fits {dtype}: an intermediate value "
             "overflowed"
+        )
+    if details.why == SINGULAR and value is not None:
+        return (
+            f"{computed}: {_number(value)}; in {dtype} the matrix is singular: "
+            "rounding has left 0 on its diagonal"
         )
     if details.why == UNDEFINED and value is not None:
         return f"{computed} from the same inputs, it is {value:g} as well"

@@ -648,7 +648,7 @@ _CONSTANTS = ("buffer", "attribute", "weight")  # of models and other modules
 
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
-EMPTY, NOT_TRIED = "empty", ""
+EMPTY, SINGULAR, NOT_TRIED = "empty", "singular", ""
 
 
 @dataclass
@@ -656,7 +656,7 @@ class Details:
     """Facts about an operation that made a non-finite value.
 
     Attributes:
-        why: RANGE, INTERMEDIATE, UNDEFINED, EMPTY or NOT_TRIED.
+        why: RANGE, INTERMEDIATE, UNDEFINED, EMPTY, SINGULAR or NOT_TRIED.
         reason: In a sentence.
         inputs: The float tensors that it was given.
         outputs: Those that it returned.

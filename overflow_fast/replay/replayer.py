@@ -641,6 +641,7 @@ class Replayer:
             self._inner.bad = []
         if id(call) in self._written:  # the user's batch is written to once
             call = call.with_own_batch()
+        call = call.without_graph()  # which the step's own backward has freed
         try:
             with self._traced(result, call, observers) if is_traced else nullcontext():
                 with call.ambient.applied(self.models.values()):

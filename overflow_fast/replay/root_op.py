@@ -20,6 +20,7 @@ from .op_trace import (
     LOSSES_OF_LABELS,
     NAN,
     RANGE,
+    SINGULAR,
     UNDEFINED,
     Details,
     Leaf,
@@ -426,6 +427,7 @@ _MADE_OF_NUMBERS = (
 )
 _GIVEN = "it is given the number {}, by the code of this line or by torch within it"
 _BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
+_NO_LABELS = "the batch is empty: there is no label, and nothing to average"
 _NO_LABEL_COUNTS = (
     "no label of the batch counts: all are ignored, those of every sample; labels come "
     "from the dataset and the collator: mend them there"
@@ -529,7 +531,8 @@ def _compare(
     if math.isfinite(first) or (found.has_bad_inputs and finite.numel()):
         found.true_value = float(finite[finite.abs().argmax()])
         is_beyond = abs(found.true_value) > found.limit
-        found.why = RANGE if is_beyond else INTERMEDIATE
+        within = SINGULAR if _divides_by_pivots(op, found) else INTERMEDIATE
+        found.why = RANGE if is_beyond else within
     elif op.base in _OVERFLOWS_TO_NAN and not found.has_bad_inputs:
         found.why, found.true_value = RANGE, math.inf
     elif math.isinf(first) and not found.has_bad_inputs and not _is_at_pole(op, index):
@@ -538,6 +541,17 @@ def _compare(
     else:
         found.why = UNDEFINED
         found.true_value = first
+
+
+# Factorizations divide by what is left of a matrix's diagonal, or take its logarithm.
+_PIVOTED = ("slogdet", "linalg_inv", "linalg_solve", "linalg_lu", "inverse", "cholesky")
+
+
+def _divides_by_pivots(op: OpCall, found: Details) -> bool:
+    """True if an infinite result is that of a pivot of 0: no product overflowed."""
+    largest = max((each.abs_max or 0.0 for each in found.inputs), default=0.0)
+    assert found.limit is not None
+    return largest < found.limit**0.25 and any(name in op.base for name in _PIVOTED)
 
 
 def _is_at_pole(op: OpCall, index: tuple[int, ...]) -> bool:
@@ -596,7 +610,10 @@ def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
     if base in _DOMAINS and value is not None and math.isfinite(value):
         text, is_inside = _DOMAINS[base]
         if not is_inside(value):
-            return f"its input is {_at(first, value, index)}; {base} needs one {text}"
+            texts = (f"{value:.{n}g}" for n in range(3, 18))
+            shown = next(each for each in texts if not is_inside(float(each)))
+            own = _at(first, shown, index)
+            return f"its input is {own}; {base} needs one {text}"
     if base == "pow" and len(op.args) > 1 and value is not None:
         power = _value_at(op.args[1], index)
         if power is None or not math.isfinite(power):
@@ -653,11 +670,12 @@ def _too_few_frames(op: OpCall, sample: int) -> str:
     return f"sample {sample} has {int(frames[sample])} frames for {num} labels{more}"
 
 
-def _at(value: Any, number: float, index: tuple[int, ...]) -> str:
+def _at(value: Any, number: float | str, index: tuple[int, ...]) -> str:
     """A number with its place in a tensor, where that has several."""
+    shown = number if isinstance(number, str) else f"{number:.3g}"
     if not isinstance(value, torch.Tensor) or value.numel() == 1:
-        return f"{number:.3g}"
-    return f"{number:.3g} at {list(_own_place(value, index))}"
+        return shown
+    return f"{shown} at {list(_own_place(value, index))}"
 
 
 def _negative_variance(op: OpCall) -> str:
@@ -678,7 +696,8 @@ def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> 
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
     if base in LOSSES_OF_LABELS:
-        return _NO_LABEL_COUNTS * has_no_label(op)
+        counts = _NO_LABEL_COUNTS if op.args[1].numel() else _NO_LABELS
+        return counts * has_no_label(op)
     if any(tensor.numel() == 0 for tensor in read):
         return f"{base} of a tensor without elements"
     if base in _DEGREES and read and read[0].isfinite().all():

@@ -11,7 +11,7 @@ import torch
 
 from ..torch_internals.running import no_dispatch
 from . import explanation
-from .capture import KeptCall, batch_size, why_whole
+from .capture import KeptCall, batch_size, name_outside, why_whole
 from .explanation import SLOWER, BadStep, Explanation, Sample
 from .finding import explain_root_op
 from .op_trace import UNDEFINED, Leaf, Row, as_wide, is_float
@@ -210,11 +210,17 @@ class Search:
             found = self._lead() if self._ranks.is_leader else self._follow()
         if self._ranks.is_leader:
             found.notes += self._replayer.state.not_restored()
+            name = name_outside(self._replayer.calls)
+            if name and explanation.OUTSIDE_LOSS in found.notes:  # some of it was
+                place = found.notes.index(explanation.OUTSIDE_LOSS)
+                text = explanation.outside_text(name)
+                found.notes[place] = f"{explanation.OUTSIDE_LOSS} {text}."
         return found
 
     def _lead(self) -> Explanation:
         first = self._first = self._replayer.run(observers=self._observers)
         self._answers.changed = self._replayer.state.changed_around()
+        self._answers.set_meanwhile = self._replayer.state.set_meanwhile()
         if first.error is not None:
             return self._answers.failed(first.error)
         incident = self._incident
@@ -264,7 +270,10 @@ class Search:
         check = self._replay_check
         difference = None if check is None else check.difference()
         if difference is not None:
-            found.notes.append(f"The replay is not the same as the step: {difference}.")
+            names = self._answers.set_meanwhile
+            why = f"; {explanation.set_text(names)}" if names else ""
+            text = f"The replay is not the same as the step: {difference}{why}."
+            found.notes.append(text)
         try:
             if found.is_overflow:
                 self._test_growth(found)

@@ -17,7 +17,7 @@ from ..text import counted, error_line, nonfinite_text
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.running import active_modes
 from . import explanation as notes
-from .capture import HeldTensor, KeptCall, ModelCall
+from .capture import HeldTensor, KeptCall, ModelCall, name_outside
 from .cross_device_check import FirstCall, compare_devices, explain_flag, is_elsewhere
 from .explanation import NOT_REPLAYED, BadStep, Explanation, Remedy
 from .op_trace import Leaf, as_wide, bad_names, inf_signs
@@ -187,6 +187,7 @@ class Answers:
 
     Attributes:
         changed: What a replay changes, and cannot be put back.
+        set_meanwhile: Numbers of the models that the step has set, a replay not.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Answers:
         self._incident = incident
         self._may_run = may_run
         self.changed: list[str] = []
+        self.set_meanwhile: list[str] = []
 
     def clean(self, first: ReplayResult) -> Explanation:
         """The replay is finite: it was a transient, or is outside of what was run."""
@@ -361,18 +363,29 @@ class Answers:
             return "the weights may have been stepped since"
         if incident.num_dropped:
             return f"{incident.num_dropped} earlier forwards of the step were not kept"
+        if self.set_meanwhile:
+            return notes.set_text(self.set_meanwhile)
         if any(call.is_overwritten() for call in self._replayer.calls):
             return "the batch was written to in the step"
-        return ""
+        name = name_outside(self._replayer.calls)
+        return notes.outside_text(name) if name else ""
 
     def _has_several_gradients(self) -> bool:
         """True if several backwards came to an output: the last one's is replayed."""
         return any(call.num_held > len(call.held) for call in self._replayer.calls)
 
     def _outside(self) -> str:
+        if self.set_meanwhile:  # what lies within guard.run() does not set it either
+            return f"The replay is finite, but {notes.set_text(self.set_meanwhile)}."
+        check = self._replay_check
+        difference = None if check is None else check.difference()
+        unlike = (
+            "" if difference is None else f", and not what the step did: {difference}"
+        )
         return (
-            "The models' own forward and backward are finite; the loss outside of them "
-            "was not replayed. Use `guard.run(lambda: loss)`."
+            "What was replayed, the models' own forward and backward, is finite"
+            f"{unlike or ''}. The loss outside of them was not replayed: use "
+            "`guard.run(lambda: loss)`."
         )
 
     def _no_backward(self) -> str:

@@ -297,13 +297,14 @@ class KeptObjects:
         """
         return restore_all(self.kept)
 
-    def differences(self, first: int = 0) -> list[str]:
+    def differences(self, first: int = 0, last: int | None = None) -> list[str]:
         """The names of numbers and generators that are not as they were.
 
         Args:
             first: Of what was kept from this place on.
+            last: Of what was kept before this place; None for all.
         """
-        return [name for each in self.kept[first:] if (name := each.difference())]
+        return [name for each in self.kept[first:last] if (name := each.difference())]
 
     def _keep(self, name: str, value: Any, access: _Access) -> list[Any]:
         contents = _Contents(name, value, access)

@@ -299,6 +299,15 @@ class Snapshot:
         """
         return list(dict.fromkeys(self._objects.differences(self._num_own[0])))
 
+    def set_meanwhile(self) -> list[str]:
+        """After a run: the names of the models' numbers that it has left as others.
+
+        The step had them as they are when this is taken, so what the run lacks is code
+        outside of the models' forwards that sets them: a flag of the loop's.
+        """
+        names = self._objects.differences(last=self._num_own[0])
+        return [name.removeprefix(".") for name in names]
+
     def has_stepped(self) -> bool:
         """True if a weight with a hook behind its gradient is another one now."""
         return any(

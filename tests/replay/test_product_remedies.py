@@ -135,3 +135,26 @@ def test_float32_as_far_as_the_end_of_the_expression(tmp_path):
         """,
     )
     assert good[0].text == "compute the expression in float32 to its end"
+
+
+@pytest.mark.parametrize("factor", ["512", "self.gain", "float(self.gain)"])
+def test_a_number_has_no_dtype_to_change(tmp_path, factor):
+    """Only the tensor of a product is cast, wherever the number comes from."""
+    for product in (f"x * {factor}", f"{factor} * x"):
+        module, _ = module_of(
+            tmp_path,
+            "import torch\nfrom torch import nn\n\n"
+            "class Model(nn.Module):\n"
+            "    gain = 512\n\n"
+            "    def __init__(self):\n"
+            "        super().__init__()\n"
+            "        self.weight = nn.Parameter(torch.ones(4).half())\n\n"
+            "    def forward(self, x):\n"
+            "        x = x * self.weight\n"
+            f"        return nn.functional.layer_norm({product}, (4,))\n",
+        )
+        x = torch.tensor([[1.0, 2, 3, 400]]).half()
+        found = explain(module.Model(), x, lambda m, x: m(x).float().mean())
+        first = found.remedies[0]
+        assert first.is_recommended and "x.float()" in first.code, found
+        assert all(each.tried for each in found.remedies), found

@@ -1,6 +1,5 @@
 """An edited line runs in the replay that tries it, and in no other thread."""
 
-import dataclasses
 import gc
 import os
 import signal
@@ -578,20 +577,15 @@ def test_a_call_of_c_that_calls_it(tmp_path):
     assert explained(module.loss_of, torch.zeros(3, 2)).remedies[0].is_recommended
 
 
-def test_a_trial_that_raises_is_not_tried(tmp_path):
+def test_a_form_that_does_not_fit_the_line_is_not_listed(tmp_path):
+    """Its replay raises: that says nothing about the step."""
     text = SOURCE.format(KINDS["function"]).replace(
         "import torch\n", "import torch as t\n"
     )
     module, _ = module_of(tmp_path, text.replace("torch.log(x)", "1.0 / x"))
     found = explained(module.loss_of, torch.zeros(3, 2))
-    raised = [each for each in found.remedies if not each.tried]
-    assert raised and "NameError" in raised[0].why, found
-    # It is listed where nothing else helped.
-    alone = dataclasses.replace(found, remedies=raised)
-    assert f"{raised[0].text}: the replay raised NameError" in str(alone)
-    assert (
-        raised[0].text not in str(found).partition("did not help")[2].partition("\n")[0]
-    )
+    assert all(each.tried for each in found.remedies), found
+    assert "torch.where" not in str(found) and "raised" not in str(found)
 
 
 def test_nothing_else_of_a_function_is_touched(logs):

@@ -360,3 +360,28 @@ def test_a_loss_that_raises():
 def test_wrong_arguments(arguments, error):
     with pytest.raises(TypeError, match=error):
         explain(*arguments)
+
+
+def test_a_matrix_that_is_singular_in_its_dtype_alone():
+    """Its factorization ends at a pivot of 0: no value in it was too large."""
+    matrix = torch.tensor([[3, 1], [1, 1 / 3]])  # a third is rounded up
+    net = Net(lambda x: x + torch.logdet(matrix))
+    found = explain(net, torch.ones(2, 4), lambda x: net(x).mean())
+    assert (found.cause, found.op.name) == ("rounding", "aten._linalg_slogdet")
+    assert "in float32 the matrix is singular" in found.evidence[1]
+    assert found.remedies[0].is_recommended and "torch.eye" in found.remedies[0].code
+
+
+def test_a_number_just_outside_of_a_domain_is_shown_to_be_there():
+    above = torch.tensor([0.5, 1 + 2.0**-23])
+    net = Net(lambda x: x + torch.acos(above).sum())
+    found = explain(net, torch.ones(2, 4), lambda x: net(x).mean())
+    assert "its input is 1.0000001 at [1]; acos needs one" in found.evidence[0]
+
+
+def test_an_empty_batch_has_no_labels_that_are_ignored():
+    net = nn.Linear(4, 3)
+    batch = (torch.ones(0, 4), torch.zeros(0, dtype=torch.long))
+    found = explain(net, batch, lambda b: F.cross_entropy(net(b[0]), b[1]))
+    assert found.cause == "empty reduction"
+    assert "the batch is empty" in found.evidence[1]

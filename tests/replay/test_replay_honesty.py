@@ -229,3 +229,79 @@ def test_an_overflow_that_the_loss_hides_is_explained_in_either_direction(sign, 
     assert report.explanation.cause == "range overflow"
     assert report.explanation.op.name == "aten.mm"
     assert "What to try" not in str(report)
+
+
+@pytest.mark.parametrize("is_in_run", [True, False])
+def test_a_flag_that_the_loop_sets_between_forwards(is_in_run):
+    """A replay runs without it, so a finite one tells nothing of the step."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.is_last = nn.Linear(4, 4).half(), False
+
+        def forward(self, x):
+            y = self.linear(x)
+            return (y * 0).abs().sqrt() + y if self.is_last else y
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with OverflowGuard(model, optimizer) as guard:
+        for is_last in (False, True):
+            model.is_last = is_last
+            x = torch.randn(3, 4).half()
+            if is_in_run:
+                loss = guard.run(lambda x=x: model(x).float().mean())
+            else:
+                loss = model(x).float().mean()
+            loss.backward()
+        with pytest.raises(NonFiniteError) as caught:
+            optimizer.step()
+    found = caught.value.report.explanation
+    assert found.cause == "unknown", found
+    (note,) = found.notes
+    assert "the program set `is_last` in the step" in note
+    assert not model.linear.weight.isnan().any() and model.is_last
+
+
+class Directions(nn.Module):
+    """Divides by a norm, which is 0 for a sample of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3, bias=False)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h / h.norm(dim=-1, keepdim=True)
+
+
+def test_a_remedy_is_not_said_to_fail_where_its_result_is_not_used():
+    """The loss is computed of an output from outside, whatever a replay changes."""
+    model = Directions()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    x = torch.tensor([[1.0, 2, 3, 4], [0, 0, 0, 0]])
+    with OverflowGuard(model, optimizer) as guard:
+        output = model(x)
+        guard.run(lambda: output.square().mean()).backward()
+        with pytest.raises(NonFiniteError) as caught:
+            optimizer.step()
+    found = caught.value.report.explanation
+    assert (found.cause, found.sample) == ("undefined", 1)
+    assert "did not help" not in str(found)
+    assert "No remedy could be tried: `output` was computed outside" in str(found)
+
+
+def test_a_loss_of_an_output_from_outside_is_run_again():
+    """Its graph was freed by the step's own backward, and is not needed."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with OverflowGuard(model, optimizer) as guard:
+        h = model(torch.randn(2, 4))
+        h.square().mean().backward(retain_graph=True)
+        guard.run(lambda: (h - h.detach()).square().sum().sqrt()).backward()
+        with pytest.raises(NonFiniteError) as caught:
+            optimizer.step()
+    found = caught.value.report.explanation
+    assert "a second time" not in str(found)
+    assert any("`h` was computed outside" in note for note in found.notes), found

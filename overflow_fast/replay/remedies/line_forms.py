@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..explanation import OVERFLOWS, Explanation, Op, Remedy
 from ..op_trace import Row
@@ -86,11 +85,12 @@ class Form:
     code: str
 
 
-def overflow_forms(written: Written, dtype: str) -> Iterator[Form]:
+def overflow_forms(written: Written, op: Op, dtype: str) -> Iterator[Form]:
     """Yields forms in which a value stays in range.
 
     Args:
         written: The expression.
+        op: The operation that overflowed in it.
         dtype: The dtype of its inputs.
     """
     if written.name in _EXPS:
@@ -102,19 +102,39 @@ def overflow_forms(written: Written, dtype: str) -> Iterator[Form]:
                 text = f"clamp the argument to {largest}"
                 yield Form(text, written.with_clamp(f"max={largest}"))
     if dtype == "float16" and written.name in _PRODUCTS and not written.is_in_place:
-        yield in_float32(written)
+        yield from float32_forms(written, op)
     if written.name in _QUOTIENTS and len(written.operands) == 2:
         yield _larger_divisor(written, dtype)
 
 
-def in_float32(written: Written) -> Form:
-    """The expression with its operands in float32."""
+def float32_forms(written: Written, op: Op) -> Iterator[Form]:
+    """Yields the expression with its operands in float32."""
     num = 2 if written.name in _OF_TWO else 1
-    wide = [
-        None if written.is_constant(i) else f"{atom(each)}.float()"
-        for i, each in enumerate(written.operands[:num])
-    ]
-    return Form("compute it in float32", written.with_operands(*wide))
+    for code in _in_float32_of(written, range(min(num, len(written.operands))), op):
+        yield Form("compute it in float32", code)
+
+
+def _in_float32_of(
+    written: Written, places: Iterable[int], op: Op, more: Sequence[int] = ()
+) -> Iterator[str]:
+    """Yields an expression with operands in float32; a number has no dtype to change.
+
+    Args:
+        written: The expression.
+        places: Those operands. Of two of which only one is a tensor, and it is not
+            seen which, each is tried.
+        op: The operation.
+        more: Operands that are cast with each of them.
+    """
+    wide = [place for place in places if not written.is_constant(place)]
+    is_open = len(wide) == 2 and len(op.inputs) == 1
+    for some in [[place] for place in wide] if is_open else [wide]:
+        yield written.with_operands(
+            *(
+                f"{atom(text)}.float()" if i in (*some, *more) else None
+                for i, text in enumerate(written.operands)
+            )
+        )
 
 
 # What is added below a root or a logarithm, by dtype.
@@ -148,7 +168,7 @@ def forms_of(
     if not written.name or not written.operands or dtype not in _EPS:
         return
     if cause in OVERFLOWS:
-        yield from overflow_forms(written, dtype)
+        yield from overflow_forms(written, op, dtype)
         return
     if written.name in _MEAN_LOSSES:
         yield from _mean_forms(written)
@@ -174,7 +194,7 @@ def forms_of(
     if has_inf and not written.is_in_place:
         yield from _inf_forms(written, op, dtype)
     if dtype == "float16" and written.name in _NORMS | {"std", "var"}:
-        yield in_float32(written)
+        yield from float32_forms(written, op)
 
 
 def _forms_at(row: Row, written: Written, op: Op, cause: str) -> Iterator[Form]:
@@ -346,7 +366,7 @@ def _empty_forms(written: Written, op: str) -> Iterator[Form]:
             written.with_operands(None, f"{atom(by)}.clamp(min=1)"),
         )
     is_free = not written.has_keyword("unbiased", "correction")
-    if written.name == "var":
+    if written.name in ("var", "var_mean"):
         is_old = written.has_keyword("unbiased")
         keyword = ("unbiased", "False") if is_old else ("correction", "0")
         yield Form(
@@ -362,7 +382,8 @@ def _empty_forms(written: Written, op: str) -> Iterator[Form]:
         yield Form(
             "pass zero_infinity=True", written.with_keyword("zero_infinity", "True")
         )
-    if not written.is_in_place and any(base in op for base in _MEANS):
+    is_one = not written.name.endswith("_mean")  # which returns two tensors
+    if is_one and not written.is_in_place and any(base in op for base in _MEANS):
         yield Form(
             "return 0 where there is nothing to average",
             f"torch.nan_to_num({written.text})",
@@ -792,13 +813,14 @@ class Product:
 
     def scaled(self, by: str) -> str:
         """The product with its first factor, and a term, scaled."""
-        return self._with(lambda text: f"({text} {by})", [*self._terms, self.places[0]])
+        places = [*self._terms, self.places[0]]
+        operands = enumerate(self._written.operands)
+        scaled = [f"({text} {by})" if i in places else None for i, text in operands]
+        return self._written.with_operands(*scaled)
 
-    def in_float32(self) -> str:
-        """The product of its factors in float32."""
-        return self._with(
-            lambda text: f"{atom(text)}.float()", [*self._terms, *self.places]
-        )
+    def in_float32(self, op: Op) -> Iterator[str]:
+        """Yields the product of its factors in float32."""
+        return _in_float32_of(self._written, self.places, op, self._terms)
 
     @property
     def _terms(self) -> list[int]:
@@ -807,16 +829,10 @@ class Product:
     @property
     def back(self) -> str:
         """The code that casts a result to the dtype of the first factor."""
-        factor = self._written.operands[self.places[0]]
+        named = (i for i in self.places if not self._written.is_constant(i))
+        factor = self._written.operands[next(named, self.places[0])]
         is_name = all(part.isidentifier() for part in factor.split("."))
         return f".to({factor}.dtype)" if is_name else ".half()"
-
-    def _with(self, change: Any, places: Any) -> str:
-        operands = self._written.operands
-        changed = [
-            change(text) if i in places else None for i, text in enumerate(operands)
-        ]
-        return self._written.with_operands(*changed)
 
 
 def product_rewrites(failure: Failure, trials: Trials) -> Attempts:
@@ -834,9 +850,10 @@ def product_rewrites(failure: Failure, trials: Trials) -> Attempts:
         text = f"move `{scaling.by}` before the product"
         edits = _scaled(source, node, product, scaling)
         yield _trial_of_edits(text, edits, source, row, trials)
-    if failure.is_half:
-        for text, edits in _in_float32(source, node, product):
-            yield _trial_of_edits(text, edits, source, row, trials)
+    if failure.is_half and failure.found.op is not None:
+        for wide in product.in_float32(failure.found.op):
+            for text, edits in _in_float32(source, node, product, wide):
+                yield _trial_of_edits(text, edits, source, row, trials)
 
 
 def _scaled(
@@ -857,10 +874,9 @@ def _scaled(
 
 
 def _in_float32(
-    source: SourceFile, node: ast.AST, product: Product
+    source: SourceFile, node: ast.AST, product: Product, wide: str
 ) -> Iterator[tuple[str, list[Edit]]]:
     """As far as the softmax, or else to the end of the expression."""
-    wide = product.in_float32()
     softmax = softmax_around(source, node)
     if softmax is not None:
         text = source.text_with(softmax, node, wide)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ...text import error_line, source_name
-from ..capture import KeptCall
-from ..explanation import Explanation, Remedy
+from ..capture import KeptCall, name_outside
+from ..explanation import USE_RUN, Explanation, Remedy, outside_text
 from ..finding import CallGrowth, growth_of, mask_of, named_row
 from ..op_trace import OpTable, Row, kinds_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
@@ -268,8 +268,15 @@ class Trials:
         result = self.run(applied.patches)
         if isinstance(result.error, NotEditableError):
             raise result.error
+        if result.error is not None and isinstance(trial.patch, LinePatch):
+            return False  # that form does not fit the line: it is no remedy
         is_finite = result.is_clean
         is_tried = result.error is None
+        given = "" if is_finite else self._given_bad(result)
+        if given:  # it is what it was, whatever the remedy has changed
+            note = f"No remedy could be tried: {outside_text(given)}."
+            self.notes += [note] * (note not in self.notes)
+            return False
         remedy = applied.remedy
         if result.error is not None:
             remedy = replace(
@@ -277,10 +284,11 @@ class Trials:
             )
         if is_finite and not (self._has_loss and result.has_backward):
             if not self.notes:  # loss and backward were not replayed
+                name = name_outside(self.replayer.calls)
+                why = f" ({outside_text(name)})" if name else f": use `{USE_RUN}`"
                 self.notes.append(
                     f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; "
-                    "loss and backward could not be tried: use "
-                    "`guard.run(lambda: loss)`."
+                    f"loss and backward could not be tried{why}."
                 )
             return False
         if not is_finite and result.error is None:
@@ -291,6 +299,13 @@ class Trials:
         if is_finite:
             self.helped.append((applied.patches, remedy))
         return is_finite
+
+    def _given_bad(self, result: ReplayResult) -> str:
+        """The name of a bad tensor that a call has from code not replayed, or ""."""
+        if result.bad_call < 0:
+            return ""
+        outside = self.replayer.calls[result.bad_call].computed_outside()
+        return next((name for name, tensor in outside if kinds_of(tensor)), "")
 
     def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
         """Replays the step with patches; see `Replayer.run()`."""
