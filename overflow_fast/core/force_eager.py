@@ -6,16 +6,19 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 
 import torch
 
-from ..torch_internals.compiler import compiled_calls_elsewhere, fails_uncompiled
+from ..torch_internals.compiler import (
+    compiled_calls_elsewhere,
+    fails_uncompiled,
+    stance_restorer,
+)
 
-_lock = threading.Lock()
-_stances: list[ExitStack] = []  # of all threads: torch has one stance for them
-_num_within = 0
+_lock = threading.RLock()  # a generator may be closed within
+_restorers: list[Callable[[], object]] = []  # one: torch has one stance for all threads
+_within: set[object] = set()
 _PAUSE = 0.001  # seconds
 _WAIT = 1.0  # seconds, for other threads to leave what runs eagerly
 _LONG_WAIT = 60.0  # the same where nobody waits for it
@@ -28,20 +31,28 @@ def run_eagerly() -> Iterator[None]:
     `torch.compiler.set_stance()` holds for the process: if two threads enter it and the
     first one leaves first, the stance that the second puts back is the first one's.
     """
-    global _num_within
-    with _lock:
-        if not (_num_within or _stances) and "torch._dynamo" in sys.modules:
-            _stances.append(ExitStack())
-            _stances[0].enter_context(torch.compiler.set_stance("force_eager"))
-        _num_within += 1
+    own = object()
     try:
+        with _lock:
+            _within.add(own)
+            if not _restorers and "torch._dynamo" in sys.modules:
+                _restorers.append(stance_restorer())
+                torch.compiler.set_stance("force_eager")
         yield
     finally:
-        with _lock:
-            _num_within -= 1
-        if not _leave(time.perf_counter() + _WAIT):
-            end = time.perf_counter() + _LONG_WAIT
-            threading.Thread(target=_leave, args=(end, True), daemon=True).start()
+        try:
+            _end(own)
+        except BaseException:  # a signal has interrupted it
+            _end(own)
+            raise
+
+
+def _end(own: object) -> None:
+    with _lock:
+        _within.discard(own)
+    if not _leave(time.perf_counter() + _WAIT):
+        end = time.perf_counter() + _LONG_WAIT
+        threading.Thread(target=_leave, args=(end, True), daemon=True).start()
 
 
 def _leave(end: float, ends_anyway: bool = False) -> bool:
@@ -60,12 +71,13 @@ def _leave(end: float, ends_anyway: bool = False) -> bool:
     while True:
         time.sleep(0)  # what follows is done before another thread has its turn
         with _lock:
-            if _num_within or not _stances:
+            if _within or not _restorers:
                 return True
             is_over = time.perf_counter() >= end
             calls = compiled_calls_elsewhere()
             if (is_over and ends_anyway) or not any(map(fails_uncompiled, calls)):
-                _stances.pop().close()
+                _restorers[0]()
+                _restorers.clear()
                 return True
         if is_over:
             return False

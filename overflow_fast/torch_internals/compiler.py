@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -66,6 +67,28 @@ def fails_uncompiled(call: FrameType) -> bool:
 def has_compiled() -> bool:
     """Returns True if dynamo has compiled anything in this process."""
     return bool(torch._dynamo.convert_frame.input_codes.seen)
+
+
+@internal(
+    "torch._dynamo.eval_frame._stance",
+    "set_stance() tells what it replaced only when it has, which a signal may prevent",
+    "After a replay the stance of torch.compile is the default",
+)
+def _stance() -> Any:
+    return torch._dynamo.eval_frame._stance
+
+
+def stance_restorer() -> Callable[[], None]:
+    """Returns what puts the stance of torch.compile back that there is now."""
+    now = _stance()
+    if now is None:
+        return functools.partial(torch.compiler.set_stance, "default")
+    return functools.partial(
+        torch.compiler.set_stance,
+        now.stance,
+        skip_guard_eval_unsafe=now.skip_guard_eval_unsafe,
+        force_backend=now.backend,
+    )
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

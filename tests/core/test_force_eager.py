@@ -1,6 +1,8 @@
 """Compiled code runs eagerly for as long as any thread asks for it, and no longer."""
 
 import contextlib
+import os
+import signal
 import threading
 import time
 
@@ -115,3 +117,25 @@ def test_compiled_code_does_not_stay_eager_for_ever(monkeypatch):
     wait_for(lambda: num_compiled() == 1)
     end.set()
     thread.join()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+def test_an_interruption_at_any_moment_leaves_compiled_code_compiled():
+    assert torch._dynamo.list_backends()
+    num_interrupted = 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for i in range(200):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + i * 7e-6)
+                for _ in range(1000):
+                    with run_eagerly():
+                        pass
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupted
+    assert num_compiled() == 1
