@@ -36,6 +36,7 @@ from .loss_code import (
 )
 from .names import assigned, read
 from .places import source_lines
+from .remedies.line_edit import forbid_edit
 
 _KINDS = (nn.Module, nn.Parameter, Optimizer)
 # Parts of the names of functions that may write to files, terminals, other processes.
@@ -86,6 +87,7 @@ def find_gradient_code() -> GradientCode | None:
         if not picked:
             return None
         code = compile(ast.Module(picked, []), frame.f_code.co_filename, "exec")
+        forbid_edit(code, "lines behind backward are run again as they are")
         kept: set[str] = set()
         made: set[str] = set()
         for each in picked:

@@ -93,6 +93,10 @@ def test_lines_of_the_loop_itself_are_named(tmp_path):
     report, path, _, _ = report_of(loop(lines), tmp_path)
     found = report.explanation
     assert (found.phase, found.op.line) == ("optimizer", line_of(path, "g.div_(total)"))
+    assert found.notes[-1] == (
+        "A change of the line was not tried: lines behind backward are run again as "
+        "they are."
+    )
 
 
 SHOWN = "print('norm', clip(model.parameters()))"

@@ -83,6 +83,8 @@ class CodePlace:
         """
         file = code.co_filename
         own, text = _own_code(code), _text_of(file)
+        if own in _fixed_codes:
+            raise NotEditableError(_fixed_codes[own])
         if own in _made_codes:
             return cls(file, -1, _digest(text), made=_made_codes[own].number)
         # The code of a function depends on the imports that are compiled with it.
@@ -369,6 +371,15 @@ def let_edit(code: CodeType, statements: MadeCode) -> None:
     known = _found.get()
     if known is not None:
         known.pop(code.co_filename, None)
+
+
+_fixed_codes: weakref.WeakKeyDictionary[CodeType, str]
+_fixed_codes = weakref.WeakKeyDictionary()
+
+
+def forbid_edit(code: CodeType, why: str) -> None:
+    """Lets code that was made of some statements of a file be as it is."""
+    _fixed_codes[code] = why
 
 
 def is_mark(statement: ast.stmt) -> bool:
