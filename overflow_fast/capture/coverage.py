@@ -49,14 +49,20 @@ class Coverage(NamedTuple):
 
 
 class CoverageWarnings:
-    """Logs what a clean verdict does not cover, when that first happens."""
+    """Logs what a clean verdict does not cover, when that first happens.
+
+    Attributes:
+        is_quiet: Log nothing: what a replay does not cover, its step has told.
+    """
 
     def __init__(self) -> None:
-        self._is_given = False
+        self.is_quiet = self._is_given = False
         self._opaque: set[str] = set()
 
     def give_once(self, recorder: _C.Recorder) -> None:
         """Logs that tensors were not scanned, once, and each type of opaque values."""
+        if self.is_quiet:
+            return
         coverage = recorder.coverage
         if coverage.not_scanned and not self._is_given:
             self._is_given = True

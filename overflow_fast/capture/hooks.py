@@ -338,6 +338,7 @@ class StepHooks:
 
     Attributes:
         recorder: The recorder, which has the frames' entries. The extension reads it.
+        warnings: Logs what is not looked at.
     """
 
     def __init__(
@@ -366,7 +367,7 @@ class StepHooks:
         self.root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()
         self._is_strict = self._options.get("strict_compat", False)
-        self._warnings = CoverageWarnings()
+        self.warnings = CoverageWarnings()
         self.compiled_boundary = CompiledStepBoundary(self)
         self._depth = 0
         self._opens_next = False
@@ -621,7 +622,7 @@ class StepHooks:
         self._send()
         self.recorder.end_step()
         self._process_arrived(self._max_in_flight)
-        self._warnings.give_once(self.recorder)
+        self.warnings.give_once(self.recorder)
 
     def _send(self) -> None:
         self.recorder.send()

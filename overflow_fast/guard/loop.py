@@ -424,7 +424,10 @@ class GuardLoop:
         """
         config = dataclasses.replace(self.config, **changes)
         models = living_models(self.watches)
-        return make_watches(models, config, self.rules, lambda _: None, self._defer)
+        made = make_watches(models, config, self.rules, lambda _: None, self._defer)
+        for watch in made:
+            watch.warnings.is_quiet = True
+        return made
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

@@ -275,3 +275,21 @@ def test_an_optimizer_that_holds_itself_is_found_once():
     outer = Wrapper(optim=inner, again=[inner])
     inner.owner = outer
     assert [path for path, _ in optimizers_in(outer)] == ["", "optim."]
+
+
+def test_a_replay_does_not_log_again_what_is_not_scanned(caplog):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return torch.log(torch.func.vmap(self.layer)(x) * 0).sum()
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        model(torch.ones(1, 2)).backward()
+        optimizer.step()
+    assert guard.last_report.explanation.cause.startswith("undefined")
+    assert len([e for e in caplog.messages if "were not scanned" in e]) == 1
