@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import _C
+from .capture.coverage import warn_of_scripted
 from .capture.hooks import StepHooks
 from .core.modules import check_module
 from .core.ops import scan
@@ -114,6 +115,7 @@ class DebugUnderflowOverflow(StepHooks):
             "fetch_frames": sync == "frame",
         }
         super().__init__(model, max_frames_to_save, options, _MAX_IN_FLIGHT[sync])
+        warn_of_scripted(model)
         self._attach(model)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -37,13 +37,7 @@ from ..torch_internals.running import (
 from . import compiled as traced
 from . import traced_walk
 from .compiled import CompiledStepBoundary
-from .coverage import (
-    Coverage,
-    CoverageWarnings,
-    warn_of_lack,
-    warn_of_no_kernels,
-    warn_of_scripted,
-)
+from .coverage import Coverage, CoverageWarnings, warn_of_lack, warn_of_no_kernels
 
 # The functions that the extension calls: it imports nothing.
 _C.set_callbacks(
@@ -359,7 +353,6 @@ class StepHooks:
         self._max_in_flight = max_in_flight
         self._start()
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-        warn_of_scripted(model)
 
     def _start(self) -> None:
         """Creates the state that is never copied or pickled."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
+from ..capture.coverage import warn_of_scripted
 from ..capture.inputs import LoopBatch
 from ..capture.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch, models_of
@@ -310,6 +311,8 @@ class GuardLoop:
             models, config, self.rules, self._on_evaluated, defer
         )
         trained = list(models.values())
+        for model in trained:
+            warn_of_scripted(model)
         self.hooks = hooks = [
             OptimizerHook(each, config.may_act, trained) for each in optimizers
         ]
