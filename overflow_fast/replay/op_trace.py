@@ -19,7 +19,7 @@ from .. import _C
 from ..core.modules import Handles, named_modules
 from ..core.ops import Stat, scan
 from ..core.selection import full_name
-from ..core.tensors import PLAIN, is_whole, real_parts, widened
+from ..core.tensors import PLAIN, extent_of, is_whole, real_parts, widened
 from ..text import dtype_name
 from ..torch_internals.compiler import has_compiled, is_in_compiled_call
 from ..torch_internals.running import (
@@ -710,13 +710,14 @@ class Leaf:
 
     @functools.cached_property
     def is_mask(self) -> bool:
-        """True if it holds -inf alone; in a batch, with zeros alone."""
+        """True if it holds -inf alone; in a batch, with zeros alone, and no graph."""
         values = self.tensor
         if values is None or kinds_of(values) != NEGATIVE_INF:
             return False
+        if self.kind not in ("batch", "object"):
+            return self.kind in _CONSTANTS
         is_sparse = not bool((values[values.isfinite()] != 0).any())
-        is_data = self.kind in ("batch", "object")
-        return is_sparse if is_data else self.kind in _CONSTANTS
+        return is_sparse and not values.requires_grad  # else it is a result, as of log
 
 
 _Extent = tuple[int, int]  # the bytes of a memory where a tensor begins and ends
@@ -766,13 +767,8 @@ def _innermost(found: Mapping[_Extent, Leaf]) -> list[Leaf]:
 
 
 def _extent_of(tensor: torch.Tensor) -> _Extent:
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
-        return _ALL
-    begin = end = int(tensor.storage_offset())
-    if tensor.numel():
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        end += 1 + sum((size - 1) * step for size, step in steps)
-    return begin * tensor.itemsize, int(end) * tensor.itemsize
+    is_known = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return extent_of(tensor) if is_known else _ALL
 
 
 class Row:

@@ -204,7 +204,7 @@ class _WithoutCopy:
         return self._before is None or _place_of(self._value) != self._before
 
     def difference(self) -> str:
-        return self.name if self.has_changed() else ""
+        return ""  # its place is no number that the program sets
 
 
 class KeptObjects:
@@ -284,9 +284,13 @@ class KeptObjects:
         """The names of what cannot be restored: see `is_without_copy()`."""
         return [each.name for each in self.kept if isinstance(each, _WithoutCopy)]
 
-    def taken_from(self) -> list[str]:
-        """Those of `lost` that are, or may be, not what they were."""
-        found = (each for each in self.kept if isinstance(each, _WithoutCopy))
+    def taken_from(self, first: int = 0) -> list[str]:
+        """Those of `lost` that are, or may be, not what they were.
+
+        Args:
+            first: Of what was kept from this place on.
+        """
+        found = (each for each in self.kept[first:] if isinstance(each, _WithoutCopy))
         return [each.name for each in found if each.has_changed()]
 
     def restore(self) -> list[tuple[str, str]]:
@@ -299,6 +303,8 @@ class KeptObjects:
 
     def differences(self, first: int = 0, last: int | None = None) -> list[str]:
         """The names of numbers and generators that are not as they were.
+
+        What cannot be restored is left out: see `taken_from()`.
 
         Args:
             first: Of what was kept from this place on.

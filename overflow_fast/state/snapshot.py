@@ -297,7 +297,9 @@ class Snapshot:
         A run again begins with them as they are after the step, not before it. An
         iterator whose place cannot be seen counts as changed.
         """
-        return list(dict.fromkeys(self._objects.differences(self._num_own[0])))
+        first, objects = self._num_own[0], self._objects
+        changed = [*objects.differences(first), *objects.taken_from(first)]
+        return list(dict.fromkeys(changed))
 
     def set_meanwhile(self) -> list[str]:
         """After a run: the names of the models' numbers that it has left as others.

@@ -1,5 +1,7 @@
 """A replay that is finite, or differs, is no reason to say more than is known."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -262,6 +264,43 @@ def test_a_flag_that_the_loop_sets_between_forwards(is_in_run):
     (note,) = found.notes
     assert "the program set `is_last` in the step" in note
     assert not model.linear.weight.isnan().any() and model.is_last
+
+
+def test_what_a_model_draws_from_is_not_said_to_be_set_by_the_program():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.noise, self.count = iter(lambda: 1.0, None), itertools.count()
+
+        def forward(self, x):
+            y = self.linear(x) * next(self.noise)
+            return (y / (0.0 if next(self.count) == 1 else 1.0)).sum()
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for _ in range(2):
+            model(torch.ones(1, 2)).backward()
+            optimizer.step()
+    found = guard.last_report.explanation
+    assert found.cause == "not reproducible"
+    assert "the program set" not in str(found)
+    assert any("takes from `noise`, `count`" in note for note in found.notes), found
+
+
+def test_infinities_that_the_loop_computed_are_no_mask():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        model.weight.data.zero_()
+        y = (model(torch.ones(1, 2)) - model.bias).abs().log()
+        guard.run(lambda: y.softmax(-1).sum()).backward()
+        optimizer.step()
+    found = guard.last_report.explanation
+    assert found.tensor == "y"
+    assert "mask" not in str(found)
+    assert "(its last operation: Log)" in str(found)
 
 
 class Directions(nn.Module):
