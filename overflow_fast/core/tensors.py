@@ -109,13 +109,20 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """True if a plain strided tensor can be read: its storage is not freed."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in pairs)
-    needed = (last + 1) * tensor.itemsize
     try:
-        return tensor.untyped_storage().nbytes() >= needed or not tensor.numel()
+        size = tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # a wrapper without a storage
         return False
+    return size >= extent_of(tensor)[1] or not tensor.numel()
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its memory where a strided tensor begins and ends."""
+    begin = end = int(tensor.storage_offset())
+    if tensor.numel():
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        end += 1 + sum((size - 1) * stride for size, stride in pairs)
+    return begin * tensor.itemsize, end * tensor.itemsize
 
 
 # The types whose operations are torch's own; an `nn.Buffer` is a plain tensor.

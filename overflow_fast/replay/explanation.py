@@ -126,9 +126,8 @@ NOT_REPLAYED = (
     "communication) was not replayed."
 )
 USE_RUN = "guard.run(lambda: loss)"
-OUTSIDE_LOSS = (
-    f"The loss outside of the model was not replayed: call it within `{USE_RUN}`."
-)
+NOT_THE_LOSS = "The loss outside of the model was not replayed"
+OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
 _MAX_LINES = 8
 _MAX_CODE = 60
 _SAME = 1e-3  # of gradients: more than float32 rounds in most networks
@@ -318,7 +317,7 @@ class Explanation:
     @property
     def is_of_loss(self) -> bool:
         """True if the bad gradient came from the loss, which was not replayed."""
-        return any(note.startswith(OUTSIDE_LOSS) for note in self.notes)
+        return any(note.startswith(NOT_THE_LOSS) for note in self.notes)
 
     @property
     def names_maker(self) -> bool:

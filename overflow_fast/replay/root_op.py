@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..core.tensors import real_parts, widened
+from ..core.tensors import PLAIN, real_parts, widened
 from ..text import error_line
 from ..torch_internals.running import attention_by_definition, schema_names
 from ..tree import mapped, tensors_in
@@ -232,14 +232,14 @@ def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     """Runs it in float64: its output, and what it writes to, by what it wrote to."""
     written: dict[int, torch.Tensor] = {}
 
-    def widened(value: Any) -> Any:
+    def in_its_place(value: Any) -> Any:
         wide = _widened(op, value)
         if id(value) in op.kept:
             wide = written.setdefault(id(value), wide)
         return wide
 
     kinds = torch.Tensor, torch.dtype
-    args, kwargs = mapped((op.args, op.kwargs), widened, kinds=kinds)
+    args, kwargs = mapped((op.args, op.kwargs), in_its_place, kinds=kinds)
     return run_in_float64(op.func, op.base, args, kwargs), written
 
 
@@ -282,7 +282,7 @@ _Cut = Callable[[torch.Tensor], torch.Tensor]
 
 def _is_large(op: OpCall) -> bool:
     arguments = tensors_in((op.args, op.kwargs))
-    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in arguments):
+    if any(type(t) not in PLAIN for t in arguments):
         raise NotImplementedError("a tensor subclass")
     return sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL
 

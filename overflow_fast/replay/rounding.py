@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ..core.tensors import PLAIN
+from ..state.snapshot import is_same_bits
 from ..text import dtype_name
 from ..tree import find, mapped, tensors_in
 from .explanation import Explanation
@@ -205,11 +206,9 @@ class Tape(Observer):
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.numel() != other.numel():
-        return False
     if not (one.is_contiguous() and other.is_contiguous()):
         return False
-    return torch.equal(*(each.view(-1).view(torch.uint8) for each in (one, other)))
+    return is_same_bits(one.view(-1), other.view(-1))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

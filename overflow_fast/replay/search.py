@@ -214,7 +214,7 @@ class Search:
             if name and explanation.OUTSIDE_LOSS in found.notes:  # some of it was
                 place = found.notes.index(explanation.OUTSIDE_LOSS)
                 text = explanation.outside_text(name)
-                found.notes[place] = f"{explanation.OUTSIDE_LOSS} {text}."
+                found.notes[place] = f"{explanation.NOT_THE_LOSS} with it: {text}."
         return found
 
     def _lead(self) -> Explanation:
@@ -326,7 +326,7 @@ class Search:
                 break
         if lost is not None:
             explain_lost(lost, found)
-            self._lost = next((each for each in rows if each is lost.row), None)
+            self._lost = lost.row
 
     def _lost_among(self, rows: Sequence[Row], place: int) -> Lost | None:
         """Runs the step once more, and computes operations of it in float64."""

@@ -379,13 +379,11 @@ class Answers:
             return f"The replay is finite, but {notes.set_text(self.set_meanwhile)}."
         check = self._replay_check
         difference = None if check is None else check.difference()
-        unlike = (
-            "" if difference is None else f", and not what the step did: {difference}"
-        )
+        unlike = f", and not what the step did: {difference}" if difference else ""
         return (
             "What was replayed, the models' own forward and backward, is finite"
-            f"{unlike or ''}. The loss outside of them was not replayed: use "
-            "`guard.run(lambda: loss)`."
+            f"{unlike}. The loss outside of them was not replayed: use "
+            f"`{notes.USE_RUN}`."
         )
 
     def _no_backward(self) -> str:

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interruptions import interrupted
 from remedied_files import Holder, explained, module_of
 from torch.utils.checkpoint import checkpoint
 
@@ -400,22 +400,15 @@ def test_an_exception_leaves_nothing(logs, error):
 def test_an_interruption_at_any_moment_leaves_nothing(logs):
     module, edit = logs
     code, zero, num_interrupted = module.log.__code__, torch.zeros(()), 0
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for i in range(40):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-4 + i * 4e-4)
-                for _ in range(100):
-                    with edited_code(*edit):
-                        module.log(zero)
-            except KeyboardInterrupt:
-                num_interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            assert module.log.__code__ is code and not line_edit._swaps, i
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+
+    def edit_and_run():
+        for _ in range(100):
+            with edited_code(*edit):
+                module.log(zero)
+
+    for came in interrupted(edit_and_run, [1e-4 + i * 4e-4 for i in range(40)]):
+        num_interrupted += came
+        assert module.log.__code__ is code and not line_edit._swaps
     assert num_interrupted
 
 
