@@ -22,7 +22,7 @@ except ImportError as error:
     ) from error
 
 
-class GuardCallback(GuardOwner, Callback):
+class LightningGuardCallback(GuardOwner, Callback):
     """Attaches an `OverflowGuard` to a LightningModule while a Trainer fits it.
 
     The guard watches the submodules, the module's own parameters and buffers, and each
@@ -43,7 +43,7 @@ class GuardCallback(GuardOwner, Callback):
         TypeError, ValueError: If an argument cannot be used.
 
     Example:
-        >>> callback = GuardCallback(on_overflow="skip", log="guard.jsonl")
+        >>> callback = LightningGuardCallback(on_overflow="skip", log="guard.jsonl")
     """
 
     def __init__(
