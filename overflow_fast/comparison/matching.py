@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .measures import estimated
 from .recordings import RankStep, Source
-from .tensor_hooks import STATE, StepPath, Summary
+from .summary import Summary, estimated
+from .tensor_hooks import STATE, StepPath
 
 # Tensors of a step as a whole, whichever ranks have parts of them.
 
