@@ -374,14 +374,6 @@ def _is_same_key(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) in _PLAIN_KEYS and one == other)
 
 
-def held(value: object, name: str) -> Any:
-    """Returns an attribute that an object itself holds; None for anything else."""
-    for key, child in attributes(value):
-        if key == name:
-            return child
-    return None
-
-
 def is_container(value: Any) -> bool:
     """Returns True for a tensor, and for what has items: no object with attributes."""
     found = _contents(value)

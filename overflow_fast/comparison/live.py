@@ -16,7 +16,7 @@ from torch import nn
 from ..capture.hooks import unseen
 from ..core.modules import Handles, named_modules, step_of
 from ..core.tensors import devices_of, loss_in
-from ..precision.copies import check_model, to_float32
+from ..precision.copies import FLOATS, check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from ..replay.capture import Ambient
 from ..replay.op_trace import ModuleStack, OpCall, OpTrace
@@ -403,7 +403,6 @@ def _measures(mine: _Shown, its: _Shown) -> Measures | None:
     return measured(mine.values, its.values, dtype)
 
 
-_HALF_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -534,7 +533,7 @@ def batch_for(reference: nn.Module, model: nn.Module, batch: Any) -> Any:
         return batch
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        is_cast = tensor.dtype == own.dtype and own.dtype in _HALF_AND_FLOAT
+        is_cast = tensor.dtype == own.dtype and own.dtype in FLOATS
         return tensor.to(its.device, its.dtype if is_cast else tensor.dtype)
 
     return mapped(batch, convert, CALL_DEPTH)

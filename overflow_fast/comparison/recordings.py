@@ -296,9 +296,16 @@ def _rows_of(data: bytes, step: int) -> tuple[list[RecordedTensor], int]:
     rows = []
     for line in lines:
         has_numbers = line.fingerprint is not None
-        summary = Summary.from_line(line, next(prints)) if has_numbers else None
+        summary = _summary_of(line, next(prints)) if has_numbers else None
         rows.append(RecordedTensor.from_line(line, summary))
     return rows, len(texts) - len(rows)
+
+
+def _summary_of(line: RowLine, sums: torch.Tensor) -> Summary:
+    """The numbers of a line that has a fingerprint, which `sums_of()` has read."""
+    low, high, squares = map(float, (line.low, line.high, line.squares))
+    counts = line.num_nan, line.num_inf
+    return Summary(low, high, squares, *counts, sums, line.magnitudes)
 
 
 _DAMAGED = object()

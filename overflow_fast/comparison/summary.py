@@ -1,4 +1,4 @@
-"""What stands for a tensor, its summary with a fingerprint, and how far two are apart.
+"""The summary that stands for a tensor, its fingerprint, and how far two are apart.
 
 A fingerprint is 251 signed sums of a tensor. Element i is added to the sum i % 251 with
 a sign that depends on i alone, so that
@@ -27,16 +27,13 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import _C
 from ..core.tensors import PLAIN, NotScanned, dtype_named, real_parts, resolve
 from ..torch_internals.tensor_internals import local_tensor
-
-if TYPE_CHECKING:
-    from .recording_schema import RowLine
 
 WIDTH = 251
 _PATTERNS = 64
@@ -299,13 +296,6 @@ class Summary:
             **magnitudes,
             "fingerprint": base64.b64encode(data).decode(),
         }
-
-    @classmethod
-    def from_line(cls, line: RowLine, sums: torch.Tensor) -> Summary:
-        """Makes one of a line that has a fingerprint, which `sums_of()` has read."""
-        low, high, squares = map(float, (line.low, line.high, line.squares))
-        counts = line.num_nan, line.num_inf
-        return cls(low, high, squares, *counts, sums, line.magnitudes)
 
 
 def sums_of(prints: Sequence[bytes]) -> Iterator[torch.Tensor]:
