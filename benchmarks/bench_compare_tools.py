@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import progress, silence, size_text, threads, write
+from common import bytes_of, in_fork, progress, silence, size_text, threads, write
 from compared import (
     batch_of,
     element,
@@ -33,7 +33,6 @@ from compared import (
     swapped,
     weight,
 )
-from forks import in_fork
 from torch import nn
 from torch.utils._debug_mode import DebugMode
 from torch.utils._pytree import tree_leaves
@@ -135,7 +134,7 @@ def ours(run: Run, reference: Run, top: Path) -> tuple[str, int]:
     with overflow_fast.recording(top / "b", reference.model):
         reference()
     first = overflow_fast.compare(top / "a", top / "b").first
-    return named(first), on_disk(top)
+    return named(first), bytes_of(top.rglob("*"))
 
 
 def assert_close(run: Run, reference: Run, top: Path) -> tuple[str, int]:
@@ -218,7 +217,7 @@ def msprobe(run: Run, reference: Run, top: Path) -> tuple[str, int]:
 
     in_fork(lambda: dump(run, str(top / "a")))  # a process has one debugger
     in_fork(lambda: dump(reference, str(top / "b")))
-    size, command = on_disk(top), [str(HOME / "bin" / "msprobe"), "compare"]
+    size, command = bytes_of(top.rglob("*")), [str(HOME / "bin" / "msprobe"), "compare"]
     for option, name in (("--target_path", "a"), ("--golden_path", "b")):
         command += [option, str(top / name / "step0")]
     command += ["--output_path", str(top / "out")]
@@ -254,10 +253,6 @@ def named(first: Any) -> str:
     if first is None:
         return ""
     return first.module or f"({first.kind})"
-
-
-def on_disk(folder: Path) -> int:
-    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
 
 
 def held_bytes(value: Any) -> int:
