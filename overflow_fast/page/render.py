@@ -24,13 +24,13 @@ from .grid import (
     FAMILIES,
     NONFINITE,
     NOT_SEEN,
-    STRIPS,
+    SPARKLINES,
     Column,
     Grid,
     Sheet,
     name_of,
     payloads,
-    strips_of,
+    sparklines_of,
 )
 from .incidents import Incident, failure_path, histogram_of, read_incidents
 
@@ -166,15 +166,15 @@ def step_table(sheet: Sheet) -> Table:
     records, grid = sheet.records, sheet.grid(_MOST_STEPS)
     if not grid.columns:
         return Table([], [])
-    strips = strips_of(records, grid.columns)
-    shown = [name for name in strips if name != "spikes"]
+    sparklines = sparklines_of(records, grid.columns)
+    shown = [name for name in sparklines if name != "spikes"]
     names = [name_of(entry) for entry in sheet.entries]
     rows = []
     for i, column in enumerate(grid.columns):
-        numbers = [_number(strips[name][i]) for name in shown]
+        numbers = [_number(sparklines[name][i]) for name in shown]
         done = _actions(records, column)
         rows.append([str(column), *numbers, done, *_worst(grid, i, names)])
-    heads = ["step", *(STRIPS[name] for name in shown), "guard"]
+    heads = ["step", *(SPARKLINES[name] for name in shown), "guard"]
     return _without_empty(Table([*heads, "non-finite", "least bits", "at"], rows))
 
 
@@ -359,12 +359,12 @@ def _first_bad(sheet: Sheet, grid: Grid) -> dict[str, Any] | None:
 def _healthy(sheet: Sheet, grid: Grid) -> list[str]:
     """Sentences on a record without a non-finite value: loss and least headroom."""
     sentences = list[str]()
-    for name, strip in strips_of(sheet.records, grid.columns).items():
-        known = [(i, value) for i, value in enumerate(strip) if value is not None]
+    for name, sparkline in sparklines_of(sheet.records, grid.columns).items():
+        known = [(i, value) for i, value in enumerate(sparkline) if value is not None]
         if name in ("loss", "grad_norm", "largest_gradient") and len(known) > 1:
             (first, before), (last, after) = known[0], known[-1]
             sentences.append(
-                f"{STRIPS[name]}: {before:.4g} in step {grid.columns[first]}, "
+                f"{SPARKLINES[name]}: {before:.4g} in step {grid.columns[first]}, "
                 f"{after:.4g} in step {grid.columns[last]}"
             )
     codes = grid.headroom
