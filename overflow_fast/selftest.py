@@ -353,7 +353,7 @@ class SelfTest:
         is_there = first is not None and (first.fqn, first.kind) == (name, kind)
         is_made = direction == "backward" or verdict.origin == "made"
         return FaultResult(
-            name or "(the model)",
+            name or "the model",
             type(module).__name__,
             direction,
             value,

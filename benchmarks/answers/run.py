@@ -175,13 +175,10 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
     return {column: sum(has.get(column, [True] * len(own))) for column in _COLUMNS}
 
 
-def machine() -> dict[str, Any]:
-    return {"torch": torch.__version__, "threads": 1, **origin()}
-
-
 def write_result(name: str, title: str, notes: str, rows: Any, text: str) -> None:
     """Writes rows and their table among the results."""
-    result = {"machine": machine(), "title": title, "notes": notes, "rows": rows}
+    machine = {"torch": torch.__version__, "threads": 1, **origin()}
+    result = {"machine": machine, "title": title, "notes": notes, "rows": rows}
     write_json(RESULTS / "raw" / f"{name}.json", result)
     write_whole(RESULTS / f"{name}.md", f"# {title}\n\n{notes}\n\n{text}\n")
 
