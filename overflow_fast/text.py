@@ -78,21 +78,15 @@ def some(names: Iterable[str], most: int) -> str:
     return f"{', '.join(listed[:most])}{more}"
 
 
-def numbered(noun: str, numbers: Sequence[int], most: int = 6) -> str:
-    """Writes things by their numbers: `step 1`, `ranks 0 and 1`, `steps 0 to 9`.
-
-    Args:
-        noun: What they are.
-        numbers: In order.
-        most: Of numbers that are not in a row, how many are listed.
-    """
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Writes things by numbers in order: `step 1`, `ranks 0 and 1`, `steps 0 to 9`."""
     if len(numbers) == 1:
         return f"{noun} {numbers[0]}"
     if len(numbers) == 2:
         return f"{noun}s {numbers[0]} and {numbers[1]}"
     if numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{noun}s {numbers[0]} to {numbers[-1]}"
-    return f"{noun}s {some(map(str, numbers), most)}"
+    return f"{noun}s {some(map(str, numbers), 6)}"
 
 
 def either(words: Iterable[str], most: int | None = None) -> str:

@@ -396,7 +396,7 @@ class StepContext:
 
 
 def find_root_difference(
-    rows: Sequence[TensorDifference], known: StepContext | None = None
+    rows: Sequence[TensorDifference], known: StepContext
 ) -> RootDifference | None:
     """Finds the first difference that is made where it shows.
 
@@ -404,7 +404,6 @@ def find_root_difference(
         rows: The judged rows of one step, in the order of execution.
         known: What else is known of the step.
     """
-    known = known or StepContext()
     first = _first_difference(rows, known)
     if first is not None and first.row.rank is not None:
         key = first.row.place.key

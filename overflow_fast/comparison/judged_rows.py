@@ -357,7 +357,7 @@ class ErrorBounds:
         has_tf32: Whether a run may have rounded float32 products to TF32.
     """
 
-    def __init__(self, has_tf32: bool = False) -> None:
+    def __init__(self, has_tf32: bool) -> None:
         self._has_tf32 = has_tf32
         self._calls: dict[tuple[str, int], ErrorPropagation] = {}
         self._last_call: dict[str, int] = {}
@@ -561,5 +561,5 @@ def judge_all(
     bounds: dict[int | None, ErrorBounds] = {}
     for row, pair in zip(rows, pairs, strict=True):
         if row.rank not in bounds:
-            bounds[row.rank] = ErrorBounds(has_tf32=has_tf32)
+            bounds[row.rank] = ErrorBounds(has_tf32)
         bounds[row.rank].judge(row, pair)

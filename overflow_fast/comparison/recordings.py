@@ -41,7 +41,7 @@ from ..files.reading import (
     open_tensors,
     why_unreadable,
 )
-from ..files.writing import make_folder, open_appending, write_all, write_new
+from ..files.writing import open_appending, write_all, write_new
 from ..state.random import RandomStates
 from ..text import counted, dtype_name, with_progress
 from ..torch_internals.compiler import uncompiled
@@ -759,7 +759,6 @@ class Recording:
             _log.warning("Recording to %s ended: %s", self.folder, self._failure)
 
     def _begin_run(self) -> None:
-        make_folder(self.folder)
         head = {"kind": "recording", "schema": SCHEMA, "time": time.time()}
         own = {"tensors": self._has_tensors, "class": type(self._model).__name__}
         line = {**head, **own, **self._process, "versions": versions()}

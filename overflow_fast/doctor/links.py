@@ -38,7 +38,7 @@ def beyond(
     passes: Sequence[Mapping[_Key, float]],
     kind_of: Callable[[_Key], Hashable],
     factor: float,
-    floor: float = 0.0,
+    floor: float,
 ) -> dict[_Key, float]:
     """Finds what takes longer than others of its kind, in every pass.
 
