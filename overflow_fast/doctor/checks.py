@@ -335,12 +335,10 @@ def _run_alone(site: Site) -> Iterator[Wrong]:
         try:
             dist.all_reduce(received, group=groups[site.position])
         except (RuntimeError, ValueError, TypeError) as error:
-            if not any(each in str(error).lower() for each in _UNSUPPORTED):
+            if not _is_unsupported(error):
                 raise
             continue
-        received = received.cpu()
-        if not torch.equal(_comparable(expected), _comparable(received)):
-            text = f"{received.tolist()} instead of {expected.tolist()}"
+        if text := _difference(expected, received.cpu()):
             yield _ALONE, short, site.position, text
 
 
@@ -355,16 +353,26 @@ def _run_collectives(site: Site) -> tuple[list[Wrong], list[str]]:
             try:
                 rows = list(operation(rank, world, dtype, site.device))
             except (RuntimeError, ValueError, TypeError) as error:
-                if not any(each in str(error).lower() for each in _UNSUPPORTED):
+                if not _is_unsupported(error):
                     raise
                 unsupported.append(f"{name} of {short}")
                 continue
             for contributor, expected, received in rows:
-                if not torch.equal(_comparable(expected), _comparable(received)):
-                    text = f"{received.tolist()} instead of {expected.tolist()}"
+                if text := _difference(expected, received):
                     wrong.append((name, short, contributor, text))
     wrong += [*_run_alone(site), *_run_sizes(site)]
     return wrong, unsupported
+
+
+def _is_unsupported(error: Exception) -> bool:
+    return any(each in str(error).lower() for each in _UNSUPPORTED)
+
+
+def _difference(expected: torch.Tensor, received: torch.Tensor) -> str:
+    """Both in words where they differ, else ""."""
+    if torch.equal(_comparable(expected), _comparable(received)):
+        return ""
+    return f"{received.tolist()} instead of {expected.tolist()}"
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
@@ -426,11 +434,11 @@ def _explained_sum(
         for taker in takers:
             pair = min(each for each in wrong if each[1] == taker)
             text = examples[operation, pair]
-            yield _finding([members[taker]], operation, "received", text)
+            yield _finding(members[taker], operation, "received", text)
         return
     for giver, _ in sorted(alone):
         text = f"alone in a group, {examples[_ALONE, (giver, giver)]}"
-        yield _finding([members[giver]], operation, "contributed", text)
+        yield _finding(members[giver], operation, "contributed", text)
     if not alone:
         who = named([members[each] for each in takers], {})
         text = (
@@ -455,16 +463,11 @@ def _explained(
 ) -> Iterator[Finding]:
     tested = compared_pairs(operation, len(members))
     givers, takers, pairs = faulty_ranks(wrong, tested)
-    for rank in givers:
-        example = next(
-            examples[operation, pair] for pair in sorted(wrong) if pair[0] == rank
-        )
-        yield _finding([members[rank]], operation, "contributed", example)
-    for rank in takers:
-        example = next(
-            examples[operation, pair] for pair in sorted(wrong) if pair[1] == rank
-        )
-        yield _finding([members[rank]], operation, "received", example)
+    for side, odd, verb in ((0, givers, "contributed"), (1, takers, "received")):
+        for rank in odd:
+            pair = min(each for each in wrong if each[side] == rank)
+            example = examples[operation, pair]
+            yield _finding(members[rank], operation, verb, example)
     for giver, taker in pairs:
         ranks = tuple(sorted({members[giver], members[taker]}))
         text = (
@@ -506,9 +509,9 @@ def faulty_ranks(
     return sorted(roles[0]), sorted(roles[1]), sorted(left)
 
 
-def _finding(ranks: list[int], operation: str, verb: str, example: str) -> Finding:
-    text = f"{capitalized(named(ranks, {}))} {verb} wrongly in {operation} ({example})."
-    return Finding(COLLECTIVES_NAME, BROKEN, tuple(ranks), text)
+def _finding(rank: int, operation: str, verb: str, example: str) -> Finding:
+    text = f"Rank {rank} {verb} wrongly in {operation} ({example})."
+    return Finding(COLLECTIVES_NAME, BROKEN, (rank,), text)
 
 
 COLLECTIVES = Stage(COLLECTIVES_NAME, _run_collectives, _judge_collectives)
