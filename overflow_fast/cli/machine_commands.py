@@ -254,8 +254,7 @@ def add_demo(commands: Commands) -> None:
 
 def _run_demo(parsed: argparse.Namespace) -> int:
     try:
-        from ..demo import DemoSettings, show
-        from ..demo.training import train
+        from ..demo import DemoSettings, show, train
     except ImportError as error:
         return fail(
             f"The demo needs transformers: `pip install transformers` ({error})."
