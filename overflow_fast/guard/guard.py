@@ -523,7 +523,7 @@ class OverflowGuard:
             )
         patterns = reusable(layers)
         check_names("layers", patterns, optional=True)
-        watches = self._loop.new_watches(evidence=None)
+        watches = self._loop.new_watches(captures_tensors=False)
         gather = self._loop.pipeline.agreement.gather
         test = SelfTest(watches, batch, loss, patterns, max_layers, gather)
         with self._loop.suspended():
