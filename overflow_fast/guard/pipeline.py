@@ -38,13 +38,12 @@ from ..report.report import Cost, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
 from ..text import drop_own_frames
-from ..verdict.attribution import attribute
+from ..verdict.attribution import attribute, bad_settings
 from ..verdict.remedy import Float32Region, remedy_for
 from ..verdict.rules import Rules
 from ..verdict.verdict import (
     BadFrame,
     Verdict,
-    bad_settings,
     is_of_flag,
     leading_frame,
     least_headroom,
