@@ -28,6 +28,7 @@ from ..text import drop_own_frames
 from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow
 from .config import EVERYTHING, GuardConfig, Policy
+from .isolation import isolate_errors
 from .learning import check_can_learn
 from .loop import (
     GuardLoop,
@@ -53,7 +54,6 @@ from .options import (
     documents,
     reusable,
 )
-from .pipeline import isolate_errors
 from .state_check import state_report
 
 if TYPE_CHECKING:

@@ -31,11 +31,12 @@ from ..verdict.rules import Rules
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .explainer import make_capture
+from .isolation import ErrorIsolation, OverheadTimer
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers import OptimizerHook, innermost, living, outermost, stepper_of
-from .pipeline import ErrorIsolation, Pipeline
+from .pipeline import Pipeline
 from .step import StepClock, WatchSchedule
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
@@ -279,8 +280,8 @@ class GuardLoop:
         is_kept = is_restored or config.may_replay
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
         self.capture = make_capture(config, watches, start)
-        self.measurements = Measurements(config, watches)
-        self.timer = self.measurements.timer
+        self.timer = OverheadTimer(watches)
+        self.measurements = Measurements(config, watches, self.timer)
         self.headroom = self.measurements.headroom
         find_optimizers = functools.partial(living, hooks)
         agreement = Agreement(
