@@ -296,7 +296,6 @@ class GuardLoop:
         self.clock = StepClock(
             _schedule_of(config),
             watches,
-            self.headroom,
             start,
             overflow_flags,
             acts=config.may_act and bool(hooks),

@@ -280,7 +280,6 @@ class Pipeline:
             if not self._hooks:
                 self._record_step(self._clock.step, None)
         self._end_headroom(self._clock.step, report is not None)
-        self._measurements.headroom.begin_step()
         return report
 
     def judge_late(self, is_lagged: bool = False) -> None:
