@@ -213,7 +213,7 @@ class Pipeline:
         try:
             if self._start is not None:
                 self._start.end() if is_skipped else self._start.keep()
-            if not is_skipped:
+            if not (is_skipped or self._explainer.is_off):
                 self._explainer.note_step(hook.optimizer)
         finally:
             if self.rounds.note_step(hook):
@@ -569,10 +569,11 @@ class Pipeline:
                 verdict = self._detect(seen)
             step = seen
         report = self._make_report(step, verdict)
-        report.explanation = self._explainer.explain(
-            step.number, verdict, report.action == "raise", step.moment
-        )
-        self._note_explained(report)
+        if not self._explainer.is_off:
+            report.explanation = self._explainer.explain(
+                step.number, verdict, report.action == "raise", step.moment
+            )
+            self._note_explained(report)
         return _Outcome(self._choose_action(step, report), True, *wishes)
 
     def _decide_together(self, step: Step, verdict: Verdict) -> _Outcome:
