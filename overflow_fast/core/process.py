@@ -1,11 +1,13 @@
-"""The process at hand: its rank among others, and pauses of its garbage collector."""
+"""The process at hand: its rank, its settings, and pauses of its garbage collector."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -22,6 +24,19 @@ def own_rank() -> int:
 def world_size() -> int:
     """The number of ranks: 1 without a process group."""
     return dist.get_world_size() if has_process_group() else 1
+
+
+def settings_of_torch() -> dict[str, Any]:
+    """The switches of torch that change results or speed, by their names there."""
+    backends: Any = torch.backends
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cuda.matmul.allow_tf32": backends.cuda.matmul.allow_tf32,
+        "cudnn.allow_tf32": backends.cudnn.allow_tf32,
+        "cudnn.benchmark": backends.cudnn.benchmark,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default_dtype": str(torch.get_default_dtype()),
+    }
 
 
 @contextlib.contextmanager
