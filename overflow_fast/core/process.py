@@ -27,12 +27,17 @@ def world_size() -> int:
 
 
 def settings_of_torch() -> dict[str, Any]:
-    """The switches of torch that change results or speed, by their names there."""
+    """The switches of torch that change results or speed, by their names there.
+
+    The older ones of TF32 raise in a program that sets `fp32_precision`, which has the
+    value of either.
+    """
     backends: Any = torch.backends
     return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cuda.matmul.allow_tf32": backends.cuda.matmul.allow_tf32,
-        "cudnn.allow_tf32": backends.cudnn.allow_tf32,
+        "cuda.matmul.fp32_precision": backends.cuda.matmul.fp32_precision,
+        "cudnn.conv.fp32_precision": backends.cudnn.conv.fp32_precision,
+        "cudnn.rnn.fp32_precision": backends.cudnn.rnn.fp32_precision,
+        "mkldnn.matmul.fp32_precision": backends.mkldnn.matmul.fp32_precision,
         "cudnn.benchmark": backends.cudnn.benchmark,
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "default_dtype": str(torch.get_default_dtype()),
