@@ -84,26 +84,19 @@ forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = direct
 )
 
 
-@internal(
+# The forward hooks, and pre-hooks, that run around every module.
+global_forward_hooks: Callable[[], Mapping[int, Callable[..., Any]]] = direct(
     "torch.nn.modules.module._global_forward_hooks",
     "whether a hook on all modules may replace an output",
     "Global hooks are not noticed",
     {},
 )
-def global_forward_hooks() -> Mapping[int, Callable[..., Any]]:
-    """The forward hooks that run around every module."""
-    return torch.nn.modules.module._global_forward_hooks
-
-
-@internal(
+global_forward_pre_hooks: Callable[[], Mapping[int, Callable[..., Any]]] = direct(
     "torch.nn.modules.module._global_forward_pre_hooks",
     "whether a hook on all modules may replace an input",
     "Global hooks are not noticed",
     {},
 )
-def global_forward_pre_hooks() -> Mapping[int, Callable[..., Any]]:
-    """The forward pre-hooks that run around every module."""
-    return torch.nn.modules.module._global_forward_pre_hooks
 
 
 @internal(
