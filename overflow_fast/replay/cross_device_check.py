@@ -35,7 +35,7 @@ from .op_trace import (
     is_float,
     summary_of,
 )
-from .places import op_at, users_frames
+from .places import op_at
 from .replayer import Observer, Replayer
 
 OTHER = torch.device("cpu")
@@ -237,7 +237,7 @@ class FlagSearch(Observer):
     def _note(self, op: OpCall, output: Any, modules: ModuleStack) -> None:
         self.in_backward = autograd_node() is not None
         self.module = modules.current(self.in_backward) or ""
-        self.found = op_at(op.name, users_frames())
+        self.found = op_at(op.name, modules.lines())
         given, returned = tensors_in((op.args, op.kwargs)), tensors_in(output)
         self.found.inputs = [summary_of(t) for t in given if is_float(t)]
         self.found.outputs = [summary_of(t) for t in returned if is_float(t)]

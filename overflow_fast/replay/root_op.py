@@ -23,12 +23,13 @@ from .op_trace import (
     SINGULAR,
     UNDEFINED,
     Details,
+    Index,
     Leaf,
     OpCall,
     OpTable,
     Row,
     Sums,
-    first_bad,
+    bad_places,
     has_no_label,
     is_float,
     kinds_of,
@@ -452,7 +453,8 @@ def details_of(
     before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
     found.inputs = [summary_of(tensor) for tensor in before]
     found.outputs = [summary_of(tensor) for tensor in bad]
-    found.first_index = first_new(bad[0], before)
+    places = new_places(bad[0], before)
+    found.first_index, found.last_index = places or (None, None)
     found.limit = torch.finfo(bad[0].dtype).max
     is_quotient = op.base.removesuffix("_") in _DIVIDES and bool(op.args)
     found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
@@ -465,17 +467,17 @@ def details_of(
     return found
 
 
-def first_new(
+def new_places(
     bad: torch.Tensor, read: Sequence[torch.Tensor]
-) -> tuple[int, ...] | None:
-    """The index of the first non-finite value of a kind that was not read, or None.
+) -> tuple[Index, Index] | None:
+    """The first and last index of a non-finite value of a kind that was not read.
 
     A nan is new where only infs were read, as those of a mask.
     """
     kinds = [kinds_of(tensor) for tensor in read if is_float(tensor)]
     is_nan_new = any(kinds) and not any(each & NAN for each in kinds)
-    index = first_bad(bad, nan_alone=True) if is_nan_new else None
-    return first_bad(bad) if index is None else index
+    places = bad_places(bad, nan_alone=True) if is_nan_new else None
+    return bad_places(bad) if places is None else places
 
 
 def _classify(
@@ -703,9 +705,10 @@ def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> 
     if base in _DEGREES and read and read[0].isfinite().all():
         why = f"{base} of one element: its divisor, 1 - correction, is 0"
         return why * _has_one_element(read[0], bad)
-    index = first_bad(bad)
-    if base in _DIVIDES and index is not None and len(op.args) > 1:
-        by, of = op.args[1], op.kept.get(id(op.args[0]), op.args[0])
+    places = bad_places(bad) if base in _DIVIDES else None
+    if places is not None and len(op.args) > 1:
+        index, by = places[0], op.args[1]
+        of = op.kept.get(id(op.args[0]), op.args[0])
         if _value_at(by, index) == 0 == _value_at(of, index):
             if sums.has_no_label(op.args[0]):
                 return _NO_LABEL_COUNTS

@@ -325,13 +325,13 @@ def _measure_others(failure: Failure, trials: Trials) -> None:
     sample, size = failure.found.sample, failure.found.num_samples
     if sample is None or size < 2 or not trials.helped:
         return
-    # Traced, as a part of a call is.
-    others = StepPart(failure.place, tuple(i for i in range(size) if i != sample))
-    if not trials.may_run():
-        return
-    plain = trials.run_part(others, ())
+    rows = tuple(i for i in range(size) if i != sample)
+    others = StepPart(failure.place, rows, has_table=False)
+    plain = failure.others
+    if plain is None and trials.may_run():
+        plain = trials.run_part(others, ())
     for patches, remedy in trials.helped:
-        if plain is None or not trials.may_run():
+        if plain is None or not plain.has_backward or not trials.may_run():
             return
         if any(type(patch).calls is not Patch.calls for patch in patches):
             continue  # a part of a call is run without such changes
