@@ -41,6 +41,7 @@ from ..torch_internals.tensor_internals import local_part, sparse_values
 from ..tree import entry_label
 from .capture import KeptCall, held_leaves, loss_and_gradients, part_of
 from .explanation import Explanation
+from .finding import RootOp, masked_whole, trace_back
 from .op_trace import (
     NEGATIVE_INF,
     Leaf,
@@ -51,7 +52,7 @@ from .op_trace import (
     kinds_of,
 )
 from .places import names_of, partitions_of, state_by_name
-from .root_op import RootOp, details_of, masked_whole, trace_back
+from .root_op import details_of
 
 
 class Patch:
@@ -122,7 +123,6 @@ class StepPart:
 
 
 _UP_TO_BAD = StepPart()
-_PLAINLY: AbstractContextManager[object] = nullcontext()  # as code calls it
 
 
 @dataclass(frozen=True)
@@ -618,10 +618,8 @@ class Replayer:
         result, given, is_traced = ReplayResult(), None, step.traced >= 0
         for place, call in enumerate(calls):
             is_last = place + 1 == len(calls)
-            how = _PLAINLY
-            if is_traced and is_last:
-                how = self._traced(result, call) if step.has_table else run_eagerly()
-            state = self._run_call(result, call, observers, how)
+            traced = step if is_traced and is_last else None
+            state = self._run_call(result, call, observers, traced)
             if state == FAILED:
                 return result
             if state == CLEAN:
@@ -644,7 +642,7 @@ class Replayer:
         result: ReplayResult,
         call: KeptCall,
         observers: Sequence[Observer],
-        how: AbstractContextManager[object] = _PLAINLY,
+        traced: StepPart | None = None,
         has_backward: bool = True,
         stops: bool = True,
     ) -> int:
@@ -657,7 +655,7 @@ class Replayer:
             call = call.with_own_batch()
         call = call.without_graph()  # which the step's own backward has freed
         try:
-            with how:
+            with self._traced(result, call, traced) if traced else nullcontext():
                 with call.ambient.applied(self.models.values()):
                     output = call.function(call.batch)
                 for observer in observers:
@@ -683,8 +681,14 @@ class Replayer:
         return state
 
     @contextmanager
-    def _traced(self, result: ReplayResult, call: KeptCall) -> Iterator[None]:
+    def _traced(
+        self, result: ReplayResult, call: KeptCall, step: StepPart
+    ) -> Iterator[None]:
         """Runs eagerly, and records all operations in the result's table."""
+        if not step.has_table:
+            with run_eagerly():
+                yield
+            return
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
         named = names_of(self.models) + partitions_of(self.models)
         leaves += [Leaf(*found) for found in named]

@@ -15,7 +15,7 @@ from ..torch_internals.running import no_dispatch
 from . import explanation
 from .capture import KeptCall, batch_size, name_outside, why_whole
 from .explanation import SLOWER, BadStep, Explanation, Sample
-from .finding import explain_root_op
+from .finding import OF_LEAVES, ForwardRows, RootOp, explain_root_op, trace_back
 from .op_trace import (
     Leaf,
     ModuleStack,
@@ -43,7 +43,6 @@ from .replayer import (
     StepPart,
 )
 from .repro import module_repro_of, repro_of
-from .root_op import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .without_operation import Answers, find_growth
@@ -231,6 +230,7 @@ _BEHIND = (
     "The program's own lines between backward and the optimizer's step were run again, "
     "too: the gradients are finite before them and non-finite behind them."
 )
+_OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
@@ -270,7 +270,14 @@ class Search:
         self._lost: Row | None = None
         self._sentinel: Sentinel | None = None
         self._others: ReplayResult | None = None
-        self._answers = Answers(replayer, incident, self.may_run, replay_check)
+        self._changed: list[str] = []  # by a replay, and not put back
+        self._set_meanwhile: list[str] = []  # numbers of the models, by the step alone
+
+    @property
+    def _answers(self) -> Answers:
+        """The explanations without an operation."""
+        given = self._replayer, self._incident, self.may_run, self._replay_check
+        return Answers(*given, self._changed, self._set_meanwhile)
 
     def may_run(self, forwards: int = 1) -> bool:
         """True if the budget allows so many forwards more."""
@@ -294,8 +301,8 @@ class Search:
 
     def _lead(self) -> Explanation:
         first = self._first = self._replayer.run(observers=self._observers)
-        self._answers.changed = self._replayer.state.changed_around()
-        self._answers.set_meanwhile = self._replayer.state.set_meanwhile()
+        self._changed = self._replayer.state.changed_around()
+        self._set_meanwhile = self._replayer.state.set_meanwhile()
         if first.error is not None:
             return self._answers.failed(first.error)
         incident = self._incident
@@ -346,7 +353,7 @@ class Search:
         check = self._replay_check
         difference = None if check is None else check.difference()
         if difference is not None:
-            names = self._answers.set_meanwhile
+            names = self._set_meanwhile
             why = f"; {explanation.set_text(names)}" if names else ""
             text = f"The replay is not the same as the step: {difference}{why}."
             found.notes.append(text)
@@ -382,7 +389,8 @@ class Search:
         if in_gradients and not found.tensor:
             found.tensor = self._only_gradient(traced, root_op)
         self._name_accumulated(found, root_op)
-        self._answers.note_overwritten(found)
+        if any(each.is_overwritten() for each in self._replayer.calls):
+            found.notes.append(_OVERWRITTEN)
         return found
 
     def _find_lost_value(
@@ -393,7 +401,7 @@ class Search:
         calls = table.undefined.get(row, []) if isinstance(row, Row) else []
         table.undefined.clear()
         lost = None
-        for some in nearest_first(calls):
+        for some in nearest_first(calls) if calls else ():
             if not self.may_run(0):
                 break
             with no_dispatch(), torch.no_grad():
@@ -451,7 +459,7 @@ class Search:
         failure.sentinel = self._sentinel
         failure.others = self._others
         find_remedies(failure, self._replayer, self._budget, self._first.seconds)
-        changed = self._answers.changed
+        changed = self._changed
         found_remedy = any(each.is_recommended for each in found.remedies)
         if changed and found_remedy and self._replayer.run().is_clean:
             found.remedies = []

@@ -14,10 +14,16 @@ import torch
 from ...text import error_line, source_name
 from ..capture import KeptCall, name_outside
 from ..explanation import USE_RUN, Explanation, Remedy, outside_text
-from ..finding import CallGrowth, growth_of, mask_of, named_row
+from ..finding import (
+    CallGrowth,
+    ForwardRows,
+    RootOp,
+    growth_of,
+    mask_of,
+    named_row,
+)
 from ..op_trace import OpTable, Row, kinds_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
-from ..root_op import ForwardRows, RootOp
 from ..sentinel import Sentinel
 from .line_edit import NotEditableError
 from .patches import Eagerly, FromLoss, LinePatch
