@@ -48,8 +48,7 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _run_doctor(parsed: argparse.Namespace) -> int:
-    from ..doctor.examination import Examination
-    from ..doctor.rendezvous import Address
+    from ..doctor.examination import Address, Examination
     from ..doctor.stage import ExaminationSettings
 
     if not parsed.seconds > 0:
@@ -63,7 +62,7 @@ def _run_doctor(parsed: argparse.Namespace) -> int:
         return fail(f"The ranks cannot meet: {error}")
     diagnosis = examination.run()
     status: int = diagnosis.status
-    if examination.leads:
+    if examination.is_leader:
         status = max(status, _tell(diagnosis, parsed.json, parsed.output))
     examination.part()
     return status
@@ -255,8 +254,7 @@ def add_demo(commands: Commands) -> None:
 
 def _run_demo(parsed: argparse.Namespace) -> int:
     try:
-        from ..demo import DemoSettings, show
-        from ..demo.training import train
+        from ..demo import DemoSettings, show, train
     except ImportError as error:
         return fail(
             f"The demo needs transformers: `pip install transformers` ({error})."

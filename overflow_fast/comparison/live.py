@@ -16,7 +16,7 @@ from torch import nn
 from ..capture.hooks import unseen
 from ..core.modules import Handles, named_modules, step_of
 from ..core.tensors import devices_of, loss_in
-from ..precision.copies import check_model, to_float32
+from ..precision.copies import FLOATS, check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from ..replay.capture import Ambient
 from ..replay.op_trace import ModuleStack, OpCall, OpTrace
@@ -49,17 +49,9 @@ from .judged_rows import (
     judge_all,
 )
 from .matching import Matched, Pair, StepTensor, mapped_name, match
-from .measures import Measures, estimated, measured
 from .recordings import RankStep, RecordedTensor, Source, modes
-from .tensor_hooks import (
-    BACKWARD,
-    StepPath,
-    Summary,
-    TensorHooks,
-    fetch,
-    summarize,
-    values_of,
-)
+from .summary import Measures, Summary, estimated, fetch, measured, summarize, values_of
+from .tensor_hooks import BACKWARD, StepPath, TensorHooks
 
 # The first operation within a module whose result differs between two models.
 
@@ -411,7 +403,6 @@ def _measures(mine: _Shown, its: _Shown) -> Measures | None:
     return measured(mine.values, its.values, dtype)
 
 
-_HALF_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -437,9 +428,9 @@ class LiveRun:
     def run(self, sink: Any) -> None:
         """Runs the step, and shows its tensors."""
         try:
-            with TensorHooks(self.model, sink, is_one_thread=True) as tap:
-                self._run(tap)
-            self.failures, self.arguments = tap.failures, tap.arguments
+            with TensorHooks(self.model, sink, is_one_thread=True) as hooks:
+                self._run(hooks)
+            self.failures, self.arguments = hooks.failures, hooks.arguments
         except BaseException as error:
             self.error = error
 
@@ -447,12 +438,12 @@ class LiveRun:
         """Runs the forward alone."""
         self._function(self._batch)
 
-    def _run(self, tap: TensorHooks) -> None:
-        tap.show_state()
+    def _run(self, hooks: TensorHooks) -> None:
+        hooks.show_state()
         with torch.set_grad_enabled(self._backward or torch.is_grad_enabled()):
             output = self._function(self._batch)
             if self._backward:
-                tap.show_gradients(self._gradients(output))
+                hooks.show_gradients(self._gradients(output))
 
     def _gradients(self, output: Any) -> dict[int, torch.Tensor]:
         loss = loss_in(output)
@@ -542,7 +533,7 @@ def batch_for(reference: nn.Module, model: nn.Module, batch: Any) -> Any:
         return batch
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        is_cast = tensor.dtype == own.dtype and own.dtype in _HALF_AND_FLOAT
+        is_cast = tensor.dtype == own.dtype and own.dtype in FLOATS
         return tensor.to(its.device, its.dtype if is_cast else tensor.dtype)
 
     return mapped(batch, convert, CALL_DEPTH)

@@ -134,6 +134,9 @@ class Explainer:
         capture: Keeps the calls of a step; None if nothing is to be explained.
         make_watches: Makes watches of the models that look at everything.
         find_optimizers: Returns the optimizers that still exist.
+
+    Attributes:
+        is_off: No step is kept, and none is to be explained.
     """
 
     def __init__(
@@ -148,7 +151,9 @@ class Explainer:
         self._asked = config.explain.when
         self._budget = config.explain.budget
         self._steps_between = config.weights_every or 1
-        self._is_replay_safe = config.explain.replay_safe or config.sync == "lagged"
+        is_replay_safe = config.explain.replay_safe or config.sync == "lagged"
+        is_asked = self._asked != "never"
+        self.is_off = capture is None and (is_replay_safe or not is_asked)
         self._checkpoints = config.explain.checkpoints
         evidence = config.evidence
         self._artifact_bytes = 0 if evidence is None else int(evidence.mib * 2**20)
@@ -156,7 +161,7 @@ class Explainer:
         self._capture = capture
         self._make_watches = make_watches
         has_frames = not config.is_tripwire and config.sync != "lagged"
-        self._compares = capture is not None and has_frames
+        self._compares = is_asked and capture is not None and has_frames
         if self._compares:
             for watch in watches:
                 watch.recorder.note_row()
@@ -266,8 +271,7 @@ class Explainer:
         if self._capture is not None and first is not None:
             gradients = self._bad_gradients(verdict.dirty_gradients)
             self._capture.note_bad(step, gradients)
-        is_off = self._capture is None and self._is_replay_safe
-        if self._asked == "never" or is_off or first is None:
+        if self._asked == "never" or self.is_off or first is None:
             return False
         if self._asked == "always" or ends:
             return True

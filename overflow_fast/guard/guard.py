@@ -28,6 +28,7 @@ from ..text import drop_own_frames
 from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow
 from .config import EVERYTHING, GuardConfig, Policy
+from .isolation import isolate_errors
 from .learning import check_can_learn
 from .loop import (
     GuardLoop,
@@ -53,7 +54,6 @@ from .options import (
     documents,
     reusable,
 )
-from .pipeline import isolate_errors
 from .state_check import state_report
 
 if TYPE_CHECKING:
@@ -523,7 +523,7 @@ class OverflowGuard:
             )
         patterns = reusable(layers)
         check_names("layers", patterns, optional=True)
-        watches = self._loop.new_watches(evidence=None)
+        watches = self._loop.new_watches(captures_tensors=False)
         gather = self._loop.pipeline.agreement.gather
         test = SelfTest(watches, batch, loss, patterns, max_layers, gather)
         with self._loop.suspended():

@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -37,14 +37,12 @@ from ..report.guard_coverage import GuardCoverage
 from ..report.report import Cost, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
-from ..text import drop_own_frames
-from ..verdict.attribution import attribute
+from ..verdict.attribution import attribute, bad_settings
 from ..verdict.remedy import Float32Region, remedy_for
 from ..verdict.rules import Rules
 from ..verdict.verdict import (
     BadFrame,
     Verdict,
-    bad_settings,
     is_of_flag,
     leading_frame,
     least_headroom,
@@ -52,9 +50,10 @@ from ..verdict.verdict import (
     take_evaluated,
 )
 from . import optimizers as scalers
-from .archive import Archive, Measurements, OverheadTimer
+from .archive import Archive, Measurements
 from .config import GuardConfig
 from .explainer import Explainer, SecondLook
+from .isolation import ErrorIsolation, measured
 from .learning import Learning
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
@@ -186,6 +185,7 @@ class Pipeline:
 
     # What calls for a judgement: optimizers, GradScalers, `Join`, forwards, `check()`.
 
+    @measured
     def before_step(self, hook: OptimizerHook) -> bool:
         """Judges a step that an optimizer is about to make; True skips it.
 
@@ -200,24 +200,24 @@ class Pipeline:
             self.rounds.note_unwatched(hook)
             return False
         try:
-            with self._isolation.measured():
-                is_skipped = self._judge_step(hook)
-                hook.notify_wrapper(is_skipped)
-                return is_skipped
+            is_skipped = self._judge_step(hook)
+            hook.notify_wrapper(is_skipped)
         except NonFiniteError:
             self.after_step(hook, is_skipped=True)  # the hook does not call it then
             raise
-        return False
+        return is_skipped
 
+    @measured
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
         """Counts an optimizer's step, which was made or skipped."""
-        with self._isolation.measured():
+        try:
             if self._start is not None:
                 self._start.end() if is_skipped else self._start.keep()
-            if not is_skipped:
+            if not (is_skipped or self._explainer.is_off):
                 self._explainer.note_step(hook.optimizer)
-        if self.rounds.note_step(hook):
-            self._end_round()
+        finally:
+            if self.rounds.note_step(hook):
+                self._end_round()
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
         """Prepares to notice whether a scaler lets its optimizer step."""
@@ -226,6 +226,7 @@ class Pipeline:
                 self._called.discard(hook)
                 hook.cover()
 
+    @measured
     def after_scaler_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler has skipped."""
         for hook in self._hooks:
@@ -236,34 +237,33 @@ class Pipeline:
             self.rounds.begin()
             try:
                 if self._is_judged:
-                    with self._isolation.measured():
-                        self._judge_scaler_skip(hook, scaler)
+                    self._judge_scaler_skip(hook, scaler)
             finally:
                 self.after_step(hook, is_skipped=self.rounds.is_skipped)
 
+    @measured
     def judge_others(self) -> None:
         """Judges a step of other ranks, for which this one has no batch."""
         try:
             if self._is_judged:
                 self.rounds.begin()
-                with self._isolation.measured():
-                    hook = self._hooks[0] if self._hooks else None
-                    self._decide(Step(self._clock.step, hook))
+                hook = self._hooks[0] if self._hooks else None
+                self._decide(Step(self._clock.step, hook))
         finally:
             self._end_round()
 
+    @measured
     def judge_evaluated(self, watch: ModelWatch) -> None:
         """Judges a forward without autograd: at once on the CPU, else lagged."""
-        with self._isolation.measured():
-            frames = take_evaluated([watch])
-            if not frames:
-                return
-            model = watch.model
-            if self._start is not None and model is not None and model.training:
-                self._start.hold(watch)
-            step = self._new_step(moment="evaluation")
-            step.frames = frames
-            self._decide(step)
+        frames = take_evaluated([watch])
+        if not frames:
+            return
+        model = watch.model
+        if self._start is not None and model is not None and model.training:
+            self._start.hold(watch)
+        step = self._new_step(moment="evaluation")
+        step.frames = frames
+        self._decide(step)
 
     def check(self) -> Report | None:
         """Judges all that has run, and the state, whatever the step's level is.
@@ -280,7 +280,6 @@ class Pipeline:
             if not self._hooks:
                 self._record_step(self._clock.step, None)
         self._end_headroom(self._clock.step, report is not None)
-        self._measurements.headroom.begin_step()
         return report
 
     def judge_late(self, is_lagged: bool = False) -> None:
@@ -570,10 +569,11 @@ class Pipeline:
                 verdict = self._detect(seen)
             step = seen
         report = self._make_report(step, verdict)
-        report.explanation = self._explainer.explain(
-            step.number, verdict, report.action == "raise", step.moment
-        )
-        self._note_explained(report)
+        if not self._explainer.is_off:
+            report.explanation = self._explainer.explain(
+                step.number, verdict, report.action == "raise", step.moment
+            )
+            self._note_explained(report)
         return _Outcome(self._choose_action(step, report), True, *wishes)
 
     def _decide_together(self, step: Step, verdict: Verdict) -> _Outcome:
@@ -891,17 +891,22 @@ class Pipeline:
 
     def _end_headroom(self, step: int, is_bad: bool) -> None:
         """Ends a step's headroom, and warns of values near the end of their dtype."""
-        with self._isolation.measured():
+        try:
             self._measurements.headroom.end_step(step, self._has_scaler, is_bad)
+        except Exception as error:  # the round ends all the same
+            self._isolation.note(error)
 
     def _record_step(self, step: int, cost: Cost | None) -> None:
         """Ends the flight record's line; its cost is None where it was not measured."""
         record = self._measurements.record
-        if record is not None:
-            optimizers, has_spike = living(self._hooks), self._spike_step == step
-            report, is_skipped = self.last_report, self.rounds.is_skipped
-            with self._isolation.measured():
-                record.end_step(step, cost, optimizers, report, is_skipped, has_spike)
+        if record is None:
+            return
+        optimizers, has_spike = living(self._hooks), self._spike_step == step
+        report, is_skipped = self.last_report, self.rounds.is_skipped
+        try:
+            record.end_step(step, cost, optimizers, report, is_skipped, has_spike)
+        except Exception as error:
+            self._isolation.note(error)
 
     @property
     def _is_judged(self) -> bool:
@@ -1079,125 +1084,3 @@ class Rounds:
             "optimizer must be one that the guard was given, got another "
             f"{type(optimizer).__name__}"
         )
-
-
-# The guard's own errors, which never reach the program, and the time that it takes.
-
-
-class ErrorIsolation:
-    """Runs the guard's code so that none of its own errors reaches the user.
-
-    Args:
-        timer: Measures the time that the guard takes.
-        agreement: The ranks that decide together; what their collectives raise is
-            raised.
-
-    Attributes:
-        num_failures: The number of the guard's own errors so far.
-        users_error: The last error that the user's policy raised, or None.
-    """
-
-    def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
-        self._timer = timer
-        self._agreement = agreement
-        self.users_error: Exception | None = None
-        self._failed: set[str] = set()  # whose failure was logged
-        self.num_failures = 0
-
-    def isolated(self, monitor: str = "") -> _Isolated:
-        """Suppresses the guard's own errors; hides its code from the user's modes.
-
-        Args:
-            monitor: The name of the monitor whose code runs.
-        """
-        return _Isolated(self, monitor)
-
-    def measured(self) -> _Isolated:
-        """Isolates errors, and adds the time to the guard's."""
-        return _Isolated(self, "", self._timer)
-
-    def measured_call(
-        self, function: Callable[[_Argument], None]
-    ) -> Callable[[_Argument], None]:
-        """Returns a function that calls another within `measured()`."""
-
-        def call(argument: _Argument) -> None:
-            with self.measured():
-                function(argument)
-
-        return call
-
-    def is_foreign(self, error: Exception) -> bool:
-        """Returns True for an error of the user's callable or of a process group."""
-        return error is self.users_error or error is self._agreement.error
-
-    def suppresses(self, error: BaseException | None, monitor: str) -> bool:
-        """Notes an error that is the guard's own; returns False for any other."""
-        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
-            return False
-        if self.is_foreign(error):
-            return False
-        self.note(error, monitor)
-        return True
-
-    def note(self, error: Exception, monitor: str = "") -> None:
-        """Counts an error of the guard's own; logs the first one of each monitor."""
-        self.num_failures += 1
-        if monitor in self._failed:
-            return
-        self._failed.add(monitor)
-        _log.warning(
-            "%s failed with the error below. What it was checking was not judged. "
-            "Later failures are not logged; `coverage()` counts them.",
-            f"The monitor {monitor}" if monitor else "The guard",
-            exc_info=error,
-        )
-
-
-class _Isolated:
-    """See `ErrorIsolation.isolated()`: several of them are entered in each step.
-
-    Args:
-        isolation: Whose it is.
-        monitor: The name of the monitor whose code runs.
-        timer: Measures the time within; None for none.
-    """
-
-    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer")
-
-    def __init__(
-        self,
-        isolation: ErrorIsolation,
-        monitor: str,
-        timer: OverheadTimer | None = None,
-    ) -> None:
-        self._isolation, self._monitor, self._timer = isolation, monitor, timer
-        self._hidden = _C.Hidden()
-
-    def __enter__(self) -> None:
-        self._hidden.__enter__()
-        if self._timer is not None:
-            self._timer.__enter__()
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
-    ) -> bool:
-        if self._timer is not None:
-            self._timer.__exit__()
-        self._hidden.__exit__(None, None, None)
-        return error is not None and self._isolation.suppresses(error, self._monitor)
-
-
-def isolate_errors(method: _Method) -> _Method:
-    """Isolates errors in a method of an object with a `_loop`; it returns None then."""
-
-    @functools.wraps(method)
-    def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with self._loop.isolation.isolated():
-                return method(self, *args, **kwargs)
-        except NonFiniteError as error:
-            drop_own_frames(error)
-            raise error
-
-    return cast(_Method, isolated_method)

@@ -18,7 +18,6 @@ from ..core.engines import LossScaler
 from ..report.report import Cost
 from ..state.step_start import StepStart
 from ..text import counted
-from ..verdict.headroom import HeadroomTracker
 from ..verdict.verdict import BadFrame
 from .monitors.monitor import Notice
 from .optimizers import OptimizerHook
@@ -253,7 +252,6 @@ class StepClock:
     Args:
         schedule: Chooses how much of each step is watched.
         watches: The watched models.
-        headroom: Tracks the headroom of the watched steps.
         start: The models as they were when the step began, or None.
         overflow_flags: Those of devices, which a watched step clears.
         acts: The policy may do more than warn, where a step is judged.
@@ -269,14 +267,12 @@ class StepClock:
         self,
         schedule: WatchSchedule,
         watches: Sequence[ModelWatch],
-        headroom: HeadroomTracker,
         start: StepStart | None,
         overflow_flags: OverflowFlags,
         acts: bool,
     ) -> None:
         self._schedule = schedule
         self._watches = watches
-        self._headroom = headroom
         self._start = start
         self._overflow_flags = overflow_flags
         self._warns = acts
@@ -301,7 +297,6 @@ class StepClock:
     def set_level(self, level: ScanLevel) -> None:
         """Attaches the hooks that a step of this level needs, and removes others."""
         self.level = level
-        self._headroom.begin_step()
         for watch in self._watches:
             watch.attach() if level is ScanLevel.ALL else watch.pause()
         if self._start is not None and level is not ScanLevel.OFF:

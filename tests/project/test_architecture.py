@@ -41,6 +41,7 @@ ROOMS = (
     "selftest",
     "guard",
     "debug",
+    "public",
     "doctor",
     "demo",
     "integrations",

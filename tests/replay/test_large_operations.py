@@ -7,6 +7,7 @@ from torch import nn
 
 from overflow_fast import explain
 
+pytestmark = pytest.mark.usefixtures("untried")
 HALF = torch.float16
 
 

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from overflow_fast import explain
 from overflow_fast.replay.replayer import Replayer, StepPart
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 INF, NAN = math.inf, math.nan
 RANGE, UNDEFINED = "range overflow", "undefined"
 SINGULAR, EMPTY = "singular gradient", "empty reduction"
@@ -164,6 +166,7 @@ MODULES = {
 }
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("case", MODULES)
 def test_what_is_in_a_module(case):
     function, *expected = MODULES[case]
@@ -371,6 +374,7 @@ def test_wrong_arguments(arguments, error):
         explain(*arguments)
 
 
+@pytest.mark.tries_remedies
 def test_a_matrix_that_is_singular_in_its_dtype_alone():
     """Its factorization ends at a pivot of 0: no value in it was too large."""
     matrix = torch.tensor([[3, 1], [1, 1 / 3]])  # a third is rounded up
