@@ -20,7 +20,7 @@ from ..precision.copies import FLOATS, check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from ..replay.capture import Ambient
 from ..replay.op_trace import ModuleStack, OpCall, OpTrace
-from ..replay.places import Frames, code_at, users_frames
+from ..replay.places import Frames, code_at
 from ..state.random import RandomStates
 from ..state.snapshot import Snapshot
 from ..text import dtype_name
@@ -83,7 +83,7 @@ class _Ops:
         """Runs an operation, and summarizes its results; see `OpObserver`."""
         output = op.run()
         if len(self.found) < _MAX_OPS:
-            self.found.append(_Op(str(op.func), users_frames(), _summaries(output)))
+            self.found.append(_Op(str(op.func), modules.lines(), _summaries(output)))
         return output
 
     def on_module(self, name: str, output: Any) -> None:
