@@ -42,8 +42,7 @@ from .record.record_lines import RecordError
 from .record.table import FlightRecord, read_record
 from .replay.explain import explain
 from .replay.explanation import Explanation, Op
-from .report.guard_coverage import GuardCoverage
-from .report.report import NonFiniteError, Report
+from .report.report import GuardCoverage, NonFiniteError, Report
 
 __all__ = [
     "Comparison",

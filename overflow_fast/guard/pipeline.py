@@ -33,8 +33,7 @@ from ..core.process import without_collection
 from ..distributed.agreement import Agreed, Agreement
 from ..replay.capture import Capture
 from ..report.frames import frame_texts
-from ..report.guard_coverage import GuardCoverage
-from ..report.report import Cost, NonFiniteError, Report
+from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
 from ..verdict.attribution import attribute, bad_settings
