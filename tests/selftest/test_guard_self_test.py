@@ -188,7 +188,7 @@ def test_layers_can_be_chosen():
     ]
     most = guard.self_test(batch_of(), max_layers=3)
     layers = [fault.layer for fault in most.faults[::4]]
-    assert layers == ["(the model)", "blocks.1.act", "head"]
+    assert layers == ["the model", "blocks.1.act", "head"]
     assert len(guard.self_test(batch_of(), max_layers=1).faults) == 4
 
 

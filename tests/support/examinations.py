@@ -13,8 +13,7 @@ import torch.distributed as dist
 from processes import context
 
 from overflow_fast.doctor import checks
-from overflow_fast.doctor.examination import Examination
-from overflow_fast.doctor.rendezvous import Address, connect
+from overflow_fast.doctor.examination import Address, Examination, connect
 from overflow_fast.doctor.stage import ExaminationSettings
 
 PATIENCE = 120  # seconds until a test counts as hung
@@ -87,7 +86,7 @@ def _examined(rank, world, port, stages, settings, before, folder):
         before(rank, connect("localhost", port, is_host=False))
     examination = Examination(address, settings, stages)
     diagnosis = examination.run()
-    torch.save((diagnosis, examination.leads), folder / str(rank))
+    torch.save((diagnosis, examination.is_leader), folder / str(rank))
     examination.part()
 
 
