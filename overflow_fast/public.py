@@ -41,6 +41,6 @@ from .record.table import read_record as read_record
 from .replay.explain import explain as explain
 from .replay.explanation import Explanation as Explanation
 from .replay.explanation import Op as Op
-from .report.guard_coverage import GuardCoverage as GuardCoverage
+from .report.report import GuardCoverage as GuardCoverage
 from .report.report import NonFiniteError as NonFiniteError
 from .report.report import Report as Report

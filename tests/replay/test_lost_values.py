@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from overflow_fast import explain
-from overflow_fast.replay import search
+from overflow_fast.replay import rounding, search
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -359,7 +359,7 @@ def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
 
 
 def test_what_ran_last_is_kept_where_there_is_not_room_for_all(monkeypatch):
-    monkeypatch.setattr("overflow_fast.replay.rounding._MOST_NUMEL", 600)
+    monkeypatch.setattr("overflow_fast.replay.op_trace._MOST_NUMEL", 600)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
     x = torch.ones(4, 8)
 
@@ -440,12 +440,11 @@ def test_the_nearest_operations_suffice_where_rounding_does_not_matter(
 ):
     kept = []
 
-    class Counted(search.Tape):
-        def __init__(self, rows):
-            kept.append(len(rows))
-            super().__init__(rows)
+    def counted(calls):
+        kept.append(len(calls))
+        return rounding.lost_value(calls)
 
-    monkeypatch.setattr(search, "Tape", Counted)
+    monkeypatch.setattr(search, "lost_value", counted)
     model = model_of(1.0)
     found = explain(
         model, torch.ones(4, 2), lambda x: STEADY[case](passed_on(model(x)))
