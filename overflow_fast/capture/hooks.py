@@ -578,7 +578,8 @@ class StepHooks:
             self._choose_watch(self.recorder.last_batch)
             if self._submodule_calls.begins_backward(graph_task_id):
                 self.recorder.end_step()
-                call_after_backward(self.on_recomputed_end)
+                ended = functools.partial(_C.run_paused, self.on_recomputed_end)
+                call_after_backward(ended)
             return _RECOMPUTED
         call = self._submodule_calls.around(module_index)
         if self._submodule_calls.begins(call):

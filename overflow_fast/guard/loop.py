@@ -320,7 +320,7 @@ class GuardLoop:
             *(config, watches, self.capture, self.clock, tensors, isolation, hooks)
         )
         for watch in watches:
-            watch.isolate_errors = isolation.isolated
+            watch.suppresses = isolation.suppresses
             watch.needs_buffers = is_restored
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
