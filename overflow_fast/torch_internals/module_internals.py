@@ -214,12 +214,16 @@ COMPOSED = {
 )
 def fsdp_meshes(module: Any) -> list[Any]:
     """The device meshes of a module under `fully_shard()`."""
+    return [group.mesh_info.mesh for group in _fsdp_groups(module)]
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups
     else:  # torch 2.12 and older have one, or None
         groups = [state._fsdp_param_group]
-    return [group.mesh_info.mesh for group in groups if group is not None]
+    return [group for group in groups if group is not None]
 
 
 @internal(
@@ -230,18 +234,12 @@ def fsdp_meshes(module: Any) -> list[Any]:
 )
 def holds_gradients(module: Any) -> bool:
     """True if a module under `fully_shard()` has gradients to be reduced."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        groups = state._fsdp_param_groups
-    else:
-        groups = [state._fsdp_param_group]
     return any(
         not group.reduce_grads
         or any(
             each.unsharded_accumulated_grad is not None for each in group.fsdp_params
         )
-        for group in groups
-        if group is not None
+        for group in _fsdp_groups(module)
     )
 
 

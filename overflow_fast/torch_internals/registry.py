@@ -123,6 +123,12 @@ def stack() -> list[FrameType]:
     return frames
 
 
+def callers() -> Iterator[Any]:
+    """Yields the objects whose methods run in this thread, the innermost first."""
+    found = (frame.f_locals.get("self") for frame in stack())
+    return (each for each in found if each is not None)
+
+
 def is_there(internal: Internal) -> bool:
     """Returns True if the API is in the installed torch."""
     parts = internal.api.split(".")
