@@ -26,6 +26,8 @@ from ..torch_internals.compiler import (
     is_functional,
     is_split_for_ddp,
     keep_in_order,
+    keep_partition,
+    open_layouts,
     recompile_all,
     traced_value,
 )
@@ -178,9 +180,10 @@ def _put(
 ) -> None:
     text = " ".join([header_text(header), *lines])
     operators = torch.ops.overflow_fast
-    (operators.plain_frame if is_split_for_ddp() else operators.frame)(
-        handle_tensor, id_of(text), text, tensors
-    )
+    frame = operators.plain_frame if is_split_for_ddp() else operators.frame
+    open_layouts(frame.default)
+    keep_partition(operators.plain_frame.default, operators.frame.default)
+    frame(handle_tensor, id_of(text), text, tensors)
 
 
 def emit_call(handle_tensor: torch.Tensor, method: str) -> None:
