@@ -478,6 +478,10 @@ class OpCall:
         """The tensors that it is given."""
         return tensors_in((self.args, self.kwargs))
 
+    @functools.cached_property
+    def _given_memory(self) -> set[int]:
+        return {key for tensor in self.arguments for key in memory_of(tensor)}
+
     def run(self) -> Any:
         """Runs it, and returns what it returned."""
         return self.func(*self.args, **self.kwargs)
@@ -525,9 +529,9 @@ class OpCall:
         """The results that it returns in memory of their own."""
         if self.base == CONSTANT:
             return tensors_in(output)
-        given = {key for tensor in self.arguments for key in memory_of(tensor)}
         found = [output] if type(output) is torch.Tensor else tensors_in(output)
-        return [tensor for tensor in found if not given.intersection(memory_of(tensor))]
+        given = self._given_memory
+        return [tensor for tensor in found if given.isdisjoint(memory_of(tensor))]
 
     @property
     def is_communication(self) -> bool:
@@ -715,14 +719,17 @@ class Contents:
         storage: The memory itself, or a copy once somebody is about to write to it;
             None if that was too large.
         num_holders: How many tensors are held that have it.
+        is_made: Whether an operation of the trace has written it, not the program
+            before.
     """
 
-    __slots__ = ("_nbytes", "memory", "num_holders", "numel", "storage")
+    __slots__ = ("_nbytes", "is_made", "memory", "num_holders", "numel", "storage")
 
     def __init__(
-        self, memory: int, storage: torch.UntypedStorage, itemsize: int
+        self, memory: int, storage: torch.UntypedStorage, itemsize: int, is_made: bool
     ) -> None:
         self.memory, self._nbytes = memory, storage.nbytes()
+        self.is_made = is_made
         self.numel = self._nbytes // itemsize
         self.storage: torch.UntypedStorage | None = storage
         self.num_holders = 0
@@ -810,9 +817,13 @@ class Tape:
     """Holds what the last operations have read and written.
 
     By reference: memory is copied where an operation is about to write to it.
+
+    Args:
+        writers: The operations that have written to memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writers: StorageMap[tuple[Row, ...]]) -> None:
+        self._writers = writers
         self._calls: collections.deque[TapedCall] = collections.deque()
         self._now: dict[int, Contents] = {}  # of each memory
         self._numel = self._num_copied = 0
@@ -872,7 +883,8 @@ class Tape:
         for memory, storage in memory_of(tensor).items():
             contents = self._now.get(memory)
             if contents is None:
-                contents = Contents(memory, storage, tensor.itemsize)
+                is_made = self._writers.get(tensor) is not None
+                contents = Contents(memory, storage, tensor.itemsize, is_made)
                 self._now[memory] = contents
                 self._numel += contents.numel
             contents.num_holders += 1
@@ -1193,7 +1205,7 @@ class OpTable:
         self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
         self._leaves = _Leaves(leaves)
         self._num_details = 0
-        self._tape = Tape()
+        self._tape = Tape(self._writers)
         self.undefined: dict[Row, list[TapedCall]] = {}
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
@@ -1242,9 +1254,9 @@ class OpTable:
             call = self._tape.begin(op, row)
             output = op.run()
         with torch.no_grad():
-            self._tape.end(call, output)
             fresh = op.fresh(output)
             self._note_written(op, row, fresh)
+            self._tape.end(call, output)
             self._end(op, row, output, fresh, read)
         if row.call is not None and not row.in_backward:
             row.module_call = modules.call()
@@ -1272,7 +1284,7 @@ class OpTable:
 
     def close(self) -> None:
         """Lets go of what only operations that are still to come would need."""
-        self._tape = Tape()
+        self._tape = Tape(self._writers)
 
     def on_module(self, name: str, output: Any) -> None:
         """Notes what a module has returned, if it is bad."""

@@ -62,7 +62,7 @@ class _InFloat64:
         given: That.
         nudged: The operations whose results of exactly 0 and 1 are moved by the least
             that float64 can.
-        noise: By how much of it what none of them has written is moved, at most.
+        noise: By how much of it, at most, what they read of other operations is moved.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class _InFloat64:
             return tensor.value.clone()
         if tensor.memory not in self._memory:
             given = self._given.wide(tensor)
-            if self._noise:
+            if self._noise and tensor.contents.is_made:
                 least = torch.finfo(tensor.dtype).smallest_normal
                 given = _moved(given, self._noise, least)
             self._memory[tensor.memory] = given
