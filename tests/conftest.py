@@ -18,6 +18,7 @@ import pytest
 import torch
 from emulation import VARIANTS, emulated_device, emulation
 from gpus import GPUS, Cuda, Emulated
+from processes import serve_from_here
 
 from overflow_fast.replay.remedies import trials
 
@@ -29,14 +30,14 @@ def pytest_configure(config):
     """In a worker of xdist, libraries' objects are none that collections look at.
 
     Nor do edits of lines, which look through all objects for a function: what tests
-    define is looked at as ever.
+    define is looked at as ever. The processes that tests start are forks of this one.
     """
     if hasattr(config, "workerinput"):
+        gc.disable()  # until all tests are imported
         for name in ("torch._inductor.compile_fx", "transformers.modeling_utils"):
             importlib.import_module(name)
-        gc.collect()
         gc.freeze()
-        gc.set_threshold(20_000)  # collections are a tenth of what tests take, else
+        serve_from_here()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -61,9 +62,12 @@ def pytest_xdist_make_scheduler(config, log):
     return ByGroup(config, log)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Groups first: they take longest."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    if hasattr(config, "workerinput"):
+        gc.set_threshold(20_000)  # collections are a tenth of what tests take, else
+        gc.enable()
 
 
 def pytest_addoption(parser):

@@ -125,6 +125,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     from .. import _C, __version__
+    from ..core.process import settings_of_torch
 
     return {
         "overflow_fast": __version__,
@@ -138,7 +139,7 @@ def environment() -> dict[str, Any]:
         "gpus": _gpus(),
         "mps": torch.backends.mps.is_available(),
         "distributed": _backends(),
-        "settings": _settings(),
+        "settings": settings_of_torch(),
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": _cpu(),
@@ -175,17 +176,6 @@ def _backends() -> list[str]:
         return []
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     return [name for name in names if dist.is_backend_available(name)]
-
-
-def _settings() -> dict[str, Any]:
-    import torch
-
-    return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "default_dtype": str(torch.get_default_dtype()),
-    }
 
 
 def _cpu() -> str:

@@ -270,7 +270,7 @@ def apply_errors(
 
 
 @dataclass
-class _Shown:
+class _WaitingTensor:
     """A tensor that waits for its twin: its values only as long as its side waits."""
 
     entry: StepTensor
@@ -299,7 +299,9 @@ class Lockstep:
         self._turn = 0
         self._done = [False, False]
         self._random = [RandomStates(devices)] * 2
-        self._waiting: tuple[dict[object, _Shown], dict[object, _Shown]] = ({}, {})
+        self._waiting: tuple[
+            dict[object, _WaitingTensor], dict[object, _WaitingTensor]
+        ] = ({}, {})
         self._numbers = [0, 0]
         self.pairs: list[tuple[Pair, Measures | None]] = []
 
@@ -331,12 +333,12 @@ class Lockstep:
         key = name, place.call, place.role, place.path
         twin = self._waiting[1 - side].pop(key, None)
         if twin is not None:
-            mine = _Shown(entry, values)
+            mine = _WaitingTensor(entry, values)
             _summarize(mine, twin)
             pair = (twin, mine) if side else (mine, twin)
             self.pairs.append((Pair(pair[0].entry, pair[1].entry), _measures(*pair)))
             return
-        shown = self._waiting[side][key] = _Shown(entry, values)
+        shown = self._waiting[side][key] = _WaitingTensor(entry, values)
         if place.phase != BACKWARD or not self._is_serial:
             with self._condition:
                 self._pass_on(side)
@@ -374,7 +376,7 @@ class Lockstep:
             self._condition.wait_for(lambda: self._turn == side)
 
 
-def _summarize(*pair: _Shown) -> None:
+def _summarize(*pair: _WaitingTensor) -> None:
     """Finds the ranges and norms of two tensors; equal ones are read once."""
     for shown in pair:
         values, first = shown.values, pair[0]
@@ -393,7 +395,7 @@ def _is_equal(first: torch.Tensor | None, second: torch.Tensor) -> bool:
     return first.device == second.device and torch.equal(first, second)
 
 
-def _measures(mine: _Shown, its: _Shown) -> Measures | None:
+def _measures(mine: _WaitingTensor, its: _WaitingTensor) -> Measures | None:
     """Exact measures, if the values of both are there."""
     if mine.values is None or its.values is None:
         return None

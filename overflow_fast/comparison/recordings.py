@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.modules import named_modules, stepped_by
-from ..core.process import own_rank, world_size
+from ..core.process import own_rank, settings_of_torch, world_size
 from ..core.tensors import devices_of
 from ..files.json_text import dumps
 from ..files.reading import (
@@ -595,6 +595,12 @@ def process() -> dict[str, Any]:
     }
 
 
+_ON_GPU = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+_PRODUCTS = ("cuda", "mkldnn")
+# Those of `torch.set_float32_matmul_precision()`.
+_WORDS = (("bf16", "medium"), ("tf32", "high"))
+
+
 def modes(model: nn.Module) -> dict[str, Any]:
     """Settings, dtypes and random states at the beginning of a step, as JSON."""
     devices = devices_of([model])
@@ -602,13 +608,16 @@ def modes(model: nn.Module) -> dict[str, Any]:
     autocast = [t for t in types if torch.is_autocast_enabled(t)]
     tensors = [*model.parameters(), *model.buffers()]
     dtypes = collections.Counter(dtype_name(tensor.dtype) for tensor in tensors)
+    switches = settings_of_torch()
+    on_gpu = {switches[f"{each}.fp32_precision"] for each in _ON_GPU}
+    products = {switches[f"{each}.matmul.fp32_precision"] for each in _PRODUCTS}
     return {
         "devices": [torch.device("cpu").type, *map(str, devices)],
         "dtypes": dict(dtypes.most_common()),
         "autocast": {t: dtype_name(torch.get_autocast_dtype(t)) for t in autocast},
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "tf32": _has_tf32(devices),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": next((w for v, w in _WORDS if v in products), "highest"),
+        "tf32": "cuda" in types and "tf32" in on_gpu,
+        "deterministic": switches["deterministic_algorithms"],
         "threads": torch.get_num_threads(),
         "training": model.training,
         "compiled": [name for name, m in named_modules(model) if _hides(m)],
@@ -655,13 +664,6 @@ def _plain(value: Any) -> Any:
     """A setting; of one in a tensor on the CPU its number."""
     is_tensor = isinstance(value, torch.Tensor) and value.device.type == "cpu"
     return value.item() if is_tensor and value.numel() == 1 else value
-
-
-def _has_tf32(devices: list[torch.device]) -> bool:
-    """True if float32 products of a GPU may be rounded to TF32."""
-    backends: Any = torch.backends
-    allowed = backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32
-    return bool(allowed) and any(device.type == "cuda" for device in devices)
 
 
 def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:

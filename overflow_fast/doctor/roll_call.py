@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..core.process import settings_of_torch
 from ..text import capitalized, counted
 from .stage import (
     BROKEN,
@@ -89,14 +89,7 @@ def _environment() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_PREFIXES) and not name.startswith(_OWN)
     }
-    backends: Any = torch.backends
-    found["TF32 of products"] = str(backends.cuda.matmul.allow_tf32)
-    found["TF32 of cuDNN"] = str(backends.cudnn.allow_tf32)
-    found["cuDNN's benchmark"] = str(backends.cudnn.benchmark)
-    found["float32 matmul precision"] = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    found["deterministic algorithms"] = str(deterministic)
-    return found
+    return found | {name: str(each) for name, each in settings_of_torch().items()}
 
 
 def device_of_rank() -> torch.device:

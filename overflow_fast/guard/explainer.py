@@ -174,27 +174,20 @@ class Explainer:
         if optimizer is not None and self._asked != "never":
             self._last_steps.note(optimizer)
 
-    def explain(
-        self,
-        step: int,
-        verdict: Verdict,
-        ends: bool,
-        moment: str,
-    ) -> Explanation | None:
+    def explain(self, step: Step, verdict: Verdict, ends: bool) -> Explanation | None:
         """Explains a step, or returns None if it is not asked for.
 
         Args:
-            step: Its number.
+            step: The step.
             verdict: What was found.
             ends: Whether the run ends with it.
-            moment: See `Report.moment`.
         """
-        if not self._is_due(step, verdict, ends):
+        if not self._is_due(step.number, verdict, ends):
             return None
-        return self._explained(verdict, moment)
+        return self._explained(verdict, step.moment)
 
     def offer(
-        self, step: int, verdict: Verdict, ends: bool, joins: bool
+        self, step: Step, verdict: Verdict, ends: bool, joins: bool
     ) -> ReplayOffer:
         """This rank's part in a replay of all ranks.
 
@@ -204,7 +197,7 @@ class Explainer:
             ends: Whether the run ends with it.
             joins: Whether a `Join` has ranks without batches take part.
         """
-        is_due = self._is_due(step, verdict, ends)
+        is_due = self._is_due(step.number, verdict, ends)
         models = [watch.model for watch in self._watches if watch.model is not None]
         try:
             return offer_of(is_due, self._capture, models, joins)
@@ -473,7 +466,10 @@ class SecondLook:
                 result = replayer.follow(ranks.receive(), [full_watch])
         frames = full_watch.frames
         seen = [*_recorded(found, frames), *frames] if frames else []
-        return dataclasses.replace(found, frames=seen, watches=watches), result.error
+        seen_in_full = dataclasses.replace(
+            found, frames=seen, watches=watches, verdict=None
+        )
+        return seen_in_full, result.error
 
     def _watches_now(self) -> list[ModelWatch]:
         """Watches that number and name what runs as the tripwire's do."""

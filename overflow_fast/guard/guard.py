@@ -19,8 +19,7 @@ from ..distributed.joinable import GuardJoinable
 from ..page.incidents import Incident
 from ..page.render import write_page
 from ..record.table import read_record
-from ..report.guard_coverage import GuardCoverage
-from ..report.report import Cost, NonFiniteError, Report
+from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
 from ..report.run_log import RunIdentity, log_begin, log_end
 from ..report.suspects import Suspects, read_incidents, suspects_of
 from ..selftest import Loss, SelfTest, SelfTestResult

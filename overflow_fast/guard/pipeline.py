@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -33,8 +33,7 @@ from ..core.process import without_collection
 from ..distributed.agreement import Agreed, Agreement
 from ..replay.capture import Capture
 from ..report.frames import frame_texts
-from ..report.guard_coverage import GuardCoverage
-from ..report.report import Cost, NonFiniteError, Report
+from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
 from ..verdict.attribution import attribute, bad_settings
@@ -73,9 +72,8 @@ from .step import Step, StepClock
 
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
+_CLEAN = Verdict()  # that of most steps
 _log = logging.getLogger("overflow_fast")
-_Argument = TypeVar("_Argument")
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class _Outcome(NamedTuple):
@@ -91,7 +89,6 @@ class _Line(NamedTuple):
     """The log's line of a finite step, which a round may yet change."""
 
     step: int
-    verdict: Verdict
     action: str | None
     num_left_out: int
 
@@ -513,14 +510,13 @@ class Pipeline:
                 been skipped.
         """
         self._leave_out_learned(step)
-        verdict = self._detect(step)
         if step.moment != "evaluation" and self.agreement.is_needed:
-            outcome = self._decide_together(step, verdict)
+            outcome = self._decide_together(step)
         else:
-            outcome = self._decide_alone(step, verdict)
+            outcome = self._decide_alone(step)
         report = outcome.report
         if report is None:
-            return self._end_finite(step, verdict, outcome)
+            return self._end_finite(step, outcome)
         self._count(step, report)
         if report.action != "warn" and step.can_restore:
             report.notes += self._restore()
@@ -542,11 +538,13 @@ class Pipeline:
             )
 
     def _detect(self, step: Step) -> Verdict:
-        if not step.frames:
-            return Verdict()
+        if step.verdict is None:
+            step.verdict = self._verdict_on(step) if step.frames else _CLEAN
+        return step.verdict
+
+    def _verdict_on(self, step: Step) -> Verdict:
         watches = step.watches or self._watches
-        with without_collection():
-            verdict = attribute(step.frames, watches, step.moment == "check")
+        verdict = attribute(step.frames, watches, step.moment == "check")
         if verdict.source not in ("weight", "optimizer_state"):
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
@@ -557,26 +555,23 @@ class Pipeline:
 
     # Agree and diagnose: alone, or with the ranks that share the models.
 
-    def _decide_alone(self, step: Step, verdict: Verdict) -> _Outcome:
+    def _decide_alone(self, step: Step) -> _Outcome:
         wishes = _wishes(step)
-        if verdict.first is None:
+        if not step.frames:
             return _Outcome(None, True, *wishes)
-        if self._second_look is not None and not is_of_flag(verdict):
+        if self._second_look is not None and not is_of_flag(self._detect(step)):
             begin = time.perf_counter()
-            seen = self._second_look.look(step)
+            step = self._second_look.look(step)
             self._leave_out(time.perf_counter() - begin)
-            if seen.frames is not step.frames:
-                verdict = self._detect(seen)
-            step = seen
-        report = self._make_report(step, verdict)
+        with without_collection():
+            report = self._make_report(step, self._detect(step))
         if not self._explainer.is_off:
-            report.explanation = self._explainer.explain(
-                step.number, verdict, report.action == "raise", step.moment
-            )
+            ends = report.action == "raise"
+            report.explanation = self._explainer.explain(step, report.verdict, ends)
             self._note_explained(report)
         return _Outcome(self._choose_action(step, report), True, *wishes)
 
-    def _decide_together(self, step: Step, verdict: Verdict) -> _Outcome:
+    def _decide_together(self, step: Step) -> _Outcome:
         """Agrees with the other ranks, and replays the step with them.
 
         A callable is asked once it is explained. Any other policy is followed before,
@@ -584,7 +579,7 @@ class Pipeline:
         """
         self._num_agreed += 1
         begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
-        agreed = self._agree(step, verdict, begin)
+        agreed = self._agree(step, begin)
         is_broken = False
         first = agreed.report.verdict if agreed.report is not None else None
         looks = first is not None and not is_of_flag(first)
@@ -608,27 +603,27 @@ class Pipeline:
             )
         return _Outcome(report, is_own, *wishes)
 
-    def _agree(self, step: Step, verdict: Verdict, begin: int) -> Agreed:
+    def _agree(self, step: Step, begin: int) -> Agreed:
         """Agrees on the report of the rank that found the first bad value.
 
         Args:
             step: This rank's step.
-            verdict: What it says.
             begin: The number of frames before the step, or its replay.
         """
+        with without_collection():
+            verdict = self._detect(step)
+        ends = self._config.on_overflow == "raise"
         first = min((bad.frame.order for bad in step.frames), default=begin)
         is_asked = callable(self._config.on_overflow)
 
         def make() -> Report:
-            report = self._make_report(step, verdict)
+            with without_collection():
+                report = self._make_report(step, verdict)
             return report if is_asked else self._choose_action(step, report)
 
         return self.agreement.agree(
             *(step.number, verdict, max(0, first - begin), make),
-            lambda: self._explainer.offer(
-                *(step.number, verdict, self._config.on_overflow == "raise"),
-                self.agreement.joins,
-            ),
+            lambda: self._explainer.offer(step, verdict, ends, self.agreement.joins),
             *_wishes(step),
         )
 
@@ -641,7 +636,7 @@ class Pipeline:
         if note:
             agreed.report.notes.append(note)
             return step, agreed, is_broken
-        again = self._agree(seen, self._detect(seen), frames)
+        again = self._agree(seen, frames)
         if again.report is None:
             agreed.report.notes.append(self._second_look.finite_note())
             return step, agreed, False
@@ -657,8 +652,7 @@ class Pipeline:
     def _make_report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step; without details where these fail."""
         try:
-            with without_collection():
-                return self._report(step, verdict)
+            return self._report(step, verdict)
         except Exception as error:  # the verdict stands, and other ranks wait for it
             self._isolation.note(error)
             policy = self._config.on_overflow
@@ -803,12 +797,10 @@ class Pipeline:
                 rounds.report = report
         report.num_skipped = self.rounds.num_skipped
 
-    def _end_finite(
-        self, step: Step, verdict: Verdict, outcome: _Outcome
-    ) -> Report | None:
+    def _end_finite(self, step: Step, outcome: _Outcome) -> Report | None:
         """Ends a finite step; skips it if a monitor asks for that."""
         if not (outcome.has_spike or outcome.wants_skip or step.notices):
-            self._end_clean(step, verdict)
+            self._end_clean(step)
             return None
         if outcome.has_spike:
             self._num_spikes += self._spike_step != step.number
@@ -821,22 +813,22 @@ class Pipeline:
         clauses = clauses_of(step.notices, outcome.has_spike, is_skipped)
         log_notices(step.number, clauses, is_skipped, notes)
         self._archive.log_notices(step.number, step.notices, is_skipped)
-        self._end_clean(step, verdict)
+        self._end_clean(step)
         if not is_skipped or hook is None:
             return None
         self.rounds.note(hook, is_skipped=True, is_by_guard=True)
         num_left_out = step.left_out.total
-        self._clean_line = _Line(step.number, verdict, "skip", num_left_out)
-        self.rounds.report = Report(step.number, "skip", verdict)
+        self._clean_line = _Line(step.number, "skip", num_left_out)
+        self.rounds.report = Report(step.number, "skip", _CLEAN)
         return self.rounds.report
 
-    def _end_clean(self, step: Step, verdict: Verdict) -> None:
+    def _end_clean(self, step: Step) -> None:
         if self.learning is not None and step.moment != "evaluation":
             is_check = step.moment == "check"
             is_clean = step.is_whole and not step.skipped_by
             self.learning.end_step(is_clean, None if is_check else step.number)
         skipper, num_left_out = step.skipped_by or None, step.left_out.total
-        line = _Line(step.number, verdict, skipper, num_left_out)
+        line = _Line(step.number, skipper, num_left_out)
         if step.hook is None or step.moment == "after":
             self._num_bad_in_row = 0
             self._log_line(line)
@@ -861,7 +853,8 @@ class Pipeline:
 
     def _log_line(self, line: _Line) -> None:
         self._clean_line, num_skipped = None, self.rounds.num_skipped
-        self._archive.log(*line[:3], num_skipped, line.num_left_out, None)
+        left_out = num_skipped, line.num_left_out
+        self._archive.log(line.step, _CLEAN, line.action, *left_out, None)
 
     # A round: it is over when each optimizer has stepped, or one steps again.
 

@@ -18,7 +18,7 @@ from ..core.engines import LossScaler
 from ..report.report import Cost
 from ..state.step_start import StepStart
 from ..text import counted
-from ..verdict.verdict import BadFrame
+from ..verdict.verdict import BadFrame, Verdict
 from .monitors.monitor import Notice
 from .optimizers import OptimizerHook
 
@@ -85,6 +85,7 @@ class Step:
         is_whole: All that the guard watches was checked, and no gradient is bad, also
             none that a GradScaler handles.
         watches: The watches that have seen it, if it was run again; else empty.
+        verdict: The verdict on its bad frames, once it was asked for.
         notices: What monitors say of it, if it is finite.
         notes: Further sentences for the report.
     """
@@ -101,6 +102,7 @@ class Step:
     frames: list[BadFrame] = field(default_factory=list)
     is_whole: bool = False
     watches: Sequence[ModelWatch] = ()
+    verdict: Verdict | None = None
     notices: Sequence[Notice] = ()
     notes: list[str] = field(default_factory=list)
 

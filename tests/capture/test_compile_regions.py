@@ -86,7 +86,7 @@ def test_calls_in_a_body_are_counted_as_not_scanned(name, is_compiled):
     body, num_calls = BODIES[name]
     torch.manual_seed(0)
     model = Around(body)
-    bare, _ = outcome(model, unwatched, is_compiled)
+    bare, _ = outcome(model, unwatched, is_compiled=False)
     found, coverage = outcome(model, watched, is_compiled)
     assert same(found, bare)
     assert coverage.not_scanned == {f"inside {name}": 4 * num_calls}
@@ -101,7 +101,7 @@ def test_a_body_in_a_body():
 
     torch.manual_seed(0)
     model = Around(body)
-    bare, _ = outcome(model, unwatched, backward=False)
+    bare, _ = outcome(model, unwatched, is_compiled=False, backward=False)
     found, coverage = outcome(model, watched, backward=False)
     assert same(found, bare)
     assert coverage.not_scanned == {"inside torch.cond": 8}
@@ -130,8 +130,8 @@ class Region(nn.Module):
 @pytest.mark.parametrize("watch", [watched, DebugUnderflowOverflow])
 def test_compile_regions_that_are_repeated(watch):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Region() for _ in range(3)))
-    bare, _ = outcome(model, unwatched)
+    model = nn.Sequential(*(Region() for _ in range(2)))
+    bare, _ = outcome(model, unwatched, is_compiled=False)
     torch._dynamo.reset()
     guard = watch(model)
     out = torch.compile(model, backend="aot_eager", fullgraph=True)(
@@ -146,23 +146,22 @@ def test_compile_regions_that_are_repeated(watch):
     guard.remove()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_parts_of_a_model_under_ddp(backend):
+def test_parts_of_a_model_under_ddp():
     dist = pytest.importorskip("torch.distributed")
     if not dist.is_available():
         pytest.skip("needs torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)
-        width = 256
-        layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(6)))
+        width = 512  # a layer of 1 MiB
+        layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
         found = []
         for cap in (1, 1000):
             torch._dynamo.reset()
             net = copy.deepcopy(layers)
             model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=cap)
-            with OverflowGuard(model, None, "warn") as guard:
-                compiled = torch.compile(model, backend=backend)
+            with OverflowGuard(model, None, "warn", explain=False) as guard:
+                compiled = torch.compile(model)
                 compiled(torch.ones(2, width)).sum().backward()
                 guard.check()
                 net[2].weight.data[0, 0] = float("inf")
@@ -245,8 +244,10 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("form", ["wrapped", "in place"])
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(
+    ("tail", "form"),
+    [*((tail, "wrapped") for tail in TAILS), ("the same gradient", "in place")],
+)
 def test_a_root_that_computes_after_its_last_submodule(tail, form):
     def report(is_compiled):
         torch._dynamo.reset()

@@ -122,11 +122,9 @@ def compiled_frames(folder):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    config = {
-        "unsafe_marked_cacheable_functions": dict.fromkeys([*CACHEABLE, CALL], "1"),
-        "cpp_cache_precompile_headers": False,  # into the folder: for one kernel
-    }
-    with torch._inductor.config.patch(config), torch.no_grad():
+    cacheable = dict.fromkeys([*CACHEABLE, CALL], "1")
+    config = torch._inductor.config.patch(unsafe_marked_cacheable_functions=cacheable)
+    with config, torch.no_grad():
         with DebugUnderflowOverflow(model) as detector:
             for _ in range(2):
                 torch.compile(model)(torch.ones(1, 2))

@@ -351,7 +351,7 @@ def test_an_object_that_leads_to_the_whole_program_is_cut():
 
 def test_types_come_and_go():
     """Addresses of types are used again, by types of another kind."""
-    for i in range(300):
+    for i in range(100):
         make = [
             lambda: type("Local", (dict,), {})(a=T),
             lambda: type("Local", (list,), {})([T]),
@@ -364,7 +364,7 @@ def test_types_come_and_go():
             value.a = T
         check((value, T), {})
         del value
-        if i % 50 == 0:
+        if i % 20 == 0:
             gc.collect()
 
 

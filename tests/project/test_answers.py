@@ -27,8 +27,10 @@ def first_of_each(failures, kind_of):
     return list(dict.fromkeys(each.name for each in found.values()))
 
 
-# Each cause, each phase, and each kind: compiled, on ranks, transient, unwritten.
-ASKED = first_of_each(ALL, lambda f: [*f.causes, f.phase, f.kind])
+# Each cause, each phase, and each kind: compiled, on ranks, transient, unwritten. One
+# that is compiled only where no other shows its cause: it takes ten times as long.
+EAGER_FIRST = sorted(ALL, key=lambda f: f.kind == "compiled")
+ASKED = first_of_each(EAGER_FIRST, lambda f: [*f.causes, f.phase, f.kind])
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUNNER = BENCHMARKS / "answers" / "run.py"
 SOURCE = re.compile(r"[\w.-]+/[\w.-]+#\d+(, [\w.-]+/[\w.-]+#\d+)*")

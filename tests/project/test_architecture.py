@@ -94,6 +94,13 @@ def test_no_room_has_a_circle():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_type_checkers_see_the_public_names():
+    tree = ast.parse((PACKAGE / "public.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    handed_on = [alias.asname for node in imports for alias in node.names]
+    assert sorted([*handed_on, "flags"]) == sorted(overflow_fast.__all__)
+
+
 def test_the_package_shows_its_public_names_alone():
     shown = [name for name in dir(overflow_fast) if not name.startswith("__")]
     assert shown == sorted(overflow_fast.__all__)

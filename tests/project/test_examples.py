@@ -1,10 +1,13 @@
 """The examples run as they stand, and their reports say what was planted."""
 
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from pages import ROOT, without_numbers
 from processes import python
+from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.slow
 
@@ -83,10 +86,20 @@ def test_an_example_says_what_was_planted(name, outputs):
     assert ("is not finite" in said) == ("healthy" not in name and "skip" not in name)
 
 
-def test_ranks_raise_the_same_under_torchrun():
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = python(*launcher, str(EXAMPLES / "ddp.py"), cwd=ROOT)
-    said = " ".join(done.stdout.split())
+def test_ranks_raise_the_same():
+    """As under torchrun, which starts processes with these variables."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+    def run(rank):
+        ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+        agent = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables = os.environ | ranks | agent
+        return python(str(EXAMPLES / "ddp.py"), cwd=ROOT, environment=variables)
+
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(run, range(2)))
+    assert [each.returncode for each in done] == [1, 1], done
+    said = " ".join("".join(each.stdout for each in done).split())
     assert "Step 2 is not finite on rank 1 of 2" in said
     cause = "cause range overflow (float32) on rank 1 alone"
     assert f"{cause}: return self.layer(x).square()" in said

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gpu_check
 import pytest
 from bench_variants import winner
 from gpu_check import CUT_OFF, FAILED, NO_TIME, NOT_RUN, PASSED, Stage
+from processes import python
 
 ROOT = Path(__file__).parents[2]
 PASSES = "print('fine')"
@@ -78,37 +80,50 @@ def is_running(pid):
         return False
 
 
-def cut_off(run, log, begun, command, *others):
-    """A run that ends its first stage when the stage has printed what it should."""
-    for seconds in (2, 8, 32):  # more where the machine is slow
-        first = Stage("one", seconds, 0, lambda *given: [command])
+@pytest.fixture
+def cut_off(run, tmp_path, monkeypatch):
+    """A run whose first stage reaches its limit once it has printed what it should."""
+    log = tmp_path / "out/stages/one/log.txt"
+    limit = gpu_check.GRACE + 100
+
+    def cut_off(begun, command, *others):
+        class Process(subprocess.Popen):
+            def wait(self, timeout=None):
+                if timeout is None or not limit - 10 < timeout <= limit:
+                    return super().wait(timeout)
+                while not re.search(begun, log.read_text()):
+                    assert self.poll() is None, log.read_text()
+                    time.sleep(0.01)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+
+        monkeypatch.setattr(subprocess, "Popen", Process)
+        first = Stage("one", limit, 0, lambda *given: [command])
         found = run(first, *others, device="cuda", name="GPU of a test")
-        if re.search(begun, log.read_text()):
-            return found
-    raise AssertionError(log.read_text())
+        return *found, log.read_text()
+
+    return cut_off
 
 
-def test_a_stage_that_hangs_is_ended_with_all_its_processes(run, tmp_path):
+def test_a_stage_that_hangs_is_ended_with_all_its_processes(cut_off, tmp_path):
     child = ["sh", "-c", "trap '' INT; sleep 600 & echo $!; wait"]
     code = f"import subprocess; subprocess.run({child})"
-    log = tmp_path / "out/stages/one/log.txt"
     command = [sys.executable, "-c", code]
-    status, statuses, said = cut_off(run, log, r"\d\n", command, stage("two", PASSES))
+    two = stage("two", PASSES)
+    status, statuses, said, log = cut_off(r"\d\n", command, two)
     assert (status, statuses) == (1, {"one": CUT_OFF, "two": PASSED})
-    assert not is_running(int(log.read_text().split()[0]))
+    assert not is_running(int(log.split()[0]))
     assert "--resume goes on" in said
     assert (tmp_path / "out/gpu-gpu-of-a-test.json").exists()
 
 
-def test_tests_that_are_cut_off_say_what_has_failed(run, tmp_path):
+def test_tests_that_are_cut_off_say_what_has_failed(cut_off, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "def test_a(): assert 1 == 2\ndef test_b(): import time; time.sleep(600)\n"
     )
     command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, str(tmp_path)]
-    log = tmp_path / "out/stages/one/log.txt"
-    _, statuses, said = cut_off(run, log, "::test_b", command)
+    _, statuses, said, log = cut_off("::test_b", command)
     assert statuses == {"one": CUT_OFF}
-    assert "assert 1 == 2" in log.read_text()
+    assert "assert 1 == 2" in log
     assert re.search(r"last: \S+::test_b", said)
     assert re.search(r"\n +\S+::test_a FAILED", said)
 
@@ -235,13 +250,9 @@ def test_tests_whose_packages_are_missing_are_skipped_and_named(tmp_path):
         "def test_it(): import no_such_library.part\n"
         "def test_of_ours(): import overflow_fast.no_such_part\n"
     )
-    command = [sys.executable, "-m", "pytest", "-rs", "--skip-missing", "-c"]
-    done = subprocess.run(
-        [*command, ROOT / "pyproject.toml", "--rootdir", tmp_path, tmp_path],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    options = ["-rs", "--skip-missing", "-c", str(ROOT / "pyproject.toml")]
+    options += ["--rootdir", str(tmp_path), str(tmp_path)]
+    done = python("-m", "pytest", *options, cwd=tmp_path)
     assert "no_such_package is missing" in done.stdout
     assert "no_such_library is missing" in done.stdout
     assert "1 failed, 2 skipped" in done.stdout
@@ -255,20 +266,21 @@ def test_a_decision_goes_to_what_is_better_by_its_margin():
 
 
 @pytest.mark.slow
-def test_the_check_runs_on_the_cpu(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--quick"),
-            *("--only", "gpu-tests", "hooks", "sanitizer"),
-            *("--out", str(tmp_path)),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OUT": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "ns a module" in done.stdout
+def test_the_check_runs_on_the_cpu(tmp_path, monkeypatch, capsys):
+    def forked(command, log, seconds, env):
+        """Runs a command of Python in a fork, which has imported torch."""
+        done = python(*command[1:], cwd=ROOT, environment=os.environ | env)
+        log.write_text(done.stdout + done.stderr)
+        return done.returncode
+
+    monkeypatch.setattr(gpu_check, "run", forked)
+    monkeypatch.setattr(gpu_check, "SIGNALS", ())
+    monkeypatch.setenv("OUT", "")
+    chosen = ["--device", "cpu", "--quick", "--only", "gpu-tests", "hooks", "sanitizer"]
+    status = gpu_check.main([*chosen, "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "ns a module" in said
     result = json.loads((tmp_path / "cpu.json").read_text())
     assert result["facts"]["commit"] and result["facts"]["sources"]
     stages = result["stages"]

@@ -79,7 +79,7 @@ def killed_writer(path, num_bytes):
 @pytest.mark.slow
 def test_a_writer_that_is_killed_loses_no_step_that_it_had_appended(tmp_path):
     chance = random.Random(0)
-    for i in range(40):
+    for i in range(15):
         path = tmp_path / f"{i}.ofr"
         appended = killed_writer(path, chance.randrange(1, 200))
         numbers = numbers_of(read_record(path))

@@ -1,13 +1,17 @@
 """Processes for tests, forked from a server that has imported torch already."""
 
+import contextlib
 import functools
 import gc
+import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import runpy
 import sys
 import tempfile
 import types
 from pathlib import Path
+from unittest import mock
 
 import torch.multiprocessing
 
@@ -32,13 +36,54 @@ def start_method():
     return "forkserver"
 
 
+def _fork_for_server(path, arguments, descriptors):
+    """Stands for multiprocessing's start of a new Python that becomes the server."""
+    if pid := os.fork():
+        return pid
+    try:
+        for each in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):  # that of the list itself is closed
+                is_pipe = os.readlink(f"/proc/self/fd/{each}").startswith("pipe:")
+                if is_pipe and each > 2 and each not in descriptors:
+                    os.close(each)
+        # pytest captures what is written to the former streams, and nothing of this.
+        silence = os.open(os.devnull, os.O_RDWR)
+        for each in range(3):
+            os.dup2(silence, each)
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        torch._logging._init_logs()
+        gc.enable()
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)
+
+
+def serve_from_here():
+    """Makes the server a fork of this process, which has imported everything.
+
+    To be called while no other thread of this process runs code.
+    """
+    if sys.platform == "linux":
+        start_method()
+        spawning = mock.patch.object(
+            multiprocessing.util, "spawnv_passfds", _fork_for_server
+        )
+        with spawning:
+            multiprocessing.forkserver.ensure_running()
+
+
 def context():
     """The context of multiprocessing that starts the tests' processes."""
     return torch.multiprocessing.get_context(start_method())
 
 
-def _run_as_main(arguments, cwd, environment, folder):
+def _run_as_main(arguments, cwd, environment, folder, is_finalized):
     gc.freeze()  # no collection looks at what the server has imported
+    if is_finalized:
+        os._exit = sys.exit  # which multiprocessing calls in the end
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
     os.environ.clear()
@@ -55,8 +100,12 @@ def _run_as_main(arguments, cwd, environment, folder):
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def python(*arguments, cwd=None, environment=None):
+def python(*arguments, cwd=None, environment=None, is_finalized=False):
     """Runs a script, `-c` code or `-m` a module as Python would, forked of the server.
+
+    Args:
+        is_finalized: The interpreter ends as that of a program does: modules are
+            cleared, and so on. A fork just exits, else.
 
     Returns:
         Its returncode, stdout and stderr.
@@ -65,7 +114,8 @@ def python(*arguments, cwd=None, environment=None):
     with tempfile.TemporaryDirectory() as name:
         folder, cwd = Path(name), Path(cwd or Path.cwd()).resolve()
         process = context().Process(
-            target=_run_as_main, args=(arguments, cwd, environment, folder)
+            target=_run_as_main,
+            args=(arguments, cwd, environment, folder, is_finalized),
         )
         process.start()
         process.join()
