@@ -786,20 +786,26 @@ class TapedTensor(NamedTuple):
         return memory.as_strided(self.size, self.stride, self.offset)
 
 
-@dataclass
+@dataclass(slots=True)
 class TapedCall:
     """An operation with what it read, and what it returned and wrote to.
 
     Attributes:
-        op: The operation.
+        func: The operation.
+        base: See `OpCall`.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         row: Its row.
         read: The tensors that it was given, by their `id`.
         results: The float tensors that it returned, and those that it wrote to.
     """
 
-    op: OpCall
+    func: Any
+    base: str
+    args: Any
+    kwargs: Any
     row: Row
-    read: dict[int, TapedTensor]
+    read: dict[int, TapedTensor] = field(default_factory=dict)
     results: list[TapedTensor] = field(default_factory=list)
 
     @property
@@ -830,7 +836,7 @@ class Tape:
 
     def begin(self, op: OpCall, row: Row) -> TapedCall | None:
         """Takes in what an operation is about to read; None if it cannot be held."""
-        call = TapedCall(op, row, {})
+        call = TapedCall(op.func, op.base, op.args, op.kwargs, row)
         is_known = op.base not in _EMPTY and not op.is_communication
         for tensor in op.arguments if is_known else ():
             taped = self._taped(tensor)
@@ -844,12 +850,12 @@ class Tape:
             self._drop(call)
         return call if is_known else None
 
-    def end(self, call: TapedCall | None, output: Any) -> None:
+    def end(self, op: OpCall, call: TapedCall | None, output: Any) -> None:
         """Takes in what it has returned and written to."""
         if call is None:
             return
         returned = [output] if type(output) is torch.Tensor else tensors_in(output)
-        for tensor in [*returned, *call.op.written]:
+        for tensor in [*returned, *op.written]:
             taped = self._taped(tensor) if is_float(tensor) else None
             if taped is not None:
                 call.results.append(taped)
@@ -1256,7 +1262,7 @@ class OpTable:
         with torch.no_grad():
             fresh = op.fresh(output)
             self._note_written(op, row, fresh)
-            self._tape.end(call, output)
+            self._tape.end(op, call, output)
             self._end(op, row, output, fresh, read)
         if row.call is not None and not row.in_backward:
             row.module_call = modules.call()
