@@ -707,7 +707,7 @@ class OpTrace(TorchDispatchMode):
 
 _MOST_CALLS = 1024
 _MOST_BEFORE = 96  # of one that is asked about
-_MOST_NUMEL = 2**26  # of all that they hold, and of all that is copied, in elements
+_MOST_NUMEL = 2**25  # of all results that they hold, and of all that is copied
 
 
 class Contents:
@@ -892,7 +892,7 @@ class Tape:
                 is_made = self._writers.get(tensor) is not None
                 contents = Contents(memory, storage, tensor.itemsize, is_made)
                 self._now[memory] = contents
-                self._numel += contents.numel
+                self._numel += contents.numel * is_made
             contents.num_holders += 1
             layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             return TapedTensor(contents, tensor.dtype, tensor.device, *layout)
@@ -904,7 +904,7 @@ class Tape:
             contents = each.contents
             contents.num_holders -= 1
             if not contents.num_holders:
-                self._numel -= contents.numel
+                self._numel -= contents.numel * contents.is_made
                 if self._now.get(contents.memory) is contents:
                     del self._now[contents.memory]
 
@@ -1184,6 +1184,7 @@ class OpTable:
         leaves: The tensors that are there before, by what they are.
         details_of: Says why an operation made a bad value.
         keeps_calls: Keep the arguments of operations that made bad values.
+        looks_back: Hold what operations read, for one that turns out undefined.
 
     Attributes:
         rows: The operations, in order.
@@ -1199,6 +1200,7 @@ class OpTable:
         leaves: Sequence[Leaf],
         details_of: Callable[[OpCall, Sequence[torch.Tensor], Any, Sums], Details],
         keeps_calls: bool = False,
+        looks_back: bool = False,
     ) -> None:
         self._details_of, self._keeps_calls = details_of, keeps_calls
         self.rows: list[Row] = []
@@ -1211,7 +1213,7 @@ class OpTable:
         self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
         self._leaves = _Leaves(leaves)
         self._num_details = 0
-        self._tape = Tape(self._writers)
+        self._tape = Tape(self._writers) if looks_back else None
         self.undefined: dict[Row, list[TapedCall]] = {}
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
@@ -1253,16 +1255,17 @@ class OpTable:
             if not op.fresh(output):
                 return output  # no value of it is new
             read = self._read(op, row)
-            call = self._tape.begin(op, row)
+            call = None if self._tape is None else self._tape.begin(op, row)
         else:
             read = self._read(op, row)
             op.keep_written()
-            call = self._tape.begin(op, row)
+            call = None if self._tape is None else self._tape.begin(op, row)
             output = op.run()
         with torch.no_grad():
             fresh = op.fresh(output)
             self._note_written(op, row, fresh)
-            self._tape.end(op, call, output)
+            if self._tape is not None:
+                self._tape.end(op, call, output)
             self._end(op, row, output, fresh, read)
         if row.call is not None and not row.in_backward:
             row.module_call = modules.call()
@@ -1290,7 +1293,7 @@ class OpTable:
 
     def close(self) -> None:
         """Lets go of what only operations that are still to come would need."""
-        self._tape = Tape(self._writers)
+        self._tape = None
 
     def on_module(self, name: str, output: Any) -> None:
         """Notes what a module has returned, if it is bad."""
@@ -1400,7 +1403,8 @@ class OpTable:
             if self._keeps_calls:
                 row.call = op
                 op.note_versions()
-            if details.why == UNDEFINED and details.true_value is not None:
+            is_undefined = details.why == UNDEFINED and details.true_value is not None
+            if is_undefined and self._tape is not None:
                 self.undefined[row] = self._tape.before(row)
                 if len(self.undefined) > _MOST_UNDEFINED:
                     del self.undefined[next(iter(self.undefined))]
