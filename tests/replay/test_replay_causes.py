@@ -331,6 +331,7 @@ def parts(monkeypatch):
     return found
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_no_part_of_a_batch_is_run_twice(parts, bad):
     model = nn.Linear(1, 1, bias=False)
