@@ -211,7 +211,7 @@ PLANTED = {
     ),
     # Layers.
     "tanh": (
-        *(Run(place("blocks.0.act", lambda m: nn.GELU("tanh"))), Run(), "forward"),
+        *(OneStep(place("blocks.0.act", lambda m: nn.GELU("tanh"))), Run(), "forward"),
         *("blocks.0.act", "approximate is 'tanh', against 'none'"),
     ),
     "relu": (
@@ -246,7 +246,7 @@ PLANTED = {
         "after batch_norm. Its factor is 1.01",
     ),
     "missing residual": (
-        Run(put("blocks.1", mix=lambda x, y: y)),
+        OneStep(put("blocks.1", mix=lambda x, y: y)),
         *(Run(), "forward", "blocks.1", ", after blocks.1.drop"),
     ),
     "in-place residual": (
@@ -285,7 +285,7 @@ PLANTED = {
         "training is False, against True",
     ),
     "batch norm's momentum": (
-        *(Run(put("batch_norm", momentum=0.2)), Run(), "weights", "batch_norm"),
+        *(TwoSteps(put("batch_norm", momentum=0.2)), Run(), "weights", "batch_norm"),
         "Before step 1, with no difference in step 0",
     ),
     "compiled": (
@@ -295,7 +295,7 @@ PLANTED = {
     "swapped blocks": (OneStep(swapped), Run(), "weights", "blocks.0.attention.q", ""),
     # Gradients.
     "detached residual": (
-        Run(put("blocks.1", mix=lambda x, y: x.detach() + y)),
+        OneStep(put("blocks.1", mix=lambda x, y: x.detach() + y)),
         *(Run(), "backward", "blocks.1", "norm2, or code of blocks.1 itself"),
     ),
     "detached branch": (
@@ -303,7 +303,7 @@ PLANTED = {
         *(Run(), "detached", "blocks.1.down", "In the first run no gradient reaches"),
     ),
     "frozen": (
-        Run(at("blocks.1.up", lambda m: m.requires_grad_(False))),
+        TwoSteps(at("blocks.1.up", lambda m: m.requires_grad_(False))),
         *(
             Run(),
             "weights",
@@ -323,7 +323,7 @@ PLANTED = {
         "One of blocks.0.up, or code of blocks.0 itself",
     ),
     "clipping": (
-        Run(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
+        OneStep(gradients=lambda m, s: clip_grad_norm_(m.parameters(), 0.1)),
         *(Run(), GRADIENTS, "", "clipping, unscaling"),
     ),
     "other clipping": (
@@ -353,12 +353,12 @@ PLANTED = {
         "1.1 times",
     ),
     "not zeroed": (
-        *(Run(zero=False), Run(), GRADIENTS, ""),
+        *(TwoSteps(zero=False), Run(), GRADIENTS, ""),
         "In the first run alone parameters had gradients when backward began",
     ),
     # The loss.
     "loss scale": (
-        Run(loss=lambda a, b: 1024 * cross_entropy(a, b)),
+        OneStep(loss=lambda a, b: 1024 * cross_entropy(a, b)),
         *(Run(), LOSS, "", "it is 1024 times the reference"),
     ),
     "sum": (
@@ -420,7 +420,13 @@ PLANTED = {
         *(Run(), UPDATE, "batch_norm", "Before step 1"),
     ),
     # The batch.
-    "batch": (Run(batch=batches(lambda ids, s: ids.flip(1))), Run(), "batch", "", ""),
+    "batch": (
+        OneStep(batch=batches(lambda ids, s: ids.flip(1))),
+        Run(),
+        "batch",
+        "",
+        "",
+    ),
     "permuted samples": (
         *(
             OneStep(batch=batches(lambda ids, s: ids.roll(1, 0))),
@@ -519,23 +525,23 @@ DEFAULTS = torch.float64, torch.float32
 
 HEALTHY = {
     "equal": (Run(), Run()),
-    "sgd": (Run(optimizer=sgd), Run(optimizer=sgd)),
-    "tied": (TwoSteps(tied), TwoSteps(tied)),
-    "in eval": (TwoSteps(lambda m: m.eval()), TwoSteps(lambda m: m.eval())),
+    "sgd": (TwoSteps(optimizer=sgd), TwoSteps(optimizer=sgd)),
+    "tied": (OneStep(tied), OneStep(tied)),
+    "in eval": (OneStep(lambda m: m.eval()), OneStep(lambda m: m.eval())),
     "dropout": (TwoSteps(drawn(0.1)), TwoSteps(drawn(0.1))),
-    "fused attention": (Run(put("blocks.0.attention", fused=True)), Run()),
+    "fused attention": (OneStep(put("blocks.0.attention", fused=True)), Run()),
     "fused attention, both": (
-        Run(fused),
+        TwoSteps(fused),
         Run(),
     ),
     "masked by a large number": (
-        TwoSteps(put("blocks.1.attention", masked=-1e30)),
+        OneStep(put("blocks.1.attention", masked=-1e30)),
         Run(),
     ),
-    "recomputed": (TwoSteps(put("blocks.0", recomputed=True)), Run()),
-    "in-place residual": (TwoSteps(put("blocks.1", mix=lambda x, y: y.add_(x))), Run()),
+    "recomputed": (OneStep(put("blocks.0", recomputed=True)), Run()),
+    "in-place residual": (OneStep(put("blocks.1", mix=lambda x, y: y.add_(x))), Run()),
     "commuted residual": (TwoSteps(put("blocks.1", mix=lambda x, y: y + x)), Run()),
-    "other product": (Run(keep_functions), Run()),
+    "other product": (TwoSteps(keep_functions), Run()),
     "a factor that is a power of two": (
         TwoSteps(put("blocks.1", mix=lambda x, y: (2 * x + 2 * y) / 2)),
         Run(),
@@ -544,7 +550,7 @@ HEALTHY = {
         TwoSteps(optimizer=functools.partial(adam, foreach=False)),
         Run(),
     ),
-    "fused optimizer": (Run(optimizer=functools.partial(adam, fused=True)), Run()),
+    "fused optimizer": (TwoSteps(optimizer=functools.partial(adam, fused=True)), Run()),
     "parameters in another order": (TwoSteps(optimizer=in_order), Run()),
     "gradients kept as zeros": (TwoSteps(gradients=scaled_gradients(1.0)), Run()),
     "scaled and unscaled": (
@@ -568,25 +574,25 @@ HEALTHY = {
         ),
     ),
     "summed by hand": (
-        Run(loss=lambda a, b: cross_entropy(a, b, reduction="sum") / NUM_LABELS),
+        TwoSteps(loss=lambda a, b: cross_entropy(a, b, reduction="sum") / NUM_LABELS),
         Run(),
     ),
     "loss by log softmax": (
-        Run(
+        OneStep(
             loss=lambda a, b: functional.nll_loss(
                 a[:, :-1].flatten(0, 1).log_softmax(-1), b[:, 1:].flatten()
             )
         ),
         Run(),
     ),
-    "hooks of others": (TwoSteps(foreign_hooks), Run()),
+    "hooks of others": (OneStep(foreign_hooks), Run()),
     "random numbers that nothing uses": (TwoSteps(before=used_generator), Run()),
     "other random states": (TwoSteps(drawn=5), Run()),
     "tensors kept": (
-        TwoSteps(options={"tensors": True}),
-        TwoSteps(options={"tensors": True}),
+        OneStep(options={"tensors": True}),
+        OneStep(options={"tensors": True}),
     ),
-    "tensors kept in one": (TwoSteps(options={"tensors": True}), Run()),
+    "tensors kept in one": (OneStep(options={"tensors": True}), Run()),
     "one step of three": (Run(options={"steps": [1]}), Run()),
     "fewer steps": (Run(steps=2), Run()),
     "autocast": (Run(steps=1, context=BF16), Run(steps=1)),
@@ -595,17 +601,17 @@ HEALTHY = {
     "float64": (Run(wide, steps=1), Run(steps=1)),
     "float64, three steps": (Run(wide), Run()),
     "compiled by eager": (TwoSteps(compiled("eager")), Run()),
-    "wrapped": (TwoSteps(renamed), Run()),
+    "wrapped": (OneStep(renamed), Run()),
     "other memory": (
-        Run(at("blocks.1.up", transposed_memory)),
+        TwoSteps(at("blocks.1.up", transposed_memory)),
         Run(),
     ),
     "deterministic": (
-        TwoSteps(context=lambda: mode(torch.use_deterministic_algorithms, True, False)),
+        OneStep(context=lambda: mode(torch.use_deterministic_algorithms, True, False)),
         Run(),
     ),
     "default dtype": (
-        TwoSteps(context=lambda: mode(torch.set_default_dtype, *DEFAULTS)),
+        OneStep(context=lambda: mode(torch.set_default_dtype, *DEFAULTS)),
         Run(),
     ),
     "another eps that rounds away": (

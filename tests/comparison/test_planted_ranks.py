@@ -76,7 +76,7 @@ class Run:
 
     def record(self, folder):
         """Trains, and records it, on this rank."""
-        rank, model = dist.get_rank(), tower()
+        rank, model = dist.get_rank(), tower(num_blocks=2)
         self.model(model)
         model = self.wrap(model)
         self.wrapped(model)
@@ -92,6 +92,9 @@ class Run:
                 self.gradients(model, step)
                 optimizer.param_groups[0]["lr"] = self.rate(step, rank)
                 optimizer.step()
+
+
+OneStep = functools.partial(Run, steps=1)
 
 
 def on_rank_1(change):
@@ -158,7 +161,7 @@ def no_sync_in_step_1(model, step):
 
 UP, HAND = "blocks.1.up", Run(plain, gradients=averaged)
 SHARDS = Run(fsdp())
-SUMMED = Run(plain, gradients=functools.partial(averaged, divisor=1))
+SUMMED = OneStep(plain, gradients=functools.partial(averaged, divisor=1))
 # Run, reference, kind, module, rank, step, words.
 PLANTED = {
     "summed, not averaged": (
@@ -166,19 +169,19 @@ PLANTED = {
         ["2 times the reference's", "2 ranks or micro-batches are summed"],
     ),
     "averaged twice": (
-        Run(gradients=lambda m, s: [p.grad.div_(2) for p in m.parameters()]),
+        OneStep(gradients=lambda m, s: [p.grad.div_(2) for p in m.parameters()]),
         *(Run(), "gradients", "", 0, 0, ["0.5 times the reference's"]),
     ),
     "a parameter that is not reduced": (
-        Run(plain, gradients=all_but_bias),
+        OneStep(plain, gradients=all_but_bias),
         *(HAND, "gradients", "", 0, 0, ["head.bias"]),
     ),
     "a stale weight": (
-        Run(wrapped=on_rank_1(weight(f"{UP}.weight"))),
+        OneStep(wrapped=on_rank_1(weight(f"{UP}.weight"))),
         *(Run(), "weights", UP, 1, 0, ["on rank 1"]),
     ),
     "a stale shard": (
-        Run(fsdp(), wrapped=on_rank_1(weight(f"{UP}.weight"))),
+        OneStep(fsdp(), wrapped=on_rank_1(weight(f"{UP}.weight"))),
         *(SHARDS, "weights", UP, 1, 0, ["on rank 1"]),
     ),
     "another batch": (
@@ -186,7 +189,7 @@ PLANTED = {
         *(Run(), "batch", "", 1, 1, ["other inputs on rank 1"]),
     ),
     "batches in the other order of ranks": (
-        Run(x=lambda s, r: batch(10 * s + 1 - r)),
+        OneStep(x=lambda s, r: batch(10 * s + 1 - r)),
         *(Run(), "batch", "", 0, 0, ["other inputs on ranks 0 and 1: "]),
     ),
     "a shorter batch": (
@@ -194,7 +197,7 @@ PLANTED = {
         *(Run(), "batch", "", 1, 1, ["of shapes (3, 6, 8) and (4, 6, 8)"]),
     ),
     "an eps": (
-        Run(model=on_rank_1(eps)),
+        OneStep(model=on_rank_1(eps)),
         *(Run(), "forward", "blocks.1.norm", 1, 0, ["eps is 0.1, against 1e-05"]),
     ),
     "a loss": (
@@ -221,19 +224,21 @@ PLANTED = {
         *(SHARDS, "gradients", "", 1, 1, ["on rank 1"]),
     ),
     "gradients of shards, by an operation of DTensors": (
-        Run(fsdp(), gradients=lambda m, s: [p.grad.mul_(2) for p in m.parameters()]),
+        OneStep(
+            fsdp(), gradients=lambda m, s: [p.grad.mul_(2) for p in m.parameters()]
+        ),
         *(SHARDS, "gradients", "", 0, 0, ["on ranks 0 and 1", "2 times"]),
     ),
     "a backward": (
-        Run(model=on_rank_1(wrong_backward)),
+        OneStep(model=on_rank_1(wrong_backward)),
         *(Run(), "backward", None, 1, 0, ["on rank 1"]),
     ),
     "a step that is not reduced": (
         *(Run(context=no_sync_in_step_1), Run(), None, None, 0, 1, ["step 1"]),
     ),
     "dropout": (
-        Run(model=own_seed),
-        *(Run(model=one_seed), "forward", "drop", 1, 0, ["drops other values"]),
+        OneStep(model=own_seed),
+        *(OneStep(model=one_seed), "forward", "drop", 1, 0, ["drops other values"]),
     ),
 }
 HEALTHY = {

@@ -51,20 +51,27 @@ MICRO = 1e-6
 # A cluster in numbers: times with noise.
 
 
-def times(chance, base):
-    """The times of a measurement: some per cent of noise, outliers in one of 20."""
-    return [
-        base
-        * (
-            1
-            + chance.expovariate(20)
-            + (chance.random() < 0.05) * chance.uniform(1, 20)
-        )
-        for _ in range(SETTINGS.repeats)
-    ]
+def noise_of(chance):
+    """What the times of measurements are multiplied by, for all of a cluster.
+
+    Some per cent of noise, outliers in one of 20.
+    """
+    generator = torch.Generator().manual_seed(chance.getrandbits(63))
+
+    def drawn():
+        shape = 2000, SETTINGS.repeats
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    outliers = (drawn() < 0.05) * (1 + 19 * drawn())
+    return iter((1 - (-drawn()).log1p() / 20 + outliers).tolist())
 
 
 def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
+    noise = noise_of(chance)
+
+    def times(base):
+        return [base * each for each in next(noise)]
+
     found = {
         rank: Measured(
             HOSTS[rank],
@@ -73,7 +80,7 @@ def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
             8,
             latency=[{}, {}],
             transfer=[{}, {}],
-            product=[times(chance, 0.01 * straggling(rank)) for _ in range(2)],
+            product=[times(0.01 * straggling(rank)) for _ in range(2)],
         )
         for rank in range(WORLD)
     }
@@ -81,8 +88,8 @@ def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
         for a, b in (pair for each in ROUNDS for pair in each):
             base = 12 * MICRO if HOSTS[a] == HOSTS[b] else 35 * MICRO
             factor = slow(a, b)
-            found[a].latency[number][b] = times(chance, base * factor)
-            found[a].transfer[number][b] = times(chance, 200 * base * factor)
+            found[a].latency[number][b] = times(base * factor)
+            found[a].transfer[number][b] = times(200 * base * factor)
     return found
 
 

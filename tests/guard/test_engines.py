@@ -1,5 +1,6 @@
 """Wrappers and optimizers of engines that the guard has never heard of."""
 
+import functools
 import types
 
 import pytest
@@ -12,6 +13,9 @@ from overflow_fast.core.engines import engine_gradients
 from overflow_fast.guard import pipeline
 from overflow_fast.replay.capture import names_of_inputs
 from overflow_fast.replay.remedies.patches import in_bfloat16, in_float32
+
+# Most tests ask what is stepped and skipped; some replay, under an engine as well.
+Unexplained = functools.partial(OverflowGuard, explain=False)
 
 
 class Wrapper(nn.Module):
@@ -180,7 +184,7 @@ def train(model, optimizer, num_steps=6, bad=()):
 
 def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog):
     model, optimizer = make_engine()
-    guard = OverflowGuard(model, optimizer, "skip")
+    guard = Unexplained(model, optimizer, "skip")
     results = train(model, optimizer, bad=[3])
     assert (guard.step, guard.num_skipped, guard.last_report.step) == (6, 1, 3)
     before, at, after = (results[i][1] for i in (2, 3, 4))
@@ -194,7 +198,7 @@ def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog):
 
 def test_an_engine_is_told_of_a_skip():
     model, optimizer = make_engine()
-    OverflowGuard(model, optimizer, "skip")
+    Unexplained(model, optimizer, "skip")
     train(model, optimizer, num_steps=2, bad=[1])
     assert optimizer.overflow is True
 
@@ -203,7 +207,7 @@ def test_a_healthy_run_is_the_same_bit_for_bit_and_silent(caplog):
     (bare, own), (model, optimizer) = make_engine(), make_engine()
     expected = train(bare, own)
     caplog.clear()
-    OverflowGuard(model, optimizer)
+    Unexplained(model, optimizer)
     for (a, before), (b, after) in zip(expected, train(model, optimizer), strict=True):
         assert a == b and all(map(torch.equal, before, after))
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
@@ -228,7 +232,7 @@ def test_a_scale_that_searches_is_no_alarm(name, watch):
         optimizer.loss_scale = scale
         optimizer.loss_scaler = holder
     options = {} if watch is None else {"watch": watch}
-    guard = OverflowGuard(model, optimizer, **options)
+    guard = Unexplained(model, optimizer, **options)
     train(model, optimizer, num_steps=12)
     assert optimizer.num_overflows > 2
     assert guard.step == 12
@@ -237,7 +241,7 @@ def test_a_scale_that_searches_is_no_alarm(name, watch):
 
 def test_an_overflow_of_the_forward_is_an_alarm_under_a_scale():
     model, optimizer = make_engine(2.0**4, torch.float16)
-    guard = OverflowGuard(model, optimizer, "skip")
+    guard = Unexplained(model, optimizer, "skip")
     train(model, optimizer, bad=[2])
     assert (guard.num_skipped, guard.last_report.step) == (1, 2)
     assert optimizer.loss_scale == 2.0**4  # the engine's scale is not touched
@@ -253,7 +257,7 @@ def test_gradients_are_an_alarm_where_no_scale_can_be_lowered(scale, attribute):
     elif attribute is not None:  # what the optimizer has itself says less
         config = {"cur_scale": scale, "dynamic_loss_scale": False}
         optimizer.loss_scale_config = types.SimpleNamespace(**config)
-    guard = OverflowGuard(model, optimizer, "skip")
+    guard = Unexplained(model, optimizer, "skip")
     handle = optimizer.weights[0].register_hook(lambda g: g * float("inf"))
     train(model, optimizer, num_steps=1)
     handle.remove()
@@ -269,7 +273,7 @@ def test_a_skipped_step_returns_what_the_caller_unpacks(result):
 
     model, optimizer = make_engine()
     optimizer.__class__ = Known if result == "known" else EngineOptimizer
-    OverflowGuard(model, optimizer, "skip")
+    Unexplained(model, optimizer, "skip")
     bad = 0 if result == "first" else 2
     stepped = train(model, optimizer, num_steps=3, bad=[bad])[bad][0]
     expected = {"known": (False, "told", None), "learned": (False, None)}
@@ -282,7 +286,7 @@ def test_a_megatron_optimizer_returns_three_values_from_the_first_step_on():
 
     model, optimizer = make_engine()
     optimizer.__class__ = type("Chained", (MegatronOptimizer,), {})
-    OverflowGuard(model, optimizer, "skip")
+    Unexplained(model, optimizer, "skip")
     assert train(model, optimizer, 1, bad=[0])[0][0] == (False, None, None)
 
 
@@ -340,7 +344,7 @@ def test_an_engine_learns_that_a_plain_optimizer_was_skipped(is_wrapped, policy)
 def test_a_plain_optimizer_without_an_engine_has_no_overflow():
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    OverflowGuard(model, optimizer, "skip")
+    Unexplained(model, optimizer, "skip")
     run(model, optimizer)
     assert not hasattr(optimizer, "overflow")
 
@@ -359,7 +363,7 @@ def test_a_tripwire_sees_the_gradients_that_megatron_keeps():
 
     model, optimizer = make_engine()
     optimizer.__class__ = Main
-    guard = OverflowGuard(model, optimizer, "skip", watch="tripwire")
+    guard = Unexplained(model, optimizer, "skip", watch="tripwire")
     train(model, optimizer, bad=[2])
     assert (guard.num_skipped, guard.last_report.step) == (1, 2)
 
@@ -390,7 +394,7 @@ def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog):
 
     model, optimizer = make_engine()
     optimizer.__class__ = Hidden
-    guard = OverflowGuard(model, optimizer, watch="tripwire")
+    guard = Unexplained(model, optimizer, watch="tripwire")
     guard.record(loss=torch.ones(()))
     train(model, optimizer, num_steps=1)
     assert "was not checked" not in caplog.text
@@ -405,7 +409,7 @@ def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog):
 
     monkeypatch.setattr(pipeline, "least_headroom", fail)
     model, optimizer = make_engine()
-    guard = OverflowGuard(model, optimizer, "skip")
+    guard = Unexplained(model, optimizer, "skip")
     train(model, optimizer, bad=[2])
     assert guard.num_skipped == 1
     assert "The guard failed to add details (ValueError: broken)." in str(
