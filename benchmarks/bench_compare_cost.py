@@ -11,15 +11,13 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import progress, size_text, threads, write
-from forks import in_fork, peak_of
-from timing import QUICK
+from common import bytes_of, in_fork, peak_of, progress, size_text, threads, write
+from timing import QUICK, cpu_time
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import overflow_fast
@@ -71,16 +69,6 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, int]]] = {
 }
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    begin = time.process_time()
-    function()
-    return time.process_time() - begin
-
-
-def size_of(folder: Path) -> int:
-    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
-
-
 def msprobe_dump(
     model: torch.nn.Module, step: Callable[[], Any], task: str
 ) -> tuple[str, str]:
@@ -91,7 +79,7 @@ def msprobe_dump(
 
     def run() -> tuple[float, int]:
         step()
-        bare = statistics.median(seconds(step) for _ in range(ROUNDS))
+        bare = statistics.median(cpu_time(step) for _ in range(ROUNDS))
         sys.path.extend(sites)  # last, so that torch and numpy stay what they are
         from msprobe.pytorch import PrecisionDebugger
 
@@ -105,7 +93,7 @@ def msprobe_dump(
                 debugger.stop()
                 debugger.step()
 
-            return seconds(dump) / bare, size_of(Path(top))
+            return cpu_time(dump) / bare, bytes_of(Path(top).rglob("*"))
 
     ratio, size = in_fork(run)
     return f"{ratio:.2f}x", size_text(size)
@@ -130,7 +118,7 @@ def measure(name: str) -> dict[str, Any]:
             folder = Path(top) / "run"
             with overflow_fast.recording(folder, model, tensors=tensors):
                 step()
-            sizes[tensors] = size_of(folder)
+            sizes[tensors] = bytes_of(folder.rglob("*"))
 
     functions: dict[str, Callable[[], Any]] = {
         "bare": step,
@@ -143,7 +131,7 @@ def measure(name: str) -> dict[str, Any]:
     times: dict[str, list[float]] = {key: [] for key in functions}
     for number in range(ROUNDS + 1):
         for key, function in functions.items():
-            spent = seconds(function)
+            spent = cpu_time(function)
             if number:  # the first warms up
                 times[key].append(spent)
     median = {key: statistics.median(found) for key, found in times.items()}

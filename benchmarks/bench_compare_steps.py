@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import progress, size_text, threads, write
-from forks import in_fork
+from common import in_fork, peak, progress, size_text, threads, write
 from timing import QUICK
 from torch import nn
 
@@ -104,12 +103,6 @@ def measured(run: Path, reference: Path) -> dict[str, Any]:
         return {**facts, "pairs": found.num_pairs, "cpu": time.process_time() - cpu}
 
     return dict(in_fork(compare))
-
-
-def peak() -> int:
-    """The bytes that this process has held at most."""
-    text = Path("/proc/self/status").read_text()
-    return int(text.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def rows_of(top: Path, num: int) -> Iterator[dict[str, Any]]:

@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import progress, silence, size_text, threads, write
+from common import bytes_of, in_fork, progress, silence, size_text, threads, write
 from compared import (
     batch_of,
     element,
     eps,
+    float8,
     gradient,
     make,
     softmax_axis,
     swapped,
     weight,
 )
-from forks import in_fork
 from torch import nn
 from torch.utils._debug_mode import DebugMode
 from torch.utils._pytree import tree_leaves
@@ -82,21 +82,6 @@ class Run:
 # What is planted: returns the name that is to be named.
 
 
-def float8(run: Run) -> str:
-    name = "transformer.h.1.mlp.c_fc"
-    module: Any = run.model.get_submodule(name)
-    forward = module.forward
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = forward(x)
-        scale = output.detach().abs().max() / 448
-        value = (output / scale).to(torch.float8_e4m3fn).to(output.dtype) * scale
-        return output + (value - output).detach()
-
-    module.forward = rounded
-    return name
-
-
 def dropout(run: Run) -> str:
     run.model.get_submodule("transformer.h.1.mlp.dropout").train()
     return "transformer.h.1.mlp.dropout"
@@ -121,8 +106,8 @@ def on_model(change: Callable[[nn.Module, str], str]) -> Callable[[Run], str]:
 
 
 PLANTED = (
-    *map(on_model, (weight, element, swapped, eps, softmax_axis, gradient)),
-    *(float8, dropout, loss, clipped),
+    *map(on_model, (weight, element, swapped, eps, softmax_axis, gradient, float8)),
+    *(dropout, loss, clipped),
 )
 
 
@@ -135,7 +120,7 @@ def ours(run: Run, reference: Run, top: Path) -> tuple[str, int]:
     with overflow_fast.recording(top / "b", reference.model):
         reference()
     first = overflow_fast.compare(top / "a", top / "b").first
-    return named(first), on_disk(top)
+    return named(first), bytes_of(top.rglob("*"))
 
 
 def assert_close(run: Run, reference: Run, top: Path) -> tuple[str, int]:
@@ -218,7 +203,7 @@ def msprobe(run: Run, reference: Run, top: Path) -> tuple[str, int]:
 
     in_fork(lambda: dump(run, str(top / "a")))  # a process has one debugger
     in_fork(lambda: dump(reference, str(top / "b")))
-    size, command = on_disk(top), [str(HOME / "bin" / "msprobe"), "compare"]
+    size, command = bytes_of(top.rglob("*")), [str(HOME / "bin" / "msprobe"), "compare"]
     for option, name in (("--target_path", "a"), ("--golden_path", "b")):
         command += [option, str(top / name / "step0")]
     command += ["--output_path", str(top / "out")]
@@ -254,10 +239,6 @@ def named(first: Any) -> str:
     if first is None:
         return ""
     return first.module or f"({first.kind})"
-
-
-def on_disk(folder: Path) -> int:
-    return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
 
 
 def held_bytes(value: Any) -> int:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import progress, size_text, threads, write
-from forks import peak_of
+from common import peak_of, progress, size_text, threads, write
 from models import ON_CPU
 from timing import QUICK
 from torch import nn

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import QUICK, progress, race, ratio, size_text, summary, threads, write
-from torch.profiler import ProfilerActivity, profile
+from common import allocations, progress, size_text, threads, write
+from timing import QUICK, race, ratio, summary
 
 COLUMNS = [
     *("tensor", "time / kernel", "time / abs().aminmax()", "temporaries / tensor"),
@@ -27,16 +28,7 @@ SIZES = [1 << 20] if QUICK else [1 << 14, 1 << 24, 1 << 28]
 
 def peak(function: Callable[[], object]) -> int:
     """The most bytes that torch's CPU allocator has given out at once meanwhile."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        function()
-    events = [
-        e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"
-    ]
-    held = highest = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        highest = max(highest, held)
-    return highest
+    return max(itertools.accumulate(allocations(function), initial=0))
 
 
 def row(dtype: torch.dtype, size: int) -> dict[str, Any]:

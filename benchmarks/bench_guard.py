@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import statistics
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from common import progress, write
+from common import KEEPS_MEMORY, progress, restart_with, write
 from floor import plain_read
-from models import ON_CPU, Batch
+from models import ON_CPU, adam, made, step_of
 from timing import QUICK, race, ratio, summary
 from torch import nn
 
@@ -64,28 +62,9 @@ GUARDS: dict[str, dict[str, Any]] = {
 }
 
 
-def step_of(
-    model: nn.Module,
-    batch: Batch,
-    optimizer: Any,
-    before_step: Callable[[], object] = lambda: None,
-) -> Callable[[], object]:
-    def step() -> None:
-        model(**batch).loss.backward()
-        before_step()
-        optimizer.step()
-        # Kept gradients: fresh ones are fresh pages, whose cost varies more than ours.
-        optimizer.zero_grad(set_to_none=False)
-
-    return step
-
-
 def measure(name: str, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    model, batch = ON_CPU[name]()
-    model = model.to(dtype).train()
-    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    model, batch = made(ON_CPU[name], dtype)
+    optimizer = adam(model)
     step = step_of(model, batch, optimizer)
     guards: dict[str, OverflowGuard] = {}
     for kind, arguments in GUARDS.items():
@@ -96,10 +75,10 @@ def measure(name: str, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
     )
     norm = torch.ones(())  # as clipping has computed it
     given = functools.partial(guards[NORM_GIVEN].record, grad_norm=norm)
-    competitors[NORM_GIVEN] = step_of(model, batch, optimizer, given)
+    competitors[NORM_GIVEN] = step_of(model, batch, optimizer, before_step=given)
     clip = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
     for kind in (CLIPPED, BARE_CLIPPED):
-        competitors[kind] = step_of(model, batch, optimizer, clip)
+        competitors[kind] = step_of(model, batch, optimizer, before_step=clip)
     scanned = {kind: bytes_of(guards[kind], competitors[kind]) for kind in guards}
     read = plain_read()
     own: dict[str, list[float]] = {kind: [] for kind in guards}
@@ -185,15 +164,6 @@ def main() -> None:
     write("guard", "The guard", NOTES, rows, COLUMNS)
 
 
-# Memory that is freed stays with the process: glibc's mallopt(3).
-KEEPS_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "MALLOC_TOP_PAD_": str(2**30),
-}
-
 if __name__ == "__main__":
-    if not KEEPS_MEMORY.items() <= os.environ.items():
-        os.environ.update(KEEPS_MEMORY)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    restart_with(KEEPS_MEMORY)
     main()

@@ -7,11 +7,12 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import progress, threads, write
+from common import bytes_of, progress, threads, write
 from timing import QUICK
 from torch import nn
 
@@ -52,8 +53,8 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def mib_of(paths: list[Path]) -> float:
-    return sum(path.stat().st_size for path in paths if path.is_file()) / 2**20
+def mib_of(paths: Iterable[Path]) -> float:
+    return bytes_of(paths) / 2**20
 
 
 def run(folder: Path) -> list[dict[str, Any]]:
@@ -93,9 +94,9 @@ def run(folder: Path) -> list[dict[str, Any]]:
                     "steps": f"{(row + 1) * STEPS // ROWS:,}",
                     "us a step": f"{statistics.median(times) * 1e6:.0f}",
                     "resident MiB": f"{resident_mib():.0f}",
-                    "log MiB": f"{mib_of(list(folder.glob('run*.jsonl*'))):.2f}",
+                    "log MiB": f"{mib_of(folder.glob('run*.jsonl*')):.2f}",
                     "record MiB": f"{mib_of([record]):.2f}",
-                    "evidence MiB": f"{mib_of(list(evidence.rglob('*'))):.2f}",
+                    "evidence MiB": f"{mib_of(evidence.rglob('*')):.2f}",
                     "evidence folders": len(list(evidence.rglob("step-*"))),
                     "skipped": guard.num_skipped,
                 }

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers as hf
-from common import progress, size_text, write
+from common import allocations, progress, restart_with, size_text, write
 from timing import QUICK
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
@@ -29,16 +26,10 @@ NOTES = (
 )
 
 
-def allocations(model: nn.Module, ids: torch.Tensor) -> list[int]:
+def blocks_of(model: nn.Module, ids: torch.Tensor) -> list[int]:
     """The sizes of all blocks that torch's CPU allocator gives out in a forward."""
-    with (
-        torch.no_grad(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
-    ):
-        model(ids)
-    events = seen.profiler.kineto_results.events()
-    sizes = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
-    return sorted(sizes)
+    with torch.no_grad():
+        return sorted(size for size in allocations(lambda: model(ids)) if size > 0)
 
 
 class MallInfo(ctypes.Structure):
@@ -113,7 +104,7 @@ def main() -> None:
     }.items():
         progress(name)
         added, detector = growth(model, ids, watch)
-        sizes = allocations(model, ids)
+        sizes = blocks_of(model, ids)
         if watch is None:
             bare = sizes
         rest = list(sizes)
@@ -137,9 +128,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if (
-        os.environ.get("PYTHONMALLOC") != "malloc"
-    ):  # Python's own arenas hide its objects
-        os.environ["PYTHONMALLOC"] = "malloc"
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    restart_with({"PYTHONMALLOC": "malloc"})  # Python's own arenas hide its objects
     main()

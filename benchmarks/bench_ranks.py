@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import progress, write
-from rank_scenarios import SCENARIOS, bytes_of_lines, files_of, play
-from simulated_ranks import Network
+from simulated_ranks import SCENARIOS, Network, bytes_of_lines, files_of, play
 from timing import QUICK
 
 WORLDS = (8, 16) if QUICK else (8, 32, 128, 256)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import os
 import statistics
 import sys
 import tempfile
@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_guard import KEEPS_MEMORY, step_of
-from common import progress, threads, write
-from models import ON_CPU, hf, words
-from timing import QUICK, race
+from common import KEEPS_MEMORY, progress, restart_with, threads, write
+from models import ON_CPU, adam, hf, made, step_of, words
+from timing import QUICK, cpu_time, race
 
 from overflow_fast import OverflowGuard, read_record
 from overflow_fast.record.flight import RecordFile
@@ -47,14 +46,6 @@ def narrow() -> tuple[Any, Any]:
     return hf.GPT2LMHeadModel(config).train(), words(64, (1, 8))
 
 
-def cpu_time(function: Callable[[], object], calls: int) -> float:
-    """CPU seconds of this thread per call."""
-    begin = time.thread_time()
-    for _ in range(calls):
-        function()
-    return (time.thread_time() - begin) / calls
-
-
 def added_seconds(folder: Path) -> tuple[float, Path]:
     """What a record adds to a step, and the record."""
     model, batch = narrow()
@@ -78,7 +69,8 @@ def added_seconds(folder: Path) -> tuple[float, Path]:
         name: (lambda name=name: on(name)) for name in guards
     }
     with threads(1):
-        times = race(dict.fromkeys(guards, step), ROUNDS, 0.05, around, cpu_time)
+        own_time = functools.partial(cpu_time, clock=time.thread_time)
+        times = race(dict.fromkeys(guards, step), ROUNDS, 0.05, around, own_time)
     pairs = zip(times["record"], times["guard"], strict=True)
     for guard in guards.values():
         guard.remove()
@@ -87,9 +79,8 @@ def added_seconds(folder: Path) -> tuple[float, Path]:
 
 def step_seconds() -> float:
     """The fastest bare step of GPT-2 small."""
-    model, batch = ON_CPU["GPT-2 small"]()
-    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-5, fused=True)
-    times = race({"bare": step_of(model, batch, optimizer)}, 5)
+    model, batch = made(ON_CPU["GPT-2 small"], torch.float32)
+    times = race({"bare": step_of(model, batch, adam(model))}, 5)
     return min(times["bare"])
 
 
@@ -149,7 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if not KEEPS_MEMORY.items() <= os.environ.items():
-        os.environ.update(KEEPS_MEMORY)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+    restart_with(KEEPS_MEMORY)
     main()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import progress, write
+from common import bytes_of, progress, write
 from timing import QUICK
 
 ENTRIES = 620  # of GPT-2 small
@@ -170,7 +170,7 @@ def cost(kind: Any, folder: str) -> dict[str, Any]:
         begin = time.perf_counter()
         append(step, low, high)
         times.append(time.perf_counter() - begin)
-    size = sum(file.stat().st_size for file in Path(folder).glob("cost*"))
+    size = bytes_of(Path(folder).glob("cost*"))
     return {
         "us a step": f"{statistics.median(times) * 1e6:.0f}",
         "slowest ms": f"{max(times) * 1e3:.1f}",

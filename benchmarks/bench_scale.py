@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, progress, silence, threads
-from timing import QUICK
+from common import Results, bytes_of, progress, silence, threads
+from timing import QUICK, cpu_time
 from torch import nn
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record, read_record
@@ -116,11 +116,9 @@ class Training:
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
-    """The CPU time that a call takes."""
+    """The CPU time that a call takes, with no garbage of earlier ones."""
     gc.collect()
-    begin = time.process_time()
-    function()
-    return time.process_time() - begin
+    return cpu_time(function)
 
 
 def measured(what: str, count: int, make: Callable[[], Training]) -> dict[str, Any]:
@@ -168,12 +166,10 @@ def recorded(count: int) -> dict[str, Any]:
         folder = Path(name)
         log = Log(folder / "run.jsonl", mib=MIB, keep=1)
         guard = training.guard(log=log, record=Record(folder / "run.ofr", mib=MIB))
-        times = [cpu_seconds_of_step(training) for _ in range(count)][-1_000:]
+        times = [cpu_time(training.step) for _ in range(count)][-1_000:]
         guard.remove()
-        begin = time.process_time()
-        read_record(folder / "run.ofr")
-        read = time.process_time() - begin
-        logs = sum(each.stat().st_size for each in folder.glob("run*.jsonl*"))
+        read = cpu_time(lambda: read_record(folder / "run.ofr"))
+        logs = bytes_of(folder.glob("run*.jsonl*"))
         record = (folder / "run.ofr").stat().st_size
     return {
         "what": "steps",
@@ -183,12 +179,6 @@ def recorded(count: int) -> dict[str, Any]:
         "record MiB": f"{record / 2**20:.2f}",
         "read s": f"{read:.3g}",
     }
-
-
-def cpu_seconds_of_step(training: Training) -> float:
-    begin = time.process_time()
-    training.step()
-    return time.process_time() - begin
 
 
 def rows() -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from common import Results, progress, require_kernels
+from decisions import DECISIONS
 from facts import SKIPPED
 from models import OF_TORCH, adam, made, step_of
 from timing import (
@@ -32,11 +33,6 @@ from timing import (
 from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
-
-try:
-    from decisions import DECISIONS
-except ImportError:
-    DECISIONS = ()
 
 COLUMNS = ["decision", "variable", "value", "metric", "measured", "over default"]
 NOTES = (
@@ -189,9 +185,6 @@ def main() -> None:
         print(json.dumps(METRICS[sys.argv[sys.argv.index("--metric") + 1]]()))
         return
     require_kernels()
-    if not DECISIONS:
-        print("skipped: there is nothing to decide")
-        sys.exit(SKIPPED)
     if not ON_GPU and not QUICK:
         print("skipped: the variants are of a GPU's code")
         sys.exit(SKIPPED)

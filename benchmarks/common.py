@@ -1,29 +1,24 @@
-"""Common parts of benchmarks: the machine, the original, results as JSON, tables."""
+"""Common parts of benchmarks: machine, processes, the original, results, tables."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import platform
 import re
+import resource
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from facts import (
-    SKIPPED,
-    commit,
-    nvidia_smi,
-    source_hash,
-    write_json,
-    write_whole,
-)
+from facts import SKIPPED, nvidia_smi, origin, table, write_json, write_whole
 from timing import ON_GPU, QUICK
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import overflow_fast
 from overflow_fast import _C
@@ -58,11 +53,8 @@ def machine() -> dict[str, Any]:
         "isa": _C.isa(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
         "overflow_fast": overflow_fast.__version__,
-        "commit": commit(),
-        "sources": source_hash(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **origin(),
     }
     if not ON_GPU:
         return facts
@@ -110,6 +102,66 @@ def original(model: nn.Module) -> Iterator[None]:
     finally:
         for module in model.modules():
             module._forward_hooks.clear()
+
+
+# Processes, and the memory that they need.
+
+# Memory that is freed stays with the process: glibc's mallopt(3).
+KEEPS_MEMORY = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**30),
+}
+
+
+def restart_with(variables: Mapping[str, str]) -> None:
+    """Runs this script again with variables of the environment, unless they are set."""
+    if not variables.items() <= os.environ.items():
+        os.environ.update(variables)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+def in_fork(function: Callable[[], Any]) -> Any:
+    """What a function returns in a forked process, as JSON gives it back."""
+    reads, writes = os.pipe()
+    if not os.fork():
+        with open(writes, "w") as file:
+            json.dump(function(), file)
+        os._exit(0)
+    os.close(writes)
+    with open(reads) as file:
+        found = json.load(file)
+    os.wait()
+    return found
+
+
+def peak() -> int:
+    """The bytes that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """The bytes that a process holds at most in which a function runs."""
+
+    def run() -> int:
+        function()
+        return peak()
+
+    return int(in_fork(run))
+
+
+def allocations(function: Callable[[], object]) -> list[int]:
+    """The bytes that torch's CPU allocator gives out meanwhile; below 0, takes back."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        function()
+    events = seen.profiler.kineto_results.events()
+    found = [each for each in events if each.name() == "[memory]"]
+    return [each.nbytes() for each in sorted(found, key=lambda each: each.start_ns())]
+
+
+def bytes_of(paths: Iterable[Path]) -> int:
+    """The bytes of files; folders among them count nothing."""
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def size_text(num_bytes: float) -> str:
@@ -191,12 +243,7 @@ class Results:
     def table(self) -> str:
         """The rows in Markdown."""
         used = [c for c in self.columns if any(c in row for row in self.rows)]
-        lines = [f"# {self.title}", "", self.notes, ""]
-        lines.append(" | ".join(["", *used, ""]).strip())
-        lines.append("|" + "---|" * len(used))
-        for row in self.rows:
-            cells = [str(row.get(column, "")) for column in used]
-            lines.append("| " + " | ".join(cells) + " |")
+        lines = [f"# {self.title}", "", self.notes, "", *table(used, self.rows)]
         lines += ["", *self.lacking]
         lines += [
             ", ".join(f"{key} {value}" for key, value in self.machine.items()),

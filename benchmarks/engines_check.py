@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common import progress
-from facts import commit, write_json, write_whole
+from facts import commit, table, write_json, write_whole
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
@@ -115,8 +115,7 @@ def main() -> int:
 def write(rows: list[dict[str, Any]], failures: list[str], versions: list[str]) -> None:
     """Writes the table and its JSON."""
     lines = ["# The guard under training engines", "", NOTES, "; ".join(versions), ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join(str(row[c]) for c in COLUMNS)} |" for row in rows]
+    lines += table(COLUMNS, rows)
     lines += ["", *(f"- {each[:500]}" for each in failures), ""]
     write_whole(HERE / "results" / "engines-cpu.md", "\n".join(lines))
     raw = {"versions": versions, "rows": rows, "failures": failures}

@@ -9,9 +9,13 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("csrc", "overflow_fast", "benchmarks", "tests", "setup.py", "pyproject.toml")
@@ -55,6 +59,16 @@ def commit() -> str:
     return head if is_clean else f"{head}, changed"
 
 
+def origin() -> dict[str, str]:
+    """The sources and the day that a result is of."""
+    return {
+        "python": platform.python_version(),
+        "commit": commit(),
+        "sources": source_hash(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
 def nvidia_smi() -> dict[str, str]:
     """The driver's view, which needs no torch. MIG and clocks are only read."""
     fields = "name,compute_cap,driver_version,mig.mode.current,utilization.gpu"
@@ -83,6 +97,13 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The lines of a table in Markdown, empty where a row lacks a column."""
+    cells = [[str(row.get(column, "")) for column in columns] for row in rows]
+    lines = ["| " + " | ".join(each) + " |" for each in (columns, *cells)]
+    return [lines[0], "|" + "---|" * len(columns), *lines[1:]]
 
 
 def write_json(path: Path, value: object) -> None:

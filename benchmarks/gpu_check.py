@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import shutil
 import signal
@@ -372,12 +371,9 @@ def collect_facts(device: str) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     found = {
-        "commit": facts.commit(),
-        "sources": facts.source_hash(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        **facts.origin(),
         "device": device,
         "cores": os.cpu_count(),
-        "python": platform.python_version(),
         "missing": [name for name in PACKAGES if name not in versions],
     }
     if device == "cuda":

@@ -156,6 +156,7 @@ def step_of(
     batch: Batch,
     optimizer: torch.optim.Optimizer,
     dtype: torch.dtype = torch.float32,
+    before_step: Callable[[], object] = lambda: None,
 ) -> Callable[[], object]:
     """A training step."""
 
@@ -163,6 +164,7 @@ def step_of(
         with autocast(dtype):
             loss = model(**batch).loss
         loss.backward()
+        before_step()
         optimizer.step()
         # Kept gradients: on the CPU fresh ones are fresh pages, whose cost varies.
         optimizer.zero_grad(set_to_none=ON_GPU)

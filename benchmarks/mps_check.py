@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from facts import ROOT, commit
+from facts import ROOT, origin
 from torch import nn
 
 from overflow_fast import OverflowGuard, scan
@@ -113,9 +113,8 @@ def tried(stage: Callable[..., Any], *args: Any) -> Any:
 
 def environment() -> dict[str, Any]:
     return {
-        "commit": commit(),
+        **origin(),
         "torch": torch.__version__,
-        "python": platform.python_version(),
         "system": platform.platform(),
         "processor": platform.processor(),
     }

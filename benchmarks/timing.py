@@ -77,6 +77,18 @@ def wall_time(function: Callable[[], object], calls: int) -> float:
         return (time.perf_counter() - begin) / calls
 
 
+def cpu_time(
+    function: Callable[[], object],
+    calls: int = 1,
+    clock: Callable[[], float] = time.process_time,
+) -> float:
+    """CPU seconds per call of this process, or by `time.thread_time` of this thread."""
+    begin = clock()
+    for _ in range(calls):
+        function()
+    return (clock() - begin) / calls
+
+
 def device_time(function: Callable[[], object], calls: int) -> float:
     """Seconds per call of the device itself: on a GPU between two events.
 

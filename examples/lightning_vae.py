@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError
-from overflow_fast.integrations.lightning import GuardCallback
+from overflow_fast.integrations.lightning import LightningGuardCallback
 
 
 class VAE(lightning.LightningModule):
@@ -55,7 +55,7 @@ def main():
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[GuardCallback()],
+        callbacks=[LightningGuardCallback()],
     )
     trainer.fit(VAE(), torch.utils.data.DataLoader(data, batch_size=8))
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from overflow_fast import NonFiniteError
-from overflow_fast.integrations.trainer import GuardCallback
+from overflow_fast.integrations.trainer import TrainerGuardCallback
 
 VOCABULARY, LENGTH = 128, 16
 
@@ -55,7 +55,7 @@ def main():
             report_to=[],
             save_strategy="no",
         )
-        callbacks = [GuardCallback()] + ([] if options.healthy else [Plant()])
+        callbacks = [TrainerGuardCallback()] + ([] if options.healthy else [Plant()])
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
         trainer.train()
 

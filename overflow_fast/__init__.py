@@ -1,49 +1,18 @@
 """overflow_fast: the numerics flight recorder that PyTorch users leave on."""
 
-import torch  # (first: the extension needs torch's libraries)
+# ruff: noqa: F405  (`public.py` has the names)
+
+import importlib
+import os
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from . import (
     binaries,
+    flags,
     text,  # noqa: F401  (its lines begin with the package's name)
 )
-
-try:
-    # First: an old build may have left an extension here, for an unknown torch.
-    __path__.insert(0, str(binaries.folder_for(torch.__version__)))
-    from . import _C  # noqa: F401
-except ImportError as error:
-    why = binaries.why_not_imported(torch.__version__, error)
-    if binaries.is_there(torch.__version__):
-        raise ImportError(why) from error
-    from . import fallback
-
-    fallback.install(why)
-
-from . import flags, metal
-from .capture.coverage import Coverage
-from .comparison.comparison import Comparison
-from .comparison.entry_points import compare, compare_live, recording, shadow
-from .comparison.recordings import RecordingError
-from .core.ops import Stat, scan
-from .debug import DebugUnderflowOverflow, detect_overflow, get_abs_min_max
-from .guard.guard import OverflowGuard
-from .guard.monitors.layer_audit import LayerAudit
-from .guard.monitors.magnitudes import Headroom, Saturation, Underflow
-from .guard.monitors.masked_ops import MaskedOps
-from .guard.monitors.monitor import Monitor, MonitoredStep, Notice
-from .guard.monitors.replicas import Replicas
-from .guard.monitors.spikes import Spikes
-from .guard.options import Evidence, Explain, Log, Record, Schedule
-from .guard.state_check import assert_finite_state
-from .precision.advise import advise_precision
-from .precision.keep_in_fp32 import keep_in_fp32
-from .precision.precision_advice import PrecisionAdvice
-from .record.record_lines import RecordError
-from .record.table import FlightRecord, read_record
-from .replay.explain import explain
-from .replay.explanation import Explanation, Op
-from .report.guard_coverage import GuardCoverage
-from .report.report import NonFiniteError, Report
 
 __all__ = [
     "Comparison",
@@ -91,7 +60,52 @@ __all__ = [
 ]
 __version__ = "1.0.0rc1"
 
-metal.register()
+
+def _is_command() -> bool:
+    """True in a process of `overflow-fast` or `python -m overflow_fast`."""
+    arguments = getattr(sys, "argv", None) or [""]  # none where Python is embedded
+    if arguments[0] == "-m":  # until Python has found what it is to run
+        return [__name__] == sys.orig_argv[-len(arguments) :][:1]
+    name: str = os.path.basename(arguments[0])
+    return name.removesuffix(".exe") == "overflow-fast"
+
+
+def _load_extension() -> ModuleType:
+    """Imports the extension for this torch, or what stands in for it."""
+    import torch  # (first: the extension needs torch's libraries)
+
+    try:
+        # First: an old build may have left an extension here, for an unknown torch.
+        __path__.insert(0, str(binaries.folder_for(torch.__version__)))
+        importlib.import_module("._C", __name__)
+    except ImportError as error:
+        why = binaries.why_not_imported(torch.__version__, error)
+        if binaries.is_there(torch.__version__):
+            raise ImportError(why) from error
+        from . import fallback
+
+        fallback.install(why)
+    from . import metal
+
+    metal.register()
+    return sys.modules[f"{__name__}._C"]
+
+
+# Importing the package loads all of it, so that an extension that cannot be loaded is
+# noticed then. Only commands begin without torch, whose import takes a second or two:
+# many read files alone. Others get the extension and the names when they ask for them.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "_C":
+            return _load_extension()
+        if name in __all__:
+            return getattr(importlib.import_module(".public", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if TYPE_CHECKING or not _is_command():
+    from .public import *  # noqa: F403
 
 
 def __dir__() -> list[str]:

@@ -147,7 +147,7 @@ class TorchStat:
 
 
 def readability(tensor: torch.Tensor) -> Readability:
-    """True if a tensor's own memory can be read."""
+    """Finds whether a tensor's own memory can be read."""
     if (
         type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         or tensor.layout is not torch.strided
@@ -544,7 +544,7 @@ def isa() -> str:
     return "torch operations"
 
 
-def stand_in() -> ModuleType:
+def fallback_module() -> ModuleType:
     """Returns a module with the names of the extension."""
     module = ModuleType("overflow_fast._C", __doc__)
     public = {k: v for k, v in globals().items() if not k.startswith("_")}
@@ -561,7 +561,7 @@ def install(why: str) -> None:
         why: what is missing, and how to get it.
     """
     why_missing[0] = why
-    package, module = sys.modules[__package__], stand_in()
+    package, module = sys.modules[__package__], fallback_module()
     sys.modules[module.__name__] = package._C = module  # type: ignore[attr-defined]
     _log.warning(
         "%s\nUntil then torch operations scan, which is slower: `scan` and "

@@ -103,8 +103,8 @@ class SelfTestResult:
                 f"Nothing was planted: {self.clean} is not finite without a fault. "
                 "Give a finite batch, or allow intended values (see `learn()`)."
             )
-        kinds = [(way, value) for way in DIRECTIONS for value in FAULTS]
-        rows = [["layer", *(f"{way} {value}" for way, value in kinds)]]
+        kinds = [(direction, value) for direction in DIRECTIONS for value in FAULTS]
+        rows = [["layer", *(f"{direction} {value}" for direction, value in kinds)]]
         for at in range(0, len(self.faults), len(kinds)):
             of_layer = self.faults[at : at + len(kinds)]
             name = printable(f"{of_layer[0].layer} ({of_layer[0].class_name})")
@@ -263,9 +263,9 @@ class SelfTest:
                 clean = self._judge_run()
             found, chosen = self._agreed(clean, self._choose(list(called)))
             faults = [
-                self._try(watch, index, way, value)
+                self._try(watch, index, direction, value)
                 for watch, index in chosen
-                for way in DIRECTIONS
+                for direction in DIRECTIONS
                 for value in FAULTS
             ]
         wanted = self._watches[0].wanted._asdict()
@@ -339,21 +339,23 @@ class SelfTest:
 
     # One run.
 
-    def _try(self, watch: ModelWatch, index: int, way: str, value: str) -> FaultResult:
+    def _try(
+        self, watch: ModelWatch, index: int, direction: str, value: str
+    ) -> FaultResult:
         module = watch.module_at(index)
         assert module is not None
-        fault = Fault(module, FAULTS[value], way == "backward")
+        fault = Fault(module, FAULTS[value], direction == "backward")
         with fault:
             verdict = self._judge_run()
-        kind = "grad_output" if way == "backward" else "output"
+        kind = "grad_output" if direction == "backward" else "output"
         first = verdict.first
         name = watch.name_at(index)
         is_there = first is not None and (first.fqn, first.kind) == (name, kind)
-        is_made = way == "backward" or verdict.origin == "made"
+        is_made = direction == "backward" or verdict.origin == "made"
         return FaultResult(
-            name or "(the model)",
+            name or "the model",
             type(module).__name__,
-            way,
+            direction,
             value,
             fault.is_planted,
             first is not None,

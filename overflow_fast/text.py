@@ -78,6 +78,17 @@ def some(names: Iterable[str], most: int) -> str:
     return f"{', '.join(listed[:most])}{more}"
 
 
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Writes things by numbers in order: `step 1`, `ranks 0 and 1`, `steps 0 to 9`."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    if len(numbers) == 2:
+        return f"{noun}s {numbers[0]} and {numbers[1]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{noun}s {numbers[0]} to {numbers[-1]}"
+    return f"{noun}s {some(map(str, numbers), 6)}"
+
+
 def either(words: Iterable[str], most: int | None = None) -> str:
     """Lists alternatives: `a, b or c`, or `a, b or one of 3 more`."""
     listed = list(words)

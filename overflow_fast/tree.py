@@ -151,9 +151,7 @@ def find(
     return walk.found
 
 
-def opaque(
-    value: Any, depth: int = MAX_DEPTH, most: int = MAX_VALUES
-) -> dict[str, int]:
+def opaque(value: Any, most: int = MAX_VALUES) -> dict[str, int]:
     """Counts what may hold tensors but was not opened, by the types' qualified names.
 
     These are sets, views and iterators, objects of C types, containers that are nested
@@ -162,7 +160,7 @@ def opaque(
     Returns:
         The number of values by the names of their types: `{"set": 1}`.
     """
-    walk = Walk((torch.Tensor,), depth, most)
+    walk = Walk((torch.Tensor,), most=most)
     walk.visit(value)
     return dict(Counter(type_name(kind) for _, kind in walk.opaque))
 
@@ -372,14 +370,6 @@ def _child(value: Any, part: Part) -> Any:
 def _is_same_key(one: Any, other: Any) -> bool:
     # Other keys may have an __eq__ of the user's.
     return one is other or (type(one) is type(other) in _PLAIN_KEYS and one == other)
-
-
-def held(value: object, name: str) -> Any:
-    """Returns an attribute that an object itself holds; None for anything else."""
-    for key, child in attributes(value):
-        if key == name:
-            return child
-    return None
 
 
 def is_container(value: Any) -> bool:
@@ -735,12 +725,9 @@ class Walk:
         self.of_objects: set[int] = set()
         self._holders: dict[int, list[int]] | None = {} if remembers_holders else None
 
-    def visit(self, value: Any, path: Path = ()) -> None:
-        """Lists what a value holds, the paths behind that of the value."""
-        spot: _Spot = ()
-        for style, key in path:
-            spot = (spot, style, key)
-        self._visit(value, spot, 0, False)
+    def visit(self, value: Any) -> None:
+        """Lists what a value holds."""
+        self._visit(value, (), 0, False)
 
     def visit_call(self, args: Any, kwargs: Any) -> None:
         """Lists what a call is given; a keyword is written as an attribute."""

@@ -134,6 +134,18 @@ def emulated():
         yield emulated_device()
 
 
+@pytest.fixture
+def untried(request, monkeypatch):
+    """Explanations end where remedies would be tried, which takes half of their time.
+
+    For modules whose tests ask for none, but for those with the mark `tries_remedies`.
+    """
+    if request.node.get_closest_marker("tries_remedies") is None:
+        monkeypatch.setattr(
+            "overflow_fast.replay.search.find_remedies", lambda *_: None
+        )
+
+
 @pytest.fixture(params=GPUS)
 def gpu(request):
     """A GPU, emulated or real: see gpus.py."""

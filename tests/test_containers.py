@@ -11,6 +11,7 @@ import overflow_fast
 from overflow_fast import OverflowGuard, advise_precision, compare_live, keep_in_fp32
 from overflow_fast.capture.inputs import Given, LoopBatch
 
+pytestmark = pytest.mark.usefixtures("untried")
 KINDS = pytest.mark.parametrize("kind", CONTAINERS)
 # One for each way to rebuild a value, where a test takes a second.
 FEW = pytest.mark.parametrize(

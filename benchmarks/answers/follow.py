@@ -6,7 +6,6 @@ python benchmarks/answers/follow.py [--only NAME] [--write]
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import warnings
@@ -17,16 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from facts import table
 
 from answers.families import FAILURES
 from answers.remedied import Followed, can_be_remedied, followed
-from answers.run import machine
+from answers.run import write_result
 from overflow_fast.replay.remedies import trials
 
 # What is tried on a bad step does not depend on what else runs here.
 trials.LEAST_SECONDS = 600.0
-RESULTS = Path(__file__).parent.parent / "results"
-RESULT = RESULTS / "raw" / "remedies-cpu.json"
 _TITLE = "Which remedies help"
 _NOTES = (
     "The failures of one process: those that a change of the program cures, which of "
@@ -116,8 +114,8 @@ def table_of(rows: list[dict[str, Any]]) -> str:
             f"{alike + same} of {len(curable)}"
         ),
     }
-    lines = [f"| {name} | {number} |" for name, number in facts.items()]
-    return "\n".join(["| what | number |", "|---|---|", *lines])
+    lines = [{"what": name, "number": number} for name, number in facts.items()]
+    return "\n".join(table(["what", "number"], lines))
 
 
 def main() -> None:
@@ -130,10 +128,7 @@ def main() -> None:
     rows = rows_of(options.only)
     print(table_of(rows))
     if options.write:
-        result = {"machine": machine(), "title": _TITLE, "notes": _NOTES, "rows": rows}
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
-        text = f"# {_TITLE}\n\n{_NOTES}\n\n{table_of(rows)}\n"
-        (RESULTS / "remedies-cpu.md").write_text(text)
+        write_result("remedies-cpu", _TITLE, _NOTES, rows, table_of(rows))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ import torch
 import torch._dynamo.backends.debugging  # what forks for compiled failures would import
 import torch._inductor.compile_fx
 import torch.distributed as dist
-from facts import commit
+from facts import origin, table, write_json, write_whole
 
 from answers.ascend import msprobe
 from answers.failure import Failure
@@ -42,8 +41,7 @@ _NOTES = (
     "Failures of public reports, made again small, and what each tool names of them. "
     "How it is judged is written at the top of benchmarks/answers/judge.py."
 )
-_COLUMNS = {part: part for part in ("phase", "module", "op", "cause", "sample")}
-_COLUMNS["misleads"] = "misleads"
+_COLUMNS = ("phase", "module", "op", "cause", "sample", "misleads")
 _NAMES = {
     "ours": "OverflowGuard alone",
     "ours-run": "OverflowGuard, `guard.run`",
@@ -155,17 +153,15 @@ def table_of(rows: list[dict[str, Any]]) -> str:
     """
     tools = list(dict.fromkeys(row["tool"] for row in rows))
     most = _counts(FAILURES)
-    heads = [f"{name} (of {most[column]})" for column, name in _COLUMNS.items()]
-    lines = ["| named rightly | " + " | ".join(heads) + " |"]
-    lines.append("|" + "---|" * (len(_COLUMNS) + 1))
+    heads = {column: f"{column} (of {most[column]})" for column in _COLUMNS}
+    lines = []
     for each in summary(rows, tools):
         asked = _counts(r["failure"] for r in rows if r["tool"] == each["tool"])
-        cells = [
-            f"{each[column]}" + f" of {asked[column]}" * (asked != most)
-            for column in _COLUMNS
-        ]
-        lines.append(f"| {_NAMES[each['tool']]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append({"named rightly": _NAMES[each["tool"]]})
+        for column, head in heads.items():
+            of = f" of {asked[column]}" * (asked != most)
+            lines[-1][head] = f"{each[column]}{of}"
+    return "\n".join(table(["named rightly", *heads.values()], lines))
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:
@@ -179,10 +175,12 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
     return {column: sum(has.get(column, [True] * len(own))) for column in _COLUMNS}
 
 
-def machine() -> dict[str, Any]:
-    facts = {"torch": torch.__version__, "python": platform.python_version()}
-    date = time.strftime("%Y-%m-%d", time.gmtime())
-    return facts | {"threads": 1, "commit": commit(), "date": date}
+def write_result(name: str, title: str, notes: str, rows: Any, text: str) -> None:
+    """Writes rows and their table among the results."""
+    machine = {"torch": torch.__version__, "threads": 1, **origin()}
+    result = {"machine": machine, "title": title, "notes": notes, "rows": rows}
+    write_json(RESULTS / "raw" / f"{name}.json", result)
+    write_whole(RESULTS / f"{name}.md", f"# {title}\n\n{notes}\n\n{text}\n")
 
 
 def keep(rows: list[dict[str, Any]]) -> None:
@@ -192,10 +190,7 @@ def keep(rows: list[dict[str, Any]]) -> None:
     plain = [{k: v for k, v in row.items() if k != "text"} for row in rows]
     plain += [row for row in before if row["tool"] not in tools]
     plain.sort(key=lambda row: list(TOOLS).index(row["tool"]))
-    result = {"machine": machine(), "title": _TITLE, "notes": _NOTES, "rows": plain}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    text = f"# {_TITLE}\n\n{_NOTES}\n\n{table_of(plain)}\n"
-    (RESULTS / "answers-cpu.md").write_text(text)
+    write_result("answers-cpu", _TITLE, _NOTES, plain, table_of(plain))
 
 
 def _show(row: dict[str, Any]) -> None:

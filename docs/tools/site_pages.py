@@ -30,7 +30,7 @@ Every public name, from its docstrings. What each argument of the guard and of t
 detector means in practice is in [arguments](arguments.md).
 
 """
-_INTEGRATION = re.compile(r"(guard_with|GuardCallback|install|\w+Metrics)$")
+_INTEGRATION = re.compile(r"(guard_with|\w+GuardCallback|install|\w+Metrics)$")
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from .. import binaries
 from ..text import either, nearest, printable
 from .machine_commands import add_demo, add_doctor, add_env
 from .reading_commands import (
@@ -83,12 +85,26 @@ class _Parser(argparse.ArgumentParser):
 
     Attributes:
         commands: The names of its commands.
+        add_arguments: Adds the arguments of a command that are not there yet, or None.
     """
 
     commands: Sequence[str] = ()
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def complete(self) -> None:
+        """Adds the arguments that are not there yet."""
+        add, self.add_arguments = self.add_arguments, None
+        if add is not None:
+            add(self)
+
+    def format_help(self) -> str:
+        """Writes the help of all arguments."""
+        self.complete()
+        return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments; a command itself refuses those that it does not know."""
+        self.complete()
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -130,10 +146,12 @@ class _Version(argparse.Action):
 
 
 def _version() -> str:
-    import torch
+    """The versions, and if there is no extension for them; imports neither."""
+    from .. import __version__
 
-    from .. import _C, __version__
-
-    cuda = "CUDA kernels" if _C.has_kernels("cuda") else "no CUDA kernels"
-    torch_version = f"torch {torch.__version__}"
-    return f"overflow_fast {__version__}, {torch_version}, CPU {_C.isa()}, {cuda}"
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return f"overflow_fast {__version__}, no torch"
+    lack = "" if binaries.is_there(torch) else ", no extension for it (see `env`)"
+    return f"overflow_fast {__version__}, torch {torch}{lack}"

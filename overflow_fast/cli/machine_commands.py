@@ -48,8 +48,7 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _run_doctor(parsed: argparse.Namespace) -> int:
-    from ..doctor.examination import Examination
-    from ..doctor.rendezvous import Address
+    from ..doctor.examination import Address, Examination
     from ..doctor.stage import ExaminationSettings
 
     if not parsed.seconds > 0:
@@ -63,7 +62,7 @@ def _run_doctor(parsed: argparse.Namespace) -> int:
         return fail(f"The ranks cannot meet: {error}")
     diagnosis = examination.run()
     status: int = diagnosis.status
-    if examination.leads:
+    if examination.is_leader:
         status = max(status, _tell(diagnosis, parsed.json, parsed.output))
     examination.part()
     return status
@@ -126,6 +125,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     from .. import _C, __version__
+    from ..core.process import settings_of_torch
 
     return {
         "overflow_fast": __version__,
@@ -139,7 +139,7 @@ def environment() -> dict[str, Any]:
         "gpus": _gpus(),
         "mps": torch.backends.mps.is_available(),
         "distributed": _backends(),
-        "settings": _settings(),
+        "settings": settings_of_torch(),
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": _cpu(),
@@ -176,17 +176,6 @@ def _backends() -> list[str]:
         return []
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     return [name for name in names if dist.is_backend_available(name)]
-
-
-def _settings() -> dict[str, Any]:
-    import torch
-
-    return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "default_dtype": str(torch.get_default_dtype()),
-    }
 
 
 def _cpu() -> str:
@@ -255,8 +244,7 @@ def add_demo(commands: Commands) -> None:
 
 def _run_demo(parsed: argparse.Namespace) -> int:
     try:
-        from ..demo import DemoSettings, show
-        from ..demo.training import train
+        from ..demo import DemoSettings, show, train
     except ImportError as error:
         return fail(
             f"The demo needs transformers: `pip install transformers` ({error})."

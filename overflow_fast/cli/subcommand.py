@@ -21,7 +21,12 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def add_command(
-    commands: Commands, name: str, run: Run, summary: str, example: str
+    commands: Commands,
+    name: str,
+    run: Run,
+    summary: str,
+    example: str,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> argparse.ArgumentParser:
     """Adds a command, and returns the parser of its arguments.
 
@@ -31,6 +36,7 @@ def add_command(
         run: Runs the command and returns its exit status; it imports what it needs.
         summary: A line for `--help`, which begins with a verb in lower case.
         example: One or more command lines, without the program's name.
+        add_arguments: Adds its arguments when it is chosen, if they take long to make.
     """
     lines = textwrap.dedent(example).strip().splitlines()
     parser = commands.add_parser(
@@ -42,6 +48,7 @@ def add_command(
     prog = parser.prog.removesuffix(name)
     parser.epilog = "\n".join(["example:", *(f"  {prog}{line}" for line in lines)])
     parser.set_defaults(run=run)
+    vars(parser)["add_arguments"] = add_arguments
     return parser
 
 

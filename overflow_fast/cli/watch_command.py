@@ -9,8 +9,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..files.json_text import dumps
 from ..record.record_lines import RecordEntry
 from ..record.table import FlightRecord
@@ -91,22 +89,23 @@ def _entries(record: FlightRecord) -> list[Numbers]:
     if not record.steps:
         return []
     recent = record.tail(_TREND)
-    bits = recent.headroom_bits()
-    high = recent.values["abs_max"]
-    assert high is not None
+    lines = range(len(recent))
+    bits = [recent.headroom_row(i) for i in lines]
+    high = [recent.row("abs_max", i) for i in lines]
     rank = record.run.get("rank", 0)
     found = []
-    for i, entry in enumerate(recent.entries):
-        known = (~bits[:, i].isnan()).nonzero().flatten().tolist()
+    for j, entry in enumerate(recent.entries):
+        known = [i for i in lines if not math.isnan(bits[i][j])]
         if not known or entry.kind == "recorded":
             continue
+        last = known[-1]
         found.append(
             {
                 "rank": rank,
                 **_named(entry),
-                "headroom_bits": float(bits[known[-1], i]),
-                "trend": _trend(recent, bits[:, i], known),
-                "abs_max": float(high[known[-1], i]),
+                "headroom_bits": bits[last][j],
+                "trend": _trend(recent, [row[j] for row in bits], known),
+                "abs_max": high[last][j],
             }
         )
     return found
@@ -118,7 +117,7 @@ def _named(entry: RecordEntry) -> Numbers:
 
 
 def _trend(
-    record: FlightRecord, bits: torch.Tensor, known: Sequence[int]
+    record: FlightRecord, bits: Sequence[float], known: Sequence[int]
 ) -> float | None:
     """The bits that an entry wins or loses in a step, from its first to its last."""
     finite = [i for i in known if math.isfinite(bits[i])]
@@ -126,7 +125,7 @@ def _trend(
         return None
     first, last = finite[0], finite[-1]
     num_steps = record.steps[last].last - record.steps[first].last
-    return float(bits[last] - bits[first]) / num_steps if num_steps > 0 else None
+    return (bits[last] - bits[first]) / num_steps if num_steps > 0 else None
 
 
 def _worst(entries: Sequence[Numbers]) -> list[Numbers]:

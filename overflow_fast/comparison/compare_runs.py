@@ -17,8 +17,8 @@ import torch
 
 from ..core.modules import is_within
 from ..core.process import without_collection
-from ..text import capitalized, counted, either, some, with_progress
-from .comparison import Comparison, RootDifference, has_other_shape, steps_text
+from ..text import capitalized, counted, either, numbered, some, with_progress
+from .comparison import Comparison, RootDifference, has_other_shape
 from .judged_rows import (
     EQUAL,
     FLAGGED,
@@ -46,7 +46,8 @@ from .recordings import (
     has_unequal_states,
     read_run,
 )
-from .tensor_hooks import BACKWARD, BOUNDS, FORWARD, STATE, Summary
+from .summary import BOUNDS, Summary
+from .tensor_hooks import BACKWARD, FORWARD, STATE
 
 # Remarks before anything is compared: how the two runs were unlike.
 
@@ -120,14 +121,9 @@ def of_ranks(texts: Sequence[tuple[int, Iterable[str]]]) -> list[str]:
         for text in found:
             ranks.setdefault(text, []).append(rank)
     return [
-        text if len(of) == len(texts) else f"{text} ({_ranks_text(of)})"
+        text if len(of) == len(texts) else f"{text} ({numbered('rank', sorted(of))})"
         for text, of in ranks.items()
     ]
-
-
-def _ranks_text(ranks: Iterable[int]) -> str:
-    found = list(map(str, sorted(ranks)))
-    return f"rank{'s' * (len(found) > 1)} {_some(found)}"
 
 
 def as_sentences(remarks: Sequence[Remark]) -> list[str]:
@@ -135,7 +131,7 @@ def as_sentences(remarks: Sequence[Remark]) -> list[str]:
     steps: dict[str, list[int]] = {}
     for step, text in remarks:
         steps.setdefault(text, []).append(step)
-    named = ((steps_text(found), text) for text, found in steps.items())
+    named = ((numbered("step", found), text) for text, found in steps.items())
     return [f"{capitalized(name)}: {text}." for name, text in named]
 
 
@@ -199,7 +195,8 @@ def _hidden_modules(step: RankStep) -> list[str]:
 
 def _random_state_remarks(own: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
     """Describes what unequal random states mean, where it is known who drew."""
-    unequal = _unequal(own.get("random", {}), other.get("random", {}))
+    mine, its = own.get("random", {}), other.get("random", {})
+    unequal = [name for name in mine if name in its and mine[name] != its[name]]
     if not unequal:
         return
     names = ", ".join(unequal)
@@ -349,18 +346,13 @@ def _missing(entries: Sequence[StepTensor]) -> str:
     roles = collections.Counter(e.place.role.replace("_", " ") for e in entries)
     counts = ", ".join(counted(count, role) for role, count in roles.most_common())
     ranks = {entry.rank for entry in entries if entry.rank is not None}
-    on = f" ({_ranks_text(ranks)})" if ranks else ""
+    on = f" ({numbered('rank', sorted(ranks))})" if ranks else ""
     modules = list(dict.fromkeys(e.place.module or "the model" for e in entries))
     return f"not compared: {counts} of {_some(modules)}{on},"
 
 
 def _some(names: Iterable[str]) -> str:
     return some(names, _MAX_NAMES)
-
-
-def _unequal(mine: dict[str, str], its: dict[str, str]) -> list[str]:
-    """The generators that both runs have, in unequal states; torch's first."""
-    return [name for name in mine if name in its and mine[name] != its[name]]
 
 
 def _text(value: Any) -> str:
@@ -404,7 +396,7 @@ class StepContext:
 
 
 def find_root_difference(
-    rows: Sequence[TensorDifference], known: StepContext | None = None
+    rows: Sequence[TensorDifference], known: StepContext
 ) -> RootDifference | None:
     """Finds the first difference that is made where it shows.
 
@@ -412,7 +404,6 @@ def find_root_difference(
         rows: The judged rows of one step, in the order of execution.
         known: What else is known of the step.
     """
-    known = known or StepContext()
     first = _first_difference(rows, known)
     if first is not None and first.row.rank is not None:
         key = first.row.place.key
@@ -758,7 +749,8 @@ def compare_runs(
         for path, why in {**mine.unread, **its.unread}.items()
     ]
     if not mine.steps or not its.steps:
-        result.said.append(f"{_empty(mine, its)} holds no whole step.")
+        empty = its if mine.steps else mine
+        result.said.append(f"{empty.name} holds no whole step.")
     result.said += [
         f"{each.name}: no forward of the model was recorded."
         for each in (mine, its)
@@ -895,10 +887,6 @@ def _read(folder: str | os.PathLike[str]) -> RecordedRun:
     """Reads a recording, or a dump of msprobe."""
     dumps = find_dumps(Path(folder))
     return read_dumps(Path(folder), dumps) if dumps else read_run(folder)
-
-
-def _empty(mine: RecordedRun, its: RecordedRun) -> str:
-    return mine.name if not mine.steps else its.name
 
 
 def _compare_step(

@@ -17,7 +17,16 @@ from ..core.tensors import is_number
 from ..files.json_text import SCHEMA, dumps, parse_object, to_plain
 from ..files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
-from ..text import aligned, as_lines, capitalized, counted, printable, rounded, some
+from ..text import (
+    aligned,
+    as_lines,
+    capitalized,
+    counted,
+    numbered,
+    printable,
+    rounded,
+    some,
+)
 from .judged_rows import (
     EQUAL,
     INTRODUCED,
@@ -34,7 +43,6 @@ from .judged_rows import (
 
 
 _MAX_PLACES = 3
-_MAX_STEPS = 6
 
 
 @dataclass
@@ -114,22 +122,19 @@ class RootDifference:
         but = "" if self.is_whole_before else ", as far as they were compared"
         if self.gradients is not None:
             steps, how = self.gradients
-            how = f"{how} in {steps_text(steps)}{but}"
+            how = f"{how} in {numbered('step', steps)}{but}"
             return f"{text}with gradients {how}: the update. "
         what = "no difference" if self.is_equal_before else "no more than rounding"
         but = but.replace("they were", "it was") if len(self.earlier) == 1 else but
-        return f"{text}with {what} in {steps_text(self.earlier)}{but}: "
-
-    def _ranks_text(self) -> str:
-        if len(self.ranks) < 2:
-            return f"rank {self.row.rank}"
-        return steps_text(self.ranks).replace("step", "rank", 1)
+        return f"{text}with {what} in {numbered('step', self.earlier)}{but}: "
 
     def _sentence(self) -> str:
         row = self.row
         name = self.module or "the model"
         of_class = f" ({self.class_name})" if self.class_name else ""
-        on_rank = "" if row.rank is None else f" on {self._ranks_text()}"
+        on_rank = ""
+        if row.rank is not None:
+            on_rank = f" on {numbered('rank', self.ranks or (row.rank,))}"
         amount = _amount(row)
         if self.kind in ("weights", "update"):
             text = f"{row.place} of {name}{of_class} differs{on_rank}{amount}."
@@ -157,17 +162,6 @@ class RootDifference:
             text += f"{seen}, after {self.after}." if self.after else f"{seen}."
             text += _caveat(self.unknown)
         return text
-
-
-def steps_text(steps: Sequence[int]) -> str:
-    """Writes steps: `step 1`, `steps 0 and 1`, `steps 0 to 9`, `steps 0, 3, 9`."""
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    if len(steps) == 2:
-        return f"steps {steps[0]} and {steps[1]}"
-    if steps[-1] - steps[0] == len(steps) - 1:
-        return f"steps {steps[0]} to {steps[-1]}"
-    return f"steps {some(map(str, steps), _MAX_STEPS)}"
 
 
 def _caveat(unknown: Sequence[str]) -> str:
@@ -566,7 +560,7 @@ class Comparison:
 
     def _head(self, rows: Sequence[TensorDifference]) -> str:
         """The steps of the rows that are printed, and the kind of the first."""
-        steps = steps_text(list(dict.fromkeys(row.step for row in rows)))
+        steps = numbered("step", list(dict.fromkeys(row.step for row in rows)))
         if self.first is None:
             return f"The largest differences, of {steps}:"
         found = f"{steps}, {self.first.kind} first:"

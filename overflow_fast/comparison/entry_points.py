@@ -48,7 +48,7 @@ def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
 
     Raises:
         TypeError: If it is no mapping of texts.
-        ValueError: If a text is no regular expression.
+        ValueError: If a text is no regular expression, or no replacement for it.
     """
     if names is None:
         return {}
@@ -58,10 +58,10 @@ def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
         if not isinstance(pattern, str) or not isinstance(new, str):
             raise TypeError(f"names must map texts to texts, got {pattern!r}: {new!r}")
         try:
-            re.compile(pattern)
-        except re.error as error:
+            re.sub(pattern, new, "")
+        except (re.error, IndexError) as error:
             raise ValueError(
-                f"names has {pattern!r}, which is wrong: {error}"
+                f"names has {pattern!r}: {new!r}, which is wrong: {error}"
             ) from None
     return dict(names)
 

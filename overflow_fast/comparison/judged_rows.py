@@ -20,8 +20,8 @@ import torch
 from ..core.tensors import dtype_named
 from ..precision.layers import expected_error
 from .matching import Pair, StepTensor
-from .measures import Measures, estimated_all, factors_of, measured
-from .tensor_hooks import BACKWARD, STATE, StepPath, Summary
+from .summary import Measures, Summary, estimated_all, factors_of, measured
+from .tensor_hooks import BACKWARD, STATE, StepPath
 
 EQUAL, ROUNDING, INTRODUCED = "equal", "rounding", "introduced"
 PROPAGATED, NOT_COMPARED = "propagated", "not compared"
@@ -350,14 +350,14 @@ _FLIPS = 0.5
 _CAST = 3.0  # one cast is off by at most 2.4 times its usual error
 
 
-class Yardstick:
+class ErrorBounds:
     """Judges the rows of one rank's step, in the order of execution.
 
     Args:
         has_tf32: Whether a run may have rounded float32 products to TF32.
     """
 
-    def __init__(self, has_tf32: bool = False) -> None:
+    def __init__(self, has_tf32: bool) -> None:
         self._has_tf32 = has_tf32
         self._calls: dict[tuple[str, int], ErrorPropagation] = {}
         self._last_call: dict[str, int] = {}
@@ -424,7 +424,7 @@ class Yardstick:
         self._forward.add(row.relative, variance, width(row))
 
     def _judge_gradient(self, row: TensorDifference, pair: Pair) -> None:
-        place, flow = row.place, self._backward
+        place, backward = row.place, self._backward
         before = self._accumulated.get(place.fqn)
         if place.role == "parameter_gradient" and before is not None:
             # Between backward and step at most a factor is rounded: no layer runs.
@@ -433,14 +433,14 @@ class Yardstick:
             return
         # Where a ReLU's input changes its sign, its whole gradient comes or goes.
         flips = math.sqrt(self._forward.relative) * _FLIPS
-        flow.add(flips, self._forward.variance, self._forward.width)
-        flow.add(0.0, 0.0, width(row))
-        variance = self._after(flow, _LEAF, row)
+        backward.add(flips, self._forward.variance, self._forward.width)
+        backward.add(0.0, 0.0, width(row))
+        variance = self._after(backward, _LEAF, row)
         summary = pair.reference.summary
         norm = 0.0 if summary is None else summary.norm
         if not place.is_of_call:
             factor = self._sums_to(place.module, row, norm)
-            self._decide(row, variance, flow, factor)
+            self._decide(row, variance, backward, factor)
             if place.role == "accumulated_gradient":
                 relative = math.inf if is_odd(row) else row.relative
                 self._accumulated[place.fqn] = relative, row.explained**2
@@ -450,10 +450,10 @@ class Yardstick:
         self._incoming = norm
         lone = 1 / math.sqrt(max(1, math.prod(row.shapes[1])))  # one sign that changed
         least = lone if self._forward.relative else 0.0
-        source = ErrorPropagation(max(flow.relative, least))
+        source = ErrorPropagation(max(backward.relative, least))
         self._decide(row, variance, source, factor)
         self._note(row, pair, variance)
-        flow.add(row.relative, variance)
+        backward.add(row.relative, variance)
         known = self._gradients.get(place.module, 0.0)
         self._gradients[place.module] = max(known, norm)
 
@@ -480,7 +480,7 @@ class Yardstick:
         return max(1.0, typical / summary.norm) if summary.norm else 1.0
 
     def _after(
-        self, flow: ErrorPropagation, roundings: int, row: TensorDifference
+        self, source: ErrorPropagation, roundings: int, row: TensorDifference
     ) -> float:
         """The squared error of what came before, and of one more module's roundings.
 
@@ -488,8 +488,8 @@ class Yardstick:
         """
         kind = coarser(*row.dtypes)
         if kind in ("float32", "float64"):
-            roundings += max(flow.width, width(row))
-        before = flow.variance if flow.relative else 0.0
+            roundings += max(source.width, width(row))
+        before = source.variance if source.relative else 0.0
         return before + self._error(row, kind, roundings) ** 2
 
     def _of_code(self, row: TensorDifference) -> float:
@@ -513,24 +513,24 @@ class Yardstick:
         self,
         row: TensorDifference,
         variance: float,
-        flow: ErrorPropagation,
+        source: ErrorPropagation,
         factor: float,
         flagged: float = FLAGGED,
     ) -> None:
         if row.measures is None:
             return
-        row.propagated = flow.relative
+        row.propagated = source.relative
         row.explained = math.sqrt(variance) * factor
         if not row.measures.is_exact:
             row.explained = math.hypot(row.explained, _PRINT_ERROR)
-        limit = flagged * max(row.explained, flow.relative * factor)
+        limit = flagged * max(row.explained, source.relative * factor)
         if not row.relative and not is_odd(row):
             row.verdict = EQUAL
         elif is_mask(row):
             row.notes.append("a mask: the lowest number of its dtype is in it")
             row.verdict = ROUNDING
         elif is_odd(row):
-            row.verdict = PROPAGATED if math.isinf(flow.relative) else INTRODUCED
+            row.verdict = PROPAGATED if math.isinf(source.relative) else INTRODUCED
         elif row.relative >= limit and limit < math.inf:
             row.verdict = INTRODUCED
         else:
@@ -558,8 +558,8 @@ def judge_all(
     rows: Sequence[TensorDifference], pairs: Sequence[Pair], has_tf32: bool
 ) -> None:
     """Judges rows of any ranks, each rank by itself."""
-    yardsticks: dict[int | None, Yardstick] = {}
+    bounds: dict[int | None, ErrorBounds] = {}
     for row, pair in zip(rows, pairs, strict=True):
-        if row.rank not in yardsticks:
-            yardsticks[row.rank] = Yardstick(has_tf32=has_tf32)
-        yardsticks[row.rank].judge(row, pair)
+        if row.rank not in bounds:
+            bounds[row.rank] = ErrorBounds(has_tf32)
+        bounds[row.rank].judge(row, pair)

@@ -16,11 +16,11 @@ from torch import nn
 from ..capture.hooks import unseen
 from ..core.modules import Handles, named_modules, step_of
 from ..core.tensors import devices_of, loss_in
-from ..precision.copies import check_model, to_float32
+from ..precision.copies import FLOATS, check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from ..replay.capture import Ambient
 from ..replay.op_trace import ModuleStack, OpCall, OpTrace
-from ..replay.places import Frames, code_at, users_frames
+from ..replay.places import Frames, code_at
 from ..state.random import RandomStates
 from ..state.snapshot import Snapshot
 from ..text import dtype_name
@@ -49,17 +49,9 @@ from .judged_rows import (
     judge_all,
 )
 from .matching import Matched, Pair, StepTensor, mapped_name, match
-from .measures import Measures, estimated, measured
 from .recordings import RankStep, RecordedTensor, Source, modes
-from .tensor_hooks import (
-    BACKWARD,
-    StepPath,
-    Summary,
-    TensorHooks,
-    fetch,
-    summarize,
-    values_of,
-)
+from .summary import Measures, Summary, estimated, fetch, measured, summarize, values_of
+from .tensor_hooks import BACKWARD, StepPath, TensorHooks
 
 # The first operation within a module whose result differs between two models.
 
@@ -91,7 +83,7 @@ class _Ops:
         """Runs an operation, and summarizes its results; see `OpObserver`."""
         output = op.run()
         if len(self.found) < _MAX_OPS:
-            self.found.append(_Op(str(op.func), users_frames(), _summaries(output)))
+            self.found.append(_Op(str(op.func), modules.lines(), _summaries(output)))
         return output
 
     def on_module(self, name: str, output: Any) -> None:
@@ -278,7 +270,7 @@ def apply_errors(
 
 
 @dataclass
-class _Shown:
+class _WaitingTensor:
     """A tensor that waits for its twin: its values only as long as its side waits."""
 
     entry: StepTensor
@@ -307,7 +299,9 @@ class Lockstep:
         self._turn = 0
         self._done = [False, False]
         self._random = [RandomStates(devices)] * 2
-        self._waiting: tuple[dict[object, _Shown], dict[object, _Shown]] = ({}, {})
+        self._waiting: tuple[
+            dict[object, _WaitingTensor], dict[object, _WaitingTensor]
+        ] = ({}, {})
         self._numbers = [0, 0]
         self.pairs: list[tuple[Pair, Measures | None]] = []
 
@@ -339,12 +333,12 @@ class Lockstep:
         key = name, place.call, place.role, place.path
         twin = self._waiting[1 - side].pop(key, None)
         if twin is not None:
-            mine = _Shown(entry, values)
+            mine = _WaitingTensor(entry, values)
             _summarize(mine, twin)
             pair = (twin, mine) if side else (mine, twin)
             self.pairs.append((Pair(pair[0].entry, pair[1].entry), _measures(*pair)))
             return
-        shown = self._waiting[side][key] = _Shown(entry, values)
+        shown = self._waiting[side][key] = _WaitingTensor(entry, values)
         if place.phase != BACKWARD or not self._is_serial:
             with self._condition:
                 self._pass_on(side)
@@ -382,7 +376,7 @@ class Lockstep:
             self._condition.wait_for(lambda: self._turn == side)
 
 
-def _summarize(*pair: _Shown) -> None:
+def _summarize(*pair: _WaitingTensor) -> None:
     """Finds the ranges and norms of two tensors; equal ones are read once."""
     for shown in pair:
         values, first = shown.values, pair[0]
@@ -401,7 +395,7 @@ def _is_equal(first: torch.Tensor | None, second: torch.Tensor) -> bool:
     return first.device == second.device and torch.equal(first, second)
 
 
-def _measures(mine: _Shown, its: _Shown) -> Measures | None:
+def _measures(mine: _WaitingTensor, its: _WaitingTensor) -> Measures | None:
     """Exact measures, if the values of both are there."""
     if mine.values is None or its.values is None:
         return None
@@ -411,7 +405,6 @@ def _measures(mine: _Shown, its: _Shown) -> Measures | None:
     return measured(mine.values, its.values, dtype)
 
 
-_HALF_AND_FLOAT = (torch.float16, torch.bfloat16, torch.float32)
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
@@ -437,9 +430,9 @@ class LiveRun:
     def run(self, sink: Any) -> None:
         """Runs the step, and shows its tensors."""
         try:
-            with TensorHooks(self.model, sink, is_one_thread=True) as tap:
-                self._run(tap)
-            self.failures, self.arguments = tap.failures, tap.arguments
+            with TensorHooks(self.model, sink, is_one_thread=True) as hooks:
+                self._run(hooks)
+            self.failures, self.arguments = hooks.failures, hooks.arguments
         except BaseException as error:
             self.error = error
 
@@ -447,12 +440,12 @@ class LiveRun:
         """Runs the forward alone."""
         self._function(self._batch)
 
-    def _run(self, tap: TensorHooks) -> None:
-        tap.show_state()
+    def _run(self, hooks: TensorHooks) -> None:
+        hooks.show_state()
         with torch.set_grad_enabled(self._backward or torch.is_grad_enabled()):
             output = self._function(self._batch)
             if self._backward:
-                tap.show_gradients(self._gradients(output))
+                hooks.show_gradients(self._gradients(output))
 
     def _gradients(self, output: Any) -> dict[int, torch.Tensor]:
         loss = loss_in(output)
@@ -542,7 +535,7 @@ def batch_for(reference: nn.Module, model: nn.Module, batch: Any) -> Any:
         return batch
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        is_cast = tensor.dtype == own.dtype and own.dtype in _HALF_AND_FLOAT
+        is_cast = tensor.dtype == own.dtype and own.dtype in FLOATS
         return tensor.to(its.device, its.dtype if is_cast else tensor.dtype)
 
     return mapped(batch, convert, CALL_DEPTH)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .measures import estimated
 from .recordings import RankStep, Source
-from .tensor_hooks import STATE, StepPath, Summary
+from .summary import Summary, estimated
+from .tensor_hooks import STATE, StepPath
 
 # Tensors of a step as a whole, whichever ranks have parts of them.
 
@@ -277,13 +277,7 @@ def _plain_name(entry: StepTensor, entries: Sequence[StepTensor]) -> str:
 def mapped_name(name: str, names: Mapping[str, str]) -> str:
     """A module's name after the replacements."""
     for pattern, new in names.items():
-        try:
-            name = re.sub(pattern, new, name)
-        except (re.error, IndexError) as error:
-            raise ValueError(
-                f"names must be regular expressions and replacements: {pattern!r} to "
-                f"{new!r}: {error}"
-            ) from error
+        name = re.sub(pattern, new, name)
     return name
 
 

@@ -14,15 +14,8 @@ import torch
 
 from ..files.reading import FileError, open_regular, read_bytes, why_unreadable
 from .recordings import RankStep, RecordedRun, RecordedTensor, RecordingError, Source
-from .tensor_hooks import (
-    BACKWARD,
-    FORWARD,
-    STATE,
-    StepPath,
-    fetch,
-    summarize,
-    values_of,
-)
+from .summary import fetch, summarize, values_of
+from .tensor_hooks import BACKWARD, FORWARD, STATE, StepPath
 
 if TYPE_CHECKING:
     from .recording_schema import DumpedTensor

@@ -17,7 +17,7 @@ from ..files.schema import (
     UnsetType,
     field,
 )
-from .fingerprint import WIDTH
+from .summary import WIDTH
 
 _MOST = 2**62  # elements; numbers beyond have no float, either
 _Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]

@@ -31,7 +31,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.modules import named_modules, stepped_by
-from ..core.process import own_rank, world_size
+from ..core.process import own_rank, settings_of_torch, world_size
 from ..core.tensors import devices_of
 from ..files.json_text import dumps
 from ..files.reading import (
@@ -41,26 +41,22 @@ from ..files.reading import (
     open_tensors,
     why_unreadable,
 )
-from ..files.writing import make_folder, open_appending, write_all, write_new
+from ..files.writing import open_appending, write_all, write_new
 from ..state.random import RandomStates
 from ..text import counted, dtype_name, with_progress
 from ..torch_internals.compiler import uncompiled
 from ..torch_internals.module_internals import is_dropout
-from .tensor_hooks import (
-    BACKWARD,
+from .summary import (
     Shard,
-    StepPath,
     Summary,
-    TensorHooks,
     fetch,
-    is_compiled,
     magnitudes,
     part_of,
-    scalars_in,
     summarize,
     sums_of,
     values_of,
 )
+from .tensor_hooks import BACKWARD, StepPath, TensorHooks, is_compiled, scalars_in
 
 if TYPE_CHECKING:
     from .recording_schema import HeadLine, RecordedStepLine, RowLine
@@ -300,9 +296,16 @@ def _rows_of(data: bytes, step: int) -> tuple[list[RecordedTensor], int]:
     rows = []
     for line in lines:
         has_numbers = line.fingerprint is not None
-        summary = Summary.from_line(line, next(prints)) if has_numbers else None
+        summary = _summary_of(line, next(prints)) if has_numbers else None
         rows.append(RecordedTensor.from_line(line, summary))
     return rows, len(texts) - len(rows)
+
+
+def _summary_of(line: RowLine, sums: torch.Tensor) -> Summary:
+    """The numbers of a line that has a fingerprint, which `sums_of()` has read."""
+    low, high, squares = map(float, (line.low, line.high, line.squares))
+    counts = line.num_nan, line.num_inf
+    return Summary(low, high, squares, *counts, sums, line.magnitudes)
 
 
 _DAMAGED = object()
@@ -592,6 +595,12 @@ def process() -> dict[str, Any]:
     }
 
 
+_ON_GPU = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+_PRODUCTS = ("cuda", "mkldnn")
+# Those of `torch.set_float32_matmul_precision()`.
+_WORDS = (("bf16", "medium"), ("tf32", "high"))
+
+
 def modes(model: nn.Module) -> dict[str, Any]:
     """Settings, dtypes and random states at the beginning of a step, as JSON."""
     devices = devices_of([model])
@@ -599,13 +608,16 @@ def modes(model: nn.Module) -> dict[str, Any]:
     autocast = [t for t in types if torch.is_autocast_enabled(t)]
     tensors = [*model.parameters(), *model.buffers()]
     dtypes = collections.Counter(dtype_name(tensor.dtype) for tensor in tensors)
+    switches = settings_of_torch()
+    on_gpu = {switches[f"{each}.fp32_precision"] for each in _ON_GPU}
+    products = {switches[f"{each}.matmul.fp32_precision"] for each in _PRODUCTS}
     return {
         "devices": [torch.device("cpu").type, *map(str, devices)],
         "dtypes": dict(dtypes.most_common()),
         "autocast": {t: dtype_name(torch.get_autocast_dtype(t)) for t in autocast},
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "tf32": _has_tf32(devices),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": next((w for v, w in _WORDS if v in products), "highest"),
+        "tf32": "cuda" in types and "tf32" in on_gpu,
+        "deterministic": switches["deterministic_algorithms"],
         "threads": torch.get_num_threads(),
         "training": model.training,
         "compiled": [name for name, m in named_modules(model) if _hides(m)],
@@ -652,13 +664,6 @@ def _plain(value: Any) -> Any:
     """A setting; of one in a tensor on the CPU its number."""
     is_tensor = isinstance(value, torch.Tensor) and value.device.type == "cpu"
     return value.item() if is_tensor and value.numel() == 1 else value
-
-
-def _has_tf32(devices: list[torch.device]) -> bool:
-    """True if float32 products of a GPU may be rounded to TF32."""
-    backends: Any = torch.backends
-    allowed = backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32
-    return bool(allowed) and any(device.type == "cuda" for device in devices)
 
 
 def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
@@ -716,7 +721,7 @@ class Recording:
         self._file = self.folder / f"rank-{self._process['rank']}.jsonl"
         self._step = 0
         self._settings: dict[str, dict[str, str]] = {}  # as they were last written
-        self._tap: TensorHooks | None = None
+        self._hooks: TensorHooks | None = None
         self._failure = ""
         self._optimizer_hook: Any = None
         self._check()
@@ -756,7 +761,6 @@ class Recording:
             _log.warning("Recording to %s ended: %s", self.folder, self._failure)
 
     def _begin_run(self) -> None:
-        make_folder(self.folder)
         head = {"kind": "recording", "schema": SCHEMA, "time": time.time()}
         own = {"tensors": self._has_tensors, "class": type(self._model).__name__}
         line = {**head, **own, **self._process, "versions": versions()}
@@ -774,9 +778,9 @@ class Recording:
         self._optimizers = set[int]()  # that have stepped
         parameters = self._model.parameters()
         self._parameters = {id(each) for each in parameters if each.requires_grad}
-        self._tap = TensorHooks(self._model, self._add)
-        self._tap.show_state()
-        self._tap.__enter__()
+        self._hooks = TensorHooks(self._model, self._add)
+        self._hooks.show_state()
+        self._hooks.__enter__()
         self._optimizer_hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     def _before_optimizer(self, optimizer: Any, *_: object) -> None:
@@ -787,7 +791,7 @@ class Recording:
         self._isolated(lambda: self._add_optimizer(optimizer))
 
     def _add_optimizer(self, optimizer: Any) -> None:
-        if self._tap is None or id(optimizer) in self._optimizers:
+        if self._hooks is None or id(optimizer) in self._optimizers:
             return
         number = len(self._optimizers)
         found = settings_of_optimizer(optimizer, number, self._parameters)
@@ -797,23 +801,23 @@ class Recording:
         self._modes["settings"] |= found
         if not self._has_gradients:
             self._has_gradients = True
-            self._tap.show_gradients()
+            self._hooks.show_gradients()
 
     def _stop(self) -> TensorHooks | None:
-        tap, self._tap = self._tap, None
-        if tap is not None:
-            tap.__exit__(None, None, None)
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
-        return tap
+        return hooks
 
     def _end(self, raised: str) -> None:
-        if self._tap is None:
+        if self._hooks is None:
             return
         if not self._has_gradients:
-            self._tap.show_gradients()
-        tap = self._stop()
-        assert tap is not None
+            self._hooks.show_gradients()
+        hooks = self._stop()
+        assert hooks is not None
         self._save()
         summaries = iter(fetch([n for _, n in self._rows if n is not None]))
         lines = []
@@ -822,13 +826,13 @@ class Recording:
             line = {"kind": "row", "step": self._step, **row.to_plain()}
             lines.append(f"{dumps(line)}\n")
         drawn = self._random.drawn()
-        settings = {**self._modes.pop("settings"), **tap.arguments}
+        settings = {**self._modes.pop("settings"), **hooks.arguments}
         changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
         self._settings |= changed
         step = {"kind": "step", "step": self._step, **self._modes, "settings": changed}
-        step["had_gradients"] = bool(tap.had_gradients)
+        step["had_gradients"] = bool(hooks.had_gradients)
         step |= {"has_drawn": bool(drawn), "drawn": drawn}
-        end = {"failures": tap.failures, "raised": raised, "rows": len(lines)}
+        end = {"failures": hooks.failures, "raised": raised, "rows": len(lines)}
         lines.append(f"{dumps({**step, **end})}\n")
         with open_appending(self._file) as file:
             write_all(file, "".join(lines).encode())

@@ -1,26 +1,22 @@
-"""Hooks that show the tensors of a model's step in order, and what is kept of them."""
+"""Hooks that show the tensors of a model's step in order."""
 
 from __future__ import annotations
 
-import base64
 import collections
 import functools
 import logging
-import math
-import struct
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _C
 from ..core.modules import Handles, named_modules, unwrapped_class
-from ..core.tensors import PLAIN, NotScanned, real_parts, resolve
+from ..core.tensors import PLAIN, NotScanned
 from ..text import error_line
 from ..torch_internals.compiler import (
     own_compiled_call,
@@ -32,11 +28,7 @@ from ..torch_internals.running import graph_task_id, is_recorded
 from ..torch_internals.tensor_internals import is_wrapper, local_tensor
 from ..tree import Path, call_tensors, path_text, tensors, tensors_in
 from ..types import TensorPath
-from .fingerprint import WIDTH, SignedSums, chunks, wide_dtype, without_modes
-
-if TYPE_CHECKING:
-    from .recording_schema import RowLine
-
+from .summary import Shard, part_of, values_of, without_modes
 
 # Where tensors are in a step, and which of them a model has.
 
@@ -147,95 +139,6 @@ def state_of(model: nn.Module) -> Iterator[tuple[StepPath, torch.Tensor]]:
             for path, tensor in table.items():
                 if tensor is not None:
                     yield StepPath(name, role, path, STATE, kind), tensor
-
-
-# Parts of tensors that several ranks share, at their places in the whole.
-
-
-_MAX_SLAB = 2**22  # elements of the whole tensor that are laid out at once
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The place of a rank's part in the whole tensor.
-
-    Attributes:
-        shape: The whole tensor's.
-        offset: The index of the part's first element.
-        partial: The rank's numbers in the mesh dimensions over which parts are summed.
-    """
-
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    partial: tuple[int, ...] = ()
-
-    @property
-    def is_partial(self) -> bool:
-        """True if the whole is a sum of parts like this one."""
-        return bool(self.partial)
-
-    def to_plain(self) -> list[list[int]]:
-        """The part as lists of integers."""
-        return [list(self.shape), list(self.offset), list(self.partial)]
-
-
-def part_of(tensor: torch.Tensor) -> Shard | str | None:
-    """The place of this rank's part of a DTensor.
-
-    Returns:
-        None for any other tensor; the reason, if the placement is not understood.
-    """
-    local = local_tensor(tensor)
-    if local is None:
-        return None
-    whole: Any = tensor
-    shape, offset = list(tensor.shape), [0] * tensor.dim()
-    coordinate, partial = whole.device_mesh.get_coordinate(), list[int]()
-    if coordinate is None:
-        return "this rank is not in its mesh"
-    for dim, placement in enumerate(whole.placements):
-        if placement.is_partial():
-            if placement.reduce_op != "sum":
-                return f"parts are combined by {placement.reduce_op}"
-            partial.append(coordinate[dim])
-        elif type(placement).__name__ == "Shard":
-            along = placement.dim
-            size = -(-shape[along] // whole.device_mesh.size(dim))
-            begin = min(coordinate[dim] * size, shape[along])
-            offset[along] += begin
-            shape[along] = min(size, shape[along] - begin)
-        elif not placement.is_replicate():
-            return f"placement {placement}"
-    if tuple(shape) != tuple(local.shape):
-        return f"placement {whole.placements} with a part of {tuple(local.shape)}"
-    return Shard(tuple(tensor.shape), tuple(offset), tuple(partial))
-
-
-def pieces(values: torch.Tensor, part: Shard | None) -> Iterator[tuple[Any, int]]:
-    """Yields what is summed of a tensor, and its flat indices in the whole.
-
-    Args:
-        values: A plain tensor.
-        part: Its place; None for a whole tensor.
-    """
-    if part is None or not values.numel():
-        yield from chunks(values)
-        return
-    rest = part.shape[1:]
-    stride = math.prod(rest)
-    if tuple(values.shape[1:]) == tuple(rest):  # one range of flat indices
-        yield from chunks(values, part.offset[0] * stride if part.shape else 0)
-        return
-    step = max(1, _MAX_SLAB // stride)
-    inner = tuple(
-        slice(begin, begin + size)
-        for begin, size in zip(part.offset[1:], values.shape[1:], strict=True)
-    )
-    for first in range(0, values.shape[0], step):
-        rows = values[first : first + step]
-        slab = rows.new_zeros((rows.shape[0], *rest))
-        slab[(slice(None), *inner)] = rows
-        yield from chunks(slab, (part.offset[0] + first) * stride)
 
 
 _log = logging.getLogger("overflow_fast")
@@ -531,212 +434,3 @@ def _identity(tensor: torch.Tensor) -> Any:
 def _has_parts(output: Any) -> bool:
     found = map(part_of, tensors_in(output))
     return any(isinstance(each, Shard) for each in found)
-
-
-# The numbers that a recording keeps of a tensor.
-
-
-@dataclass
-class Summary:
-    """Ranges, counts and the fingerprint of a tensor; of finite values only.
-
-    Attributes:
-        low: The least value, or nan if there is none.
-        high: The greatest value.
-        squares: The sum of their squares.
-        num_nan: How many are nan.
-        num_inf: How many are inf or -inf.
-        sums: The fingerprint, 251 float64 on the CPU.
-        magnitudes: Of a parameter's gradient, how many of a sample of its values are
-            no larger than each of `BOUNDS`, and how many the sample has; else empty.
-    """
-
-    low: float
-    high: float
-    squares: float
-    num_nan: int
-    num_inf: int
-    sums: torch.Tensor
-    magnitudes: tuple[int, ...] = ()
-
-    @property
-    def norm(self) -> float:
-        """The L2 norm of the finite values."""
-        return math.sqrt(self.squares)
-
-    def to_plain(self) -> dict[str, Any]:
-        """The summary as JSON; the fingerprint as 251 float32 (float64) in base64."""
-        sums = self.sums.tolist()
-        try:
-            data = struct.pack(f"<{WIDTH}f", *sums)
-        except OverflowError:  # masks have the lowest number of their dtype many times
-            data = struct.pack(f"<{WIDTH}d", *sums)
-        magnitudes = {"magnitudes": list(self.magnitudes)} if self.magnitudes else {}
-        return {
-            "low": self.low,
-            "high": self.high,
-            "squares": self.squares,
-            "num_nan": self.num_nan,
-            "num_inf": self.num_inf,
-            **magnitudes,
-            "fingerprint": base64.b64encode(data).decode(),
-        }
-
-    @classmethod
-    def from_line(cls, line: RowLine, sums: torch.Tensor) -> Summary:
-        """Makes one of a line that has a fingerprint, which `sums_of()` has read."""
-        low, high, squares = map(float, (line.low, line.high, line.squares))
-        counts = line.num_nan, line.num_inf
-        return cls(low, high, squares, *counts, sums, line.magnitudes)
-
-
-def sums_of(prints: Sequence[bytes]) -> Iterator[torch.Tensor]:
-    """Reads the bytes of fingerprints, all at once: a tensor for each."""
-    found: dict[int, Iterator[torch.Tensor]] = {}
-    for size, dtype in ((4, torch.float32), (8, torch.float64)):
-        data = bytearray().join(p for p in prints if len(p) == size * WIDTH)
-        if data:
-            raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, size)
-            raw = raw if sys.byteorder == "little" else raw.flip(1)
-            table = raw.contiguous().view(dtype).view(-1, WIDTH).double()
-            found[size * WIDTH] = iter(table.unbind())
-    return (next(found[len(each)]) for each in prints)
-
-
-def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
-    """Copies what `summarize()` returned to the CPU, in one copy a device and dtype.
-
-    Incurs a CPU-GPU sync for each.
-    """
-    groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
-    for i, each in enumerate(numbers):
-        groups.setdefault((each.device, each.dtype, len(each)), []).append(i)
-    found: dict[int, Summary] = {}
-    for indices in groups.values():
-        with without_modes():
-            table = torch.stack([numbers[i] for i in indices]).cpu().double()
-            end = 5 + WIDTH
-            rows = [(r[:5].tolist(), r[5:end].clone(), r[end:].tolist()) for r in table]
-        for i, ((low, high, squares, *counts), sums, rest) in zip(
-            indices, rows, strict=True
-        ):
-            num_nan, num_inf = map(int, counts)
-            sizes = tuple(map(int, rest))
-            found[i] = Summary(low, high, squares, num_nan, num_inf, sums, sizes)
-    return [found[i] for i in range(len(numbers))]
-
-
-def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
-    """The real numbers of a tensor, or why they cannot be read."""
-    values = tensor.detach() if type(tensor) in PLAIN else resolve(tensor)
-    if isinstance(values, NotScanned):
-        return values
-    if type(values) not in PLAIN or values.layout is not torch.strided:
-        return resolve(values)
-    if values.is_meta:
-        return NotScanned("meta tensor")
-    if values.is_quantized:
-        return NotScanned("quantized")
-    return real_parts(values)
-
-
-def summarize(
-    values: torch.Tensor, part: Shard | None = None, has_sums: bool = True
-) -> torch.Tensor:
-    """Computes the numbers of a summary. Does not incur a CPU-GPU sync.
-
-    Args:
-        values: What `values_of()` returned.
-        part: Its place in a tensor that ranks share.
-        has_sums: Whether to compute the fingerprint; else it is 0.
-
-    Returns:
-        The numbers on the tensor's device, for `fetch()`.
-    """
-    with without_modes():
-        wide = wide_dtype(values)
-        numbers = _numbers(values, part, wide, False, has_sums)
-        # Without what is not finite; then, where squares leave float32, in float64.
-        for dtype in (wide, torch.float64):
-            if values.device.type == "cpu" and not numbers[2].isfinite():
-                numbers = _numbers(values, part, dtype, True, has_sums)
-        return numbers
-
-
-def _numbers(
-    values: torch.Tensor,
-    part: Shard | None,
-    wide: torch.dtype,
-    is_slow: bool,
-    has_sums: bool,
-) -> torch.Tensor:
-    """Low, high, squares, counts of nan and inf, and the fingerprint, in one tensor."""
-    device = values.device
-    is_slow = is_slow or device.type != "cpu"
-    sums, found = SignedSums(device, wide), list[torch.Tensor]()
-    for chunk, index in pieces(values, part):
-        chunk = chunk.to(wide)
-        if is_slow:
-            stat, chunk = _cleaned(chunk)
-        else:
-            zero = chunk.new_zeros(())
-            stat = torch.stack([*chunk.aminmax(), _squared(chunk), zero, zero])
-        found.append(stat)
-        if has_sums:
-            sums.add(chunk, index)
-    if not found:
-        empty = torch.zeros(5 + WIDTH, dtype=wide, device=device)
-        empty[:2] = math.nan
-        return empty
-    all_of = torch.stack(found)
-    low, high = all_of[:, 0].min(), all_of[:, 1].max()
-    if part is not None:  # laid out among zeros, which are not its own
-        low, high = _range(values.to(wide))
-    return torch.cat([torch.stack([low, high, *all_of[:, 2:].sum(0)]), sums.total()])
-
-
-def _cleaned(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of a chunk, and the chunk with 0 for what is not finite."""
-    is_nan, is_finite = chunk.isnan(), chunk.isfinite()
-    low, high = _range(chunk)
-    chunk = chunk.where(is_finite, 0)
-    num_nan = is_nan.sum()
-    num_inf = chunk.numel() - is_finite.sum() - num_nan
-    counts = [num_nan.to(chunk.dtype), num_inf.to(chunk.dtype)]
-    return torch.stack([low, high, _squared(chunk), *counts]), chunk
-
-
-BOUNDS = tuple(2.0**k for k in range(-62, 18, 2))
-_MAX_SAMPLE = 2**11
-
-
-def magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """Counts the values that are no larger than each of `BOUNDS`, and all: of a sample.
-
-    Does not incur a CPU-GPU sync.
-
-    Args:
-        values: What `values_of()` returned.
-
-    Returns:
-        The counts on the tensor's device, behind those of `summarize()` for `fetch()`.
-    """
-    with without_modes():
-        flat = values.reshape(-1)
-        sample = flat[:: -(-flat.numel() // _MAX_SAMPLE) or 1].to(wide_dtype(values))
-        bounds = torch.tensor(BOUNDS, dtype=sample.dtype, device=sample.device)
-        ordered = sample.abs().sort().values
-        counts = torch.searchsorted(ordered, bounds, right=True)
-        return torch.cat([counts, counts.new_full((1,), len(sample))]).to(sample.dtype)
-
-
-def _squared(values: torch.Tensor) -> torch.Tensor:
-    """The sum of squares; `dot()` rounds its factors where products may be coarse."""
-    return values.square().sum()
-
-
-def _range(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least and the greatest finite value."""
-    is_finite = values.isfinite()
-    low = values.where(is_finite, math.inf).min()
-    return low, values.where(is_finite, -math.inf).max()

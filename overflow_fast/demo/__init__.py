@@ -1,4 +1,4 @@
-"""The demo: a T5 overflows, and two detectors report the same."""
+"""The demo: a run turns nan under a guard; a T5 overflows, as two detectors report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import functools
 import io
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,68 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from ..debug import DebugUnderflowOverflow
+from ..guard.guard import OverflowGuard
 from ..precision.keep_in_fp32 import keep_in_fp32
+from ..report.report import NonFiniteError
+
+# A small training run that turns nan, under a guard.
+
+
+_STEPS = 3
+
+
+class Block(nn.Module):
+    """A feed-forward block whose square overflows float16 for a large sample."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adds the block's result to its input."""
+        hidden = self.up(x).relu().square()
+        result: torch.Tensor = x + self.down(hidden)
+        return result
+
+
+def train(page: str | os.PathLike[str]) -> NonFiniteError | None:
+    """Trains in float16 until a sample overflows, and writes the page of the run.
+
+    Args:
+        page: The file of the page.
+
+    Returns:
+        The error that the guard has raised, or None.
+    """
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), Block(32), nn.LayerNorm(32)).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        with OverflowGuard(model, optimizer) as guard:
+            found = _loop(guard, model, optimizer)
+            guard.to_html(page)
+    return found
+
+
+def _loop(
+    guard: OverflowGuard, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> NonFiniteError | None:
+    for step in range(_STEPS):
+        x = torch.randn(4, 8, dtype=torch.float16)
+        if step == _STEPS - 1:
+            x[1] *= 900  # a sample far beyond the others
+        loss = guard.run(lambda x=x: model(x).float().square().mean())  # type: ignore[misc]
+        loss.backward()
+        try:
+            optimizer.step()
+        except NonFiniteError as error:
+            return error
+        finally:
+            optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.4f}")
+    return None
+
 
 # The model that overflows: a T5 of mt5-small's shape, fed real text, byte by byte.
 
@@ -136,7 +198,8 @@ def push_to_the_limit(
     return f"{chosen}.DenseReluDense.wo"
 
 
-__all__ = ["DemoSettings", "show"]
+# Both detectors on that model, and what they cost.
+
 
 Batch = dict[str, torch.Tensor]
 

@@ -19,8 +19,7 @@ from torch import nn
 from ..core.tensors import digest_of
 from ..files.reading import why_unreadable
 from ..guard.guard import OverflowGuard
-from ..text import dtype_name
-from .links import culprits, odd_ones
+from ..text import capitalized, dtype_name
 from .roll_call import facts_of, slow_network
 from .stage import (
     BROKEN,
@@ -31,9 +30,9 @@ from .stage import (
     Pair,
     Site,
     Stage,
-    capital,
     hosts_of,
     named,
+    odd_ones,
 )
 
 ARITHMETIC_NAME = "arithmetic"
@@ -113,7 +112,7 @@ def _judge_arithmetic(
     hosts = hosts_of(data)
     found = []
     for rank, each in data.items():
-        who = capital(named([rank], hosts))
+        who = capitalized(named([rank], hosts))
         if each.wrong:
             text = (
                 f"{who} computes wrongly: a product of {', '.join(each.wrong)} whose "
@@ -144,7 +143,7 @@ def _differing(
             continue
         ranks = tuple(odd[1])
         text = (
-            f"{capital(named(ranks, hosts))} computed other bits than the other "
+            f"{capitalized(named(ranks, hosts))} computed other bits than the other "
             f"ranks with {kind}: silent data corruption, or another library."
         )
         if odd[0] is None:
@@ -336,12 +335,10 @@ def _run_alone(site: Site) -> Iterator[Wrong]:
         try:
             dist.all_reduce(received, group=groups[site.position])
         except (RuntimeError, ValueError, TypeError) as error:
-            if not any(each in str(error).lower() for each in _UNSUPPORTED):
+            if not _is_unsupported(error):
                 raise
             continue
-        received = received.cpu()
-        if not torch.equal(_comparable(expected), _comparable(received)):
-            text = f"{received.tolist()} instead of {expected.tolist()}"
+        if text := _difference(expected, received.cpu()):
             yield _ALONE, short, site.position, text
 
 
@@ -356,16 +353,26 @@ def _run_collectives(site: Site) -> tuple[list[Wrong], list[str]]:
             try:
                 rows = list(operation(rank, world, dtype, site.device))
             except (RuntimeError, ValueError, TypeError) as error:
-                if not any(each in str(error).lower() for each in _UNSUPPORTED):
+                if not _is_unsupported(error):
                     raise
                 unsupported.append(f"{name} of {short}")
                 continue
             for contributor, expected, received in rows:
-                if not torch.equal(_comparable(expected), _comparable(received)):
-                    text = f"{received.tolist()} instead of {expected.tolist()}"
+                if text := _difference(expected, received):
                     wrong.append((name, short, contributor, text))
     wrong += [*_run_alone(site), *_run_sizes(site)]
     return wrong, unsupported
+
+
+def _is_unsupported(error: Exception) -> bool:
+    return any(each in str(error).lower() for each in _UNSUPPORTED)
+
+
+def _difference(expected: torch.Tensor, received: torch.Tensor) -> str:
+    """Both in words where they differ, else ""."""
+    if torch.equal(_comparable(expected), _comparable(received)):
+        return ""
+    return f"{received.tolist()} instead of {expected.tolist()}"
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
@@ -427,16 +434,17 @@ def _explained_sum(
         for taker in takers:
             pair = min(each for each in wrong if each[1] == taker)
             text = examples[operation, pair]
-            yield _finding([members[taker]], operation, "received", text)
+            yield _finding(members[taker], operation, "received", text)
         return
     for giver, _ in sorted(alone):
         text = f"alone in a group, {examples[_ALONE, (giver, giver)]}"
-        yield _finding([members[giver]], operation, "contributed", text)
+        yield _finding(members[giver], operation, "contributed", text)
     if not alone:
         who = named([members[each] for each in takers], {})
         text = (
-            f"{capital(who)} received a wrong sum in {operation} ({example}): it is "
-            "not known whose contribution is wrong, or whether it was received wrongly."
+            f"{capitalized(who)} received a wrong sum in {operation} ({example}): it "
+            "is not known whose contribution is wrong, or whether it was received "
+            "wrongly."
         )
         if is_sum_of_all:
             text = (
@@ -454,17 +462,12 @@ def _explained(
     examples: Mapping[tuple[str, Pair], str],
 ) -> Iterator[Finding]:
     tested = compared_pairs(operation, len(members))
-    givers, takers, pairs = culprits(wrong, tested)
-    for rank in givers:
-        example = next(
-            examples[operation, pair] for pair in sorted(wrong) if pair[0] == rank
-        )
-        yield _finding([members[rank]], operation, "contributed", example)
-    for rank in takers:
-        example = next(
-            examples[operation, pair] for pair in sorted(wrong) if pair[1] == rank
-        )
-        yield _finding([members[rank]], operation, "received", example)
+    givers, takers, pairs = faulty_ranks(wrong, tested)
+    for side, odd, verb in ((0, givers, "contributed"), (1, takers, "received")):
+        for rank in odd:
+            pair = min(each for each in wrong if each[side] == rank)
+            example = examples[operation, pair]
+            yield _finding(members[rank], operation, verb, example)
     for giver, taker in pairs:
         ranks = tuple(sorted({members[giver], members[taker]}))
         text = (
@@ -474,9 +477,41 @@ def _explained(
         yield Finding(COLLECTIVES_NAME, BROKEN, ranks, text)
 
 
-def _finding(ranks: list[int], operation: str, verb: str, example: str) -> Finding:
-    text = f"{capital(named(ranks, {}))} {verb} wrongly in {operation} ({example})."
-    return Finding(COLLECTIVES_NAME, BROKEN, tuple(ranks), text)
+def faulty_ranks(
+    wrong: set[Pair], tested: set[Pair]
+) -> tuple[list[int], list[int], list[Pair]]:
+    """Explains wrong results by the ranks that contributed or received wrongly.
+
+    Args:
+        wrong: Pairs of the rank that contributed a value and the one that received it
+            wrongly.
+        tested: All pairs whose value was compared.
+
+    Returns:
+        The ranks that contributed wrongly to most others, those that received wrongly
+        from most others, and the pairs that neither explains.
+    """
+    roles: tuple[list[int], list[int]] = ([], [])
+    of_rank = [collections.Counter(pair[role] for pair in tested) for role in (0, 1)]
+    left = set(wrong)
+    while left:
+        counts = [
+            (count, -role, rank)
+            for role in (0, 1)
+            for rank, count in collections.Counter(p[role] for p in left).items()
+            if count >= 2 and 2 * count > of_rank[role][rank]
+        ]
+        if not counts:
+            break
+        _, role, rank = max(counts)
+        roles[-role].append(rank)
+        left = {pair for pair in left if pair[-role] != rank}
+    return sorted(roles[0]), sorted(roles[1]), sorted(left)
+
+
+def _finding(rank: int, operation: str, verb: str, example: str) -> Finding:
+    text = f"Rank {rank} {verb} wrongly in {operation} ({example})."
+    return Finding(COLLECTIVES_NAME, BROKEN, (rank,), text)
 
 
 COLLECTIVES = Stage(COLLECTIVES_NAME, _run_collectives, _judge_collectives)
@@ -713,11 +748,11 @@ def _judge_storage(
     failed = {rank for rank, each in data.items() if each.errors}
     for rank, each in data.items():
         for text in each.errors:
-            sentence = f"{capital(named([rank], hosts))}: {text}."
+            sentence = f"{capitalized(named([rank], hosts))}: {text}."
             found.append(Finding(STORAGE_NAME, BROKEN, (rank,), sentence))
         if each.unseen is not None and not {rank, each.unseen} & failed:
             sentence = (
-                f"{capital(named([rank], hosts))} does not see the file that "
+                f"{capitalized(named([rank], hosts))} does not see the file that "
                 f"{named([each.unseen], hosts)} wrote to {settings.folder}: the folder "
                 "is not shared."
             )

@@ -112,10 +112,6 @@ class Diagnosis:
                 strict=True,
             )
         ]
-        stages = [
-            {"name": s.name, "state": s.state, "seconds": s.seconds, "ranks": s.ranks}
-            for s in self.stages
-        ]
         plain: dict[str, Any] = to_plain(
             {
                 "schema": SCHEMA,
@@ -123,7 +119,7 @@ class Diagnosis:
                 "status": self.status,
                 "world_size": self.world,
                 "findings": [dataclasses.asdict(each) for each in self.findings],
-                "stages": stages,
+                "stages": [dataclasses.asdict(each) for each in self.stages],
                 "ranks": {
                     r: dataclasses.asdict(each) for r, each in self.facts.items()
                 },

@@ -1,4 +1,8 @@
-"""Examines the ranks stage by stage, each in a process that is left where it hangs."""
+"""Examines the ranks stage by stage, each in a process that is left where it hangs.
+
+The ranks meet at a store and not in a process group: a rank that hangs in a collective
+cannot say so by another one.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,26 @@ import functools
 import logging
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..text import error_line
+from ..text import capitalized, error_line
 from .checks import AGREEMENT, ARITHMETIC, BARRIER, COLLECTIVES, STORAGE
 from .diagnosis import Diagnosis
 from .links import LINKS
-from .rendezvous import Address, Rendezvous, connect, prefixed
 from .roll_call import (
     ROLL_CALL,
     ask_nccl_for_a_log,
@@ -36,6 +41,7 @@ from .roll_call import (
     device_of_rank,
     missing,
     network_in,
+    number_of,
     warnings_in,
 )
 from .stage import (
@@ -48,7 +54,6 @@ from .stage import (
     Stage,
     StageOutcome,
     StageResult,
-    capital,
     hosts_of,
     named,
 )
@@ -100,7 +105,7 @@ def _gone(
     why = f" ({outcome.detail})" if outcome.detail else ""
     where = f", in {outcome.doing}" if outcome.doing else ""
     text = f"{named([rank], hosts)} {_GONE[outcome.state]}{why}{where}."
-    return Finding(stage, BROKEN, (rank,), capital(text))
+    return Finding(stage, BROKEN, (rank,), capitalized(text))
 
 
 def _stuck(
@@ -116,7 +121,7 @@ def _stuck(
     who = named(behind, hosts)
     if len(behind) == len(outcomes) > 1:
         text = f"No rank came out of {first.doing}{why}."
-        return Finding(stage, BROKEN, (), capital(text))
+        return Finding(stage, BROKEN, (), capitalized(text))
     others = ""
     ahead = [each for rank, each in outcomes.items() if rank not in behind]
     if ahead and all(each.state == "done" for each in ahead):
@@ -130,10 +135,184 @@ def _stuck(
     for rank in behind[:_MOST_STACKS]:
         if outcomes[rank].stack:
             text += f" Rank {rank} was at {outcomes[rank].stack}."
-    return Finding(stage, BROKEN, tuple(behind), capital(text))
+    return Finding(stage, BROKEN, tuple(behind), capitalized(text))
 
 
 _MOST_STACKS = 2
+
+
+# The store at which the ranks meet: answers with a limit, and one rank that decides.
+
+
+_T = TypeVar("_T")
+_CONNECTION_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Address:
+    """The place of a rank among the others, and of their store.
+
+    Attributes:
+        rank: The rank.
+        world: How many ranks there are.
+        host: The store's host.
+        port: Its port; 0 for any.
+        is_host: This rank holds the store.
+        session: A name that no other examination at this store has.
+    """
+
+    rank: int
+    world: int
+    host: str
+    port: int
+    is_host: bool
+    session: str
+
+    @classmethod
+    def from_environment(cls) -> Address:
+        """Reads what torchrun, SLURM or Kubernetes have set; one rank without them.
+
+        Raises:
+            ValueError: If there are several ranks, and no MASTER_ADDR or MASTER_PORT.
+        """
+        rank = number_of("RANK", "SLURM_PROCID")
+        world = number_of("WORLD_SIZE", "SLURM_NTASKS")
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if rank is None or world is None or world == 1:
+            return cls(0, 1, "localhost", 0, True, f"doctor{os.getpid()}")
+        host, port = os.environ.get("MASTER_ADDR", ""), number_of("MASTER_PORT")
+        if not host or port is None:
+            raise ValueError(
+                f"there are {world} ranks: set MASTER_ADDR to the host of rank 0 and "
+                "MASTER_PORT to a free port there, or start them by torchrun"
+            )
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        is_host = rank == 0 and not has_agent
+        run = os.environ.get("TORCHELASTIC_RUN_ID", os.environ.get("SLURM_STEP_ID", ""))
+        return cls(rank, world, host, port, is_host, f"doctor{run}.{attempt}")
+
+
+class Rendezvous:
+    """Exchanges values of the ranks by way of the store.
+
+    Args:
+        address: Where this rank and the store are.
+
+    Attributes:
+        address: The same, with the port.
+        leader: The rank that decides.
+
+    Raises:
+        RuntimeError: If the store does not answer.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._tcp = connect(address.host, address.port, address.is_host)
+        self._store = prefixed(address.session, self._tcp)
+        self.address = dataclasses.replace(address, port=self._tcp.port)
+        self.leader = 0
+
+    @property
+    def is_leader(self) -> bool:
+        """True if this rank decides."""
+        return self.leader == self.address.rank
+
+    def post(self, key: str, value: Any) -> None:
+        """Leaves a value for the one that decides."""
+        self._store.set(f"{key}/{self.address.rank}", pickle.dumps(value))
+
+    def gather(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
+        """Returns the values that ranks have left within a time, by rank."""
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        self._wait(list(keys.values()), seconds)
+        there = [rank for rank in ranks if self._store.check([keys[rank]])]
+        return {rank: pickle.loads(self._store.get(keys[rank])) for rank in there}
+
+    def decide(self, key: str, make: Callable[[], _T], patience: float) -> _T:
+        """Returns what the leading rank decides; another one leads where it is gone.
+
+        Args:
+            key: The decision's name.
+            make: Decides; called on the rank that leads.
+            patience: The seconds to wait for it.
+
+        Raises:
+            RuntimeError: If no rank decides.
+        """
+        for _ in range(2):
+            if self.is_leader:
+                value = make()
+                self._store.set(key, pickle.dumps(value))
+                return value
+            if self._wait([key], patience):
+                heard: _T = pickle.loads(self._store.get(key))
+                return heard
+            own = str(self.address.rank)
+            self.leader = int(self._store.compare_set(f"{key}/leader", "", own))
+        if self.is_leader:
+            return make()
+        raise RuntimeError(f"no rank has decided on {key}")
+
+    def part(self, seconds: float) -> None:
+        """Waits until the leader has told the user, and the others need no store.
+
+        A launcher ends all ranks when the first of them ends with a status.
+        """
+        with contextlib.suppress(RuntimeError):
+            if self.is_leader:
+                self._store.set("told", "")
+            else:
+                self._wait(["told"], seconds)
+            self.post("bye", None)
+            if self.address.is_host:
+                self._wait([f"bye/{r}" for r in range(self.address.world)], seconds)
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        """Waits for keys; returns False if they are not all there in time.
+
+        Raises:
+            RuntimeError: If the store is gone.
+        """
+        found: list[Exception | None] = []
+
+        def wait() -> None:
+            try:
+                self._store.wait(keys, datetime.timedelta(seconds=max(0.01, seconds)))
+                found.append(None)
+            except Exception as error:
+                found.append(error)
+
+        # A wait in C++ lets no signal through, such as a launcher's SIGTERM.
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join()
+        error = found[0]
+        if isinstance(error, dist.DistNetworkError):
+            place = f"{self.address.host}:{self.address.port}"
+            raise RuntimeError(f"the store at {place} is gone: {error}") from error
+        return error is None
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """Returns a store whose keys begin with a prefix."""
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def connect(host: str, port: int, is_host: bool) -> Any:
+    """Connects with the store, or makes it.
+
+    Raises:
+        RuntimeError: If it does not answer.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host,
+        port,
+        None,
+        is_host,
+        datetime.timedelta(seconds=_CONNECTION_SECONDS),
+        wait_for_workers=False,
+        multi_tenant=is_host and port != 0,
+    )
 
 
 # Runs stages in a process of their own, which is given up where it hangs.
@@ -359,7 +538,7 @@ class Ended(BaseException):
     """The launcher ends this process."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Decision:
     """The news that all ranks get after a stage; small, for it goes to each of them.
 
@@ -389,7 +568,7 @@ class Examination:
         stages: The stages, the roll call first.
 
     Attributes:
-        leads: True if this rank tells the user; all do where the store is gone.
+        is_leader: True if this rank tells the user; all do where the store is gone.
     """
 
     def __init__(
@@ -408,8 +587,8 @@ class Examination:
         self._hosts: dict[int, str] = {}
         self._data: dict[str, dict[int, Any]] = {}
         self._generation = 0
-        self._meeting: Rendezvous | None = None
-        self.leads = True
+        self._rendezvous: Rendezvous | None = None
+        self.is_leader = True
 
     def run(self) -> Diagnosis:
         """Examines; never raises for what it finds. Ends nothing of the user's."""
@@ -417,18 +596,18 @@ class Examination:
             with _ended_by_launcher():
                 return self._run()
         except Ended:
-            self.leads = self._meeting is None or self._meeting.leads
-            self._meeting = None  # a wait at the store goes on
+            self.is_leader = self._rendezvous is None or self._rendezvous.is_leader
+            self._rendezvous = None  # a wait at the store goes on
             where = f"The launcher ended rank {self._address.rank} in this stage."
             return self._diagnosis(where)
         except RuntimeError as error:
-            self._meeting = None
+            self._rendezvous = None
             return self._diagnosis(f"Rank {self._address.rank}: {error}.")
 
     def _run(self) -> Diagnosis:
-        self._meeting = meeting = Rendezvous(self._address)
-        self._address = meeting.address
-        members, waited = self._arrive(meeting)
+        self._rendezvous = rendezvous = Rendezvous(self._address)
+        self._address = rendezvous.address
+        members, waited = self._arrive(rendezvous)
         has_group, process = True, None
         try:
             for number, stage in enumerate(self._stages):
@@ -440,10 +619,10 @@ class Examination:
                     process = process or StageProcess(
                         self._address, self._settings, self._generation
                     )
-                    self._run_stage(meeting, process, number, stage, members, waited)
-                decision = meeting.decide(
+                    self._run_stage(rendezvous, process, number, stage, members, waited)
+                decision = rendezvous.decide(
                     f"decision{number}",
-                    functools.partial(self._decide, meeting, number, stage, members),
+                    functools.partial(self._decide, rendezvous, number, stage, members),
                     2 * self._patience,
                 )
                 members = [rank for rank in members if rank not in set(decision.lost)]
@@ -459,25 +638,25 @@ class Examination:
         finally:
             if process is not None:
                 process.end()
-        self.leads = meeting.leads
+        self.is_leader = rendezvous.is_leader
         return self._diagnosis()
 
     def part(self) -> None:
-        """Ends the meeting, once the rank that leads has told the user."""
-        if self._meeting is not None:
-            self._meeting.part(self._settings.grace)
+        """Ends the rendezvous, once the rank that leads has told the user."""
+        if self._rendezvous is not None:
+            self._rendezvous.part(self._settings.grace)
 
-    def _arrive(self, meeting: Rendezvous) -> tuple[list[int], float]:
+    def _arrive(self, rendezvous: Rendezvous) -> tuple[list[int], float]:
         """Waits for all ranks; returns those that came, and the seconds."""
         begin, world, limit = (
             time.monotonic(),
             self._address.world,
             self._settings.limit,
         )
-        meeting.post("here", None)
-        members = meeting.decide(
+        rendezvous.post("here", None)
+        members = rendezvous.decide(
             "members",
-            lambda: sorted(meeting.gather("here", range(world), limit)),
+            lambda: sorted(rendezvous.gather("here", range(world), limit)),
             self._patience,
         )
         absent = [rank for rank in range(world) if rank not in set(members)]
@@ -486,7 +665,7 @@ class Examination:
 
     def _run_stage(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         process: StageProcess,
         number: int,
         stage: Stage,
@@ -502,13 +681,13 @@ class Examination:
         if stage is self._stages[0] and outcome.state == "done":
             facts = dataclasses.replace(outcome.data, waited=waited)
             outcome = dataclasses.replace(outcome, data=facts)
-        meeting.post(f"stage{number}", outcome)
+        rendezvous.post(f"stage{number}", outcome)
 
     def _decide(
-        self, meeting: Rendezvous, number: int, stage: Stage, members: list[int]
+        self, rendezvous: Rendezvous, number: int, stage: Stage, members: list[int]
     ) -> Decision:
         """Judges a stage, on the rank that leads."""
-        given = meeting.gather(f"stage{number}", members, self._patience)
+        given = rendezvous.gather(f"stage{number}", members, self._patience)
         outcomes: dict[int, StageOutcome] = {
             rank: given.get(rank, StageOutcome("silent")) for rank in members
         }

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ..text import counted
+from ..text import capitalized, counted
 from .stage import (
     NOTE,
     WARNING,
@@ -23,7 +23,6 @@ from .stage import (
     Pair,
     Site,
     Stage,
-    capital,
     hosts_of,
     named,
 )
@@ -39,7 +38,7 @@ def beyond(
     passes: Sequence[Mapping[_Key, float]],
     kind_of: Callable[[_Key], Hashable],
     factor: float,
-    floor: float = 0.0,
+    floor: float,
 ) -> dict[_Key, float]:
     """Finds what takes longer than others of its kind, in every pass.
 
@@ -93,72 +92,6 @@ def ranks_of_links(
         ranks.append(rank)
         left = {pair for pair in left if rank not in pair}
     return sorted(ranks), sorted(left)
-
-
-def late_ranks(waited: Mapping[int, float], late: float) -> dict[int, float]:
-    """Finds the ranks that came last, by how long each has waited for all others.
-
-    No clocks are compared: a rank that comes late has waited less.
-
-    Args:
-        waited: The seconds that each rank has waited.
-        late: The seconds after the median that are allowed.
-
-    Returns:
-        The seconds after the median, by rank.
-    """
-    if len(waited) < 2:
-        return {}
-    middle = statistics.median_high(waited.values())
-    return {r: middle - each for r, each in waited.items() if middle - each > late}
-
-
-def odd_ones(values: Mapping[int, Hashable]) -> tuple[Hashable, list[int]] | None:
-    """Finds the ranks whose value differs from that of most.
-
-    Returns:
-        The value of most and the odd ranks, in order; all ranks if there is no
-        majority. None if all are the same.
-    """
-    counts = collections.Counter(values.values())
-    if len(counts) < 2:
-        return None
-    most, count = counts.most_common(1)[0]
-    if 2 * count <= len(values):
-        return None, sorted(values)
-    return most, sorted(rank for rank, value in values.items() if value != most)
-
-
-def culprits(
-    wrong: set[Pair], tested: set[Pair]
-) -> tuple[list[int], list[int], list[Pair]]:
-    """Explains wrong results by the ranks that contributed or received wrongly.
-
-    Args:
-        wrong: Pairs of the rank that contributed a value and the one that received it
-            wrongly.
-        tested: All pairs whose value was compared.
-
-    Returns:
-        The ranks that contributed wrongly to most others, those that received wrongly
-        from most others, and the pairs that neither explains.
-    """
-    roles: tuple[list[int], list[int]] = ([], [])
-    of_rank = [collections.Counter(pair[role] for pair in tested) for role in (0, 1)]
-    left = set(wrong)
-    while left:
-        counts = [
-            (count, -role, rank)
-            for role in (0, 1)
-            for rank, count in collections.Counter(p[role] for p in left).items()
-            if count >= 2 and 2 * count > of_rank[role][rank]
-        ]
-        if not counts:
-            break
-        _, role, rank = max(counts)
-        roles[-role].append(rank)
-        left = {pair for pair in left if pair[-role] != rank}
-    return sorted(roles[0]), sorted(roles[1]), sorted(left)
 
 
 # The rounds in which pairs of ranks measure their links. Pure.
@@ -434,9 +367,9 @@ def _single_links(data: Mapping[int, Measured]) -> list[Finding]:
     return [
         Finding(
             *(NAME, NOTE, ()),
-            f"{capital(counted(count, 'link'))} {'within' if is_within else 'between'} "
-            f"hosts {'was' if count == 1 else 'were'} not judged: at least {_FEWEST} "
-            "are compared with each other.",
+            f"{counted(count, 'link')} {'within' if is_within else 'between'} hosts "
+            f"{'was' if count == 1 else 'were'} not judged: at least {_FEWEST} are "
+            "compared with each other.",
         )
         for is_within, count in kinds.items()
         if count < _FEWEST
@@ -467,8 +400,8 @@ def _stragglers(
         if least > factor:
             whose = "the other rank" if has_one else "the others"
             text = (
-                f"{capital(who)} straggles: even its fastest product of matrices takes "
-                f"{least:.2f} times what is usual for {whose}, in both passes."
+                f"{capitalized(who)} straggles: even its fastest product of matrices "
+                f"takes {least:.2f} times what is usual for {whose}, in both passes."
             )
             found.append(Finding(NAME, WARNING, (rank,), text))
         elif not is_crowded and min(typical for _, typical in of_passes) > factor:

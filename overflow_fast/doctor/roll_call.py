@@ -8,18 +8,18 @@ import os
 import platform
 import re
 import socket
+import statistics
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..text import counted
-from .links import late_ranks, odd_ones
+from ..core.process import settings_of_torch
+from ..text import capitalized, counted
 from .stage import (
     BROKEN,
     WARNING,
@@ -27,9 +27,9 @@ from .stage import (
     Finding,
     Site,
     Stage,
-    capital,
     hosts_of,
     named,
+    odd_ones,
 )
 
 # Facts about a rank that need no other rank: versions, device, memory, clocks.
@@ -89,14 +89,7 @@ def _environment() -> dict[str, str]:
         for name, value in sorted(os.environ.items())
         if name.startswith(_PREFIXES) and not name.startswith(_OWN)
     }
-    backends: Any = torch.backends
-    found["TF32 of products"] = str(backends.cuda.matmul.allow_tf32)
-    found["TF32 of cuDNN"] = str(backends.cudnn.allow_tf32)
-    found["cuDNN's benchmark"] = str(backends.cudnn.benchmark)
-    found["float32 matmul precision"] = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    found["deterministic algorithms"] = str(deterministic)
-    return found
+    return found | {name: str(each) for name, each in settings_of_torch().items()}
 
 
 def device_of_rank() -> torch.device:
@@ -109,8 +102,13 @@ def device_of_rank() -> torch.device:
 
 def local_rank() -> int | None:
     """Returns the environment's `LOCAL_RANK`, or that of SLURM."""
-    text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", ""))
-    return int(text) if text.isdigit() else None
+    return number_of("LOCAL_RANK", "SLURM_LOCALID")
+
+
+def number_of(*names: str) -> int | None:
+    """Returns the first of some variables of the environment that holds a number."""
+    texts = (os.environ.get(name, "") for name in names)
+    return next((int(text) for text in texts if text.isdigit()), None)
 
 
 def backend_of(device: torch.device, asked: str | None) -> str:
@@ -207,7 +205,7 @@ def missing(absent: Sequence[int], world: int, limit: float) -> list[Finding]:
     if not absent:
         return []
     text = (
-        f"{capital(named(absent, {}))} of {world} did not come within {limit:g} s: "
+        f"{capitalized(named(absent, {}))} of {world} did not come within {limit:g} s: "
         "look for their processes and hosts, and whether these reach the store at "
         "MASTER_ADDR and MASTER_PORT."
     )
@@ -300,7 +298,7 @@ def _devices(
     facts: Mapping[int, RankFacts], hosts: Mapping[int, str]
 ) -> Iterator[Finding]:
     for rank, each in facts.items():
-        who, number = capital(named([rank], hosts)), each.local_rank
+        who, number = capitalized(named([rank], hosts)), each.local_rank
         for severity, text in (
             (BROKEN, _wrong_device(each, number)),
             (WARNING, _memory(each)),
@@ -348,10 +346,28 @@ def _late(
     waited = {rank: each.waited for rank, each in facts.items()}
     for rank, seconds in late_ranks(waited, settings.late).items():
         text = (
-            f"{capital(named([rank], hosts))} came {seconds:.0f} s after half of "
+            f"{capitalized(named([rank], hosts))} came {seconds:.0f} s after half of "
             "the ranks."
         )
         yield Finding(NAME, WARNING, (rank,), text)
+
+
+def late_ranks(waited: Mapping[int, float], late: float) -> dict[int, float]:
+    """Finds the ranks that came last, by how long each has waited for all others.
+
+    No clocks are compared: a rank that comes late has waited less.
+
+    Args:
+        waited: The seconds that each rank has waited.
+        late: The seconds after the median that are allowed.
+
+    Returns:
+        The seconds after the median, by rank.
+    """
+    if len(waited) < 2:
+        return {}
+    middle = statistics.median_high(waited.values())
+    return {r: middle - each for r, each in waited.items() if middle - each > late}
 
 
 ROLL_CALL = Stage(NAME, _run, judge, needs_group=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import collections
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +165,17 @@ def named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {some(shown, 8)}"
 
 
-def capital(text: str) -> str:
-    """Returns a text with a capital letter in front, the rest as it is."""
-    return text[:1].upper() + text[1:]
+def odd_ones(values: Mapping[int, Hashable]) -> tuple[Hashable, list[int]] | None:
+    """Finds the ranks whose value differs from that of most.
+
+    Returns:
+        The value of most and the odd ranks, in order; all ranks if there is no
+        majority. None if all are the same.
+    """
+    counts = collections.Counter(values.values())
+    if len(counts) < 2:
+        return None
+    most, count = counts.most_common(1)[0]
+    if 2 * count <= len(values):
+        return None, sorted(values)
+    return most, sorted(rank for rank, value in values.items() if value != most)

@@ -12,9 +12,10 @@ import os
 import stat
 from collections.abc import Iterator
 from io import BufferedReader
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MAX_LINE = 2**26  # a step of 65,536 entries takes 5.6 MB, their names about 15 MB
 MAX_DOCUMENT = 2**28

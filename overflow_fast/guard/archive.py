@@ -17,12 +17,13 @@ from ..page.render import page_of
 from ..record.flight import FlightRecorder
 from ..record.table import FlightRecord
 from ..report.evidence import EvidenceFolder
-from ..report.report import Cost, RankInfo, Report, place_of
+from ..report.report import RankInfo, Report, place_of
 from ..report.run_log import JsonLog, RunIdentity
 from ..report.suspects import LoggedIncident, read_incidents
 from ..verdict.headroom import HeadroomTracker
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
 from .config import GuardConfig
+from .isolation import OverheadTimer
 from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
 from .options import exporters_of
@@ -32,98 +33,27 @@ _log = logging.getLogger("overflow_fast")
 # The numbers that a guard measures of a run: its own cost, headroom, counts.
 
 
-class OverheadTimer:
-    """Measures a guard's share of the steps, by the host's clock.
-
-    `with timer:` times the guard's own code.
-
-    Args:
-        watches: The watched models, whose hooks take seconds, too.
-
-    Attributes:
-        num_watched: The number of watched steps.
-        cost: The cost of the last step, and on average.
-    """
-
-    # Bound here: a test that patches time.perf_counter has its patch to itself.
-    _now = staticmethod(time.perf_counter)
-
-    def __init__(self, watches: Sequence[ModelWatch]) -> None:
-        self._watches = watches
-        self._depth = 0
-        self._begin = 0.0
-        self._seconds = 0.0
-        self._watched_seconds = 0.0
-        self._guard_seconds = 0.0
-        self.num_watched = 0
-        self.cost = Cost()
-        self.restart()
-
-    def restart(self) -> None:
-        """Begins a step at this moment."""
-        self._step_began = self._now()
-        self._hooks_before = self._seconds_in_hooks()
-        self._seconds = 0.0
-
-    def _seconds_in_hooks(self) -> float:
-        return sum(watch.recorder.seconds for watch in self._watches)
-
-    def leave_out(self, seconds: float) -> None:
-        """Subtracts the seconds of a replay, which are no cost of watching."""
-        self._seconds -= seconds
-        self._step_began += seconds
-
-    def __enter__(self) -> None:
-        if self._depth == 0:
-            self._begin = self._now()
-        self._depth += 1
-
-    def __exit__(self, *exception: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._seconds += self._now() - self._begin
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the cost of the last step, and the number of watched ones."""
-        return {
-            "steps_watched_total": self.num_watched,
-            "guard_seconds": self.cost.guard_seconds,
-            "step_seconds": self.cost.step_seconds,
-            "guard_share": self.cost.share,
-        }
-
-    def end_step(self, is_watched: bool) -> Cost:
-        """Ends the step and returns its cost."""
-        step = self._now() - self._step_began
-        guard = self._seconds + self._seconds_in_hooks() - self._hooks_before
-        if is_watched:
-            self.num_watched += 1
-            self._watched_seconds += step
-            self._guard_seconds += guard
-        share = self._guard_seconds / self._watched_seconds if self.num_watched else 0.0
-        self.cost = Cost(step, guard, share)
-        self.restart()
-        return self.cost
-
-
 class Measurements:
     """Measures a run, and sends the numbers to the exporters.
 
     Args:
         config: The guard's.
         watches: The watched models.
+        timer: Measures the guard's own cost.
 
     Attributes:
-        timer: Measures the guard's own cost.
+        timer: The same.
         headroom: Tracks how far values are from the end of their dtype.
         record: Keeps the flight record, or None.
     """
 
-    def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
+    def __init__(
+        self, config: GuardConfig, watches: Sequence[ModelWatch], timer: OverheadTimer
+    ) -> None:
         self._watches = watches
         self._exporters = exporters_of(config.metrics)
         self._failed: set[int] = set()  # exporters whose failure was logged
-        self.timer = OverheadTimer(watches)
+        self.timer = timer
         headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
         saturation = config.monitor(Saturation)
         self.headroom = HeadroomTracker(

@@ -47,6 +47,11 @@ WEIGHTS_EVERY = 64  # steps between the tripwire's scans of the weights
 _Monitor = TypeVar("_Monitor", bound=Monitor)
 
 
+def wanted_of(kinds: Iterable[str]) -> Wanted:
+    """Kinds of tensors, as `watch` names them, as flags."""
+    return Wanted(**dict.fromkeys(kinds, True))
+
+
 def _object_of(options: type[Options], expected: str) -> Kind:
     """Objects of a class of options, and what stands for one."""
 
@@ -266,8 +271,7 @@ class GuardConfig(Options):
     @property
     def wanted(self) -> Wanted:
         """The kinds of tensors to check, as flags."""
-        kinds = ("loss", "gradients") if self.is_tripwire else self.watch
-        return Wanted(**dict.fromkeys(kinds, True))
+        return wanted_of(("loss", "gradients") if self.is_tripwire else self.watch)
 
     @property
     def is_tripwire(self) -> bool:

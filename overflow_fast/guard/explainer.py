@@ -134,6 +134,9 @@ class Explainer:
         capture: Keeps the calls of a step; None if nothing is to be explained.
         make_watches: Makes watches of the models that look at everything.
         find_optimizers: Returns the optimizers that still exist.
+
+    Attributes:
+        is_off: No step is kept, and none is to be explained.
     """
 
     def __init__(
@@ -148,7 +151,9 @@ class Explainer:
         self._asked = config.explain.when
         self._budget = config.explain.budget
         self._steps_between = config.weights_every or 1
-        self._is_replay_safe = config.explain.replay_safe or config.sync == "lagged"
+        is_replay_safe = config.explain.replay_safe or config.sync == "lagged"
+        is_asked = self._asked != "never"
+        self.is_off = capture is None and (is_replay_safe or not is_asked)
         self._checkpoints = config.explain.checkpoints
         evidence = config.evidence
         self._artifact_bytes = 0 if evidence is None else int(evidence.mib * 2**20)
@@ -156,7 +161,7 @@ class Explainer:
         self._capture = capture
         self._make_watches = make_watches
         has_frames = not config.is_tripwire and config.sync != "lagged"
-        self._compares = capture is not None and has_frames
+        self._compares = is_asked and capture is not None and has_frames
         if self._compares:
             for watch in watches:
                 watch.recorder.note_row()
@@ -169,27 +174,20 @@ class Explainer:
         if optimizer is not None and self._asked != "never":
             self._last_steps.note(optimizer)
 
-    def explain(
-        self,
-        step: int,
-        verdict: Verdict,
-        ends: bool,
-        moment: str,
-    ) -> Explanation | None:
+    def explain(self, step: Step, verdict: Verdict, ends: bool) -> Explanation | None:
         """Explains a step, or returns None if it is not asked for.
 
         Args:
-            step: Its number.
+            step: The step.
             verdict: What was found.
             ends: Whether the run ends with it.
-            moment: See `Report.moment`.
         """
-        if not self._is_due(step, verdict, ends):
+        if not self._is_due(step.number, verdict, ends):
             return None
-        return self._explained(verdict, moment)
+        return self._explained(verdict, step.moment)
 
     def offer(
-        self, step: int, verdict: Verdict, ends: bool, joins: bool
+        self, step: Step, verdict: Verdict, ends: bool, joins: bool
     ) -> ReplayOffer:
         """This rank's part in a replay of all ranks.
 
@@ -199,7 +197,7 @@ class Explainer:
             ends: Whether the run ends with it.
             joins: Whether a `Join` has ranks without batches take part.
         """
-        is_due = self._is_due(step, verdict, ends)
+        is_due = self._is_due(step.number, verdict, ends)
         models = [watch.model for watch in self._watches if watch.model is not None]
         try:
             return offer_of(is_due, self._capture, models, joins)
@@ -266,8 +264,7 @@ class Explainer:
         if self._capture is not None and first is not None:
             gradients = self._bad_gradients(verdict.dirty_gradients)
             self._capture.note_bad(step, gradients)
-        is_off = self._capture is None and self._is_replay_safe
-        if self._asked == "never" or is_off or first is None:
+        if self._asked == "never" or self.is_off or first is None:
             return False
         if self._asked == "always" or ends:
             return True
@@ -469,7 +466,10 @@ class SecondLook:
                 result = replayer.follow(ranks.receive(), [full_watch])
         frames = full_watch.frames
         seen = [*_recorded(found, frames), *frames] if frames else []
-        return dataclasses.replace(found, frames=seen, watches=watches), result.error
+        seen_in_full = dataclasses.replace(
+            found, frames=seen, watches=watches, verdict=None
+        )
+        return seen_in_full, result.error
 
     def _watches_now(self) -> list[ModelWatch]:
         """Watches that number and name what runs as the tripwire's do."""

@@ -19,8 +19,7 @@ from ..distributed.joinable import GuardJoinable
 from ..page.incidents import Incident
 from ..page.render import write_page
 from ..record.table import read_record
-from ..report.guard_coverage import GuardCoverage
-from ..report.report import Cost, NonFiniteError, Report
+from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
 from ..report.run_log import RunIdentity, log_begin, log_end
 from ..report.suspects import Suspects, read_incidents, suspects_of
 from ..selftest import Loss, SelfTest, SelfTestResult
@@ -28,6 +27,7 @@ from ..text import drop_own_frames
 from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow
 from .config import EVERYTHING, GuardConfig, Policy
+from .isolation import isolate_errors
 from .learning import check_can_learn
 from .loop import (
     GuardLoop,
@@ -53,7 +53,6 @@ from .options import (
     documents,
     reusable,
 )
-from .pipeline import isolate_errors
 from .state_check import state_report
 
 if TYPE_CHECKING:
@@ -523,7 +522,7 @@ class OverflowGuard:
             )
         patterns = reusable(layers)
         check_names("layers", patterns, optional=True)
-        watches = self._loop.new_watches(evidence=None)
+        watches = self._loop.new_watches(captures_tensors=False)
         gather = self._loop.pipeline.agreement.gather
         test = SelfTest(watches, batch, loss, patterns, max_layers, gather)
         with self._loop.suspended():

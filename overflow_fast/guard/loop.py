@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -20,7 +19,7 @@ from ..capture.inputs import LoopBatch
 from ..capture.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch, models_of
 from ..core.modules import modules_in, named_modules, parameters_of
-from ..core.selection import Selection, check_patterns, full_name
+from ..core.selection import Selection, Wanted, check_patterns, full_name
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreement
 from ..distributed.joinable import GuardJoinable
@@ -30,13 +29,14 @@ from ..state.step_start import StepStart
 from ..torch_internals import clipping
 from ..verdict.rules import Rules
 from .archive import Measurements
-from .config import EVERYTHING, GuardConfig
+from .config import EVERYTHING, GuardConfig, wanted_of
 from .explainer import make_capture
+from .isolation import ErrorIsolation, OverheadTimer
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers import OptimizerHook, innermost, living, outermost, stepper_of
-from .pipeline import ErrorIsolation, Pipeline
+from .pipeline import Pipeline
 from .step import StepClock, WatchSchedule
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
@@ -170,25 +170,8 @@ def _wrong_model(model: object) -> TypeError:
     )
 
 
-def make_watches(
-    models: Mapping[str, nn.Module],
-    config: GuardConfig,
-    rules: Rules,
-    on_evaluated: Callable[[ModelWatch], None],
-    defer: bool,
-) -> list[ModelWatch]:
-    """Makes a watch for each model.
-
-    Args:
-        models: The models, by the prefix of their modules' names.
-        config: The guard's.
-        rules: The values that are allowed.
-        on_evaluated: Called after an outermost forward that ran without autograd.
-        defer: Treat the CPU as a device.
-
-    Raises:
-        ValueError: If a pattern matches nothing.
-    """
+def check_names(config: GuardConfig, models: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError if a pattern of modules to check matches nothing."""
     names = [
         full_name(prefix, name)
         for prefix, model in models.items()
@@ -196,33 +179,6 @@ def make_watches(
     ]
     check_patterns("include", config.include or (), names)
     check_patterns("exclude", config.exclude, names)
-    wanted = config.wanted
-    recorder = {
-        "memo": True,
-        "defer": defer,
-        "step_mode": True,
-        "lists_parameters": wanted.weights,
-        "lists_calls": wanted.activations,
-        "parameters_once": True,
-        "watches_gradients": wanted.grad_outputs,
-        "captures_tensors": config.evidence is not None,
-    }
-    watches = [
-        ModelWatch(
-            model,
-            prefix,
-            wanted,
-            Selection(config.include, config.exclude, prefix),
-            config.explain.frames,
-            recorder,
-            on_evaluated,
-        )
-        for prefix, model in models.items()
-    ]
-    rules.check(name for watch in watches for name in watch.modules.all_names())
-    for watch in watches:
-        rules.put_on(watch)
-    return watches
 
 
 def living_models(watches: Iterable[ModelWatch]) -> dict[str, nn.Module]:
@@ -306,9 +262,13 @@ class GuardLoop:
         self.config = config
         self._defer = defer
         self.is_enabled = False
+        check_names(config, models)
         self.rules = Rules(config.allow or {})
-        self.watches = watches = make_watches(
-            models, config, self.rules, self._on_evaluated, defer
+        self.watches = watches = self._make_watches(
+            models, config.wanted, config.evidence is not None, self._on_evaluated
+        )
+        self.rules.check(
+            name for watch in watches for name in watch.modules.all_names()
         )
         trained = list(models.values())
         for model in trained:
@@ -320,8 +280,8 @@ class GuardLoop:
         is_kept = is_restored or config.may_replay
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
         self.capture = make_capture(config, watches, start)
-        self.measurements = Measurements(config, watches)
-        self.timer = self.measurements.timer
+        self.timer = OverheadTimer(watches)
+        self.measurements = Measurements(config, watches, self.timer)
         self.headroom = self.measurements.headroom
         find_optimizers = functools.partial(living, hooks)
         agreement = Agreement(
@@ -336,7 +296,6 @@ class GuardLoop:
         self.clock = StepClock(
             _schedule_of(config),
             watches,
-            self.headroom,
             start,
             overflow_flags,
             acts=config.may_act and bool(hooks),
@@ -348,7 +307,7 @@ class GuardLoop:
             self.rules,
             start,
             self.capture,
-            functools.partial(self.new_watches, watch=EVERYTHING),
+            functools.partial(self.new_watches, wanted_of(EVERYTHING)),
             agreement,
             isolation,
             self.clock,
@@ -419,18 +378,57 @@ class GuardLoop:
             steps, adopt, self.rules, self.watches, self.pipeline.agreement
         )
 
-    def new_watches(self, **changes: Any) -> list[ModelWatch]:
+    def new_watches(
+        self, wanted: Wanted | None = None, captures_tensors: bool = True
+    ) -> list[ModelWatch]:
         """Makes watches like the guard's, which nothing judges.
 
         Args:
-            changes: Fields of the configuration that differ.
+            wanted: The tensors to scan; None for those of the guard.
+            captures_tensors: Capture what the evidence is to hold.
         """
-        config = dataclasses.replace(self.config, **changes)
-        models = living_models(self.watches)
-        made = make_watches(models, config, self.rules, lambda _: None, self._defer)
+        config, models = self.config, living_models(self.watches)
+        captures_tensors = captures_tensors and config.evidence is not None
+        made = self._make_watches(
+            models, wanted or config.wanted, captures_tensors, lambda _: None
+        )
         for watch in made:
             watch.warnings.is_quiet = True
         return made
+
+    def _make_watches(
+        self,
+        models: Mapping[str, nn.Module],
+        wanted: Wanted,
+        captures_tensors: bool,
+        on_evaluated: Callable[[ModelWatch], None],
+    ) -> list[ModelWatch]:
+        config = self.config
+        recorder = {
+            "memo": True,
+            "defer": self._defer,
+            "step_mode": True,
+            "lists_parameters": wanted.weights,
+            "lists_calls": wanted.activations,
+            "parameters_once": True,
+            "watches_gradients": wanted.grad_outputs,
+            "captures_tensors": captures_tensors,
+        }
+        watches = [
+            ModelWatch(
+                model,
+                prefix,
+                wanted,
+                Selection(config.include, config.exclude, prefix),
+                config.explain.frames,
+                recorder,
+                on_evaluated,
+            )
+            for prefix, model in models.items()
+        ]
+        for watch in watches:
+            self.rules.put_on(watch)
+        return watches
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

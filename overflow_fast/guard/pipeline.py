@@ -17,7 +17,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -33,18 +33,15 @@ from ..core.process import without_collection
 from ..distributed.agreement import Agreed, Agreement
 from ..replay.capture import Capture
 from ..report.frames import frame_texts
-from ..report.guard_coverage import GuardCoverage
-from ..report.report import Cost, NonFiniteError, Report
+from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
-from ..text import drop_own_frames
-from ..verdict.attribution import attribute
+from ..verdict.attribution import attribute, bad_settings
 from ..verdict.remedy import Float32Region, remedy_for
 from ..verdict.rules import Rules
 from ..verdict.verdict import (
     BadFrame,
     Verdict,
-    bad_settings,
     is_of_flag,
     leading_frame,
     least_headroom,
@@ -52,9 +49,10 @@ from ..verdict.verdict import (
     take_evaluated,
 )
 from . import optimizers as scalers
-from .archive import Archive, Measurements, OverheadTimer
+from .archive import Archive, Measurements
 from .config import GuardConfig
 from .explainer import Explainer, SecondLook
+from .isolation import ErrorIsolation, measured
 from .learning import Learning
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
@@ -74,9 +72,8 @@ from .step import Step, StepClock
 
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
+_CLEAN = Verdict()  # that of most steps
 _log = logging.getLogger("overflow_fast")
-_Argument = TypeVar("_Argument")
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class _Outcome(NamedTuple):
@@ -92,7 +89,6 @@ class _Line(NamedTuple):
     """The log's line of a finite step, which a round may yet change."""
 
     step: int
-    verdict: Verdict
     action: str | None
     num_left_out: int
 
@@ -186,6 +182,7 @@ class Pipeline:
 
     # What calls for a judgement: optimizers, GradScalers, `Join`, forwards, `check()`.
 
+    @measured
     def before_step(self, hook: OptimizerHook) -> bool:
         """Judges a step that an optimizer is about to make; True skips it.
 
@@ -200,24 +197,24 @@ class Pipeline:
             self.rounds.note_unwatched(hook)
             return False
         try:
-            with self._isolation.measured():
-                is_skipped = self._judge_step(hook)
-                hook.notify_wrapper(is_skipped)
-                return is_skipped
+            is_skipped = self._judge_step(hook)
+            hook.notify_wrapper(is_skipped)
         except NonFiniteError:
             self.after_step(hook, is_skipped=True)  # the hook does not call it then
             raise
-        return False
+        return is_skipped
 
+    @measured
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
         """Counts an optimizer's step, which was made or skipped."""
-        with self._isolation.measured():
+        try:
             if self._start is not None:
                 self._start.end() if is_skipped else self._start.keep()
-            if not is_skipped:
+            if not (is_skipped or self._explainer.is_off):
                 self._explainer.note_step(hook.optimizer)
-        if self.rounds.note_step(hook):
-            self._end_round()
+        finally:
+            if self.rounds.note_step(hook):
+                self._end_round()
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
         """Prepares to notice whether a scaler lets its optimizer step."""
@@ -226,6 +223,7 @@ class Pipeline:
                 self._called.discard(hook)
                 hook.cover()
 
+    @measured
     def after_scaler_step(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler has skipped."""
         for hook in self._hooks:
@@ -236,34 +234,33 @@ class Pipeline:
             self.rounds.begin()
             try:
                 if self._is_judged:
-                    with self._isolation.measured():
-                        self._judge_scaler_skip(hook, scaler)
+                    self._judge_scaler_skip(hook, scaler)
             finally:
                 self.after_step(hook, is_skipped=self.rounds.is_skipped)
 
+    @measured
     def judge_others(self) -> None:
         """Judges a step of other ranks, for which this one has no batch."""
         try:
             if self._is_judged:
                 self.rounds.begin()
-                with self._isolation.measured():
-                    hook = self._hooks[0] if self._hooks else None
-                    self._decide(Step(self._clock.step, hook))
+                hook = self._hooks[0] if self._hooks else None
+                self._decide(Step(self._clock.step, hook))
         finally:
             self._end_round()
 
+    @measured
     def judge_evaluated(self, watch: ModelWatch) -> None:
         """Judges a forward without autograd: at once on the CPU, else lagged."""
-        with self._isolation.measured():
-            frames = take_evaluated([watch])
-            if not frames:
-                return
-            model = watch.model
-            if self._start is not None and model is not None and model.training:
-                self._start.hold(watch)
-            step = self._new_step(moment="evaluation")
-            step.frames = frames
-            self._decide(step)
+        frames = take_evaluated([watch])
+        if not frames:
+            return
+        model = watch.model
+        if self._start is not None and model is not None and model.training:
+            self._start.hold(watch)
+        step = self._new_step(moment="evaluation")
+        step.frames = frames
+        self._decide(step)
 
     def check(self) -> Report | None:
         """Judges all that has run, and the state, whatever the step's level is.
@@ -280,7 +277,6 @@ class Pipeline:
             if not self._hooks:
                 self._record_step(self._clock.step, None)
         self._end_headroom(self._clock.step, report is not None)
-        self._measurements.headroom.begin_step()
         return report
 
     def judge_late(self, is_lagged: bool = False) -> None:
@@ -514,14 +510,13 @@ class Pipeline:
                 been skipped.
         """
         self._leave_out_learned(step)
-        verdict = self._detect(step)
         if step.moment != "evaluation" and self.agreement.is_needed:
-            outcome = self._decide_together(step, verdict)
+            outcome = self._decide_together(step)
         else:
-            outcome = self._decide_alone(step, verdict)
+            outcome = self._decide_alone(step)
         report = outcome.report
         if report is None:
-            return self._end_finite(step, verdict, outcome)
+            return self._end_finite(step, outcome)
         self._count(step, report)
         if report.action != "warn" and step.can_restore:
             report.notes += self._restore()
@@ -543,11 +538,13 @@ class Pipeline:
             )
 
     def _detect(self, step: Step) -> Verdict:
-        if not step.frames:
-            return Verdict()
+        if step.verdict is None:
+            step.verdict = self._verdict_on(step) if step.frames else _CLEAN
+        return step.verdict
+
+    def _verdict_on(self, step: Step) -> Verdict:
         watches = step.watches or self._watches
-        with without_collection():
-            verdict = attribute(step.frames, watches, step.moment == "check")
+        verdict = attribute(step.frames, watches, step.moment == "check")
         if verdict.source not in ("weight", "optimizer_state"):
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
@@ -558,25 +555,23 @@ class Pipeline:
 
     # Agree and diagnose: alone, or with the ranks that share the models.
 
-    def _decide_alone(self, step: Step, verdict: Verdict) -> _Outcome:
+    def _decide_alone(self, step: Step) -> _Outcome:
         wishes = _wishes(step)
-        if verdict.first is None:
+        if not step.frames:
             return _Outcome(None, True, *wishes)
-        if self._second_look is not None and not is_of_flag(verdict):
+        if self._second_look is not None and not is_of_flag(self._detect(step)):
             begin = time.perf_counter()
-            seen = self._second_look.look(step)
+            step = self._second_look.look(step)
             self._leave_out(time.perf_counter() - begin)
-            if seen.frames is not step.frames:
-                verdict = self._detect(seen)
-            step = seen
-        report = self._make_report(step, verdict)
-        report.explanation = self._explainer.explain(
-            step.number, verdict, report.action == "raise", step.moment
-        )
-        self._note_explained(report)
+        with without_collection():
+            report = self._make_report(step, self._detect(step))
+        if not self._explainer.is_off:
+            ends = report.action == "raise"
+            report.explanation = self._explainer.explain(step, report.verdict, ends)
+            self._note_explained(report)
         return _Outcome(self._choose_action(step, report), True, *wishes)
 
-    def _decide_together(self, step: Step, verdict: Verdict) -> _Outcome:
+    def _decide_together(self, step: Step) -> _Outcome:
         """Agrees with the other ranks, and replays the step with them.
 
         A callable is asked once it is explained. Any other policy is followed before,
@@ -584,7 +579,7 @@ class Pipeline:
         """
         self._num_agreed += 1
         begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
-        agreed = self._agree(step, verdict, begin)
+        agreed = self._agree(step, begin)
         is_broken = False
         first = agreed.report.verdict if agreed.report is not None else None
         looks = first is not None and not is_of_flag(first)
@@ -608,27 +603,27 @@ class Pipeline:
             )
         return _Outcome(report, is_own, *wishes)
 
-    def _agree(self, step: Step, verdict: Verdict, begin: int) -> Agreed:
+    def _agree(self, step: Step, begin: int) -> Agreed:
         """Agrees on the report of the rank that found the first bad value.
 
         Args:
             step: This rank's step.
-            verdict: What it says.
             begin: The number of frames before the step, or its replay.
         """
+        with without_collection():
+            verdict = self._detect(step)
+        ends = self._config.on_overflow == "raise"
         first = min((bad.frame.order for bad in step.frames), default=begin)
         is_asked = callable(self._config.on_overflow)
 
         def make() -> Report:
-            report = self._make_report(step, verdict)
+            with without_collection():
+                report = self._make_report(step, verdict)
             return report if is_asked else self._choose_action(step, report)
 
         return self.agreement.agree(
             *(step.number, verdict, max(0, first - begin), make),
-            lambda: self._explainer.offer(
-                *(step.number, verdict, self._config.on_overflow == "raise"),
-                self.agreement.joins,
-            ),
+            lambda: self._explainer.offer(step, verdict, ends, self.agreement.joins),
             *_wishes(step),
         )
 
@@ -641,7 +636,7 @@ class Pipeline:
         if note:
             agreed.report.notes.append(note)
             return step, agreed, is_broken
-        again = self._agree(seen, self._detect(seen), frames)
+        again = self._agree(seen, frames)
         if again.report is None:
             agreed.report.notes.append(self._second_look.finite_note())
             return step, agreed, False
@@ -657,8 +652,7 @@ class Pipeline:
     def _make_report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step; without details where these fail."""
         try:
-            with without_collection():
-                return self._report(step, verdict)
+            return self._report(step, verdict)
         except Exception as error:  # the verdict stands, and other ranks wait for it
             self._isolation.note(error)
             policy = self._config.on_overflow
@@ -803,12 +797,10 @@ class Pipeline:
                 rounds.report = report
         report.num_skipped = self.rounds.num_skipped
 
-    def _end_finite(
-        self, step: Step, verdict: Verdict, outcome: _Outcome
-    ) -> Report | None:
+    def _end_finite(self, step: Step, outcome: _Outcome) -> Report | None:
         """Ends a finite step; skips it if a monitor asks for that."""
         if not (outcome.has_spike or outcome.wants_skip or step.notices):
-            self._end_clean(step, verdict)
+            self._end_clean(step)
             return None
         if outcome.has_spike:
             self._num_spikes += self._spike_step != step.number
@@ -821,22 +813,22 @@ class Pipeline:
         clauses = clauses_of(step.notices, outcome.has_spike, is_skipped)
         log_notices(step.number, clauses, is_skipped, notes)
         self._archive.log_notices(step.number, step.notices, is_skipped)
-        self._end_clean(step, verdict)
+        self._end_clean(step)
         if not is_skipped or hook is None:
             return None
         self.rounds.note(hook, is_skipped=True, is_by_guard=True)
         num_left_out = step.left_out.total
-        self._clean_line = _Line(step.number, verdict, "skip", num_left_out)
-        self.rounds.report = Report(step.number, "skip", verdict)
+        self._clean_line = _Line(step.number, "skip", num_left_out)
+        self.rounds.report = Report(step.number, "skip", _CLEAN)
         return self.rounds.report
 
-    def _end_clean(self, step: Step, verdict: Verdict) -> None:
+    def _end_clean(self, step: Step) -> None:
         if self.learning is not None and step.moment != "evaluation":
             is_check = step.moment == "check"
             is_clean = step.is_whole and not step.skipped_by
             self.learning.end_step(is_clean, None if is_check else step.number)
         skipper, num_left_out = step.skipped_by or None, step.left_out.total
-        line = _Line(step.number, verdict, skipper, num_left_out)
+        line = _Line(step.number, skipper, num_left_out)
         if step.hook is None or step.moment == "after":
             self._num_bad_in_row = 0
             self._log_line(line)
@@ -861,7 +853,8 @@ class Pipeline:
 
     def _log_line(self, line: _Line) -> None:
         self._clean_line, num_skipped = None, self.rounds.num_skipped
-        self._archive.log(*line[:3], num_skipped, line.num_left_out, None)
+        left_out = num_skipped, line.num_left_out
+        self._archive.log(line.step, _CLEAN, line.action, *left_out, None)
 
     # A round: it is over when each optimizer has stepped, or one steps again.
 
@@ -891,17 +884,22 @@ class Pipeline:
 
     def _end_headroom(self, step: int, is_bad: bool) -> None:
         """Ends a step's headroom, and warns of values near the end of their dtype."""
-        with self._isolation.measured():
+        try:
             self._measurements.headroom.end_step(step, self._has_scaler, is_bad)
+        except Exception as error:  # the round ends all the same
+            self._isolation.note(error)
 
     def _record_step(self, step: int, cost: Cost | None) -> None:
         """Ends the flight record's line; its cost is None where it was not measured."""
         record = self._measurements.record
-        if record is not None:
-            optimizers, has_spike = living(self._hooks), self._spike_step == step
-            report, is_skipped = self.last_report, self.rounds.is_skipped
-            with self._isolation.measured():
-                record.end_step(step, cost, optimizers, report, is_skipped, has_spike)
+        if record is None:
+            return
+        optimizers, has_spike = living(self._hooks), self._spike_step == step
+        report, is_skipped = self.last_report, self.rounds.is_skipped
+        try:
+            record.end_step(step, cost, optimizers, report, is_skipped, has_spike)
+        except Exception as error:
+            self._isolation.note(error)
 
     @property
     def _is_judged(self) -> bool:
@@ -1079,125 +1077,3 @@ class Rounds:
             "optimizer must be one that the guard was given, got another "
             f"{type(optimizer).__name__}"
         )
-
-
-# The guard's own errors, which never reach the program, and the time that it takes.
-
-
-class ErrorIsolation:
-    """Runs the guard's code so that none of its own errors reaches the user.
-
-    Args:
-        timer: Measures the time that the guard takes.
-        agreement: The ranks that decide together; what their collectives raise is
-            raised.
-
-    Attributes:
-        num_failures: The number of the guard's own errors so far.
-        users_error: The last error that the user's policy raised, or None.
-    """
-
-    def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
-        self._timer = timer
-        self._agreement = agreement
-        self.users_error: Exception | None = None
-        self._failed: set[str] = set()  # whose failure was logged
-        self.num_failures = 0
-
-    def isolated(self, monitor: str = "") -> _Isolated:
-        """Suppresses the guard's own errors; hides its code from the user's modes.
-
-        Args:
-            monitor: The name of the monitor whose code runs.
-        """
-        return _Isolated(self, monitor)
-
-    def measured(self) -> _Isolated:
-        """Isolates errors, and adds the time to the guard's."""
-        return _Isolated(self, "", self._timer)
-
-    def measured_call(
-        self, function: Callable[[_Argument], None]
-    ) -> Callable[[_Argument], None]:
-        """Returns a function that calls another within `measured()`."""
-
-        def call(argument: _Argument) -> None:
-            with self.measured():
-                function(argument)
-
-        return call
-
-    def is_foreign(self, error: Exception) -> bool:
-        """Returns True for an error of the user's callable or of a process group."""
-        return error is self.users_error or error is self._agreement.error
-
-    def suppresses(self, error: BaseException | None, monitor: str) -> bool:
-        """Notes an error that is the guard's own; returns False for any other."""
-        if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
-            return False
-        if self.is_foreign(error):
-            return False
-        self.note(error, monitor)
-        return True
-
-    def note(self, error: Exception, monitor: str = "") -> None:
-        """Counts an error of the guard's own; logs the first one of each monitor."""
-        self.num_failures += 1
-        if monitor in self._failed:
-            return
-        self._failed.add(monitor)
-        _log.warning(
-            "%s failed with the error below. What it was checking was not judged. "
-            "Later failures are not logged; `coverage()` counts them.",
-            f"The monitor {monitor}" if monitor else "The guard",
-            exc_info=error,
-        )
-
-
-class _Isolated:
-    """See `ErrorIsolation.isolated()`: several of them are entered in each step.
-
-    Args:
-        isolation: Whose it is.
-        monitor: The name of the monitor whose code runs.
-        timer: Measures the time within; None for none.
-    """
-
-    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer")
-
-    def __init__(
-        self,
-        isolation: ErrorIsolation,
-        monitor: str,
-        timer: OverheadTimer | None = None,
-    ) -> None:
-        self._isolation, self._monitor, self._timer = isolation, monitor, timer
-        self._hidden = _C.Hidden()
-
-    def __enter__(self) -> None:
-        self._hidden.__enter__()
-        if self._timer is not None:
-            self._timer.__enter__()
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
-    ) -> bool:
-        if self._timer is not None:
-            self._timer.__exit__()
-        self._hidden.__exit__(None, None, None)
-        return error is not None and self._isolation.suppresses(error, self._monitor)
-
-
-def isolate_errors(method: _Method) -> _Method:
-    """Isolates errors in a method of an object with a `_loop`; it returns None then."""
-
-    @functools.wraps(method)
-    def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with self._loop.isolation.isolated():
-                return method(self, *args, **kwargs)
-        except NonFiniteError as error:
-            drop_own_frames(error)
-            raise error
-
-    return cast(_Method, isolated_method)

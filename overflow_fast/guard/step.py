@@ -18,8 +18,7 @@ from ..core.engines import LossScaler
 from ..report.report import Cost
 from ..state.step_start import StepStart
 from ..text import counted
-from ..verdict.headroom import HeadroomTracker
-from ..verdict.verdict import BadFrame
+from ..verdict.verdict import BadFrame, Verdict
 from .monitors.monitor import Notice
 from .optimizers import OptimizerHook
 
@@ -86,6 +85,7 @@ class Step:
         is_whole: All that the guard watches was checked, and no gradient is bad, also
             none that a GradScaler handles.
         watches: The watches that have seen it, if it was run again; else empty.
+        verdict: The verdict on its bad frames, once it was asked for.
         notices: What monitors say of it, if it is finite.
         notes: Further sentences for the report.
     """
@@ -102,6 +102,7 @@ class Step:
     frames: list[BadFrame] = field(default_factory=list)
     is_whole: bool = False
     watches: Sequence[ModelWatch] = ()
+    verdict: Verdict | None = None
     notices: Sequence[Notice] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -253,7 +254,6 @@ class StepClock:
     Args:
         schedule: Chooses how much of each step is watched.
         watches: The watched models.
-        headroom: Tracks the headroom of the watched steps.
         start: The models as they were when the step began, or None.
         overflow_flags: Those of devices, which a watched step clears.
         acts: The policy may do more than warn, where a step is judged.
@@ -269,14 +269,12 @@ class StepClock:
         self,
         schedule: WatchSchedule,
         watches: Sequence[ModelWatch],
-        headroom: HeadroomTracker,
         start: StepStart | None,
         overflow_flags: OverflowFlags,
         acts: bool,
     ) -> None:
         self._schedule = schedule
         self._watches = watches
-        self._headroom = headroom
         self._start = start
         self._overflow_flags = overflow_flags
         self._warns = acts
@@ -301,7 +299,6 @@ class StepClock:
     def set_level(self, level: ScanLevel) -> None:
         """Attaches the hooks that a step of this level needs, and removes others."""
         self.level = level
-        self._headroom.begin_step()
         for watch in self._watches:
             watch.attach() if level is ScanLevel.ALL else watch.pause()
         if self._start is not None and level is not ScanLevel.OFF:

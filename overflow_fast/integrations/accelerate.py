@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..guard.guard import OverflowGuard
-from .trainer_support import StandIn, check_before_saving
+from .trainer_support import PatchedMethod, check_before_saving
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -56,7 +56,7 @@ class _AcceleratorGuard(OverflowGuard):
         self, accelerator: Accelerator, model: Any, optimizer: Any, **arguments: Any
     ) -> None:
         super().__init__(model, optimizer, **arguments)
-        self._saving = StandIn(
+        self._saving = PatchedMethod(
             accelerator, "save_state", lambda *_, **__: check_before_saving(self)
         )
 

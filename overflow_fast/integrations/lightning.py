@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
 from ..torch_internals.module_internals import share_tensors, submodules
-from .trainer_support import GuardOwner, KeptStep, StandIn, check_before_saving
+from .trainer_support import GuardOwner, KeptStep, PatchedMethod, check_before_saving
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -22,7 +22,7 @@ except ImportError as error:
     ) from error
 
 
-class GuardCallback(GuardOwner, Callback):
+class LightningGuardCallback(GuardOwner, Callback):
     """Attaches an `OverflowGuard` to a LightningModule while a Trainer fits it.
 
     The guard watches the submodules, the module's own parameters and buffers, and each
@@ -43,7 +43,7 @@ class GuardCallback(GuardOwner, Callback):
         TypeError, ValueError: If an argument cannot be used.
 
     Example:
-        >>> callback = GuardCallback(on_overflow="skip", log="guard.jsonl")
+        >>> callback = LightningGuardCallback(on_overflow="skip", log="guard.jsonl")
     """
 
     def __init__(
@@ -156,9 +156,9 @@ class _Fit:
         self.guard = attach_guard(self._models, real)
         self.guard.disable()
         self.guard._loop.inputs.name_caller("training_step")
-        self._replaced_methods = [
-            StandIn(trainer, "save_checkpoint", self._check_before_saving),
-            StandIn(pl_module, "lr_scheduler_step", self._may_schedule),
+        self._patched_methods = [
+            PatchedMethod(trainer, "save_checkpoint", self._check_before_saving),
+            PatchedMethod(pl_module, "lr_scheduler_step", self._may_schedule),
             KeptStep(
                 *(pl_module, "training_step", self.guard, ("log", "log_dict")),
                 # By hand, it steps the optimizers itself.
@@ -167,8 +167,8 @@ class _Fit:
             ),
         ]
         if wants_loss:
-            backward = StandIn(trainer.strategy, "backward", self._record_loss)
-            self._replaced_methods.append(backward)
+            backward = PatchedMethod(trainer.strategy, "backward", self._record_loss)
+            self._patched_methods.append(backward)
 
     def is_of(self, optimizers: Sequence[Optimizer]) -> bool:
         """Returns True if these are the optimizers that the guard has."""
@@ -176,8 +176,8 @@ class _Fit:
 
     def end(self) -> None:
         """Puts methods back and removes the guard, after its last verdict."""
-        for stand_in in self._replaced_methods:
-            stand_in.remove()
+        for method in self._patched_methods:
+            method.remove()
         self.guard.remove()
 
     def log_metrics(self) -> None:

@@ -37,7 +37,8 @@ from ..guard.guard import OverflowGuard, guards_of, modules_of
 from ..guard.loop import living_models
 from ..guard.optimizers import stepper_of
 from ..report.report import NonFiniteError
-from ..torch_internals.registry import stack
+from ..torch_internals.registry import callers
+from .trainer_support import GuardOwner
 
 # Calls a function when a module has been imported, and not before.
 
@@ -111,11 +112,7 @@ def trainer_on_stack() -> Any:
     )
     if not classes:
         return None
-    for frame in stack():
-        caller = frame.f_locals.get("self")
-        if issubclass(type(caller), classes):
-            return caller
-    return None
+    return next((each for each in callers() if issubclass(type(each), classes)), None)
 
 
 def add_callback(trainer: Any, arguments: Mapping[str, Any]) -> Any:
@@ -130,26 +127,28 @@ def add_callback(trainer: Any, arguments: Mapping[str, Any]) -> Any:
     """
     module = next(each.__module__ for each in type(trainer).__mro__ if _is_known(each))
     if module == _LIGHTNING[0]:
-        from .lightning import GuardCallback as LightningCallback
-        from .trainer_support import GuardOwner
+        from .lightning import LightningGuardCallback
 
-        if any(isinstance(each, GuardOwner) for each in trainer.callbacks):
+        if _has_owner(trainer.callbacks):
             return None
-        callback = LightningCallback(**arguments)
+        callback = LightningGuardCallback(**arguments)
         trainer.callbacks.append(callback)
         return callback
-    from .trainer import GuardCallback
+    from .trainer import TrainerGuardCallback
 
-    callbacks = trainer.callback_handler.callbacks
     has_detector = any(
         getattr(each, "value", each) == "underflow_overflow"
         for each in trainer.args.debug
     )
-    if has_detector or any(isinstance(each, GuardCallback) for each in callbacks):
+    if has_detector or _has_owner(trainer.callback_handler.callbacks):
         return None
-    made = GuardCallback(**arguments)
+    made = TrainerGuardCallback(**arguments)
     trainer.add_callback(made)
     return made
+
+
+def _has_owner(callbacks: Iterable[object]) -> bool:
+    return any(isinstance(each, GuardOwner) for each in callbacks)
 
 
 def _is_known(kind: type) -> bool:
@@ -237,11 +236,8 @@ def inside(optimizer: Any) -> list[Any]:
 
 def is_made_by_another(optimizer: Optimizer) -> bool:
     """Returns True where the constructor of another optimizer makes it."""
-    callers = (frame.f_locals.get("self") for frame in stack())
-    return any(
-        issubclass(type(caller), Optimizer) and caller is not optimizer
-        for caller in callers
-    )
+    makers = (each for each in callers() if issubclass(type(each), Optimizer))
+    return any(each is not optimizer for each in makers)
 
 
 def have_detectors(models: Sequence[nn.Module]) -> bool:

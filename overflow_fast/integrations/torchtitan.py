@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..guard.guard import OverflowGuard
-from .trainer_support import StandIn, decided_by_all_ranks
+from .trainer_support import PatchedMethod, decided_by_all_ranks
 
 _log = logging.getLogger("overflow_fast")
 
@@ -45,17 +45,17 @@ class _TitanGuard(OverflowGuard):
         super().__init__(trainer.model_parts, trainer.optimizers, **options)
         self.step = trainer.step
         run = functools.partial(self._run, trainer, trainer.train_step)
-        self._replaced_methods = [
-            StandIn(trainer, "train_step", run),
-            StandIn(trainer.lr_schedulers, "step", self._may_schedule),
+        self._patched_methods = [
+            PatchedMethod(trainer, "train_step", run),
+            PatchedMethod(trainer.lr_schedulers, "step", self._may_schedule),
         ]
 
     def remove(self) -> None:
         try:
             super().remove()
         finally:
-            for stand_in in self._replaced_methods:
-                stand_in.remove()
+            for method in self._patched_methods:
+                method.remove()
 
     def _may_schedule(self, *args: Any) -> bool:
         return not (self.enabled and self.last_step_skipped)

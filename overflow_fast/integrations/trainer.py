@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from ..report.report import NonFiniteError, Report
-from ..torch_internals.registry import stack
+from ..torch_internals.registry import callers
 from .trainer_support import GuardOwner, KeptStep
 
 try:
@@ -20,7 +20,7 @@ except ImportError as error:
 _log = logging.getLogger("overflow_fast")
 
 
-class GuardCallback(GuardOwner, TrainerCallback):
+class TrainerGuardCallback(GuardOwner, TrainerCallback):
     """Attaches an `OverflowGuard` while a Trainer trains; see `GuardOwner`.
 
     The learning rate's schedule pauses in skipped steps. A step's number is the
@@ -29,7 +29,7 @@ class GuardCallback(GuardOwner, TrainerCallback):
     `NonFiniteError`, or logs an error if the policy is not to raise.
 
     Example:
-        >>> callback = GuardCallback(on_overflow="skip", log="guard.jsonl")
+        >>> callback = TrainerGuardCallback(on_overflow="skip", log="guard.jsonl")
     """
 
     def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
@@ -57,8 +57,7 @@ class GuardCallback(GuardOwner, TrainerCallback):
 
     def _trainer(self) -> Any:
         """The Trainer that calls this object, which it does not hand over."""
-        for frame in stack():
-            caller = frame.f_locals.get("self")
+        for caller in callers():
             handler = getattr(caller, "callback_handler", None)
             if any(each is self for each in getattr(handler, "callbacks", ())):
                 return caller

@@ -113,8 +113,8 @@ def check_before_saving(guard: OverflowGuard) -> None:
 _NOTHING = object()
 
 
-class StandIn:
-    """Stands in for a method of an object, as the object's attribute, until removed.
+class PatchedMethod:
+    """Stands for a method of an object, as the object's attribute, until removed.
 
     A former attribute is put back, and one that other code has set since is left alone.
     Copies and pickles of the object have the former method.
@@ -146,7 +146,7 @@ class StandIn:
         if attributes.get(self._name) is not self:
             return
         earlier = self._earlier
-        while isinstance(earlier, StandIn) and earlier._before is None:
+        while isinstance(earlier, PatchedMethod) and earlier._before is None:
             earlier = earlier._earlier
         if earlier is _NOTHING:
             del attributes[self._name]
@@ -168,8 +168,8 @@ def _same(method: Any) -> Any:
 # A method of a trainer that computes the loss, kept so that a replay can call it again.
 
 
-class KeptStep(StandIn):
-    """Stands in for the method of a trainer that computes the loss.
+class KeptStep(PatchedMethod):
+    """Stands for the method of a trainer that computes the loss.
 
     A replay calls it as the trainer did, with logging off, and puts the attributes of
     its owner back. What it does to other objects is not undone.
@@ -229,7 +229,7 @@ class _Call:
     """A call of the method: first with the trainer's own arguments, then with copies.
 
     Args:
-        step: The method's stand-in.
+        step: What stands for the method.
         args: The positional arguments.
         kwargs: The keyword arguments.
     """

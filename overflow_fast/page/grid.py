@@ -268,11 +268,11 @@ def name_of(entry: RecordEntry, has_models: bool = False) -> str:
     return f"{where}{entry.path}"
 
 
-# The strips above the heatmap, from top to bottom, with the words in front of them.
+# The sparklines above the heatmap, from top to bottom, with the words in front of them.
 
 
-Strip = list[float | None]
-STRIPS = {
+Sparkline = list[float | None]
+SPARKLINES = {
     "loss": "loss",
     "grad_norm": "gradient norm",
     "largest_gradient": "largest gradient",
@@ -287,33 +287,35 @@ _OF_STEPS = ("loss", "grad_norm", "learning_rate", "loss_scale")  # as `RecordSt
 _GRADIENT = "largest_gradient"  # stands for the norm where nobody gave that
 
 
-def strips_of(
+def sparklines_of(
     records: Sequence[FlightRecord], columns: Sequence[Column]
-) -> dict[str, Strip]:
+) -> dict[str, Sparkline]:
     """The numbers of each column: the largest of its steps and of all ranks.
 
     Returns:
-        Lists by the names of `STRIPS`, in their order: those of which a number is
+        Lists by the names of `SPARKLINES`, in their order: those of which a number is
         known, "skips", the most that a rank has skipped, and "spikes", if there were
         any.
     """
-    found: dict[str, Strip] = {
+    found: dict[str, Sparkline] = {
         name: [_largest(getattr(s, name) for s in _steps(records, c)) for c in columns]
         for name in _OF_STEPS
     }
     if not any_known(found["grad_norm"]):
         largest = [_largest_gradients(record) for record in records]
         found[_GRADIENT] = [_largest(_of_column(largest, c)) for c in columns]
-    known = {name: strip for name, strip in found.items() if any_known(strip)}
-    events: dict[str, Strip] = {
+    known = {
+        name: sparkline for name, sparkline in found.items() if any_known(sparkline)
+    }
+    events: dict[str, Sparkline] = {
         "spikes": [_spikes(records, column) for column in columns],
         "skips": [_skips(records, column) for column in columns],
     }
-    known |= {name: strip for name, strip in events.items() if any(strip)}
-    return {name: known[name] for name in STRIPS if name in known}
+    known |= {name: sparkline for name, sparkline in events.items() if any(sparkline)}
+    return {name: known[name] for name in SPARKLINES if name in known}
 
 
-def _largest_gradients(record: FlightRecord) -> Strip:
+def _largest_gradients(record: FlightRecord) -> Sparkline:
     """The largest magnitude of all gradients of weights, for each step of a record."""
     rows = [i for i, each in enumerate(record.entries) if each.kind == "gradient"]
     values = record.values["abs_max"]
@@ -327,14 +329,16 @@ def _largest_gradients(record: FlightRecord) -> Strip:
     ]
 
 
-def _of_column(strips: Sequence[Strip], column: Column) -> Iterator[float | None]:
-    for strip, lines in zip(strips, column.lines, strict=True):
-        yield from (strip[i] for i in lines)
+def _of_column(
+    sparklines: Sequence[Sparkline], column: Column
+) -> Iterator[float | None]:
+    for sparkline, lines in zip(sparklines, column.lines, strict=True):
+        yield from (sparkline[i] for i in lines)
 
 
-def any_known(strip: Strip) -> bool:
-    """True if a strip has a number."""
-    return any(value is not None for value in strip)
+def any_known(sparkline: Sparkline) -> bool:
+    """True if a sparkline has a number."""
+    return any(value is not None for value in sparkline)
 
 
 def _steps(records: Sequence[FlightRecord], column: Column) -> Iterator[RecordStep]:
@@ -395,8 +399,8 @@ def payloads(sheet: Sheet) -> dict[str, str]:
             for each in sheet.entries
         ],
         "columns": [[c.first, c.last] for c in columns],
-        "strips": strips_of(records, columns),
-        "stripNames": STRIPS,
+        "sparklines": sparklines_of(records, columns),
+        "sparklineNames": SPARKLINES,
         "ranks": [str(record.run.get("rank", "?")) for record in records],
         "rankColumns": [],
         "families": list(FAMILIES),

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the strips and the heatmap; the pointer, the keys and the switches.
+// Draws the sparklines and the heatmap; the pointer, the keys and the switches.
 (async () => {
   const by = (id) => document.getElementById(id);
   const data = await loaded();
@@ -8,8 +8,8 @@
   const state = {find: "", show: "headroom", families: new Set(kinds.slice(0, 1)),
     open: new Set(), shut: new Set(), all: false, from: 0, to: data.width,
     row: -1, column: -1, drag: null};
-  const scroller = by("rows"), heat = by("heat"), strips = by("strips");
-  const shownStrips = Object.keys(data.strips);
+  const scroller = by("rows"), heat = by("heat"), sparklines = by("sparklines");
+  const shownSparklines = Object.keys(data.sparklines);
   let rows = [], spread = null;
   const fixedScale = by("bits").innerHTML;
 
@@ -49,9 +49,9 @@
     return value.toPrecision(4).replace(/(\.\d*?)0+($|e)/, "$1$2").replace(/\.($|e)/, "$1");
   };
 
-  function drawStrips() {
-    const height = shownStrips.length * STRIP + 20, pen = sized(strips, height);
-    shownStrips.forEach((name, i) => drawStrip(pen, name, i * STRIP));
+  function drawSparklines() {
+    const height = shownSparklines.length * STRIP + 20, pen = sized(sparklines, height);
+    shownSparklines.forEach((name, i) => drawSparkline(pen, name, i * STRIP));
     pen.fillStyle = colour("--soft");
     const shown = state.to - state.from, count = Math.min(shown, Math.max(2, Math.floor(plotWidth() / 110)));
     for (let k = 0; k < count; k++) {
@@ -61,15 +61,15 @@
     pen.fillText("first step of a column", 4, height - 9);
   }
 
-  function drawStrip(pen, name, top) {
-    const values = data.strips[name].slice(state.from, state.to).map((v) => v === null ? null : Number(v));
+  function drawSparkline(pen, name, top) {
+    const values = data.sparklines[name].slice(state.from, state.to).map((v) => v === null ? null : Number(v));
     const known = values.filter((v) => v !== null && Number.isFinite(v));
     const low = Math.min(...known), high = Math.max(...known);
     const isLog = low > 0 && high > 100 * low, scale = isLog ? Math.log10 : (v) => v;
     const bottom = top + STRIP - 6, room = STRIP - 12;
     const yOf = (v) => high > low ? bottom - (scale(v) - scale(low)) / (scale(high) - scale(low)) * room : bottom - room / 2;
     pen.fillStyle = colour("--ink");
-    pen.fillText(data.stripNames[name] + (isLog ? " (log)" : ""), 4, top + 14);
+    pen.fillText(data.sparklineNames[name] + (isLog ? " (log)" : ""), 4, top + 14);
     pen.fillStyle = colour("--soft");
     if (known.length) pen.fillText(`${short(low)} to ${short(high)}`, 4, top + 30);
     pen.strokeStyle = colour("--accent");
@@ -175,9 +175,9 @@
         "counts are not kept by rank";
     const lines = [`${stepText(column)}: ${text}`,
       row.isGroup ? `${row.name}${row.count}; the worst here is ${name}` : name];
-    lines.push(shownStrips.map((name) => [name, data.strips[name][state.column]])
+    lines.push(shownSparklines.map((name) => [name, data.sparklines[name][state.column]])
       .filter(([, value]) => value !== null)
-      .map(([name, value]) => `${data.stripNames[name]} ${short(value)}`)
+      .map(([name, value]) => `${data.sparklineNames[name]} ${short(value)}`)
       .join(", "));
     by("readout").textContent = lines.join("\n");
   }
@@ -186,7 +186,7 @@
   function draw() {
     if (isAsked) return;
     isAsked = true;
-    requestAnimationFrame(() => { isAsked = false; drawHeat(); drawStrips(); tell(); });
+    requestAnimationFrame(() => { isAsked = false; drawHeat(); drawSparklines(); tell(); });
   }
 
   let isScrolled = false;

@@ -24,13 +24,13 @@ from .grid import (
     FAMILIES,
     NONFINITE,
     NOT_SEEN,
-    STRIPS,
+    SPARKLINES,
     Column,
     Grid,
     Sheet,
     name_of,
     payloads,
-    strips_of,
+    sparklines_of,
 )
 from .incidents import Incident, failure_path, histogram_of, read_incidents
 
@@ -166,15 +166,15 @@ def step_table(sheet: Sheet) -> Table:
     records, grid = sheet.records, sheet.grid(_MOST_STEPS)
     if not grid.columns:
         return Table([], [])
-    strips = strips_of(records, grid.columns)
-    shown = [name for name in strips if name != "spikes"]
+    sparklines = sparklines_of(records, grid.columns)
+    shown = [name for name in sparklines if name != "spikes"]
     names = [name_of(entry) for entry in sheet.entries]
     rows = []
     for i, column in enumerate(grid.columns):
-        numbers = [_number(strips[name][i]) for name in shown]
+        numbers = [_short(sparklines[name][i]) for name in shown]
         done = _actions(records, column)
         rows.append([str(column), *numbers, done, *_worst(grid, i, names)])
-    heads = ["step", *(STRIPS[name] for name in shown), "guard"]
+    heads = ["step", *(SPARKLINES[name] for name in shown), "guard"]
     return _without_empty(Table([*heads, "non-finite", "least bits", "at"], rows))
 
 
@@ -185,10 +185,6 @@ def _without_empty(table: Table) -> Table:
     shown = [i for i in range(len(table.heads)) if any(row[i] for row in table.rows)]
     rows = [[row[i] for i in shown] for row in table.rows]
     return Table([table.heads[i] for i in shown], rows, table.remark)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
 
 
 def _actions(records: Sequence[FlightRecord], column: Column) -> str:
@@ -359,12 +355,12 @@ def _first_bad(sheet: Sheet, grid: Grid) -> dict[str, Any] | None:
 def _healthy(sheet: Sheet, grid: Grid) -> list[str]:
     """Sentences on a record without a non-finite value: loss and least headroom."""
     sentences = list[str]()
-    for name, strip in strips_of(sheet.records, grid.columns).items():
-        known = [(i, value) for i, value in enumerate(strip) if value is not None]
+    for name, sparkline in sparklines_of(sheet.records, grid.columns).items():
+        known = [(i, value) for i, value in enumerate(sparkline) if value is not None]
         if name in ("loss", "grad_norm", "largest_gradient") and len(known) > 1:
             (first, before), (last, after) = known[0], known[-1]
             sentences.append(
-                f"{STRIPS[name]}: {before:.4g} in step {grid.columns[first]}, "
+                f"{SPARKLINES[name]}: {before:.4g} in step {grid.columns[first]}, "
                 f"{after:.4g} in step {grid.columns[last]}"
             )
     codes = grid.headroom
@@ -381,7 +377,9 @@ def _healthy(sheet: Sheet, grid: Grid) -> list[str]:
 
 
 def _short(value: object) -> str:
-    """A number of a file with four digits; nothing for one that is not known."""
+    """A value of a file: a number with four digits, nothing where it is not known."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -448,7 +446,7 @@ def _versions(records: Sequence[FlightRecord]) -> Table:
     """A row for each record, or for each field of a single one: its run, versions."""
     names = [*_RUN, *_VERSIONS]
     rows = [
-        [record.path.name, *(_text(record.run.get(n)) for n in names)]
+        [record.path.name, *(_short(record.run.get(n)) for n in names)]
         for record in records
     ]
     heads = ["file", *(name.replace("_", " ") for name in names)]
@@ -456,12 +454,6 @@ def _versions(records: Sequence[FlightRecord]) -> Table:
         pairs = zip(heads, rows[0], strict=True)
         return Table(["field", "value"], [list(pair) for pair in pairs])
     return Table(heads, rows)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return "" if value is None else str(value)
 
 
 # The files and folders that a command line makes a page of.

@@ -37,7 +37,7 @@ from .precision_advice import (
 # Which modules make non-finite values in a run, forward and backward.
 
 
-class Makers:
+class NonFiniteOrigins:
     """Hooks that find the modules in which non-finite values begin.
 
     Args:
@@ -61,7 +61,7 @@ class Makers:
         self._handles = Handles()
         self.bad: set[tuple[str, str]] = set()
 
-    def __enter__(self) -> Makers:
+    def __enter__(self) -> NonFiniteOrigins:
         for name, module in named_modules(self._model):
             self._handles += [
                 module.register_forward_pre_hook(self._begin_of(name), prepend=True),
@@ -222,7 +222,7 @@ class Verifier:
         self._rows = rows
         self._limits = limits
         self._max_rounds = max_rounds
-        watch = Makers(steps.model)
+        watch = NonFiniteOrigins(steps.model)
         self.reference = steps.run(watch)
         self._usual = frozenset(watch.bad)
         self._has_inner = {
@@ -240,13 +240,13 @@ class Verifier:
         kept = [row.name for row in self._rows if dtype not in row.runs_in]
         widened: list[str] = []
         for runs in range(1, self._max_rounds + 2):
-            watch = Makers(self._steps.model, self._usual)
+            watch = NonFiniteOrigins(self._steps.model, self._usual)
             outcome = self._run(watch, dtype, kept, loss_scale)
             check = self._judged(dtype, kept, outcome, watch, loss_scale)
             check = replace(check, widened=widened, runs=runs)
             if check.passed or runs > self._max_rounds:
                 break
-            more = [] if check.finite else self._makers(watch, kept)
+            more = [] if check.finite else self._origins(watch, kept)
             if not more and watch.is_backward and loss_scale > 1:
                 loss_scale = max(1.0, loss_scale / _SMALLER)
                 continue
@@ -258,7 +258,7 @@ class Verifier:
             kept, widened = [*kept, *more], [*widened, *more]
         return check
 
-    def _makers(self, watch: Makers, kept: list[str]) -> list[str]:
+    def _origins(self, watch: NonFiniteOrigins, kept: list[str]) -> list[str]:
         """The modules that keep values, or gradients, in range if they are in float32.
 
         Of gradients a smaller loss scale may do it, too: only modules without others
@@ -267,13 +267,13 @@ class Verifier:
         found = watch.producers(kept)
         if found and not watch.is_backward:
             return found
-        makers = [n for n in watch.names() if not _is_kept(n, kept)]
+        origins = [n for n in watch.names() if not _is_kept(n, kept)]
         if watch.is_backward:
-            makers = [n for n in makers if not self._has_inner[n]]
-        return list(dict.fromkeys([*makers, *found]))
+            origins = [n for n in origins if not self._has_inner[n]]
+        return list(dict.fromkeys([*origins, *found]))
 
     def _run(
-        self, watch: Makers, dtype: str, kept: list[str], scale: float
+        self, watch: NonFiniteOrigins, dtype: str, kept: list[str], scale: float
     ) -> RunResult | str:
         """Runs the model; returns in words what it raises."""
         try:
@@ -288,7 +288,7 @@ class Verifier:
         dtype: str,
         kept: list[str],
         outcome: RunResult | str,
-        watch: Makers,
+        watch: NonFiniteOrigins,
         loss_scale: float,
     ) -> PrecisionCheck:
         if isinstance(outcome, str):
@@ -565,10 +565,9 @@ class RunResult:
     @property
     def is_finite(self) -> bool:
         """True if losses, gradients and, without a loss, outputs are finite."""
-        values = [*self.outputs, *self.gradients.values()]
-        return all(map(math.isfinite, self.losses)) and all(
-            bool(_values(each).isfinite().all()) for each in values
-        )
+        stats = scan([*self.outputs, *self.gradients.values()])
+        is_bad = any(each.has_nan or each.has_inf for each in stats)
+        return all(map(math.isfinite, self.losses)) and not is_bad
 
     def difference(self, reference: RunResult) -> float:
         """The relative difference of the losses, or of outputs where there are none."""
@@ -702,7 +701,3 @@ def _calm(model: nn.Module) -> Iterator[None]:
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)
         yield
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()

@@ -17,6 +17,7 @@ from ..torch_internals.tensor_internals import is_wrapper
 from ..tree import CALL_DEPTH, mapped
 
 HALF = (torch.float16, torch.bfloat16)
+FLOATS = (*HALF, torch.float32)
 _OWN = set(vars(nn.Module()))
 _PARALLEL = {"DistributedDataParallel", "DataParallel"}
 
@@ -51,8 +52,7 @@ class Copies:
 
 def to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy, cast if it is float32, float16 or bfloat16."""
-    is_cast = tensor.dtype in (*HALF, torch.float32)
-    return tensor.to(dtype if is_cast else tensor.dtype, copy=True)
+    return tensor.to(dtype if tensor.dtype in FLOATS else tensor.dtype, copy=True)
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..core.selection import Selection, check_patterns
 from ..torch_internals.module_internals import REPLICATE, replicate
 from ..torch_internals.tensor_internals import is_wrapper
 from ..tree import CALL_DEPTH, Loan, tensors_in
+from .copies import HALF
 
 # A forward that stands in for a module's own, on the instance.
 
@@ -89,8 +90,6 @@ def _replicate(module: nn.Module) -> nn.Module:
 # A module's forward and weights in float32, and back.
 
 
-_HALF = (torch.float16, torch.bfloat16)
-
 # The dtype of float32 outputs in a model that is half precision itself.
 RETURNS_HALF = "returns half"  # that of the module's weights, or of its inputs
 FOLLOWS = "follows"  # that of the inputs
@@ -117,7 +116,7 @@ class Float32Forward(ReplacedForward):
         """Runs the forward in float32."""
         given = tensors_in((args, kwargs), CALL_DEPTH)
         dtypes = [tensor.dtype for tensor in given]
-        half = next((dtype for dtype in dtypes if dtype in _HALF), None)
+        half = next((dtype for dtype in dtypes if dtype in HALF), None)
         loan = None
         if half is not None:
             loan = Loan((args, kwargs), _to_float32, CALL_DEPTH)
@@ -171,7 +170,7 @@ def _has_autocast(device: str) -> bool:
 
 
 def _to_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _HALF else tensor
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def _from_float32(value: Any, dtype: torch.dtype) -> Any:
@@ -211,7 +210,7 @@ class Float32Weights:
         return [
             name
             for name, tensor in _named_tensors(module)
-            if tensor.dtype in _HALF and id(tensor) not in self._tensors
+            if tensor.dtype in HALF and id(tensor) not in self._tensors
         ]
 
     def half_of(self, module: nn.Module, or_models: bool = False) -> torch.dtype | None:
@@ -238,12 +237,12 @@ def _named_tensors(
 
 def _half_of(module: nn.Module) -> torch.dtype | None:
     dtypes = (tensor.dtype for _, tensor in _named_tensors(module))
-    return next((dtype for dtype in dtypes if dtype in _HALF), None)
+    return next((dtype for dtype in dtypes if dtype in HALF), None)
 
 
 def _is_castable(name: str, tensor: Tensor, fixed_by: str) -> bool:
     """True if a weight is half precision; raises if it cannot be cast."""
-    if tensor.dtype not in _HALF:
+    if tensor.dtype not in HALF:
         return False
     if is_lazy(tensor):
         why = "is not initialized yet: run the model once first"

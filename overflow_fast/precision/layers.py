@@ -214,7 +214,7 @@ class LayerCall:
         """
         if not any(each.dim() > 1 for each in self.module.parameters()):
             return False
-        if not any(is_real(each) for each in floats_in(self.given)):
+        if not any(each.is_floating_point() for each in floats_in(self.given)):
             return False
         once = self.computed(_scaled(1), _scaled_matrix(1))
         doubled = [2 * each for each in once]
@@ -237,7 +237,7 @@ def why_not_compared(module: nn.Module, given: Any, output: Any) -> str:
         return "keep_in_fp32 holds it in float32 already"
     floats = [*floats_in(given), *floats_in(output)]
     for each in floats:
-        if not is_real(each) or each.layout is not torch.strided:
+        if not each.is_floating_point() or each.layout is not torch.strided:
             return f"it works on {dtype_name(each.dtype)} tensors ({each.layout})"
     if any(each.dtype != torch.float32 for each in floats):
         return "it does not work in float32 in the float32 run"
@@ -253,11 +253,6 @@ def floats_in(value: Any) -> list[torch.Tensor]:
         for each in tensors_in(value, CALL_DEPTH)
         if each.is_floating_point() or each.is_complex()
     ]
-
-
-def is_real(tensor: torch.Tensor) -> bool:
-    """True if the values are real floats."""
-    return tensor.is_floating_point()
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

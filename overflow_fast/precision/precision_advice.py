@@ -169,7 +169,7 @@ class PrecisionAdvice:
             if check.gradient_difference is not None:
                 parts.append(f", gradients by {check.gradient_difference:.2%}")
         if check.loss_scale != 1.0:
-            parts.append(f"; loss scale 2^{round(math.log2(check.loss_scale))}")
+            parts.append(f"; loss scale {power_text(check.loss_scale)}")
         if check.widened:
             parts.append(f"; added after a failed run: {_few(check.widened)}")
         return "".join(parts) + "."
@@ -205,7 +205,7 @@ def _ratio_text(row: LayerAdvice, name: str) -> str:
 
 
 def _layer_text(row: LayerAdvice) -> str:
-    name = row.name or "(the model)"
+    name = row.name or "the model"
     reason = next((f": {why}" for n, why in row.reasons.items() if n != "float8"), "")
     half = [name for name in ("float16", "bfloat16") if name in row.reasons]
     where = f" not {either(half)}" if half else ""
@@ -213,7 +213,7 @@ def _layer_text(row: LayerAdvice) -> str:
 
 
 def _few(names: list[str]) -> str:
-    return some((name or "the model itself" for name in names), _MOST_NAMES)
+    return some((name or "the model" for name in names), _MOST_NAMES)
 
 
 # The judgement of each layer, by thresholds.

@@ -27,17 +27,17 @@ from ..files.reading import open_regular
 from ..files.writing import make_folder, open_new, write_all
 from ..report.report import Cost, Report
 from ..report.run_log import RunIdentity
-from .record_lines import (
+from .record_lines import Line
+from .table import FlightRecord
+from .writing import (
     FOLD,
     TOP_LEVEL,
-    Line,
     columns_of,
     entry_lines,
     fold,
     run_line,
     step_line,
 )
-from .table import FlightRecord
 
 # The file of a flight record: lines are appended, and the old ones thinned.
 

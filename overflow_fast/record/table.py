@@ -7,13 +7,9 @@ import importlib
 import itertools
 import math
 import os
-import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..files.reading import FileError, lines_of, open_regular
 from ..text import picture_html, printable
@@ -27,10 +23,17 @@ from .record_lines import (
     RecordEntry,
     RecordError,
     RecordStep,
+    as_tensor,
+    bits_left,
     entries_of,
-    read_column,
+    read_numbers,
     widths_of,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from .record_lines import Numbers
 
 _LOSSES = ("output.loss", "output['loss']")
 
@@ -93,12 +96,9 @@ class FlightRecord:
     def steps(self) -> list[RecordStep]:
         """The steps, the oldest first; the newest have a line each."""
         scalars = {
-            name: self._scalar(indices)
-            for name, indices in (
-                ("loss", self._losses()),
-                ("loss_scale", self._recorded("loss_scale")),
-                ("grad_norm", self._recorded("grad_norm")),
-            )
+            "loss": self._losses(),
+            "loss_scale": self._recorded("loss_scale"),
+            "grad_norm": self._recorded("grad_norm"),
         }
         return [
             RecordStep(
@@ -111,9 +111,9 @@ class FlightRecord:
                 _number(line["learning_rate"]),
                 line["actions"],
                 line["skipped"],
-                **{name: values[i] for name, values in scalars.items()},
+                **{name: self._scalar(line, where) for name, where in scalars.items()},
             )
-            for i, line in enumerate(self._lines)
+            for line in self._lines
         ]
 
     @functools.cached_property
@@ -134,6 +134,8 @@ class FlightRecord:
             float64 of shape `[len(steps), len(entries)]`; -inf where a value was inf or
             nan, nan where the entry was not looked at, inf where all values were 0.
         """
+        import torch
+
         high = self.values["abs_max"]
         assert high is not None
         limits = torch.tensor(
@@ -154,9 +156,13 @@ class FlightRecord:
             uint8 of shape `[3, len(entries), columns]`: red for few bits, white for 4,
             blue for many, black for inf or nan, grey where nothing was looked at.
         """
+        from .heatmap import heatmap_pixels
+
         return heatmap_pixels(self.headroom_bits(), max_columns)
 
     def _repr_html_(self) -> str:
+        from .heatmap import png_of
+
         shown = f"{len(self)} lines of steps of {len(self.entries)} entries: headroom"
         shown += ", from red (none) and white (4 bits) to blue; black: not finite"
         pixels = self.to_image()
@@ -170,22 +176,35 @@ class FlightRecord:
         return (nans > 0) | (infs > 0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        columns = {name: values for name, values in self.values.items()}
-        high, bad = columns["abs_max"], self.is_nonfinite()
-        assert high is not None
-        is_there = ~high.isnan() | bad
+        names = [name for name in COLUMNS if self._has(name)]
         for i, step in enumerate(self.steps):
-            numbers = {
-                name: None if values is None else values[i].tolist()
-                for name, values in columns.items()
-            }
-            for j in is_there[i].nonzero().flatten().tolist():
+            rows: dict[str, Any] = dict.fromkeys(COLUMNS)
+            rows |= {name: self.row(name, i) for name in names}
+            columns = rows["abs_max"], rows["num_nan"], rows["num_inf"]
+            for j, (high, nans, infs) in enumerate(zip(*columns, strict=True)):
+                if math.isnan(high) and nans <= 0 and infs <= 0:
+                    continue
                 yield {
                     "step": step.first,
                     "last_step": step.last,
                     **vars(self.entries[j]),
-                    **{name: _cell(name, row, j) for name, row in numbers.items()},
+                    **{name: _cell(name, row, j) for name, row in rows.items()},
                 }
+
+    def row(self, name: str, i: int) -> list[float]:
+        """The numbers of line i as `values[name][i]` has them, without torch."""
+        whole = [_absent(name)] * len(self.entries)
+        for begin, numbers in self._numbers(name, self._lines[i]):
+            whole[begin : begin + len(numbers)] = numbers
+        return whole
+
+    def headroom_row(self, i: int) -> list[float]:
+        """The bits of line i as `headroom_bits()[i]` has them, without torch."""
+        rows = (self.row(name, i) for name in ("abs_max", "num_nan", "num_inf"))
+        return [
+            -math.inf if nan > 0 or inf > 0 else bits_left(entry.limit, high)
+            for entry, high, nan, inf in zip(self.entries, *rows, strict=True)
+        ]
 
     def to_dataframe(self) -> Any:
         """The record as a `pandas.DataFrame`: a row for each dict of iterating.
@@ -202,26 +221,38 @@ class FlightRecord:
         names = ("step", "last_step", *RecordEntry.__dataclass_fields__, *COLUMNS)
         return pandas.DataFrame(iter(self), columns=list(names))
 
-    # How lines become tensors.
+    # How lines become numbers and tensors.
+
+    def _has(self, name: str) -> bool:
+        """True if a column was ever counted; the others are always there."""
+        may_lack = name in ("num_saturated", "num_zero")
+        return not may_lack or any(
+            name in columns for line in self._lines for columns in line["models"]
+        )
+
+    def _numbers(self, name: str, line: Line) -> Iterator[tuple[int, Numbers]]:
+        """The numbers of each model, and the index of its first entry."""
+        byteorder = self.run.get("byteorder", "little")
+        for begin, columns in zip(self._begins, line["models"], strict=False):
+            numbers = read_numbers(columns, name, byteorder)
+            if numbers is not None:
+                yield begin, numbers
 
     def _column(self, name: str) -> torch.Tensor | None:
-        is_count, is_known = name in COUNTS, False
-        shape = (len(self._lines), len(self.entries))
+        import torch
+
+        if not self._has(name):
+            return None
         whole = torch.full(
-            shape,
-            -1 if is_count else math.nan,
-            dtype=torch.int64 if is_count else torch.float64,
+            (len(self._lines), len(self.entries)),
+            _absent(name),
+            dtype=torch.int64 if name in COUNTS else torch.float64,
             device="cpu",
         )
-        byteorder = self.run.get("byteorder", "little")
         for i, line in enumerate(self._lines):
-            for begin, columns in zip(self._begins, line["models"], strict=False):
-                column = read_column(columns, name, byteorder)
-                if column is not None:
-                    whole[i, begin : begin + len(column)] = column
-                    is_known = True
-        always = name not in ("num_saturated", "num_zero")
-        return whole if is_known or always else None
+            for begin, numbers in self._numbers(name, line):
+                whole[i, begin : begin + len(numbers)] = as_tensor(numbers)
+        return whole
 
     def _losses(self) -> list[int]:
         """The entries that are a loss: one that was recorded, else the root's."""
@@ -243,20 +274,23 @@ class FlightRecord:
             if each.kind == "recorded" and each.label == label
         ]
 
-    def _scalar(self, indices: list[int]) -> list[float | None]:
-        high = self.values["abs_max"]
-        assert high is not None
+    def _scalar(self, line: Line, indices: list[int]) -> float | None:
+        """The largest magnitude of some entries; nan if one held a nan."""
         if not indices:
-            return [None] * len(self._lines)
-        found = high[:, indices]
-        most = found.masked_fill(found.isnan(), -1.0).amax(1).tolist()
-        bad = self.values["num_nan"]
-        assert bad is not None
-        has_nan = (bad[:, indices] > 0).any(1).tolist()
-        return [
-            math.nan if is_nan else (None if value < 0 else value)
-            for value, is_nan in zip(most, has_nan, strict=True)
-        ]
+            return None
+        if any(number > 0 for number in self._some("num_nan", line, indices)):
+            return math.nan
+        found = self._some("abs_max", line, indices)
+        return max((number for number in found if number >= 0), default=None)
+
+    def _some(self, name: str, line: Line, indices: list[int]) -> Iterator[float]:
+        for begin, numbers in self._numbers(name, line):
+            end = begin + len(numbers)
+            yield from (numbers[i - begin] for i in indices if begin <= i < end)
+
+
+def _absent(name: str) -> float:
+    return -1 if name in COUNTS else math.nan
 
 
 def _number(value: float | str | None) -> float | None:
@@ -366,75 +400,3 @@ def _check_size(path: Path, steps: Sequence[Line]) -> None:
 
 def _no_record(path: Path) -> RecordError:
     return RecordError(f"{path} is no flight record of overflow_fast.")
-
-
-# The heatmap as pixels: for TensorBoard, and PNG for notebooks.
-
-
-# The colours of the page: bits of headroom, and red, green, blue in between.
-_STOPS = (
-    *((0, 178, 24, 43), (1, 239, 138, 98), (4, 247, 247, 247)),
-    *((8, 146, 197, 222), (16, 67, 147, 195), (32, 33, 102, 172)),
-)
-_BLACK, _GREY = (0, 0, 0), (153, 153, 153)
-
-
-def heatmap_pixels(bits: torch.Tensor, most: int) -> torch.Tensor:
-    """Draws bits of headroom, entries by steps, each a pixel.
-
-    Args:
-        bits: float64 of shape `[steps, entries]`; -inf: not finite, nan: not looked at.
-        most: How many columns there may be; steps share one then, which has the least.
-
-    Returns:
-        uint8 of shape `[3, entries, columns]`: red, green and blue.
-    """
-    size = max(1, math.ceil(len(bits) / most))
-    whole = bits.masked_fill(bits.isnan(), math.inf)
-    begins = range(0, len(bits), size)
-    columns = [whole[i : i + size].amin(0) for i in begins]
-    unseen = [bits[i : i + size].isnan().all(0) for i in begins]
-    if not columns:
-        return torch.zeros(3, bits.shape[1], 0, dtype=torch.uint8, device="cpu")
-    least = torch.stack(columns, 1)
-    pixels = torch.stack([_channel(least, i) for i in (1, 2, 3)])
-    for where, colour in (
-        (least == -math.inf, _BLACK),
-        (torch.stack(unseen, 1), _GREY),
-    ):
-        paint = torch.tensor(colour, dtype=torch.uint8, device="cpu")
-        pixels = torch.where(where, paint[:, None, None], pixels)
-    return pixels
-
-
-def _channel(bits: torch.Tensor, channel: int) -> torch.Tensor:
-    """One of the three colours of each number of bits."""
-    known = bits.clamp(_STOPS[0][0], _STOPS[-1][0])
-    colour = torch.zeros_like(known)
-    for low, high in itertools.pairwise(_STOPS):
-        part = (known - low[0]) / (high[0] - low[0])
-        value = low[channel] + part * (high[channel] - low[channel])
-        is_here = (known >= low[0]) & (known <= high[0])
-        colour = torch.where(is_here, value, colour)
-    return colour.round().to(torch.uint8)
-
-
-def png_of(pixels: torch.Tensor, scale: int = 1) -> bytes:
-    """Writes pixels as a PNG file.
-
-    Args:
-        pixels: uint8 of shape `[3, height, width]`, both at least 1.
-        scale: How many pixels high and wide each is drawn.
-    """
-    large = pixels.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
-    rows = large.permute(1, 2, 0).flatten(1)
-    filtered = torch.nn.functional.pad(rows, (1, 0))  # no filter in any row
-    size = struct.pack(">IIBBBBB", large.shape[2], large.shape[1], 8, 2, 0, 0, 0)
-    data = zlib.compress(bytes(filtered.flatten().tolist()))
-    parts = ((b"IHDR", size), (b"IDAT", data), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*part) for part in parts)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    check = zlib.crc32(kind + data)
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)

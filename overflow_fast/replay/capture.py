@@ -40,9 +40,9 @@ from ..tree import (
     NotRebuilt,
     Path,
     at,
+    attributes,
     copied_call,
     find,
-    held,
     is_container,
     mapped,
     opaque,
@@ -933,7 +933,7 @@ def _of_module(name: str, module: nn.Module) -> Iterator[HeldTensor]:
 
 
 def _at(owner: Any, key: str, path: Path) -> Any:
-    return at(held(owner, key), path)
+    return at(dict(attributes(owner)).get(key), path)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

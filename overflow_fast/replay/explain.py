@@ -23,13 +23,19 @@ from ..text import error_line
 from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
 from .explanation import ALL_BAD, NOT_BEHIND, USE_RUN, Artifact, BadStep, Explanation
-from .gradient_code import GradientCode, find_gradient_code
-from .loss_code import LossCall, LossLine, advice, find_loss_line
+from .finding import first_bad_weight, looked_up
 from .op_trace import bad_names
 from .optimizer_step import explain_update
+from .own_lines import (
+    GradientCode,
+    LossCall,
+    LossLine,
+    advice,
+    find_gradient_code,
+    find_loss_line,
+)
 from .places import module_of_parameter, state_by_name
 from .remedies.attempts import find_remedies
-from .remedies.line_edit import functions_are_found_once
 from .remedies.trials import Failure
 from .replayer import (
     BEGIN,
@@ -42,7 +48,6 @@ from .replayer import (
 )
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
-from .without_operation import first_bad_weight, looked_up
 
 BUDGET = 8
 _OWN_LINES = (
@@ -63,7 +68,6 @@ _NO_CALLS = (
 )
 
 
-@functions_are_found_once()
 def investigate(
     models: Mapping[str, nn.Module],
     calls: Sequence[KeptCall],

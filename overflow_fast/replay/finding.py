@@ -1,14 +1,19 @@
-"""From the origin of bad values to an explanation: phase, cause, place, evidence."""
+"""From bad values to their origin, and to its explanation: phase, cause, evidence."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
 
 from ..text import nonfinite_text
-from .capture import KeptCall
+from . import explanation as notes
+from .capture import HeldTensor, KeptCall, ModelCall
 from .explanation import Explanation, Op, TensorSummary
 from .op_trace import (
     EMPTY,
@@ -18,12 +23,203 @@ from .op_trace import (
     UNDEFINED,
     Details,
     Leaf,
+    OpTable,
     Row,
     Source,
+    as_wide,
+    bad_names,
+    inf_signs,
 )
-from .places import op_at, place_text, programs_line
-from .root_op import ForwardRows, RootOp
-from .without_operation import explain_leaf, looked_up
+from .places import module_of_parameter, names_of, op_at, place_text, programs_line
+
+# Walks back from a bad value to the operation that made it.
+
+
+OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
+_KNOWN_LEAVES = (*OF_LEAVES, "gradient")
+
+
+@dataclass
+class RootOp:
+    """Where the non-finite values of a tensor began.
+
+    Attributes:
+        source: The operation that made them, or the tensor that held them before.
+        chain: The operations from there to the tensor.
+        first_reader: The operation that read the source first, or None.
+    """
+
+    source: Row | Leaf
+    chain: list[Row] = field(default_factory=list)
+
+    @property
+    def first_reader(self) -> Row | None:
+        """The operation that first used a tensor which was bad before, or None."""
+        rows = [row for row in self.chain if row is not self.source]
+        return rows[0] if rows else None
+
+
+def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
+    """Finds the earliest origin of what is bad, infs that are meant left out.
+
+    Args:
+        sources: What wrote the bad values.
+
+    Returns:
+        The origin; None if all that is bad is meant, as far as can be seen.
+    """
+    child: dict[int, Row | None] = {}
+    origins: list[Row | Leaf] = []
+    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
+    while waiting:
+        source, reader = waiting.pop()
+        if id(source) in child:
+            continue
+        child[id(source)] = reader
+        if isinstance(source, Row) and source.parents:
+            waiting += [(parent, source) for parent in source.parents]
+        elif not _is_meant(source):
+            origins.append(source)
+    if not origins:
+        return None
+    first = min(origins, key=_order)
+    return RootOp(first, _chain(first, child))
+
+
+def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
+    """Finds where a mask's infs have gone beyond the mask, for a loss that holds them.
+
+    That is the first operation which returns fewer values than the mask has, such as
+    the sum of a row that is masked as a whole.
+
+    Args:
+        sources: What wrote the loss.
+    """
+    child: dict[int, Row | None] = {}
+    reducing: list[Row] = []
+    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
+    while waiting:
+        source, reader = waiting.pop()
+        if isinstance(source, Leaf) or id(source) in child:
+            continue
+        child[id(source)] = reader
+        reducing += [source] * source.reduces
+        waiting += [(each, source) for each in source.masks]
+    if not reducing:
+        return None
+    first = min(reducing, key=_order)
+    return RootOp(first, _chain(first, child))
+
+
+def _is_meant(source: Row | Leaf) -> bool:
+    return source.is_meant if isinstance(source, Row) else source.is_mask
+
+
+def _order(source: Row | Leaf) -> tuple[int, int]:
+    if isinstance(source, Row):
+        return 1, source.index
+    is_before = source.kind in _KNOWN_LEAVES and not source.is_written
+    return (0 if is_before else 2), 0
+
+
+def _chain(first: Row | Leaf, child: dict[int, Row | None]) -> list[Row]:
+    chain = [first] if isinstance(first, Row) else []
+    reader = child[id(first)]
+    while reader is not None:
+        chain.append(reader)
+        reader = child[id(reader)]
+    return chain
+
+
+class ForwardRows:
+    """Finds the forward operation whose derivative an autograd node computes.
+
+    Autograd numbers its nodes as it makes them, just before their operation runs.
+
+    Args:
+        table: The operations of one replay.
+    """
+
+    def __init__(self, table: OpTable) -> None:
+        self._rows = table.rows
+        self._by_sequence: dict[int, list[Row]] = {}
+        last: dict[int, int] = {}  # by thread
+        for row in table.rows:
+            if row.sequence > last.get(row.thread, -1):
+                last[row.thread] = row.sequence
+                self._by_sequence.setdefault(row.sequence, []).append(row)
+
+    def of(self, row: Row) -> Row | None:
+        """The forward operation, or None if it is not known."""
+        for _ in range(4):  # a double backward's node was made in a backward
+            found = self._node_of(row)
+            if found is None or not found.in_backward or found.custom:
+                return found
+            row = found
+        return None
+
+    def calls_like(self, row: Row) -> list[Row]:
+        """The calls of the same operation at the same line, in order, with the own one.
+
+        In backward, those of the derivatives of one line's operation: of each node of
+        autograd's the one at the same place, such as its gradient of a weight.
+        """
+        own = self._line_of(row)
+        if own is None:
+            return [row]
+        alike = [
+            each
+            for each in self._rows
+            if each.name == row.name and each.in_backward == row.in_backward
+            if not row.in_backward or each.node == row.node
+            if self._line_of(each) == own
+        ]
+        if not row.in_backward:
+            return alike
+        of_node: dict[tuple[int, int], list[Row]] = {}
+        for each in alike:
+            of_node.setdefault((each.thread, each.node_sequence), []).append(each)
+        place = of_node[row.thread, row.node_sequence].index(row)
+        return [rows[place] for rows in of_node.values() if len(rows) > place]
+
+    def rows_before(self, row: Row) -> list[Row]:
+        """The operations that ran before one, in order."""
+        return self._rows[: row.index]
+
+    def _line_of(self, row: Row) -> tuple[object, int] | None:
+        named = self.of(row) if row.in_backward else row
+        return named.frames[0][:2] if named is not None and named.frames else None
+
+    def modules_from(self, row: Row) -> list[str]:
+        """The names of the modules that ran from an operation on, in order, once."""
+        names = [each.module for each in self._rows[row.index :] if each.module]
+        return list(dict.fromkeys(names))
+
+    def module_of(self, row: Row) -> str:
+        """The module whose code a row belongs to; in backward, that of its node."""
+        current: Row | None = row
+        for _ in range(4):
+            if current is None or current.module is not None:
+                break
+            current = self._node_of(current)
+        return (current.module if current is not None else None) or ""
+
+    def _node_of(self, row: Row) -> Row | None:
+        rows = [r for r in self._by_sequence.get(row.node_sequence, []) if r is not row]
+        if len(rows) > 1:  # each thread counts for itself
+            rows = [each for each in rows if _is_derivative(row.node, each.name)]
+        return rows[0] if len(rows) == 1 else None
+
+
+def _is_derivative(node: str, op: str) -> bool:
+    """True if a node such as PowBackward0 is that of an op such as aten.pow."""
+    of = re.sub(r"Backward\d*$", "", node.rpartition("::")[2]).lower()
+    name = op.split(".")[1] if "." in op else op
+    return name.replace("_", "").lower().startswith(of)
+
+
+# From the origin of bad values to its explanation.
+
 
 _CAUSES = {
     RANGE: "range overflow",
@@ -233,6 +429,155 @@ def _chain_text(root_op: RootOp) -> list[str]:
     names = [f"`{source.name}`"] if isinstance(source, Leaf) and source.name else []
     rows = itertools.groupby(row.name for row in root_op.chain)
     return [*names, *(name for name, _ in rows)]
+
+
+# Explains values that were bad before the replay: data, weights and what was kept.
+
+
+_IN_LOOP = (
+    "Code between the calls was not replayed. Call all of it within "
+    "`guard.run(lambda: loss)`."
+)
+_NOT_FOUND = "Where the program holds that tensor was not found."
+_CARRIED = (
+    "The step writes to {}, which could not be put back to what it was before: the "
+    "step itself may have left the bad values there."
+)
+
+
+def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation:
+    """Explains a tensor that no replayed operation has made.
+
+    Args:
+        leaf: The tensor.
+        read_by: What read it first, as the end of a sentence, or "".
+        call: What was replayed; None if it is not known to be the step's own.
+    """
+    is_weight = leaf.kind in ("parameter", "buffer")
+    what = _counts(leaf.tensor, names_rows=is_weight)
+    if isinstance(leaf, HeldTensor):
+        return _explain_held(leaf, what, read_by)
+    if leaf.kind == "batch":
+        return _explain_batch(leaf, what, read_by, call)
+    if is_weight:
+        return _explain_weight(leaf.kind, leaf.name, what, read_by)
+    if leaf.kind == "gradient":
+        text = f"the gradient that the model's output was given holds {what}"
+        return Explanation(evidence=[text], notes=[notes.OUTSIDE_LOSS])
+    text = f"a tensor that no replayed operation has made holds {what}{read_by}"
+    return Explanation(evidence=[text], notes=[_NOT_FOUND])
+
+
+def _explain_batch(
+    leaf: Leaf, what: str, at: str, call: KeptCall | None
+) -> Explanation:
+    """Explains an input: it is data, unless the training loop has computed it."""
+    name, tensor = f"`{leaf.name}`", leaf.tensor
+    if call is not None:  # a replay may have been given a copy
+        tensor = dict(call.leaves()).get(leaf.name, tensor)
+    node = None if tensor is None else tensor.grad_fn
+    if node is not None:
+        last = re.sub(r"Backward\d*$", "", type(node).__name__)
+        text = f"{name} held {what} when it was handed over{at}; code that was not "
+        text += f"replayed had computed it (its last operation: {last})"
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+    if call is not None and tensor is not None and call.was_written(tensor):
+        text = f"{name} held {what} when the replay began{at}; it was written to since "
+        return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
+    if not isinstance(call, ModelCall):
+        of = "" if leaf.name.startswith("batch") else " of the batch"
+        text = f"{name}{of} holds {what}{at}"
+        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+    text = f"{name} held {what} when the model received it from the loop{at}"
+    if call.follows_others:
+        text += "; the loop may have computed it from outputs of the forwards before"
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+    return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+
+
+def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
+    """Explains a tensor that a module or an object holds."""
+    name = f"`{leaf.name}`"
+    if leaf.is_written:
+        text = f"{name} held {what} when the replay began{at}"
+        note = _CARRIED.format(name)
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[note])
+    if leaf.kind == "object":
+        text = f"{name} holds {what}, and the step does not write to it{at}"
+        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+    of = "the model" if leaf.kind == "attribute" else "a module that is not watched"
+    text = f"{name} of {of} holds {what}, and the step does not write to it{at}"
+    module = module_of_parameter(leaf.name)
+    return Explanation(
+        "weights", "bad weights", module, tensor=leaf.name, evidence=[text]
+    )
+
+
+def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
+    """Explains a parameter or buffer that was bad before the step."""
+    evidence = f"the {kind} {name} held {what} before the step{at}"
+    module = module_of_parameter(name)
+    return Explanation(
+        "weights", "bad weights", module, tensor=name, evidence=[evidence]
+    )
+
+
+def first_bad_weight(
+    models: Mapping[str, nn.Module], *kinds: str
+) -> Explanation | None:
+    """The explanation of the first parameter or buffer that is bad, or None."""
+    named = [(kind, name, t) for kind, name, t in names_of(models) if kind in kinds]
+    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
+    for kind, name, tensor in named:
+        if name in bad:
+            return _explain_weight(kind, name, _counts(tensor, names_rows=True))
+    return None
+
+
+def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
+    values = None if tensor is None else as_wide(tensor)
+    if values is None:
+        return "non-finite values"
+    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
+    what = nonfinite_text(num_nan, num_inf, inf_signs(values), values.numel())
+    rows = _bad_rows(values) if names_rows else []
+    names = ", ".join(map(str, rows))
+    at = f" (all in row{'s' * (len(rows) > 1)} {names})" if rows else ""
+    return f"{what}{at}"
+
+
+_FEW_ROWS = 4
+
+
+def _bad_rows(values: torch.Tensor) -> list[int]:
+    """The rows that hold all non-finite values, where they are few of many, or none."""
+    if values.dim() < 2 or len(values) <= 2 * _FEW_ROWS:
+        return []
+    is_bad = ~values.isfinite().flatten(1).all(1)
+    rows = is_bad.nonzero().flatten().tolist()
+    return rows if len(rows) <= _FEW_ROWS else []
+
+
+def looked_up(table: torch.Tensor | None, call: KeptCall) -> list[str]:
+    """Describes where a call's batch holds the indices of a table's bad rows.
+
+    Args:
+        table: The table, such as an embedding.
+        call: The call.
+    """
+    values = None if table is None else as_wide(table)
+    rows = [] if values is None else _bad_rows(values)
+    found = []
+    for name, tensor in call.leaves():
+        if tensor.dtype not in (torch.int32, torch.int64) or not tensor.dim():
+            continue
+        for row in rows:
+            places = (tensor == row).nonzero()
+            if len(places):
+                text = f"`{name}` holds {row} at {places[0].tolist()}"
+                more = f" and {len(places) - 1} more" * (len(places) > 1)
+                found.append(f"{text}{more}")
+    return found
 
 
 # The growth of results up to an overflow: in a recurrence, a loop, by depth.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import heapq
 import math
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -38,7 +40,7 @@ from ..torch_internals.tensor_internals import (
 )
 from ..tree import CALL_DEPTH, find, tensors_in
 from .explanation import TensorSummary
-from .places import Frames, runs_in_hook, users_frames
+from .places import Frames, UsersFrames, runs_in_hook
 
 # Kinds of non-finite values of tensors, and their magnitudes, by the fused scan.
 
@@ -110,13 +112,23 @@ def inf_signs(values: torch.Tensor) -> str:
     return "".join(sign for sign, are in infs.items() if are.any())
 
 
-def first_bad(tensor: torch.Tensor, nan_alone: bool = False) -> tuple[int, ...] | None:
-    """The index of the first non-finite value, or None. Incurs a CPU-GPU sync."""
+Index = tuple[int, ...]
+
+
+def bad_places(
+    tensor: torch.Tensor, nan_alone: bool = False
+) -> tuple[Index, Index] | None:
+    """The indices of the first and the last non-finite value, or None.
+
+    Incurs a CPU-GPU sync.
+    """
     values = as_wide(tensor)
     if values is None:
         return None
     places = (values.isnan() if nan_alone else ~values.isfinite()).nonzero()
-    return tuple(places[0].tolist()) if len(places) else None
+    if not len(places):
+        return None
+    return tuple(places[0].tolist()), tuple(places[-1].tolist())
 
 
 def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[str]:
@@ -136,31 +148,34 @@ def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[st
     ]
 
 
-_State = tuple[int | None, int, torch.Size, int]
+_Writes = tuple[int | None, int, torch.dtype]  # as torch and as this file counts them
+_State = tuple[int, torch.Size, _Writes]
 
 
 class Kinds:
     """Looks up which kinds of non-finite values tensors hold.
 
-    A tensor that nobody has written to is scanned once. Incurs a CPU-GPU sync for each
-    scan of tensors on a device.
+    A tensor that nobody has written to is scanned once, and none that views memory
+    which was seen to be finite as a whole. Incurs a CPU-GPU sync for each scan of
+    tensors on a device.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, _State, int, Stat]] = {}
         self._num_writes: dict[int, int] = {}  # by memory
+        self._finite: StorageMap[tuple[_Writes, Stat]] = StorageMap()  # as a whole
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The kinds in each tensor, as a sum of NAN, POSITIVE_INF and NEGATIVE_INF."""
-        found = [self._look_up(tensor) for tensor in tensors]
+        found = [self._kinds_if_known(tensor) for tensor in tensors]
         new = [t for t, each in zip(tensors, found, strict=True) if each is None]
         if new:
             scanned = iter(scan([tensor.detach() for tensor in new]))
             found = [
-                self._remember(tensor, next(scanned)) if each is None else each
+                self._remember(tensor, next(scanned))[0] if each is None else each
                 for tensor, each in zip(tensors, found, strict=True)
             ]
-        return [each[0] for each in found if each is not None]
+        return [each for each in found if each is not None]
 
     def stat(self, tensor: torch.Tensor) -> Stat:
         """The stat of a tensor."""
@@ -179,7 +194,17 @@ class Kinds:
             for key in memory_of(tensor):
                 self._num_writes[key] = self._num_writes.get(key, 0) + 1
 
+    def _kinds_if_known(self, tensor: torch.Tensor) -> int | None:
+        finite = self._finite.get(tensor)
+        if finite is not None and finite[0] == self._writes(tensor):
+            return 0
+        known = self._look_up(tensor)
+        return None if known is None else known[0]
+
     def _look_up(self, tensor: torch.Tensor) -> tuple[int, Stat] | None:
+        finite = self._finite.get(tensor)
+        if finite is not None and finite[0] == self._writes(tensor):
+            return (0, finite[1]) if is_whole(tensor) else None
         known = self._known.get(id(tensor))
         if known is None or tensor.is_inference() or known[0]() is not tensor:
             return None
@@ -187,7 +212,12 @@ class Kinds:
 
     def _remember(self, tensor: torch.Tensor, stat: Stat) -> tuple[int, Stat]:
         kinds = kinds_of(tensor, stat) if stat.has_nan or stat.has_inf else 0
-        if not tensor.is_inference():
+        if tensor.is_inference():
+            return kinds, stat
+        is_scanned = type(tensor) in PLAIN and stat.not_scanned is None
+        if is_scanned and not kinds and is_whole(tensor):
+            self._finite.put(tensor, (self._writes(tensor), stat))
+        else:
             reference = weakref.ref(tensor)
             self._known[id(tensor)] = (reference, self._state(tensor), kinds, stat)
         return kinds, stat
@@ -196,9 +226,13 @@ class Kinds:
         """Identifies the contents of a tensor until somebody writes to it."""
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         pointer = tensor.data_ptr() if is_plain else 0
+        return pointer, tensor.shape, self._writes(tensor)
+
+    def _writes(self, tensor: torch.Tensor) -> _Writes:
+        """Counts the writes to a tensor's memory."""
         keys = memory_of(tensor) if self._num_writes else ()
         writes = sum(self._num_writes.get(key, 0) for key in keys)
-        return _C.version_of(tensor), pointer, tensor.shape, writes
+        return _C.version_of(tensor), writes, tensor.dtype
 
 
 # Facts about memory, which hold for every tensor that shares it.
@@ -295,23 +329,27 @@ class ModuleCall:
 
 
 class ModuleStack:
-    """The names of the modules whose forwards run, while it is entered.
+    """The modules whose forwards run, and the user's lines, while it is entered.
 
     Args:
         models: The watched models, by what their modules' names begin with.
         on_end: Called with the name of each module of theirs that has returned, and its
             output.
+        keeps_calls: Keep what the modules that run were called with.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], on_end: Any) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], on_end: Any, keeps_calls: bool = False
+    ) -> None:
         self._names: dict[nn.Module, str] = {}
         for prefix, model in models.items():
             for name, module in named_modules(model):
                 self._names.setdefault(module, full_name(prefix, name))
-        self._on_end = on_end
+        self._on_end, self._keeps_calls = on_end, keeps_calls
         self._running: list[tuple[int, str, bool]] = []
         self._calls: list[ModuleCall] = []
         self._handles = Handles()
+        self._frames = UsersFrames()
 
     def __enter__(self) -> ModuleStack:
         for module in self._names:
@@ -327,6 +365,11 @@ class ModuleStack:
 
     def __exit__(self, *exception: object) -> None:
         self._handles.remove_all()
+        self._frames.forget()
+
+    def lines(self) -> Frames:
+        """The user's lines that run, the innermost first."""
+        return self._frames.now()
 
     def current(self, in_backward: bool) -> str | None:
         """The name of the innermost one; None in a backward that runs none again."""
@@ -336,7 +379,7 @@ class ModuleStack:
         return None if in_backward else ""
 
     def call(self) -> ModuleCall | None:
-        """The call of the innermost one that runs, or None."""
+        """The call of the innermost one that runs, where calls are kept, or None."""
         return self._calls[-1] if self._calls else None
 
     def _begin(
@@ -345,7 +388,8 @@ class ModuleStack:
         in_backward = autograd_node() is not None
         name = self._names[module]
         self._running.append((id(module), name, in_backward))
-        self._calls.append(ModuleCall.begun(module, name, args, kwargs))
+        if self._keeps_calls:
+            self._calls.append(ModuleCall.begun(module, name, args, kwargs))
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         # One that an exception has left without its hook stands above it.
@@ -357,7 +401,8 @@ class ModuleStack:
 
     def _pop(self) -> None:
         self._running.pop()
-        self._calls.pop()
+        if self._keeps_calls:
+            self._calls.pop()
 
 
 # One call of an operation: what it reads and what it writes.
@@ -377,10 +422,10 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 @functools.cache
-def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]]]:
-    """The name of an operation, its base, and the arguments that it writes to.
+def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]], bool]:
+    """The name of an operation, its base, the arguments that it writes to, if it views.
 
-    Of these the place, the name, and whether what was in it is not read.
+    Of these arguments the place, the name, and whether what was in it is not read.
     """
     name = str(func)
     base = name.split(".")[1] if "." in name else name
@@ -392,7 +437,9 @@ def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]]]:
             if is_written or argument.name in _STATISTICS:
                 is_over = argument.is_out or (place == 0 and base in _OVERWRITE)
                 writes.append((place, argument.name, is_over))
-    return name.removesuffix(".default"), base, writes
+    returns = [] if schema is None or writes else schema.returns
+    is_view = bool(returns) and all(each.alias_info is not None for each in returns)
+    return name.removesuffix(".default"), base, writes, is_view
 
 
 class OpCall:
@@ -408,11 +455,12 @@ class OpCall:
         base: The same without namespace and overload, such as "div".
         written: The tensors that it writes to.
         kept: What was in those, by their `id`, where it reads it.
+        is_view: Whether what it returns is said to be a view of what it is given.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.name, self.base, writes = _signature(func)
+        self.name, self.base, writes, self.is_view = _signature(func)
         self.written: list[torch.Tensor] = []
         self._overwritten: list[torch.Tensor] = []
         self.kept: dict[int, torch.Tensor] = {}
@@ -426,7 +474,7 @@ class OpCall:
             self._overwritten += tensors_in(args[0])
 
     @functools.cached_property
-    def _arguments(self) -> list[torch.Tensor]:
+    def arguments(self) -> list[torch.Tensor]:
         """The tensors that it is given."""
         return tensors_in((self.args, self.kwargs))
 
@@ -448,7 +496,7 @@ class OpCall:
         if self.base == CONSTANT:
             return []
         over = self._overwritten
-        given = self._arguments
+        given = self.arguments
         if over:
             given = [t for t in given if not any(t is each for each in over)]
         return [t for t in given if is_float(t) and t.numel()] if floats else given
@@ -463,7 +511,7 @@ class OpCall:
         """Notes how often what it reads alone was written to."""
         self._only_read = [
             tensor
-            for tensor in self._arguments
+            for tensor in self.arguments
             if not any(tensor is each for each in self.written)
         ]
         self._versions = _C.versions_of(self._only_read)
@@ -477,7 +525,7 @@ class OpCall:
         """The results that it returns in memory of their own."""
         if self.base == CONSTANT:
             return tensors_in(output)
-        given = {key for tensor in self._arguments for key in memory_of(tensor)}
+        given = {key for tensor in self.arguments for key in memory_of(tensor)}
         found = [output] if type(output) is torch.Tensor else tensors_in(output)
         return [tensor for tensor in found if not given.intersection(memory_of(tensor))]
 
@@ -526,14 +574,18 @@ class Sums:
 
     def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
         """Takes in what an operation returned in memory of its own."""
+        is_cast = op.base == "_to_copy"
+        is_sum = op.base in _SUMS or op.base in LOSSES_OF_LABELS
+        if not fresh or not (self._known or is_cast or is_sum):
+            return
         read, kind = op.read(floats=False), ""
         if op.base in LOSSES_OF_LABELS and len(fresh) > 1 and has_no_label(op):
             fresh, kind = fresh[:1], _UNLABELED
         elif op.base in _SUMS:
             kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
         elif len(read) == 1:
-            is_cast = op.base == "_to_copy" and not is_float(read[0])
-            kind = _MASK if is_cast else self._known.get(read[0]) or ""
+            is_mask = is_cast and not is_float(read[0])
+            kind = _MASK if is_mask else self._known.get(read[0]) or ""
         if kind:
             for tensor in fresh:
                 self._known.put(tensor, kind)
@@ -577,7 +629,6 @@ def has_no_label(op: OpCall) -> bool:
 # The one dispatch mode: it shows each operation to an observer.
 
 
-@runtime_checkable
 class OpObserver(Protocol):
     """Sees the operations of a trace, and what modules return."""
 
@@ -610,12 +661,18 @@ class OpTrace(TorchDispatchMode):
         models: The models, by what their modules' names begin with; modules of others
             are not known.
         observer: Sees the operations.
+        keeps_calls: See `ModuleStack`.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], observer: OpObserver) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        observer: OpObserver,
+        keeps_calls: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
-        self._modules = ModuleStack(models, observer.on_module)
+        self._modules = ModuleStack(models, observer.on_module, keeps_calls)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -641,6 +698,210 @@ class OpTrace(TorchDispatchMode):
         return self._observer.run(OpCall(func, args, kwargs), self._modules)
 
 
+# The last operations, with what they read and wrote, by reference.
+
+
+_MOST_CALLS = 1024
+_MOST_BEFORE = 96  # of one that is asked about
+_MOST_NUMEL = 2**26  # of all that they hold, and of all that is copied, in elements
+
+
+class Contents:
+    """The contents of some memory between two writes to it.
+
+    Attributes:
+        memory: A number for the memory.
+        numel: How many elements it has.
+        storage: The memory itself, or a copy once somebody is about to write to it;
+            None if that was too large.
+        num_holders: How many tensors are held that have it.
+    """
+
+    __slots__ = ("_nbytes", "memory", "num_holders", "numel", "storage")
+
+    def __init__(
+        self, memory: int, storage: torch.UntypedStorage, itemsize: int
+    ) -> None:
+        self.memory, self._nbytes = memory, storage.nbytes()
+        self.numel = self._nbytes // itemsize
+        self.storage: torch.UntypedStorage | None = storage
+        self.num_holders = 0
+
+    @property
+    def is_held(self) -> bool:
+        """True if it can still be read; a wrapper may free a weight's memory."""
+        return self.storage is not None and self.storage.nbytes() == self._nbytes
+
+
+class TapedTensor(NamedTuple):
+    """A tensor as an operation has read or written it.
+
+    Attributes:
+        contents: What its memory held.
+        dtype: Its dtype.
+        device: Its device.
+        size: Its size.
+        stride: Its strides.
+        offset: Where it begins in its memory.
+    """
+
+    contents: Contents
+    dtype: torch.dtype
+    device: torch.device
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def memory(self) -> int:
+        """A number for its memory."""
+        return self.contents.memory
+
+    @property
+    def is_float(self) -> bool:
+        """True if it holds numbers with a fraction."""
+        return self.dtype.is_floating_point
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """All of its memory, as one row of elements."""
+        flat = torch.empty(0, dtype=self.dtype, device=self.device)
+        assert self.contents.storage is not None
+        return flat.set_(self.contents.storage)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Its values as they were."""
+        return self.of(self.whole)
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in other memory of the same layout."""
+        return memory.as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass
+class TapedCall:
+    """An operation with what it read, and what it returned and wrote to.
+
+    Attributes:
+        op: The operation.
+        row: Its row.
+        read: The tensors that it was given, by their `id`.
+        results: The float tensors that it returned, and those that it wrote to.
+    """
+
+    op: OpCall
+    row: Row
+    read: dict[int, TapedTensor]
+    results: list[TapedTensor] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> list[TapedTensor]:
+        """All that it has read or written."""
+        return [*self.read.values(), *self.results]
+
+    @property
+    def is_held(self) -> bool:
+        """True if all that it has read or written can be read still."""
+        return all(each.contents.is_held for each in self.tensors)
+
+
+class Tape:
+    """Holds what the last operations have read and written.
+
+    By reference: memory is copied where an operation is about to write to it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: collections.deque[TapedCall] = collections.deque()
+        self._now: dict[int, Contents] = {}  # of each memory
+        self._numel = self._num_copied = 0
+
+    def begin(self, op: OpCall, row: Row) -> TapedCall | None:
+        """Takes in what an operation is about to read; None if it cannot be held."""
+        call = TapedCall(op, row, {})
+        is_known = op.base not in _EMPTY and not op.is_communication
+        for tensor in op.arguments if is_known else ():
+            taped = self._taped(tensor)
+            if taped is None:
+                is_known = False
+                break
+            call.read[id(tensor)] = taped
+        for tensor in op.written:
+            self._copy(tensor)
+        if not is_known:
+            self._drop(call)
+        return call if is_known else None
+
+    def end(self, call: TapedCall | None, output: Any) -> None:
+        """Takes in what it has returned and written to."""
+        if call is None:
+            return
+        returned = [output] if type(output) is torch.Tensor else tensors_in(output)
+        for tensor in [*returned, *call.op.written]:
+            taped = self._taped(tensor) if is_float(tensor) else None
+            if taped is not None:
+                call.results.append(taped)
+            elif is_float(tensor):
+                self._drop(call)
+                return
+        self._calls.append(call)
+        while len(self._calls) > _MOST_CALLS or self._numel > _MOST_NUMEL:
+            self._drop(self._calls.popleft())
+
+    def before(self, row: Row) -> list[TapedCall]:
+        """The operations that a row depends on, and its own, in order.
+
+        Those that are held and ran last; what they read of others is taken as it was.
+        """
+        held = {call.row.index: call for call in self._calls}
+        found: list[TapedCall] = []
+        waiting = [-row.index]
+        while waiting and len(found) < _MOST_BEFORE:
+            call = held.pop(-heapq.heappop(waiting), None)
+            if call is not None:
+                found.append(call)
+                for each in call.row.read_from:
+                    heapq.heappush(waiting, -each.index)
+        return found[::-1]
+
+    def _taped(self, tensor: torch.Tensor) -> TapedTensor | None:
+        is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+        if not is_plain or tensor.is_complex():
+            return None
+        for memory, storage in memory_of(tensor).items():
+            contents = self._now.get(memory)
+            if contents is None:
+                contents = Contents(memory, storage, tensor.itemsize)
+                self._now[memory] = contents
+                self._numel += contents.numel
+            contents.num_holders += 1
+            layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            return TapedTensor(contents, tensor.dtype, tensor.device, *layout)
+        return None
+
+    def _drop(self, call: TapedCall) -> None:
+        """Lets go of what an operation alone has held."""
+        for each in call.tensors:
+            contents = each.contents
+            contents.num_holders -= 1
+            if not contents.num_holders:
+                self._numel -= contents.numel
+                if self._now.get(contents.memory) is contents:
+                    del self._now[contents.memory]
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        """Copies the memory of a tensor that is about to be written to."""
+        for memory in memory_of(tensor):
+            contents = self._now.pop(memory, None)
+            if contents is None or contents.storage is None:
+                continue
+            self._num_copied += contents.numel
+            is_small = self._num_copied <= _MOST_NUMEL
+            copy = contents.storage.clone() if is_small else None  # type: ignore[no-untyped-call]
+            contents.storage = copy
+
+
 # The table of operations, and of tensors from before.
 
 
@@ -661,6 +922,7 @@ class Details:
         inputs: The float tensors that it was given.
         outputs: Those that it returned.
         first_index: Where the first non-finite value is in the first bad one.
+        last_index: Where the last one is.
         outside: Which input is outside of the operation's domain, and where, or "".
         true_value: The result in float64 at the worst place, or None.
         limit: The largest number of the output's dtype.
@@ -672,7 +934,8 @@ class Details:
     reason: str = ""
     inputs: list[TensorSummary] = field(default_factory=list)
     outputs: list[TensorSummary] = field(default_factory=list)
-    first_index: tuple[int, ...] | None = None
+    first_index: Index | None = None
+    last_index: Index | None = None
     outside: str = ""
     true_value: float | None = None
     limit: float | None = None
@@ -830,9 +1093,35 @@ class Row:
         self.module_call: ModuleCall | None = None
 
     @property
+    def place(self) -> tuple[object, ...]:
+        """Its name, module, node and line, which tell it from others."""
+        return self.name, self.module, self.node, self.frames[:1]
+
+    @property
     def in_backward(self) -> bool:
         """True if an autograd node called it, not a checkpointed forward."""
         return bool(self.node) and self.module is None
+
+
+def row_of(op: OpCall, modules: ModuleStack, index: int = 0) -> Row:
+    """Makes the row of an operation that is about to run.
+
+    Args:
+        op: The operation.
+        modules: Knows which module runs.
+        index: Its place in the order of execution.
+    """
+    node: Any = autograd_node()
+    frames = modules.lines()
+    row = Row(index, op.name, modules.current(node is not None), frames)
+    row.sequence = next_sequence() - 1
+    if node is not None:
+        row.node = str(node.name())
+        row.node_sequence = sequence_of(node)
+        row.variable = getattr(node, "variable", None)
+        row.custom = bool(frames)
+        row.in_hook = row.custom and runs_in_hook()
+    return row
 
 
 Source = Row | Leaf
@@ -858,6 +1147,7 @@ _EMPTY = {
 }
 _MAX_SOURCES = 8
 _MOST_WRITERS = 32
+_MOST_UNDEFINED = 4
 _MAX_DETAILS = 48
 _NAMED = ("parameter", "buffer", "batch")  # leaves that a report names
 _autograd: Any = torch.autograd
@@ -881,6 +1171,8 @@ class OpTable:
         rows: The operations, in order.
         bad_modules: The modules' outputs that were bad, with their names, in order.
         kinds: Knows which kinds of non-finite values tensors hold.
+        undefined: The last operations whose results float64 cannot tell, each with
+            those that it depends on.
         is_compiled: True if an operation ran in a call of what was compiled.
     """
 
@@ -901,6 +1193,8 @@ class OpTable:
         self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
         self._leaves = _Leaves(leaves)
         self._num_details = 0
+        self._tape = Tape()
+        self.undefined: dict[Row, list[TapedCall]] = {}
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
         """The sources of the non-finite values of a tensor."""
@@ -936,28 +1230,36 @@ class OpTable:
             self.kinds.forget(tensors_in(output))
             return output
         row = self._begin(op, modules)
-        read = op.read()
-        kinds = self.kinds.of(read)
-        bad = [
-            (self.sources(tensor), each, tensor.numel())
-            for tensor, each in zip(read, kinds, strict=True)
-            if each
-        ]
-        op.keep_written()
-        self._note_read(row, read)
-        output = op.run()
+        if op.is_view:
+            output = op.run()
+            if not op.fresh(output):
+                return output  # no value of it is new
+            read = self._read(op, row)
+            call = self._tape.begin(op, row)
+        else:
+            read = self._read(op, row)
+            op.keep_written()
+            call = self._tape.begin(op, row)
+            output = op.run()
         with torch.no_grad():
+            self._tape.end(call, output)
             fresh = op.fresh(output)
             self._note_written(op, row, fresh)
-            self._end(op, row, output, fresh, bad)
+            self._end(op, row, output, fresh, read)
         if row.call is not None and not row.in_backward:
             row.module_call = modules.call()
         return output
 
-    def _note_read(self, row: Row, read: Sequence[torch.Tensor]) -> None:
-        """Notes which operations wrote what one reads."""
+    def _read(self, op: OpCall, row: Row) -> _Read:
+        """Notes which operations wrote what one reads; returns what is bad of it."""
+        read = op.read()
         rows = [each for t in read for each in self._writers.get(t) or ()]
         row.read_from = tuple(dict.fromkeys(rows))
+        return [
+            (self.sources(tensor), kinds, tensor.numel())
+            for tensor, kinds in zip(read, self.kinds.of(read), strict=True)
+            if kinds
+        ]
 
     def _note_written(
         self, op: OpCall, row: Row, fresh: Sequence[torch.Tensor]
@@ -967,6 +1269,10 @@ class OpTable:
         for tensor in op.written:  # of many writers to the same memory the last ones
             before = self._writers.get(tensor) or ()
             self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], row))
+
+    def close(self) -> None:
+        """Lets go of what only operations that are still to come would need."""
+        self._tape = Tape()
 
     def on_module(self, name: str, output: Any) -> None:
         """Notes what a module has returned, if it is bad."""
@@ -980,16 +1286,7 @@ class OpTable:
                 self.bad_modules.append((name, tensor))
 
     def _begin(self, op: OpCall, modules: ModuleStack) -> Row:
-        node: Any = autograd_node()
-        frames = users_frames()
-        row = Row(len(self.rows), op.name, modules.current(node is not None), frames)
-        row.sequence = next_sequence() - 1
-        if node is not None:
-            row.node = str(node.name())
-            row.node_sequence = sequence_of(node)
-            row.variable = getattr(node, "variable", None)
-            row.custom = bool(frames)
-            row.in_hook = row.custom and runs_in_hook()
+        row = row_of(op, modules, len(self.rows))
         self.rows.append(row)
         if self._may_be_compiled and not self.is_compiled:
             self.is_compiled = is_in_compiled_call()
@@ -1085,6 +1382,10 @@ class OpTable:
             if self._keeps_calls:
                 row.call = op
                 op.note_versions()
+            if details.why == UNDEFINED and details.true_value is not None:
+                self.undefined[row] = self._tape.before(row)
+                if len(self.undefined) > _MOST_UNDEFINED:
+                    del self.undefined[next(iter(self.undefined))]
         # A mask's infs may change their sign; what overflows beside them is news.
         is_overflow = row.details is not None and row.details.is_overflow
         row.is_meant = has_masks and not row.kinds & NAN and not is_overflow

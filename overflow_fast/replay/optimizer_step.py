@@ -14,10 +14,12 @@ from torch import nn
 from ..core.modules import named_parameters
 from ..text import dtype_name
 from .explanation import SLOWER, BadStep, Explanation, Op, Remedy
+from .finding import trace_back
 from .op_trace import NOT_TRIED, OpTable, OpTrace
 from .places import module_of_parameter, op_at
+from .remedies.line_edit import functions_are_found_once
 from .remedies.line_forms import update_remedies
-from .root_op import details_of, trace_back
+from .root_op import details_of
 
 # A usual eps that the dtype holds.
 _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
@@ -171,9 +173,10 @@ def _made_again(
             is_finite=_is_finite_again(optimizer, {**group, "eps": other}, parameter),
         )
         found.remedies = [remedy]
-    found.remedies += update_remedies(
-        row, found, lambda: _is_finite_again(optimizer, group, parameter)
-    )
+    with functions_are_found_once():
+        found.remedies += update_remedies(
+            row, found, lambda: _is_finite_again(optimizer, group, parameter)
+        )
     found.remedies.sort(key=lambda each: not each.is_finite)
     found.evidence.append(
         f"the step made again with gradients of 0 makes {num} of these {most} values "

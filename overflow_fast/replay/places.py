@@ -6,6 +6,7 @@ import contextlib
 import linecache
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from types import CodeType, FrameType
@@ -43,24 +44,56 @@ Span = tuple[
 ]  # first line, last line, first and last column in UTF-8
 
 
-def users_frames() -> Frames:
-    """The running lines of the user's code, the innermost first.
+class UsersFrames:
+    """Reads the running lines of the user's code, at one operation after another.
 
-    In a backward, those that run inside of autograd's engine only: of a custom
-    Function, a hook, or a checkpoint that computes its forward again. Of a replay, what
-    called the guard is left out.
+    What has called a frame that ran at the last look is where it was, and is not read
+    again.
     """
-    found: list[tuple[CodeType, int, int]] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and len(found) < _MAX_FRAMES:
-        code = frame.f_code
-        is_users = _is_users.get(code.co_filename)  # a call for each would take longer
-        if is_users or (is_users is None and is_of_user(code.co_filename)):
-            found.append((code, frame.f_lineno, frame.f_lasti))
-        elif code.co_name in _ENDS and _ends(code):
-            break
-        frame = frame.f_back
-    return tuple(found)
+
+    def __init__(self) -> None:
+        # Of each thread, outermost first: what ran, and the lines that had called it.
+        self._known: dict[int, dict[FrameType, Frames]] = {}
+
+    def now(self) -> Frames:
+        """The running lines, the innermost first.
+
+        In a backward, those that run inside of autograd's engine only: of a custom
+        Function, a hook, or a checkpoint that computes its forward again. Of a replay,
+        what called the guard is left out.
+        """
+        known = self._known.setdefault(threading.get_ident(), {})
+        new: list[FrameType] = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame not in known:
+            code = frame.f_code
+            if code.co_name in _ENDS and _ends(code):
+                frame = None
+                break
+            if new or not is_own(code.co_filename):  # which hold an operation's tensors
+                new.append(frame)
+            frame = frame.f_back
+        while known and next(reversed(known)) is not frame:
+            known.popitem()
+        lines: Frames = ()
+        if frame is not None:
+            lines = _with_line(frame, known[frame])
+        for each in reversed(new):
+            known[each] = lines
+            lines = _with_line(each, lines)
+        return lines
+
+    def forget(self) -> None:
+        """Lets go of the frames."""
+        self._known.clear()
+
+
+def _with_line(frame: FrameType, callers: Frames) -> Frames:
+    code = frame.f_code
+    is_users = _is_users.get(code.co_filename)  # a call for each would take longer
+    if is_users or (is_users is None and is_of_user(code.co_filename)):
+        return ((code, frame.f_lineno, frame.f_lasti), *callers)[:_MAX_FRAMES]
+    return callers
 
 
 def runs_in_hook() -> bool:

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,10 +41,10 @@ from ..torch_internals.tensor_internals import local_part, sparse_values
 from ..tree import entry_label
 from .capture import KeptCall, held_leaves, loss_and_gradients, part_of
 from .explanation import Explanation
+from .finding import RootOp, masked_whole, trace_back
 from .op_trace import (
     NEGATIVE_INF,
     Leaf,
-    OpObserver,
     OpTable,
     OpTrace,
     bad_names,
@@ -52,7 +52,7 @@ from .op_trace import (
     kinds_of,
 )
 from .places import names_of, partitions_of, state_by_name
-from .root_op import RootOp, details_of, masked_whole, trace_back
+from .root_op import details_of
 
 
 class Patch:
@@ -113,11 +113,13 @@ class StepPart:
         rows: The samples of that call's batch to run alone, without the calls before
             it; None for the whole step.
         is_whole: Run all calls, each with its backward, as the step did.
+        has_table: Record the traced call's operations; else it is run eagerly alone.
     """
 
     traced: int = -1
     rows: tuple[int, ...] | None = None
     is_whole: bool = False
+    has_table: bool = True
 
 
 _UP_TO_BAD = StepPart()
@@ -226,6 +228,11 @@ class ReplayResult:
         return trace_back(
             [each for tensor in targets for each in table.sources(tensor)]
         )
+
+    def held(self) -> ReplayResult:
+        """It with gradients of its own, which no further run writes to."""
+        kept = {name: each.clone() for name, each in self.gradients.items()}
+        return replace(self, gradients=kept)
 
     @property
     def is_in_gradients(self) -> bool:
@@ -462,6 +469,7 @@ class Replayer:
     ) -> None:
         self._tail = tail
         self._last: KeptCall | None = None
+        self._is_at_start = False
         self._inner = None if inner is None else OutputGradients(inner)
         self.models, self.calls = models, list(calls)
         self.ranks = RankCoordinator() if ranks is None else ranks
@@ -482,6 +490,7 @@ class Replayer:
             for call in self.calls:
                 call.note_overwritten()
             self.state.take()
+            self._is_at_start = True
             self._written = {id(call) for call in self.calls if call.is_overwritten()}
             self._bad_before = set(bad_names(self._buffers(), masks=False))
         except Exception as raised:
@@ -547,14 +556,16 @@ class Replayer:
         with self._begun(order, observers) as calls:
             if step.is_whole:
                 return self._run_all(calls, observers)
-            return self._run_in_order(calls, observers, is_traced=step.traced >= 0)
+            return self._run_in_order(calls, observers, step)
 
     @contextmanager
     def _begun(
         self, order: RunOrder, observers: Sequence[Observer]
     ) -> Iterator[list[KeptCall]]:
         """Begins the step, out of sight of what watches it; yields the calls to run."""
-        self.state.begin()
+        if not self._is_at_start:
+            self.state.begin()
+        self._is_at_start = False
         with ExitStack() as stack:
             stack.enter_context(unseen(self.models.values()))
             stack.enter_context(torch.inference_mode(False))
@@ -597,17 +608,18 @@ class Replayer:
         return result
 
     def _run_in_order(
-        self, calls: Sequence[KeptCall], observers: Sequence[Observer], is_traced: bool
+        self, calls: Sequence[KeptCall], observers: Sequence[Observer], step: StepPart
     ) -> ReplayResult:
         """Runs calls up to the first bad one; if one is traced, up to the last.
 
         One whose backward is given a bad gradient is passed over as long as there are
         others, one of which may have made that.
         """
-        result, given = ReplayResult(), None
+        result, given, is_traced = ReplayResult(), None, step.traced >= 0
         for place, call in enumerate(calls):
             is_last = place + 1 == len(calls)
-            state = self._run_call(result, call, observers, is_traced and is_last)
+            traced = step if is_traced and is_last else None
+            state = self._run_call(result, call, observers, traced)
             if state == FAILED:
                 return result
             if state == CLEAN:
@@ -630,7 +642,7 @@ class Replayer:
         result: ReplayResult,
         call: KeptCall,
         observers: Sequence[Observer],
-        is_traced: bool = False,
+        traced: StepPart | None = None,
         has_backward: bool = True,
         stops: bool = True,
     ) -> int:
@@ -643,7 +655,7 @@ class Replayer:
             call = call.with_own_batch()
         call = call.without_graph()  # which the step's own backward has freed
         try:
-            with self._traced(result, call, observers) if is_traced else nullcontext():
+            with self._traced(result, call, traced) if traced else nullcontext():
                 with call.ambient.applied(self.models.values()):
                     output = call.function(call.batch)
                 for observer in observers:
@@ -670,15 +682,11 @@ class Replayer:
 
     @contextmanager
     def _traced(
-        self, result: ReplayResult, call: KeptCall, observers: Sequence[Observer]
+        self, result: ReplayResult, call: KeptCall, step: StepPart
     ) -> Iterator[None]:
-        """Runs eagerly, and records all operations in the result's table.
-
-        An observer of operations sees them in the place of a table.
-        """
-        own = next((each for each in observers if isinstance(each, OpObserver)), None)
-        if own is not None:
-            with run_eagerly(), OpTrace({}, own):
+        """Runs eagerly, and records all operations in the result's table."""
+        if not step.has_table:
+            with run_eagerly():
                 yield
             return
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
@@ -687,8 +695,9 @@ class Replayer:
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         others = held_leaves(self.models, call.around())
         result.table = OpTable([*leaves, *others], details_of, self._keeps_calls)
-        with run_eagerly(), OpTrace(self.models, result.table):
+        with run_eagerly(), OpTrace(self.models, result.table, self._keeps_calls):
             yield
+        result.table.close()
         for leaf in others:
             leaf.note_written()
         result.carried = [leaf.name for leaf in others if leaf.is_carried]

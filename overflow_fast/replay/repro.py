@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import inspect
 import math
 import pprint
@@ -21,7 +22,6 @@ from ..state.random import RandomStates
 from ..text import dtype_name
 from ..torch_internals.module_internals import own_buffers, own_parameters, submodules
 from ..tree import mapped, tensors_in
-from . import rebuilt
 from .explanation import Artifact, Explanation
 from .op_trace import ModuleCall, OpCall
 
@@ -164,15 +164,21 @@ Needs torch, safetensors and the classes of {packages}; made with torch {version
 The module is built from its state, without its constructor, and has no hooks.
 """
 
-{builder}
-
-SAVED = {saved}
-
+import importlib
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
+inf, nan = float("inf"), float("nan")
+
+
+{builder}
+
+
+SAVED = {saved}
 given = load_file(Path(__file__).with_name("{tensors}"))
 module = module_of(SAVED["module"], given)
 args, kwargs = value_of(SAVED["args"], given), value_of(SAVED["kwargs"], given)
@@ -230,7 +236,7 @@ class _Writer:
         self._names: dict[int, str] = {}
 
     def module(self, module: nn.Module) -> dict[str, Any]:
-        """See `rebuilt.module_of()`."""
+        """See `module_of()`."""
         own = {k: v for k, v in vars(module).items() if k not in _OWN}
         return {
             "class": self._name_of(type(module)),
@@ -244,7 +250,7 @@ class _Writer:
         }
 
     def value(self, value: Any) -> Any:
-        """See `rebuilt.value_of()`."""
+        """See `value_of()`."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
@@ -292,7 +298,7 @@ class _Writer:
         if module == "__main__" or known is None or "<" in name:
             raise ValueError(f"{name} cannot be imported")
         path = f"{module}:{name}"
-        if rebuilt.named(path) is not value:
+        if imported(path) is not value:
             raise ValueError(f"{path} is another one")
         self.packages.add(module.partition(".")[0])
         return path
@@ -301,16 +307,16 @@ class _Writer:
 def _module_fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
     """True if the module that is built from what is written fails."""
     given = {name: tensor.clone() for name, tensor in tensors.items()}
-    module = rebuilt.module_of(saved["module"], given)
-    args = rebuilt.value_of(saved["args"], given)
-    kwargs = rebuilt.value_of(saved["kwargs"], given)
+    module = module_of(saved["module"], given)
+    args = value_of(saved["args"], given)
+    kwargs = value_of(saved["kwargs"], given)
     with ExitStack() as stack:
         stack.enter_context(unseen([module]))
         stack.enter_context(RandomStates())
         torch.default_generator.manual_seed(0)  # of the CPU alone
         for device, dtype in saved["autocast"]:
             stack.enter_context(torch.autocast(device, dtype=getattr(torch, dtype)))
-        results = rebuilt.tensors_of(module(*args, **kwargs))
+        results = tensors_of(module(*args, **kwargs))
         return any(not bool(each.double().isfinite().all()) for each in results)
 
 
@@ -320,7 +326,8 @@ def _module_script(
     kind = type(call.module)
     op = found.op
     line = f"{op.place}: {op.code}" if op is not None and op.code else ""
-    builder = inspect.getsource(rebuilt).partition('"""\n\n')[2].strip()
+    functions: list[Any] = [imported, value_of, module_of, tensors_of]
+    builder = "\n\n".join(inspect.getsource(each) for each in functions).strip()
     return _MODULE_SCRIPT.format(
         name=call.name or "the model",
         kind=f"{kind.__module__}.{kind.__qualname__}",
@@ -332,3 +339,78 @@ def _module_script(
         saved=pprint.pformat(saved, width=88, sort_dicts=False),
         tensors=MODULE_TENSORS,
     )
+
+
+# Builds a module from its class and state, without its constructor. The script has a
+# copy of this code: it needs torch alone.
+
+
+def imported(path: str) -> Any:
+    """Imports what has a name such as "package.module:Class.function"."""
+    module, _, names = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def value_of(saved: Any, given: dict[str, torch.Tensor]) -> Any:
+    """A value that was written as a literal; of all but plain ones, a dict."""
+    if not isinstance(saved, dict):
+        return saved
+    ((kind, value),) = saved.items()
+    if kind == "tensor":
+        return given[value]
+    if kind == "module":
+        return module_of(value, given)
+    if kind == "dict":
+        return {value_of(k, given): value_of(each, given) for k, each in value}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(value_of(e, given) for e in value)
+    if kind == "object":
+        found = imported(value["class"])
+        made = found.__new__(found)
+        for name, each in value["attributes"].items():
+            made.__dict__[name] = value_of(each, given)
+        return made
+    return getattr(torch, value) if kind == "dtype" else imported(value)
+
+
+def module_of(saved: dict[str, Any], given: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """A module with its attributes, parameters, buffers and submodules."""
+    kind = imported(saved["class"])
+    module: torch.nn.Module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    for name, each in saved["attributes"].items():
+        module.__dict__[name] = value_of(each, given)
+    for name, key in saved["parameters"].items():
+        value = None if key is None else torch.nn.Parameter(given[key])
+        module.register_parameter(name, value)
+    for name, key in saved["buffers"].items():
+        module.register_buffer(name, None if key is None else given[key])
+    for name, each in saved["modules"].items():
+        module.add_module(name, None if each is None else module_of(each, given))
+    return module
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The float tensors in what a module returned."""
+    found, waiting, opened = list[torch.Tensor](), [value], list[Any]()
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, torch.Tensor):
+            found += [each] * each.is_floating_point()
+            continue
+        if isinstance(each, (type, torch.nn.Module)) or any(each is o for o in opened):
+            continue
+        opened.append(each)
+        if isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, (list, tuple)):
+            waiting += each
+        else:
+            waiting += getattr(each, "__dict__", {}).values()
+            slots = [getattr(base, "__slots__", ()) for base in type(each).__mro__]
+            names = [n for of in slots for n in ([of] if isinstance(of, str) else of)]
+            waiting += [getattr(each, name, None) for name in names]
+    return found

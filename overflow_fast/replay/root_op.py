@@ -1,11 +1,9 @@
-"""The operation where bad values began, and why: it is computed again in float64."""
+"""Why an operation made a bad value: it is computed again in float64."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,203 +21,15 @@ from .op_trace import (
     SINGULAR,
     UNDEFINED,
     Details,
-    Leaf,
+    Index,
     OpCall,
-    OpTable,
-    Row,
     Sums,
-    first_bad,
+    bad_places,
     has_no_label,
     is_float,
     kinds_of,
     summary_of,
 )
-
-# Walks back from a bad value to the operation that made it.
-
-
-OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
-_KNOWN_LEAVES = (*OF_LEAVES, "gradient")
-
-
-@dataclass
-class RootOp:
-    """Where the non-finite values of a tensor began.
-
-    Attributes:
-        source: The operation that made them, or the tensor that held them before.
-        chain: The operations from there to the tensor.
-        first_reader: The operation that read the source first, or None.
-    """
-
-    source: Row | Leaf
-    chain: list[Row] = field(default_factory=list)
-
-    @property
-    def first_reader(self) -> Row | None:
-        """The operation that first used a tensor which was bad before, or None."""
-        rows = [row for row in self.chain if row is not self.source]
-        return rows[0] if rows else None
-
-
-def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
-    """Finds the earliest origin of what is bad, infs that are meant left out.
-
-    Args:
-        sources: What wrote the bad values.
-
-    Returns:
-        The origin; None if all that is bad is meant, as far as can be seen.
-    """
-    child: dict[int, Row | None] = {}
-    origins: list[Row | Leaf] = []
-    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
-    while waiting:
-        source, reader = waiting.pop()
-        if id(source) in child:
-            continue
-        child[id(source)] = reader
-        if isinstance(source, Row) and source.parents:
-            waiting += [(parent, source) for parent in source.parents]
-        elif not _is_meant(source):
-            origins.append(source)
-    if not origins:
-        return None
-    first = min(origins, key=_order)
-    return RootOp(first, _chain(first, child))
-
-
-def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
-    """Finds where a mask's infs have gone beyond the mask, for a loss that holds them.
-
-    That is the first operation which returns fewer values than the mask has, such as
-    the sum of a row that is masked as a whole.
-
-    Args:
-        sources: What wrote the loss.
-    """
-    child: dict[int, Row | None] = {}
-    reducing: list[Row] = []
-    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
-    while waiting:
-        source, reader = waiting.pop()
-        if isinstance(source, Leaf) or id(source) in child:
-            continue
-        child[id(source)] = reader
-        reducing += [source] * source.reduces
-        waiting += [(each, source) for each in source.masks]
-    if not reducing:
-        return None
-    first = min(reducing, key=_order)
-    return RootOp(first, _chain(first, child))
-
-
-def _is_meant(source: Row | Leaf) -> bool:
-    return source.is_meant if isinstance(source, Row) else source.is_mask
-
-
-def _order(source: Row | Leaf) -> tuple[int, int]:
-    if isinstance(source, Row):
-        return 1, source.index
-    is_before = source.kind in _KNOWN_LEAVES and not source.is_written
-    return (0 if is_before else 2), 0
-
-
-def _chain(first: Row | Leaf, child: dict[int, Row | None]) -> list[Row]:
-    chain = [first] if isinstance(first, Row) else []
-    reader = child[id(first)]
-    while reader is not None:
-        chain.append(reader)
-        reader = child[id(reader)]
-    return chain
-
-
-class ForwardRows:
-    """Finds the forward operation whose derivative an autograd node computes.
-
-    Autograd numbers its nodes as it makes them, just before their operation runs.
-
-    Args:
-        table: The operations of one replay.
-    """
-
-    def __init__(self, table: OpTable) -> None:
-        self._rows = table.rows
-        self._by_sequence: dict[int, list[Row]] = {}
-        last: dict[int, int] = {}  # by thread
-        for row in table.rows:
-            if row.sequence > last.get(row.thread, -1):
-                last[row.thread] = row.sequence
-                self._by_sequence.setdefault(row.sequence, []).append(row)
-
-    def of(self, row: Row) -> Row | None:
-        """The forward operation, or None if it is not known."""
-        for _ in range(4):  # a double backward's node was made in a backward
-            found = self._node_of(row)
-            if found is None or not found.in_backward or found.custom:
-                return found
-            row = found
-        return None
-
-    def calls_like(self, row: Row) -> list[Row]:
-        """The calls of the same operation at the same line, in order, with the own one.
-
-        In backward, those of the derivatives of one line's operation: of each node of
-        autograd's the one at the same place, such as its gradient of a weight.
-        """
-        own = self._line_of(row)
-        if own is None:
-            return [row]
-        alike = [
-            each
-            for each in self._rows
-            if each.name == row.name and each.in_backward == row.in_backward
-            if not row.in_backward or each.node == row.node
-            if self._line_of(each) == own
-        ]
-        if not row.in_backward:
-            return alike
-        of_node: dict[tuple[int, int], list[Row]] = {}
-        for each in alike:
-            of_node.setdefault((each.thread, each.node_sequence), []).append(each)
-        place = of_node[row.thread, row.node_sequence].index(row)
-        return [rows[place] for rows in of_node.values() if len(rows) > place]
-
-    def rows_before(self, row: Row) -> list[Row]:
-        """The operations that ran before one, in order."""
-        return self._rows[: row.index]
-
-    def _line_of(self, row: Row) -> tuple[object, int] | None:
-        named = self.of(row) if row.in_backward else row
-        return named.frames[0][:2] if named is not None and named.frames else None
-
-    def modules_from(self, row: Row) -> list[str]:
-        """The names of the modules that ran from an operation on, in order, once."""
-        names = [each.module for each in self._rows[row.index :] if each.module]
-        return list(dict.fromkeys(names))
-
-    def module_of(self, row: Row) -> str:
-        """The module whose code a row belongs to; in backward, that of its node."""
-        current: Row | None = row
-        for _ in range(4):
-            if current is None or current.module is not None:
-                break
-            current = self._node_of(current)
-        return (current.module if current is not None else None) or ""
-
-    def _node_of(self, row: Row) -> Row | None:
-        rows = [r for r in self._by_sequence.get(row.node_sequence, []) if r is not row]
-        if len(rows) > 1:  # each thread counts for itself
-            rows = [each for each in rows if _is_derivative(row.node, each.name)]
-        return rows[0] if len(rows) == 1 else None
-
-
-def _is_derivative(node: str, op: str) -> bool:
-    """True if a node such as PowBackward0 is that of an op such as aten.pow."""
-    of = re.sub(r"Backward\d*$", "", node.rpartition("::")[2]).lower()
-    name = op.split(".")[1] if "." in op else op
-    return name.replace("_", "").lower().startswith(of)
-
 
 # Computes an operation again in float64.
 
@@ -452,7 +262,8 @@ def details_of(
     before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
     found.inputs = [summary_of(tensor) for tensor in before]
     found.outputs = [summary_of(tensor) for tensor in bad]
-    found.first_index = first_new(bad[0], before)
+    places = new_places(bad[0], before)
+    found.first_index, found.last_index = places or (None, None)
     found.limit = torch.finfo(bad[0].dtype).max
     is_quotient = op.base.removesuffix("_") in _DIVIDES and bool(op.args)
     found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
@@ -465,17 +276,17 @@ def details_of(
     return found
 
 
-def first_new(
+def new_places(
     bad: torch.Tensor, read: Sequence[torch.Tensor]
-) -> tuple[int, ...] | None:
-    """The index of the first non-finite value of a kind that was not read, or None.
+) -> tuple[Index, Index] | None:
+    """The first and last index of a non-finite value of a kind that was not read.
 
     A nan is new where only infs were read, as those of a mask.
     """
     kinds = [kinds_of(tensor) for tensor in read if is_float(tensor)]
     is_nan_new = any(kinds) and not any(each & NAN for each in kinds)
-    index = first_bad(bad, nan_alone=True) if is_nan_new else None
-    return first_bad(bad) if index is None else index
+    places = bad_places(bad, nan_alone=True) if is_nan_new else None
+    return bad_places(bad) if places is None else places
 
 
 def _classify(
@@ -703,9 +514,10 @@ def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> 
     if base in _DEGREES and read and read[0].isfinite().all():
         why = f"{base} of one element: its divisor, 1 - correction, is 0"
         return why * _has_one_element(read[0], bad)
-    index = first_bad(bad)
-    if base in _DIVIDES and index is not None and len(op.args) > 1:
-        by, of = op.args[1], op.kept.get(id(op.args[0]), op.args[0])
+    places = bad_places(bad) if base in _DIVIDES else None
+    if places is not None and len(op.args) > 1:
+        index, by = places[0], op.args[1]
+        of = op.kept.get(id(op.args[0]), op.args[0])
         if _value_at(by, index) == 0 == _value_at(of, index):
             if sums.has_no_label(op.args[0]):
                 return _NO_LABEL_COUNTS

@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..torch_internals.running import no_dispatch
 from . import explanation
 from .capture import KeptCall, batch_size, name_outside, why_whole
 from .explanation import SLOWER, BadStep, Explanation, Sample
-from .finding import explain_root_op
-from .op_trace import UNDEFINED, Leaf, Row, as_wide, is_float
+from .finding import OF_LEAVES, ForwardRows, RootOp, explain_root_op, trace_back
+from .op_trace import (
+    Leaf,
+    ModuleStack,
+    OpCall,
+    OpTable,
+    OpTrace,
+    Row,
+    as_wide,
+    floats_in,
+    is_float,
+    kinds_of,
+    row_of,
+)
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for
-from .replayer import NotJoined, ReplayCheck, Replayer, ReplayResult, StepPart
+from .replayer import (
+    NotJoined,
+    Observer,
+    ReplayCheck,
+    Replayer,
+    ReplayResult,
+    StepPart,
+)
 from .repro import module_repro_of, repro_of
-from .root_op import OF_LEAVES, ForwardRows, RootOp, trace_back
-from .rounding import LOOKED_AT, Lost, Tape, explain_lost, lost_value, rows_before
+from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .without_operation import Answers, find_growth
 
@@ -40,12 +60,15 @@ def find(
     replayer: Replayer,
     place: int,
     may_run: Callable[[int], bool],
-) -> None:
+) -> ReplayResult | None:
     """Adds the sample to an explanation, where it is one alone.
 
     A bad value in the batch tells by itself. Else the step is replayed with one half of
     the batch after another, and what is found with all others: a sample is named if the
     same operation fails with it alone, and the step is finite without it.
+
+    Returns:
+        The replay of the other samples, where they were run.
     """
     call = replayer.calls[place]
     size = batch_size(call)
@@ -53,8 +76,8 @@ def find(
         why = why_whole(call)
         if why:
             found.notes.append(f"The samples of the batch were not compared: {why}.")
-        return
-    found.num_samples = size
+        return None
+    found.num_samples, others = size, None
     source = root_op.source
     if isinstance(source, Leaf):
         index = _only_bad(source.tensor, size) if source.kind == "batch" else None
@@ -66,12 +89,13 @@ def find(
     ):
         index = None
     else:
-        index = _halved(source, replayer, place, size, may_run)
+        index, others = _halved(source, replayer, place, size, may_run)
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), ""
         if found.is_overflow and sentinel_in(call, index) is None:
             outlier = outlier_in(call, index)
         found.sample = Sample.of(index, dataset, outlier)
+    return others
 
 
 def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
@@ -89,53 +113,102 @@ def _halved(
     place: int,
     size: int,
     may_run: Callable[[int], bool],
-) -> int | None:
-    """The sample with which alone the same operation fails, and not without it."""
-    left = _guess(source, size) or list(range(size))
-    if len(left) == 1 and not (may_run(1) and _fails(replayer, place, left, source)):
+) -> tuple[int | None, ReplayResult | None]:
+    """The sample with which alone the same operation fails, and not without it.
+
+    Returns:
+        The sample, and the replay of the others, which is finite; else None.
+    """
+
+    def fails(rows: Sequence[int]) -> bool:
+        """True if a part of the batch fails at the same place."""
+        if not may_run(1):
+            return False
+        fails_again = None if _reads_bad(source) else _FailsAgain(source)
+        observers = [] if fails_again is None else [fails_again]
+        part = StepPart(place, tuple(rows), has_table=fails_again is None)
+        result = replayer.run(part, observers=observers)
+        is_bad = result.is_forward or result.is_in_gradients
+        if result.error is not None or not is_bad:
+            return False
+        if fails_again is not None:
+            return fails_again.is_seen
+        again = result.root_op(replayer.models)
+        other = None if again is None else again.source
+        return isinstance(other, Row) and other.place == source.place
+
+    first, last = _guesses(source, size) or (None, None)
+    if last is not None and last != first and fails([last]):
+        return None, None  # as it did among the others: there are several
+    left = [] if first is None else [first]
+    if not left or not fails(left):
         left = list(range(size))
     while len(left) > 1:
         if not may_run(1):
-            return None
+            return None, None
         half = left[: len(left) // 2]
-        is_in_half = _fails(replayer, place, half, source)
+        is_in_half = fails(half)
         left = half if is_in_half else left[len(half) :]
         is_one = len(left) == 1 and not is_in_half  # which has not been run alone
-        if is_one and not (may_run(1) and _fails(replayer, place, left, source)):
-            return None
-    others = [i for i in range(size) if i != left[0]]
-    is_only = may_run(1) and not _fails(replayer, place, others, None)
-    return left[0] if is_only else None
+        if is_one and not fails(left):
+            return None, None
+    if not may_run(1):
+        return None, None
+    rows = tuple(i for i in range(size) if i != left[0])
+    others = replayer.run(StepPart(place, rows, has_table=False))
+    return (left[0], others) if others.is_clean else (None, None)
 
 
-def _guess(source: Row, size: int) -> list[int] | None:
-    """The sample that the index of the first bad value points to."""
+def _guesses(source: Row, size: int) -> tuple[int, int] | None:
+    """The samples that the indices of the first and last bad value point to."""
     details = source.details
     if details is None or not details.first_index or not details.outputs:
         return None
     length = details.outputs[0].shape[0]
-    if length % size:
+    if length % size or not details.last_index:
         return None
-    return [details.first_index[0] // (length // size)]
+    each = length // size
+    return details.first_index[0] // each, details.last_index[0] // each
 
 
-def _fails(
-    replayer: Replayer, place: int, rows: Sequence[int], source: Row | None
-) -> bool:
-    """True if a part of the batch fails: at the same place, or anywhere."""
-    result = replayer.run(StepPart(place, tuple(rows)))
-    if source is None:
-        return result.error is not None or not result.is_clean
-    is_bad = result.is_forward or result.is_in_gradients
-    if result.error is not None or result.table is None or not is_bad:
-        return False
-    again = result.root_op(replayer.models)
-    other = None if again is None else again.source
-    return isinstance(other, Row) and _place_of(other) == _place_of(source)
+def _reads_bad(source: Row) -> bool:
+    """True if an operation may have read non-finite values, such as those of a mask."""
+    return source.details is None or source.details.has_bad_inputs
 
 
-def _place_of(row: Row) -> tuple[Any, ...]:
-    return row.name, row.module, row.node, row.frames[:1]
+class _FailsAgain(Observer):
+    """Sees whether an operation makes non-finite values of finite ones in a replay.
+
+    Looks at what runs at its place alone, which takes less than a table of all.
+
+    Attributes:
+        is_seen: It does.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self.is_seen = False
+
+    def observing(
+        self, models: Mapping[str, nn.Module]
+    ) -> AbstractContextManager[object]:
+        """Sees the operations that run within."""
+        return OpTrace(models, self)
+
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation; see `OpObserver`."""
+        if self.is_seen or op.name != self._row.name:
+            return op.run()
+        is_finite = not any(map(kinds_of, op.read()))
+        output = op.run()
+        if is_finite and row_of(op, modules).place == self._row.place:
+            with torch.no_grad():
+                written = [*op.fresh(output), *op.written]
+                self.is_seen = any(map(kinds_of, floats_in(written)))
+        return output
+
+    def on_module(self, name: str, output: Any) -> None:
+        """See `OpObserver`."""
 
 
 def _dataset_index(call: KeptCall, index: int, size: int) -> int | None:
@@ -157,6 +230,7 @@ _BEHIND = (
     "The program's own lines between backward and the optimizer's step were run again, "
     "too: the gradients are finite before them and non-finite behind them."
 )
+_OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
@@ -195,7 +269,15 @@ class Search:
         self._first: ReplayResult | None = None
         self._lost: Row | None = None
         self._sentinel: Sentinel | None = None
-        self._answers = Answers(replayer, incident, self.may_run, replay_check)
+        self._others: ReplayResult | None = None
+        self._changed: list[str] = []  # by a replay, and not put back
+        self._set_meanwhile: list[str] = []  # numbers of the models, by the step alone
+
+    @property
+    def _answers(self) -> Answers:
+        """The explanations without an operation."""
+        given = self._replayer, self._incident, self.may_run, self._replay_check
+        return Answers(*given, self._changed, self._set_meanwhile)
 
     def may_run(self, forwards: int = 1) -> bool:
         """True if the budget allows so many forwards more."""
@@ -219,8 +301,8 @@ class Search:
 
     def _lead(self) -> Explanation:
         first = self._first = self._replayer.run(observers=self._observers)
-        self._answers.changed = self._replayer.state.changed_around()
-        self._answers.set_meanwhile = self._replayer.state.set_meanwhile()
+        self._changed = self._replayer.state.changed_around()
+        self._set_meanwhile = self._replayer.state.set_meanwhile()
         if first.error is not None:
             return self._answers.failed(first.error)
         incident = self._incident
@@ -262,7 +344,8 @@ class Search:
         if root_op is None or (is_gone and self._ranks.is_alone):
             return self._answers.not_in_eager(self._first, traced)
         found = self._explain_origin(root_op, traced, self._replayer.calls[place])
-        self._find_lost_value(found, root_op, place)
+        assert traced.table is not None
+        self._find_lost_value(found, root_op, traced.table)
         if traced.is_in_gradients and not traced.bad_gradients:
             found.notes.append(_REACHES_NO_WEIGHT)
         self._name_ranks(found)
@@ -270,14 +353,15 @@ class Search:
         check = self._replay_check
         difference = None if check is None else check.difference()
         if difference is not None:
-            names = self._answers.set_meanwhile
+            names = self._set_meanwhile
             why = f"; {explanation.set_text(names)}" if names else ""
             text = f"The replay is not the same as the step: {difference}{why}."
             found.notes.append(text)
         try:
             if found.is_overflow:
                 self._test_growth(found)
-            find(found, root_op, self._replayer, place, self.may_run)
+            others = find(found, root_op, self._replayer, place, self.may_run)
+            self._others = None if others is None else others.held()
             self._find_sentinel(found, place)
             self._try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same
@@ -305,36 +389,28 @@ class Search:
         if in_gradients and not found.tensor:
             found.tensor = self._only_gradient(traced, root_op)
         self._name_accumulated(found, root_op)
-        self._answers.note_overwritten(found)
+        if any(each.is_overwritten() for each in self._replayer.calls):
+            found.notes.append(_OVERWRITTEN)
         return found
 
-    def _find_lost_value(self, found: Explanation, root_op: RootOp, place: int) -> None:
+    def _find_lost_value(
+        self, found: Explanation, root_op: RootOp, table: OpTable
+    ) -> None:
         """Finds the rounding that made an operation undefined, if it was one."""
         row = root_op.source
-        if not isinstance(row, Row) or row.details is None:
-            return
-        is_own = row.details.why == UNDEFINED and row.details.true_value is not None
-        if not is_own or not self._ranks.is_alone or not self.may_run():
-            return
-        lost, rows = None, list[Row]()
-        for most in LOOKED_AT:
-            fewer, rows = rows, rows_before(row, most)
-            if len(rows) == len(fewer) or not self.may_run():
+        calls = table.undefined.get(row, []) if isinstance(row, Row) else []
+        table.undefined.clear()
+        lost = None
+        for some in nearest_first(calls) if calls else ():
+            if not self.may_run(0):
                 break
-            lost = self._lost_among(rows, place) or lost
+            with no_dispatch(), torch.no_grad():
+                lost = lost_value(some) or lost
             if lost is None or lost.row is not None or lost.is_steady:
                 break
         if lost is not None:
             explain_lost(lost, found)
             self._lost = lost.row
-
-    def _lost_among(self, rows: Sequence[Row], place: int) -> Lost | None:
-        """Runs the step once more, and computes operations of it in float64."""
-        tape = Tape(rows)
-        if self._replayer.run(StepPart(place), observers=[tape]).error is not None:
-            return None
-        with no_dispatch(), torch.no_grad():
-            return lost_value(tape, rows)
 
     def _find_sentinel(self, found: Explanation, place: int) -> None:
         """Finds a number of the failing sample that looks like a placeholder."""
@@ -381,8 +457,9 @@ class Search:
         failure.checkpoints = self._checkpoints
         failure.lost = self._lost
         failure.sentinel = self._sentinel
+        failure.others = self._others
         find_remedies(failure, self._replayer, self._budget, self._first.seconds)
-        changed = self._answers.changed
+        changed = self._changed
         found_remedy = any(each.is_recommended for each in found.remedies)
         if changed and found_remedy and self._replayer.run().is_clean:
             found.remedies = []

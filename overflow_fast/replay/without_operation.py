@@ -3,175 +3,48 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.modules import parameters_of, reduces
+from .. import flags
+from ..capture.hooks import unseen
+from ..core.modules import (
+    Handles,
+    is_dropout,
+    modules_in,
+    named_modules,
+    parameters_of,
+    reduces,
+    tensors_of,
+)
 from ..core.ops import scan
-from ..core.tensors import place_of
-from ..text import counted, error_line, nonfinite_text
+from ..core.selection import full_name
+from ..core.tensors import is_readable, place_of
+from ..precision.copies import on_copies, to_dtype
+from ..text import counted, error_line
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.running import active_modes
+from ..torch_internals.running import active_modes, autograd_node
+from ..tree import CALL_DEPTH, mapped, tensors_in
 from . import explanation as notes
-from .capture import HeldTensor, KeptCall, ModelCall, name_outside
-from .cross_device_check import FirstCall, compare_devices, explain_flag, is_elsewhere
-from .explanation import NOT_REPLAYED, BadStep, Explanation, Remedy
-from .op_trace import Leaf, as_wide, bad_names, inf_signs
-from .places import module_of_parameter, names_of
-from .replayer import OnRank, ReplayCheck, Replayer, ReplayResult
-
-# Explains values that were bad before the replay: data, weights and what was kept.
-
-
-_IN_LOOP = (
-    "Code between the calls was not replayed. Call all of it within "
-    "`guard.run(lambda: loss)`."
+from .capture import name_outside
+from .explanation import NOT_REPLAYED, BadStep, Explanation, Op, Remedy
+from .finding import first_bad_weight
+from .op_trace import (
+    ModuleCall,
+    ModuleStack,
+    OpCall,
+    OpTrace,
+    floats_in,
+    is_float,
+    summary_of,
 )
-_NOT_FOUND = "Where the program holds that tensor was not found."
-_CARRIED = (
-    "The step writes to {}, which could not be put back to what it was before: the "
-    "step itself may have left the bad values there."
-)
-
-
-def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation:
-    """Explains a tensor that no replayed operation has made.
-
-    Args:
-        leaf: The tensor.
-        read_by: What read it first, as the end of a sentence, or "".
-        call: What was replayed; None if it is not known to be the step's own.
-    """
-    is_weight = leaf.kind in ("parameter", "buffer")
-    what = _counts(leaf.tensor, names_rows=is_weight)
-    if isinstance(leaf, HeldTensor):
-        return _explain_held(leaf, what, read_by)
-    if leaf.kind == "batch":
-        return _explain_batch(leaf, what, read_by, call)
-    if is_weight:
-        return _explain_weight(leaf.kind, leaf.name, what, read_by)
-    if leaf.kind == "gradient":
-        text = f"the gradient that the model's output was given holds {what}"
-        return Explanation(evidence=[text], notes=[notes.OUTSIDE_LOSS])
-    text = f"a tensor that no replayed operation has made holds {what}{read_by}"
-    return Explanation(evidence=[text], notes=[_NOT_FOUND])
-
-
-def _explain_batch(
-    leaf: Leaf, what: str, at: str, call: KeptCall | None
-) -> Explanation:
-    """Explains an input: it is data, unless the training loop has computed it."""
-    name, tensor = f"`{leaf.name}`", leaf.tensor
-    if call is not None:  # a replay may have been given a copy
-        tensor = dict(call.leaves()).get(leaf.name, tensor)
-    node = None if tensor is None else tensor.grad_fn
-    if node is not None:
-        last = re.sub(r"Backward\d*$", "", type(node).__name__)
-        text = f"{name} held {what} when it was handed over{at}; code that was not "
-        text += f"replayed had computed it (its last operation: {last})"
-        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
-    if call is not None and tensor is not None and call.was_written(tensor):
-        text = f"{name} held {what} when the replay began{at}; it was written to since "
-        return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
-    if not isinstance(call, ModelCall):
-        of = "" if leaf.name.startswith("batch") else " of the batch"
-        text = f"{name}{of} holds {what}{at}"
-        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
-    text = f"{name} held {what} when the model received it from the loop{at}"
-    if call.follows_others:
-        text += "; the loop may have computed it from outputs of the forwards before"
-        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
-    return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
-
-
-def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
-    """Explains a tensor that a module or an object holds."""
-    name = f"`{leaf.name}`"
-    if leaf.is_written:
-        text = f"{name} held {what} when the replay began{at}"
-        note = _CARRIED.format(name)
-        return Explanation(tensor=leaf.name, evidence=[text], notes=[note])
-    if leaf.kind == "object":
-        text = f"{name} holds {what}, and the step does not write to it{at}"
-        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
-    of = "the model" if leaf.kind == "attribute" else "a module that is not watched"
-    text = f"{name} of {of} holds {what}, and the step does not write to it{at}"
-    module = module_of_parameter(leaf.name)
-    return Explanation(
-        "weights", "bad weights", module, tensor=leaf.name, evidence=[text]
-    )
-
-
-def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
-    """Explains a parameter or buffer that was bad before the step."""
-    evidence = f"the {kind} {name} held {what} before the step{at}"
-    module = module_of_parameter(name)
-    return Explanation(
-        "weights", "bad weights", module, tensor=name, evidence=[evidence]
-    )
-
-
-def first_bad_weight(
-    models: Mapping[str, nn.Module], *kinds: str
-) -> Explanation | None:
-    """The explanation of the first parameter or buffer that is bad, or None."""
-    named = [(kind, name, t) for kind, name, t in names_of(models) if kind in kinds]
-    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
-    for kind, name, tensor in named:
-        if name in bad:
-            return _explain_weight(kind, name, _counts(tensor, names_rows=True))
-    return None
-
-
-def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
-    values = None if tensor is None else as_wide(tensor)
-    if values is None:
-        return "non-finite values"
-    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    what = nonfinite_text(num_nan, num_inf, inf_signs(values), values.numel())
-    rows = _bad_rows(values) if names_rows else []
-    names = ", ".join(map(str, rows))
-    at = f" (all in row{'s' * (len(rows) > 1)} {names})" if rows else ""
-    return f"{what}{at}"
-
-
-_FEW_ROWS = 4
-
-
-def _bad_rows(values: torch.Tensor) -> list[int]:
-    """The rows that hold all non-finite values, where they are few of many, or none."""
-    if values.dim() < 2 or len(values) <= 2 * _FEW_ROWS:
-        return []
-    is_bad = ~values.isfinite().flatten(1).all(1)
-    rows = is_bad.nonzero().flatten().tolist()
-    return rows if len(rows) <= _FEW_ROWS else []
-
-
-def looked_up(table: torch.Tensor | None, call: KeptCall) -> list[str]:
-    """Describes where a call's batch holds the indices of a table's bad rows.
-
-    Args:
-        table: The table, such as an embedding.
-        call: The call.
-    """
-    values = None if table is None else as_wide(table)
-    rows = [] if values is None else _bad_rows(values)
-    found = []
-    for name, tensor in call.leaves():
-        if tensor.dtype not in (torch.int32, torch.int64) or not tensor.dim():
-            continue
-        for row in rows:
-            places = (tensor == row).nonzero()
-            if len(places):
-                text = f"`{name}` holds {row} at {places[0].tolist()}"
-                more = f" and {len(places) - 1} more" * (len(places) > 1)
-                found.append(f"{text}{more}")
-    return found
-
+from .places import module_of_parameter, names_of, op_at
+from .replayer import Observer, OnRank, ReplayCheck, Replayer, ReplayResult
 
 _RATE = 3
 
@@ -184,8 +57,6 @@ class Answers:
         incident: What a guard saw; None where nobody watched.
         may_run: Whether the budget allows so many forwards more.
         replay_check: Has compared the first run with the step, or None.
-
-    Attributes:
         changed: What a replay changes, and cannot be put back.
         set_meanwhile: Numbers of the models that the step has set, a replay not.
     """
@@ -196,13 +67,14 @@ class Answers:
         incident: BadStep | None,
         may_run: Callable[[int], bool],
         replay_check: ReplayCheck | None,
+        changed: Sequence[str],
+        set_meanwhile: Sequence[str],
     ) -> None:
         self._replayer = replayer
         self._replay_check = replay_check
         self._incident = incident
         self._may_run = may_run
-        self.changed: list[str] = []
-        self.set_meanwhile: list[str] = []
+        self._changed, self._set_meanwhile = changed, set_meanwhile
 
     def clean(self, first: ReplayResult) -> Explanation:
         """The replay is finite: it was a transient, or is outside of what was run."""
@@ -257,8 +129,8 @@ class Answers:
             )
         again = self._replayer.run() if self._may_run(1) else first
         if again.is_clean or not has_compiled():
-            if self.changed:
-                text = notes.effects_text(self.changed)
+            if self._changed:
+                text = notes.effects_text(self._changed)
                 return Explanation(notes=[notes.SOME.format(text)])
             text = "replays of the same step differ: some of them are finite"
             return Explanation("forward", "not reproducible", evidence=[text])
@@ -272,13 +144,6 @@ class Answers:
         """The replay has raised."""
         what = str(error) if isinstance(error, OnRank) else error_line(error)
         return Explanation(notes=[f"The replay raised {what}."])
-
-    def note_overwritten(self, found: Explanation) -> None:
-        """Adds that the batch is not what it was, if that is seen."""
-        if any(call.is_overwritten() for call in self._replayer.calls):
-            found.notes.append(
-                "The batch was written to in the step: the replay saw other data."
-            )
 
     def _not_reproducible(
         self, first: ReplayResult, num_bad: int, num_runs: int
@@ -311,8 +176,8 @@ class Answers:
             if incident.had_gradients:
                 return Explanation(notes=[notes.OLD])
             found.notes.append(NOT_REPLAYED)
-        if self.changed:
-            text = f"The replay is finite, but {notes.effects_text(self.changed)}."
+        if self._changed:
+            text = f"The replay is finite, but {notes.effects_text(self._changed)}."
             return Explanation(notes=[text])
         if not is_gradient and found.module:
             self._ask_elsewhere(found)
@@ -363,8 +228,8 @@ class Answers:
             return "the weights may have been stepped since"
         if incident.num_dropped:
             return f"{incident.num_dropped} earlier forwards of the step were not kept"
-        if self.set_meanwhile:
-            return notes.set_text(self.set_meanwhile)
+        if self._set_meanwhile:
+            return notes.set_text(self._set_meanwhile)
         if any(call.is_overwritten() for call in self._replayer.calls):
             return "the batch was written to in the step"
         name = name_outside(self._replayer.calls)
@@ -375,8 +240,8 @@ class Answers:
         return any(call.num_held > len(call.held) for call in self._replayer.calls)
 
     def _outside(self) -> str:
-        if self.set_meanwhile:  # what lies within guard.run() does not set it either
-            return f"The replay is finite, but {notes.set_text(self.set_meanwhile)}."
+        if self._set_meanwhile:  # what lies within guard.run() does not set it either
+            return f"The replay is finite, but {notes.set_text(self._set_meanwhile)}."
         check = self._replay_check
         difference = None if check is None else check.difference()
         unlike = f", and not what the step did: {difference}" if difference else ""
@@ -576,3 +441,239 @@ def _places(tensor: torch.Tensor, payload: int) -> list[int]:
     bits = tensor.detach().contiguous().view(integer).flatten()
     same = (bits & (mantissa & ~quiet)) == payload
     return same.nonzero().flatten().tolist()[:2]
+
+
+# A module computed again on another device.
+
+
+OTHER = torch.device("cpu")
+_MAX_BYTES = 2**30  # of weights that are copied there, in float64
+_TIMES = 32.0  # so much more than the other device's error is no rounding
+_TF32_EPS = 2.0**-10
+
+
+@dataclass
+class FirstCall(Observer):
+    """Keeps the first call of a module, and what it returned.
+
+    Attributes:
+        name: The module's name, with the model's prefix.
+        call: The call, or None.
+        output: What it returned.
+    """
+
+    name: str
+    call: ModuleCall | None = None
+    output: Any = None
+
+    @contextmanager
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """See `Observer`."""
+        handles = Handles(
+            module.register_forward_hook(self._keep, prepend=True, with_kwargs=True)
+            for prefix, model in models.items()
+            for name, module in named_modules(model)
+            if full_name(prefix, name) == self.name
+        )
+        with handles:
+            yield
+
+    def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.call is None:
+            self.call = ModuleCall.begun(module, self.name, args, kwargs)
+            self.output = output
+
+
+@dataclass(frozen=True)
+class DeviceErrors:
+    """The errors of two devices, against float64 on the second.
+
+    Attributes:
+        name: The module's name.
+        device: The device that is judged.
+        error: The largest error of its values, relative to their largest magnitude.
+        usual: The same of the other device, or of rounding if that is more.
+    """
+
+    name: str
+    device: torch.device
+    error: float
+    usual: float
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if the device is off by more than rounding."""
+        return not self.error <= _TIMES * self.usual
+
+    def __str__(self) -> str:
+        """The errors in a sentence."""
+        if not self.is_suspect:
+            return f"{self.name} on the {OTHER.type.upper()} gives the same now"
+        return (
+            f"{self.name} is off by {self.error:.1g} of its largest value, where "
+            f"{self.usual:.1g} is usual: {place_of(self.device)} is suspect"
+        )
+
+
+def is_elsewhere(models: Mapping[str, nn.Module]) -> bool:
+    """True if weights are on another device than the one that is asked."""
+    parameters = (p for model in models.values() for p in parameters_of(model))
+    return any(parameter.device.type != OTHER.type for parameter in parameters)
+
+
+def compare_devices(call: ModuleCall, output: Any) -> DeviceErrors | None:
+    """Computes a module's call again, on its own device and on another.
+
+    Incurs a CPU-GPU sync.
+
+    Args:
+        call: The call, with its weights as they were.
+        output: What it returned.
+
+    Returns:
+        The errors; None if the module cannot run elsewhere, or takes random numbers.
+    """
+    own = floats_in(output)
+    if not own or not call.is_as_it_was or not _can_run_alone(call.module):
+        return None
+    device, dtype = own[0].device, own[0].dtype
+    try:
+        with unseen([call.module]), torch.no_grad():
+            again = [_run(call, device, num_drawn=number) for number in (0, 1)]
+            same, exact = _run(call, OTHER), _run(call, OTHER, torch.float64)
+    except Exception:  # a dtype or device that its code asks for
+        return None
+    usual = max(_error(same, exact), _eps_of(dtype, device))
+    if _error(again[0], again[1]) > _TIMES * usual:
+        return None  # random numbers of its own, or kernels that race
+    error = max(_error(own, exact), _error(again[0], exact))
+    return DeviceErrors(call.name or "the model", device, error, usual)
+
+
+def _run(
+    call: ModuleCall,
+    device: torch.device,
+    width: torch.dtype | None = None,
+    num_drawn: int = 0,
+) -> list[torch.Tensor]:
+    """Runs the module on copies, after so many random numbers were drawn."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach().to(device, copy=True)
+        return plain if width is None else to_dtype(plain, width)
+
+    args, kwargs = mapped((call.args, call.kwargs), convert, CALL_DEPTH)
+    with ExitStack() as stack:
+        stack.enter_context(on_copies(call.module, convert))
+        for _, dtype in call.autocast[:1] if width is None else []:
+            stack.enter_context(torch.autocast(device.type, dtype=dtype))
+        torch.rand(num_drawn, device=device)
+        return floats_in(call.module.forward(*args, **kwargs))
+
+
+def _can_run_alone(module: nn.Module) -> bool:
+    tensors = list(tensors_of(module))
+    if not all(map(is_readable, tensors)):
+        return False
+    if any(is_dropout(each) and each.training for each in modules_in(module)):
+        return False
+    return sum(8 * tensor.numel() for tensor in tensors) <= _MAX_BYTES
+
+
+def _error(values: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest magnitude; inf for a nan."""
+    most = 0.0
+    for one, other in zip(values, exact, strict=True):
+        a, b = (each.detach().to(OTHER, torch.float64) for each in (one, other))
+        scale = float(b.abs().max())
+        error = float((a - b).abs().max()) / scale if scale else float(a.abs().max())
+        most = max(most, error) if error == error else float("inf")
+    return most
+
+
+def _eps_of(dtype: torch.dtype, device: torch.device) -> float:
+    is_tf32 = device.type == "cuda" and dtype == torch.float32
+    return max(torch.finfo(dtype).eps, _TF32_EPS * is_tf32)
+
+
+# Finds the operation that sets a device's overflow flag, in a replay.
+
+
+class FlagSearch(Observer):
+    """Asks the overflow flags after each operation of a replay, until one is set.
+
+    Attributes:
+        found: The first operation that set one, or None.
+        module: The name of the module that ran it.
+        in_backward: It ran in backward.
+    """
+
+    def __init__(self) -> None:
+        self.found: Op | None = None
+        self.module = ""
+        self.in_backward = False
+        self._flags: Mapping[str, flags.DeviceFlag] = {}
+
+    def observing(
+        self, models: Mapping[str, nn.Module]
+    ) -> AbstractContextManager[object]:
+        """Asks after each operation that runs within."""
+        devices = {p.device.type for m in models.values() for p in parameters_of(m)}
+        self._flags = flags.registered(devices)
+        return OpTrace(models, self)
+
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation, and notes it if it sets a flag; see `OpObserver`."""
+        if self.found is not None:
+            return op.run()
+        self._each("clear")
+        output = op.run()
+        with torch.no_grad():
+            if any(bool(value) for value in self._each("read")):
+                self._note(op, output, modules)
+        return output
+
+    def on_module(self, name: str, output: Any) -> None:
+        """See `OpObserver`."""
+
+    def _each(self, name: str) -> list[Any]:
+        return [
+            flags.attempt(device_type, getattr(flag, name))
+            for device_type, flag in self._flags.items()
+        ]
+
+    def _note(self, op: OpCall, output: Any, modules: ModuleStack) -> None:
+        self.in_backward = autograd_node() is not None
+        self.module = modules.current(self.in_backward) or ""
+        self.found = op_at(op.name, modules.lines())
+        given, returned = tensors_in((op.args, op.kwargs)), tensors_in(output)
+        self.found.inputs = [summary_of(t) for t in given if is_float(t)]
+        self.found.outputs = [summary_of(t) for t in returned if is_float(t)]
+
+
+def explain_flag(replayer: Replayer) -> Explanation:
+    """Runs the step again, and names the operation that sets an overflow flag.
+
+    Incurs a CPU-GPU sync for each operation, until it is found.
+    """
+    search = FlagSearch()
+    result = replayer.run(observers=[search])
+    if search.found is None:
+        again = "" if result.error is None else f", which raised {result.error}"
+        return Explanation(
+            cause="not reproducible",
+            evidence=[f"no operation of the replay{again} sets the overflow flag"],
+        )
+    found = Explanation(
+        "backward" if search.in_backward else "forward",
+        "range overflow",
+        search.module,
+        search.found,
+    )
+    found.evidence.append(
+        "the device's overflow flag is set after this operation, and its result is "
+        "finite: it overflowed inside"
+        if not any(each.num_nan or each.num_inf for each in search.found.outputs)
+        else "the device's overflow flag is set after this operation"
+    )
+    return found

@@ -31,8 +31,7 @@ from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import is_regular, open_regular
 from ..files.writing import make_folder, open_appending
 from ..text import as_lines, counted, dtype_name, shortened
-from .guard_coverage import GuardCoverage
-from .report import Cost, Report
+from .report import Cost, GuardCoverage, Report
 
 try:
     import fcntl

@@ -84,26 +84,19 @@ forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = direct
 )
 
 
-@internal(
+# The forward hooks, and pre-hooks, that run around every module.
+global_forward_hooks: Callable[[], Mapping[int, Callable[..., Any]]] = direct(
     "torch.nn.modules.module._global_forward_hooks",
     "whether a hook on all modules may replace an output",
     "Global hooks are not noticed",
     {},
 )
-def global_forward_hooks() -> Mapping[int, Callable[..., Any]]:
-    """The forward hooks that run around every module."""
-    return torch.nn.modules.module._global_forward_hooks
-
-
-@internal(
+global_forward_pre_hooks: Callable[[], Mapping[int, Callable[..., Any]]] = direct(
     "torch.nn.modules.module._global_forward_pre_hooks",
     "whether a hook on all modules may replace an input",
     "Global hooks are not noticed",
     {},
 )
-def global_forward_pre_hooks() -> Mapping[int, Callable[..., Any]]:
-    """The forward pre-hooks that run around every module."""
-    return torch.nn.modules.module._global_forward_pre_hooks
 
 
 @internal(
@@ -221,12 +214,16 @@ COMPOSED = {
 )
 def fsdp_meshes(module: Any) -> list[Any]:
     """The device meshes of a module under `fully_shard()`."""
+    return [group.mesh_info.mesh for group in _fsdp_groups(module)]
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         groups = state._fsdp_param_groups
     else:  # torch 2.12 and older have one, or None
         groups = [state._fsdp_param_group]
-    return [group.mesh_info.mesh for group in groups if group is not None]
+    return [group for group in groups if group is not None]
 
 
 @internal(
@@ -237,18 +234,12 @@ def fsdp_meshes(module: Any) -> list[Any]:
 )
 def holds_gradients(module: Any) -> bool:
     """True if a module under `fully_shard()` has gradients to be reduced."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        groups = state._fsdp_param_groups
-    else:
-        groups = [state._fsdp_param_group]
     return any(
         not group.reduce_grads
         or any(
             each.unsharded_accumulated_grad is not None for each in group.fsdp_params
         )
-        for group in groups
-        if group is not None
+        for group in _fsdp_groups(module)
     )
 
 

@@ -13,7 +13,7 @@ import logging
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -76,17 +76,23 @@ def internal(
 
 
 def direct(api: str, reason: str, without: str, fallback: Any = None) -> Any:
-    """Registers a private function, or an attribute's reader, that is called itself.
+    """Registers a private function, or a reader of what is none, to be called itself.
 
     Returns:
-        The function, or one that reads the attribute of its argument: no code of this
-        package runs with a call. Where it is missing, what returns the fallback.
+        The function; of a class's attribute one that reads it of its argument, of a
+        module's variable one that reads it: no code of this package runs with a call.
+        Where it is missing, what returns the fallback.
     """
     INTERNALS[api] = own = Internal(api, reason, without)
     if is_there(own):
-        found = functools.reduce(_part_of, api.split(".")[1:], cast(Any, torch))
-        is_function = callable(found) and not hasattr(found, "__set__")
-        return found if is_function else operator.attrgetter(api.rpartition(".")[2])
+        holder, _, name = api.rpartition(".")
+        owner = functools.reduce(_part_of, holder.split(".")[1:], cast(Any, torch))
+        found = _part_of(owner, name)
+        if callable(found) and not hasattr(found, "__set__"):
+            return found
+        is_variable = isinstance(owner, ModuleType)
+        reader = functools.partial(getattr, owner, name)
+        return reader if is_variable else operator.attrgetter(name)
 
     def instead(*_: Any) -> Any:
         note_missing(api, AttributeError("it is not there"))
@@ -115,6 +121,12 @@ def stack() -> list[FrameType]:
         frames.append(frame)
         frame = frame.f_back
     return frames
+
+
+def callers() -> Iterator[Any]:
+    """Yields the objects whose methods run in this thread, the innermost first."""
+    found = (frame.f_locals.get("self") for frame in stack())
+    return (each for each in found if each is not None)
 
 
 def is_there(internal: Internal) -> bool:

@@ -45,15 +45,13 @@ def is_recorded() -> bool:
     return is_jit_tracing() or is_transforming() or torch.compiler.is_exporting()
 
 
-@internal(
+# The number of the backward that runs in this thread, or -1.
+graph_task_id: Callable[[], int] = direct(
     "torch._C._current_graph_task_id",
     "whether backward runs, which computes checkpointed forwards again",
     "Checkpointed forwards count as forwards of their own",
     -1,
 )
-def graph_task_id() -> int:
-    """The number of the backward that runs in this thread, or -1."""
-    return torch._C._current_graph_task_id()
 
 
 @internal(

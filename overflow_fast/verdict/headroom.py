@@ -297,16 +297,17 @@ class HeadroomTracker:
         if bits is not None:
             for watch in watches:
                 watch.recorder.set_low_headroom(bits)
+        self._request_counts()
 
-    def begin_step(self) -> None:
-        """Makes the step that begins count underflow, if it is due."""
+    def _request_counts(self) -> None:
+        """Makes the next watched step count underflow, if it is due."""
         if self._every is not None:
             is_due = self._num_watched % self._every == 0
             for watch in self._watches:
                 watch.recorder.counts_underflow = is_due
 
     def end_step(self, step: int, has_scaler: bool, is_bad: bool) -> None:
-        """Reads the counts of a step, and warns.
+        """Reads the counts of a step, warns, and begins the next.
 
         Incurs a CPU-GPU sync if something was counted.
 
@@ -323,6 +324,7 @@ class HeadroomTracker:
         if any(watch.recorder.has_counts for watch in self._watches):
             self._take_counts(step, has_scaler)
         self._num_watched += 1
+        self._request_counts()
         if self._bits is not None and not is_bad:
             self._warn(step, self._short(has_scaler))
         for watch in self._watches:

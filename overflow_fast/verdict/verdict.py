@@ -1,25 +1,17 @@
-"""A step's bad frames and calls, and the verdict on them."""
+"""A step's bad frames, and the verdict on them."""
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from .. import _C
 from ..capture.watch import ModelWatch
-from ..core.modules import children_of, is_layer_of_torch, own_parameters_of
-from ..core.tensors import is_number
+from ..core.modules import is_layer_of_torch, own_parameters_of
 from ..flags import is_label
-from ..text import dtype_name, rounded
-from ..torch_internals.module_internals import is_dropout
+from ..text import rounded
 from ..tree import entry_label
 from ..types import TensorPath
 
@@ -45,11 +37,6 @@ HOOK = NonModuleOrigin("a hook")
 EARLIER_GRADIENTS = NonModuleOrigin("gradients from before")
 OTHER_RANK = NonModuleOrigin("another rank")
 STAND_IN = NonModuleOrigin("a tensor of functional_call()")
-
-
-def caller_of(watch: ModelWatch) -> NonModuleOrigin:
-    """Names the code that calls a watched model, such as "the training loop"."""
-    return NonModuleOrigin(watch.inputs.caller)
 
 
 @dataclass(frozen=True)
@@ -365,229 +352,6 @@ def where_of(watch: ModelWatch, place: _C.Place) -> str:
     return TensorPath.from_fqn(role, label).in_words()
 
 
-# The calls of a step's modules: their order, and the calls around them.
-
-
-class Called(NamedTuple):
-    """A module's call, and the watch that recorded it."""
-
-    watch: ModelWatch
-    call: _C.Call
-
-    @property
-    def name(self) -> str:
-        """The module's qualified name."""
-        return name_of(self.watch, self.call.module)
-
-    def encloses(self, inner: Called) -> bool:
-        """True if `inner` ran within it, by names, order and inputs."""
-        a, b = self.call, inner.call
-        is_around = a.order > b.order and (a.batch, a.kind) == (b.batch, b.kind)
-        # Its inputs did not exist yet when the other call ended.
-        is_later = a.thread == b.thread and a.begins_after > b.ends_before
-        return is_around and not is_later and self.watch is inner.watch
-
-    @property
-    def may_pass_through(self) -> bool:
-        """True if the call may have returned one of its inputs."""
-        module = self.watch.module_at(self.call.module)
-        is_known = isinstance(module, nn.Identity) or is_dropout(module)
-        return is_known or self.call.begins_after >= self.call.ends_before
-
-
-class Calls:
-    """All known calls, in the order in which they ended.
-
-    Args:
-        watches: The watched models.
-        until: The order of the frame before which they have ended; None for all.
-
-    Attributes:
-        watches: The watched models.
-    """
-
-    def __init__(self, watches: Sequence[ModelWatch], until: int | None = None) -> None:
-        self.watches = watches
-        found = [
-            Called(watch, call)
-            for watch in watches
-            for call in watch.recorder.calls()
-            if until is None or call.order < until
-        ]
-        found.sort(key=_order)
-        self._all, self._gradients = list[Called](), list[Called]()
-        for each in found:
-            is_forward = each.call.kind in FORWARDS
-            (self._all if is_forward else self._gradients).append(each)
-        self._modules: dict[tuple[int, int], list[Called]] = {}
-        for called in self._all:
-            watch, call = called
-            self._modules.setdefault((id(watch), call.module), []).append(called)
-        self._callers: dict[int, Called | None] = {}
-        self._holders: dict[int, dict[int, list[tuple[int, int]]]] = {}
-
-    def has_any(self, watch: ModelWatch) -> bool:
-        """True if a call of a watch's modules is known."""
-        return any(called.watch is watch for called in self._all)
-
-    def last_of(self, watch: ModelWatch, module: int, before: int) -> Called | None:
-        """Returns the last call of a module that ended before a frame."""
-        found = self._modules.get((id(watch), module), [])
-        place = bisect.bisect_left(found, before, key=_order)
-        return found[place - 1] if place else None
-
-    def caller(self, called: Called) -> Called | None:
-        """Returns the nearest watched call around one; None for an outermost call."""
-        order = called.call.order
-        if not called.call.module:  # the model itself
-            return None
-        if order not in self._callers:
-            self._callers[order] = self._find_caller(called)
-        return self._callers[order]
-
-    def _find_caller(self, called: Called) -> Called | None:
-        for index in called.watch.modules.ancestors(called.call.module):
-            found = self._modules.get((id(called.watch), index), [])
-            place = bisect.bisect_right(found, called.call.order, key=_order)
-            if place < len(found) and found[place].encloses(called):
-                return found[place]
-        return None
-
-    def chain(self, called: Called) -> list[Called]:
-        """Lists a call and all watched calls around it, from the innermost."""
-        chain, around = [called], self.caller(called)
-        while around is not None:
-            chain.append(around)
-            around = self.caller(around)
-        return chain
-
-    def chain_of(self, watch: ModelWatch, order: int) -> list[Called]:
-        """Lists the same of the call whose frame has this order; empty if unknown."""
-        place = bisect.bisect_left(self._all, order, key=_order)
-        for found in self._all[place : place + 1]:
-            if found.call.order == order and found.watch is watch:
-                return self.chain(found)
-        return []
-
-    def other_callers(self, called: Called) -> list[str]:
-        """Lists the modules that share a call's module, which may have called it too.
-
-        A module that others hold as well is named by the first of them.
-        """
-        module = called.watch.module_at(called.call.module)
-        by_name = set(called.watch.modules.ancestors(called.call.module))
-        return [
-            name_of(watch, index)
-            for watch in self.watches
-            for index in sorted(self._above(watch, module), key=watch.modules.place)
-            if watch.modules.has_forward(index)
-            if not (watch is called.watch and index in by_name)
-            if self._may_be_around(watch, index, called)
-        ]
-
-    def _above(self, watch: ModelWatch, module: nn.Module | None) -> set[int]:
-        """The modules of a watch that hold another one, directly or through others."""
-        holders = self._holders.get(id(watch))
-        if holders is None:
-            holders = self._holders[id(watch)] = {}
-            for index, each in watch.modules.present():
-                for child in children_of(each).values():
-                    holders.setdefault(id(child), []).append((index, id(each)))
-        found, waiting = set[int](), [id(module)]
-        while waiting:
-            for index, holder in holders.get(waiting.pop(), ()):
-                if index not in found and holder != id(module):
-                    found.add(index)
-                    waiting.append(holder)
-        return found
-
-    def _may_be_around(self, watch: ModelWatch, index: int, called: Called) -> bool:
-        found = self._modules.get((id(watch), index), [])
-        if not watch.modules.is_selected(index):
-            return True
-        place = bisect.bisect_right(found, called.call.order, key=_order)
-        if watch is called.watch:
-            return any(each.encloses(called) for each in found[place:])
-        return place < len(found)
-
-    def before(self, called: Called, within: Called | None) -> Called | None:
-        """Returns the last call that ended before one began, in the same outer call."""
-        end = bisect.bisect_left(self._all, called.call.order, key=_order)
-        for other in reversed(self._all[:end]):
-            chain = self.chain(other)
-            if called not in chain and (within is None or within in chain):
-                place = len(chain) if within is None else chain.index(within)
-                return chain[place - 1]
-        return None
-
-    def last_within(self, called: Called) -> Called | None:
-        """Returns the last call that a call itself has made."""
-        end = bisect.bisect_left(self._all, called.call.order, key=_order)
-        for other in reversed(self._all[:end]):
-            if self.caller(other) == called:
-                return other
-        return None
-
-    def within(self, called: Called, before: int | None = None) -> Iterator[Called]:
-        """Yields the calls that ran within one, up to a frame with an order."""
-        end = called.call.order if before is None else before
-        place = bisect.bisect_left(self._all, end, key=_order)
-        return (c for c in self._all[:place] if called in self.chain(c))
-
-    def users(self, called: Called) -> list[str]:
-        """Lists the modules that can have used a call's output, as they ended."""
-        start = bisect.bisect_right(self._all, called.call.order, key=_order)
-        if called.may_pass_through:  # others may have been given it before
-            start = 0
-        return list(dict.fromkeys(other.name for other in self._all[start:]))
-
-    def after(self, called: Called, within: Called | None, before: int) -> list[Called]:
-        """Lists later calls of the same outer call that ended before a frame."""
-        start = bisect.bisect_right(self._all, called.call.order, key=_order)
-        if called.may_pass_through:
-            start = 0
-        end = bisect.bisect_left(self._all, before, key=_order)
-        around = None if within is None else within.call.order
-        return [
-            other
-            for other in self._all[start:end]
-            if other != called and _order_of(self.caller(other)) == around
-        ]
-
-    def in_backward(self, watch: ModelWatch, module: int, before: int) -> list[Called]:
-        """Lists a module's calls that one backward may run through, before a frame.
-
-        Those since the last gradient of an output before its last call.
-        """
-        last = self.last_of(watch, module, before)
-        if last is None:
-            return []
-        place = bisect.bisect_left(self._gradients, last.call.order, key=_order)
-        begin = self._gradients[place - 1].call.order if place else -1
-        found = self._modules[id(watch), module]
-        return [c for c in found if begin < c.call.order < before]
-
-    def gradients(self, begin: int, end: int) -> list[Called]:
-        """Lists the gradients of outputs that came between two frames."""
-        first = bisect.bisect_right(self._gradients, begin, key=_order)
-        return self._gradients[
-            first : bisect.bisect_left(self._gradients, end, key=_order)
-        ]
-
-
-def _order(called: Called) -> int:
-    return called.call.order
-
-
-def _order_of(called: Called | None) -> int | None:
-    return None if called is None else called.call.order
-
-
-def name_of(watch: ModelWatch, index: int) -> str:
-    """Returns the qualified name of a module, or "the model"."""
-    return watch.name_at(index) or "the model"
-
-
 # Verdicts that a device's own overflow flag leads to.
 
 
@@ -604,13 +368,6 @@ def is_of_flag(verdict: Verdict) -> bool:
     return first is not None and first.kind == "recorded" and is_label(first.label)
 
 
-# Settings of optimizers that make weights non-finite.
-
-
-# Settings that an optimizer adds to a root that may be 0, and divides by.
-_EPS = ("eps", "epsilon")
-
-
 class SettingRemark(str):
     """A sentence on a setting that is no finite number.
 
@@ -621,58 +378,6 @@ class SettingRemark(str):
     setting: str
 
 
-def bad_settings(
-    optimizers: Sequence[Optimizer], had_finite_gradients: bool = True
-) -> list[str]:
-    """Lists the settings in `param_groups` that can make weights non-finite.
-
-    A number that is non-finite, and an epsilon that is 0 in the dtype of a group's
-    parameters. The latter is listed only where the gradients of the step before were
-    finite. Incurs a CPU-GPU sync for each setting that is a tensor on a device.
-    """
-    sentences: list[str] = []
-    for optimizer in optimizers:
-        for i, group in enumerate(optimizer.param_groups):
-            of = f"of param_groups[{i}] of {type(optimizer).__name__}"
-            sentences += _group_remarks(group, of, had_finite_gradients)
-    return list(dict.fromkeys(sentences))
-
-
 def nonfinite_settings(remarks: Iterable[str]) -> list[str]:
     """Lists the settings that are no finite numbers, from those sentences."""
     return [each.setting for each in remarks if isinstance(each, SettingRemark)]
-
-
-def _group_remarks(
-    group: Mapping[str, Any], of: str, had_finite_gradients: bool
-) -> Iterable[str]:
-    for name, value in group.items():
-        if name == "params":
-            continue
-        for number in _numbers(value):
-            if not math.isfinite(number):
-                remark = SettingRemark(f"It may come from {name}={number} {of}.")
-                remark.setting = f"{name} {of}"
-                yield remark
-            elif name in _EPS and had_finite_gradients:
-                for text in _vanishing(name, number, group["params"]):
-                    yield f"{text} {of}."
-
-
-def _vanishing(name: str, eps: float, parameters: Sequence[torch.Tensor]) -> list[str]:
-    dtypes = dict.fromkeys(p.dtype for p in parameters if p.is_floating_point())
-    return [
-        f"It may come from {name}={eps:g}, which is 0 in {dtype_name(dtype)}, the dtype"
-        for dtype in dtypes
-        if float(torch.tensor(eps, dtype=dtype)) == 0
-    ]
-
-
-def _numbers(value: object) -> Iterable[float]:
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _numbers(each)
-    elif isinstance(value, torch.Tensor) and value.numel() == 1:
-        yield float(value.detach())
-    elif is_number(value):
-        yield float(value)

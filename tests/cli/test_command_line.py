@@ -22,7 +22,7 @@ from overflow_fast import (
 )
 from overflow_fast.__main__ import main
 from overflow_fast.cli.command_line import make_parser
-from overflow_fast.cli.run_command import guard_arguments
+from overflow_fast.cli.guard_options import guard_arguments
 from overflow_fast.guard.monitors.running import MONITORS
 from overflow_fast.guard.options import options_of, snake_case
 
@@ -39,7 +39,10 @@ sys.exit(int(sys.argv[1]))
 
 def commands():
     """The parser of each command."""
-    return make_parser()._subparsers._group_actions[0].choices
+    found = make_parser()._subparsers._group_actions[0].choices
+    for parser in found.values():
+        parser.complete()
+    return found
 
 
 def command(*arguments, cwd=None):
@@ -126,14 +129,15 @@ def test_help_names_the_program_as_it_was_called(called, name, monkeypatch):
     assert commands()["run"].prog == f"{name} run"
 
 
-def test_version(capsys):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_version(is_there, capsys, monkeypatch):
+    monkeypatch.setattr("overflow_fast.binaries.is_there", lambda torch: is_there)
     with pytest.raises(SystemExit) as status:
         main(["--version"])
     assert status.value.code == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"overflow_fast {__version__}, torch ")
-    has_cuda = torch.version.cuda is not None
-    assert out.strip().endswith("CUDA kernels" if has_cuda else "no CUDA kernels")
+    shown = f"overflow_fast {__version__}, torch {torch.__version__}"
+    lack = "" if is_there else ", no extension for it (see `env`)"
+    assert capsys.readouterr().out == f"{shown}{lack}\n"
 
 
 def test_a_build_without_cuda_kernels_says_so_once(caplog):

@@ -38,6 +38,8 @@ def test_models_side_by_side_must_be_modules():
         ({"cosine": float("nan")}, "cosine must be"),
         ({"names": ["a"]}, "names must be"),
         ({"names": {"(": "x"}}, "names has"),
+        ({"names": {"a": r"\1"}}, "names has 'a': .*, which is wrong: invalid group"),
+        ({"names": {"a": r"\g<b>"}}, "names has 'a': .*, which is wrong: unknown"),
     ],
 )
 def test_what_a_comparison_cannot_use_is_refused(tmp_path, options, message):

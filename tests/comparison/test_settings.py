@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 
 import overflow_fast
@@ -162,3 +163,28 @@ def test_frozen_weights_are_named(tmp_path):
     diff = overflow_fast.compare(tmp_path / "a", tmp_path / "b")
     assert diff.first.kind == "detached", diff
     assert "does not require gradients there" in str(diff.first)
+
+
+PRECISIONS = """
+import sys, torch, overflow_fast
+exec(sys.argv[1])
+model = torch.nn.Linear(2, 2)
+with overflow_fast.recording(sys.argv[2], model):
+    model(torch.ones(1, 2))
+print(overflow_fast.compare_live(model, model, torch.ones(1, 2)).differs)
+"""
+
+
+@pytest.mark.parametrize(
+    "setting, word",
+    [
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "high"),
+        ("torch.backends.fp32_precision = 'ieee'", "highest"),
+        ("torch.set_float32_matmul_precision('medium')", "medium"),
+    ],
+)
+def test_a_program_may_set_precisions_in_either_way(setting, word, tmp_path):
+    done = python("-c", PRECISIONS, setting, str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["matmul_precision"] == word

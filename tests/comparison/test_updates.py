@@ -9,7 +9,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast.comparison.matching import _added
-from overflow_fast.comparison.tensor_hooks import BOUNDS, fetch, magnitudes, summarize
+from overflow_fast.comparison.summary import BOUNDS, fetch, magnitudes, summarize
 
 
 class Attention(nn.Module):

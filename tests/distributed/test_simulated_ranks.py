@@ -3,8 +3,7 @@
 import logging
 
 import pytest
-from rank_scenarios import SCENARIOS, Script, files_of, play
-from simulated_ranks import Network
+from simulated_ranks import SCENARIOS, Network, Script, files_of, play
 
 WORLD = 8
 

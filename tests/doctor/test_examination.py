@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from examinations import examine, frozen, killed, planted, replaced
+from examinations import begin, examine, frozen, killed, planted, replaced
 
 from overflow_fast.doctor import checks
 from overflow_fast.doctor.checks import (
@@ -150,10 +150,11 @@ def late_arrival(rank, store):
 
 
 def test_soft_faults_are_named_and_the_rest_goes_on(tmp_path):
+    collectives = planted(COLLECTIVES, 2, wrong_contribution)
     stages = (
         planted(ROLL_CALL, 1, other_version),
         BARRIER,
-        planted(COLLECTIVES, 2, wrong_contribution),
+        planted(collectives, 1, wrong_receipt),
         dataclasses.replace(LINKS, run=Everywhere(LINKS.run, with_cores, 1, slow_link)),
         planted(ARITHMETIC, 3, flipped_bit),
         planted(STORAGE, 3, unwritable),
@@ -174,9 +175,11 @@ def test_soft_faults_are_named_and_the_rest_goes_on(tmp_path):
     assert "torch is 1.0 on rank 1 (" in version.text
     assert (2,) in [each.ranks for each in late]
     assert all(each.severity == 1 and "after half of" in each.text for each in late)
-    (wrong,) = findings(results, "collectives")
-    assert wrong.ranks == (2,)
-    assert wrong.text.startswith("Rank 2 contributed wrongly in all-gather (")
+    contributed, received = findings(results, "collectives")
+    assert received.ranks == (1,)
+    assert received.text.startswith("Rank 1 received wrongly in all-reduce (")
+    assert contributed.ranks == (2,)
+    assert contributed.text.startswith("Rank 2 contributed wrongly in all-gather (")
     latency, transfer = findings(results, "links")
     assert latency.ranks == transfer.ranks == (1, 2)
     (bits,) = findings(results, "arithmetic")
@@ -188,10 +191,27 @@ def test_soft_faults_are_named_and_the_rest_goes_on(tmp_path):
     assert list(tmp_path.iterdir()) == []  # each file is removed
 
 
-def test_a_killed_rank_is_named_and_the_others_go_on():
-    results = examine(
-        4, (ROLL_CALL, BARRIER, planted(COLLECTIVES, 2, killed), AGREEMENT)
-    )
+# Ranks that are gone: who waits for them does so together with the others who wait.
+
+
+@pytest.fixture(scope="module")
+def without_some():
+    """Examinations that wait for ranks, begun at once; what each has found."""
+    freezing = ROLL_CALL, planted(BARRIER, 1, frozen), ARITHMETIC
+    going = ROLL_CALL, planted(ARITHMETIC, 1, frozen_parent)
+    dying = ROLL_CALL, BARRIER, planted(COLLECTIVES, 2, killed), AGREEMENT
+    begun = {
+        "frozen": begin(2, freezing, limit=4.0),
+        "no answer": begin(2, going, limit=4.0, grace=0.5),
+        "killed": begin(4, dying),
+        "0 is absent": begin(2, (ROLL_CALL,), absent=[0], limit=1.0, grace=0.1),
+        "1 is absent": begin(2, (ROLL_CALL,), absent=[1], limit=1.0, grace=0.1),
+    }
+    return {name: end() for name, end in begun.items()}
+
+
+def test_a_killed_rank_is_named_and_the_others_go_on(without_some):
+    results = without_some["killed"]
     (found,) = findings(results)
     assert found.ranks == (2,) and found.severity == 2
     assert "died (SIGKILL), in a fault" in found.text
@@ -205,17 +225,14 @@ def test_a_killed_rank_is_named_and_the_others_go_on():
     assert [d.status for d, _ in results.values()] == [2, 2, 2, 2]
 
 
-def test_a_frozen_rank_is_named():
-    stages = (ROLL_CALL, planted(BARRIER, 1, frozen), ARITHMETIC)
-    results = examine(2, stages, limit=4.0)
-    found = findings(results, "barrier")
+def test_a_frozen_rank_is_named(without_some):
+    found = findings(without_some["frozen"], "barrier")
     assert [each.ranks for each in found] == [(1,)]
     assert "is frozen (stopped by a signal, such as SIGSTOP)" in found[0].text
 
 
-def test_a_rank_that_gives_no_answer_is_named():
-    stages = (ROLL_CALL, planted(ARITHMETIC, 1, frozen_parent))
-    results = examine(2, stages, limit=2.0, grace=0.5)
+def test_a_rank_that_gives_no_answer_is_named(without_some):
+    results = without_some["no answer"]
     assert sorted(results) == [0]
     found = findings(results, "arithmetic")
     assert [each.ranks for each in found] == [(1,)]
@@ -223,18 +240,11 @@ def test_a_rank_that_gives_no_answer_is_named():
 
 
 @pytest.mark.parametrize("absent", [1, 0])
-def test_a_missing_rank_is_named_also_if_it_would_lead(absent):
-    results = examine(2, (ROLL_CALL,), absent=[absent], limit=1.0, grace=0.1)
+def test_a_missing_rank_is_named_also_if_it_would_lead(absent, without_some):
+    results = without_some[f"{absent} is absent"]
     missing = [f for f in findings(results) if "did not come" in f.text]
     assert [each.ranks for each in missing] == [(absent,)]
     assert missing[0].text.startswith(f"Rank {absent} of 2 did not come within 1 s")
-
-
-def test_eight_ranks():
-    stages = (ROLL_CALL, BARRIER, planted(COLLECTIVES, 5, wrong_receipt))
-    results = examine(8, stages)
-    (wrong,) = findings(results)
-    assert wrong.ranks == (5,) and "received wrongly in all-reduce" in wrong.text
 
 
 def test_two_healthy_ranks_raise_nothing_and_a_local_folder_is_told(tmp_path):

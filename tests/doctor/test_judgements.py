@@ -20,18 +20,16 @@ from overflow_fast.doctor.checks import (
     GuardSummary,
     StorageResult,
     compared_pairs,
+    faulty_ranks,
 )
 from overflow_fast.doctor.diagnosis import Diagnosis, matrices_of, save_diagnosis
 from overflow_fast.doctor.examination import innermost_calls, lost_ranks
 from overflow_fast.doctor.links import (
     LINKS,
     Measured,
-    culprits,
-    late_ranks,
-    odd_ones,
     rounds_of,
 )
-from overflow_fast.doctor.roll_call import ROLL_CALL, RankFacts
+from overflow_fast.doctor.roll_call import ROLL_CALL, RankFacts, late_ranks
 from overflow_fast.doctor.stage import (
     BROKEN,
     UNJUDGED,
@@ -40,6 +38,7 @@ from overflow_fast.doctor.stage import (
     Finding,
     StageOutcome,
     StageResult,
+    odd_ones,
 )
 
 WORLD, PER_HOST = 16, 8
@@ -334,19 +333,19 @@ def test_one_that_stays_while_the_others_are_done_is_named():
 def test_wrong_values_are_laid_at_one_ranks_door(operation, world):
     tested = compared_pairs(operation, world)
     giver = 0 if operation == "broadcast" else world - 1
-    assert culprits({p for p in tested if p[0] == giver}, tested)[0] == [giver]
+    assert faulty_ranks({p for p in tested if p[0] == giver}, tested)[0] == [giver]
     received = {p for p in tested if p[1] == world - 1}
     if len(received) > 1:
-        assert culprits(received, tested) == ([], [world - 1], [])
+        assert faulty_ranks(received, tested) == ([], [world - 1], [])
     one = {min(tested)}
-    assert culprits(one, tested) == ([], [], sorted(one))
-    assert culprits(set(), tested) == ([], [], [])
+    assert faulty_ranks(one, tested) == ([], [], sorted(one))
+    assert faulty_ranks(set(), tested) == ([], [], [])
 
 
 def test_a_giver_and_a_taker_are_told_apart():
     tested = compared_pairs("all-gather", 8)
     wrong = {(s, q) for s, q in tested if s == 2 or q == 5}
-    assert culprits(wrong, tested) == ([2], [5], [])
+    assert faulty_ranks(wrong, tested) == ([2], [5], [])
 
 
 def test_a_single_wrong_element_names_both_ends():

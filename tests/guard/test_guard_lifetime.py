@@ -5,8 +5,6 @@ import gc
 import io
 import logging
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -25,6 +23,7 @@ from guarding import (
     train,
     train_step,
 )
+from processes import python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -140,7 +139,7 @@ def test_a_long_run_does_not_grow(defer, request):
     if defer:
         request.getfixturevalue("emulated")
     model, optimizer = make(width=4, depth=1)
-    data = batches(1, width=4) * 40
+    data = batches(1, width=4) * 25
     with OverflowGuard(model, optimizer, "skip", _defer=defer):
         assert objects_left_by(lambda: train(model, optimizer, data)) < 20
 
@@ -149,7 +148,7 @@ def test_a_long_run_does_not_grow(defer, request):
 def test_many_bad_steps_do_not_grow(caplog):
     caplog.set_level(logging.CRITICAL, "overflow_fast")
     model, optimizer = make(width=4, depth=1)
-    data = batches(1, width=4) * 100
+    data = batches(1, width=4) * 60
     with (
         OverflowGuard(model, optimizer, "skip", max_consecutive_skips=10**6),
         plant(model.head, INF),
@@ -435,8 +434,8 @@ guard.remove()
 
 
 def test_a_program_ends_without_a_word_from_what_is_left_of_guards():
-    command = [sys.executable, "-c", LEFT_ON]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = python("-c", LEFT_ON, is_finalized=True)
+    assert done.returncode == 0, done.stderr
     assert "Exception ignored" not in done.stderr
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from overflow_fast import OverflowGuard, Schedule
 from overflow_fast.capture import watch as model_watch
 from overflow_fast.capture.step_tensors import ScanLevel
-from overflow_fast.guard.archive import OverheadTimer
+from overflow_fast.guard.isolation import OverheadTimer
 from overflow_fast.guard.step import WatchSchedule
 from overflow_fast.report.report import Cost
 

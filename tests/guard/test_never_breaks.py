@@ -486,6 +486,27 @@ def test_a_hook_that_fails_stops_no_forward(method, caplog):
         assert_same(a.detach(), b.detach())
 
 
+PARTS = [("clock", "begin"), ("clock", "advance"), ("headroom", "end_step")]
+
+
+@pytest.mark.parametrize("part, method", [*PARTS, ("_start", "keep")])
+def test_a_round_that_fails_to_end_stops_no_step(part, method, caplog):
+    model, optimizer = make()
+    plain, plain_optimizer = make()
+    x, y = torch.ones(4, 8), torch.ones(4, 1)
+    with OverflowGuard(model, optimizer) as guard:
+        setattr(getattr(guard._loop, part), method, broken)
+        for _ in range(2):
+            for each, its in ((model, optimizer), (plain, plain_optimizer)):
+                each(x, y=y)["loss"].backward()
+                its.step()
+        assert guard.coverage().failures == 2
+        assert guard.step == 2 * (method != "advance")
+    assert "The guard failed" in caplog.text
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(a.detach(), b.detach())
+
+
 def test_a_rule_that_fails_stops_no_forward():
     model = nn.Sequential(nn.Linear(2, 2))
     with OverflowGuard(model, None, "warn", allow={"*:output": "nan"}) as guard:

@@ -160,6 +160,19 @@ def test_what_is_masked_is_not_seen():
     assert run("tripwire", "masked")[1] is None
 
 
+def test_modules_that_have_other_names_by_then_are_watched():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kinds = {"watch": "tripwire", "exclude": ["2"], "allow": {"2:output": "inf"}}
+    guard = OverflowGuard(model, optimizer, "warn", explain=False, **kinds)
+    del model[1]  # no module is called 2 any more
+    model(torch.full((3, 4), NAN)).sum().backward()
+    optimizer.step()
+    report = guard.last_report
+    assert report is not None and report.verdict.first.label == "input[0]"
+    assert guard.coverage().failures == 0
+
+
 def test_a_transient_fault_is_told_as_one():
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer, watch="tripwire")

@@ -153,9 +153,9 @@ class SpoilThird(hf.TrainerCallback):
 
 
 def test_transformers_trainer_is_guarded(trainer):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
-    callback = GuardCallback(on_overflow="skip")
+    callback = TrainerGuardCallback(on_overflow="skip")
     trainer = trainer(callback)
     trainer.add_callback(SpoilThird())
     trainer.train()
@@ -169,9 +169,9 @@ def test_transformers_trainer_is_guarded(trainer):
 
 
 def test_transformers_trainer_is_stopped(trainer):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
-    callback = GuardCallback()
+    callback = TrainerGuardCallback()
     trainer = trainer(callback)
     trainer.add_callback(SpoilThird())
     with pytest.raises(NonFiniteError):
@@ -196,9 +196,9 @@ def checkpoints(folder):
 
 @pytest.mark.parametrize("save", ["steps", "best"])
 def test_trainer_keeps_the_last_good_checkpoint(trainer, tmp_path, save, caplog):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
-    callback = GuardCallback(on_overflow="warn")
+    callback = TrainerGuardCallback(on_overflow="warn")
     trainer = trainer(
         SpoilWeights(3),
         save_strategy=save,
@@ -216,10 +216,10 @@ def test_trainer_keeps_the_last_good_checkpoint(trainer, tmp_path, save, caplog)
 
 
 def test_trainer_is_stopped_where_it_would_save(trainer, tmp_path):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     trainer = trainer(SpoilWeights(2), save_strategy="steps", save_steps=1)
-    trainer.add_callback(GuardCallback(watch=["gradients"]))
+    trainer.add_callback(TrainerGuardCallback(watch=["gradients"]))
     with pytest.raises(NonFiniteError, match="Do not save this state"):
         trainer.train()
     assert checkpoints(tmp_path) == ["checkpoint-1"]
@@ -227,10 +227,12 @@ def test_trainer_is_stopped_where_it_would_save(trainer, tmp_path):
 
 @pytest.mark.parametrize("hides", [True, False])
 def test_what_trainers_log_hides_is_pointed_out(trainer, caplog, hides):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     trainer = trainer(
-        GuardCallback(on_overflow="skip"), logging_nan_inf_filter=hides, logging_steps=1
+        TrainerGuardCallback(on_overflow="skip"),
+        logging_nan_inf_filter=hides,
+        logging_steps=1,
     )
     trainer.add_callback(SpoilThird())
     trainer.train()
@@ -243,26 +245,28 @@ def test_what_trainers_log_hides_is_pointed_out(trainer, caplog, hides):
 
 
 def test_what_trainers_log_shows_is_not_pointed_out(trainer, caplog):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     class SpoilGradient(hf.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             model.lm_head.weight.grad[0] = INF
 
-    trainer = trainer(GuardCallback(on_overflow="skip"))
+    trainer = trainer(TrainerGuardCallback(on_overflow="skip"))
     trainer.add_callback(SpoilGradient())
     trainer.train()
     assert "logging_nan_inf_filter" not in caplog.text
 
 
 def test_names_of_modules_are_asked_for_when_training_begins(trainer):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
-    callback = GuardCallback(include=["transformer.h.*"], allow={"*.mlp:output": "inf"})
+    callback = TrainerGuardCallback(
+        include=["transformer.h.*"], allow={"*.mlp:output": "inf"}
+    )
     trainer(callback).train()
     assert callback.guard.step == 5
     with pytest.raises(ValueError, match=r"no module's name matches '\*\.nlp'"):
-        trainer(GuardCallback(allow={"*.nlp:output": "inf"})).train()
+        trainer(TrainerGuardCallback(allow={"*.nlp:output": "inf"})).train()
 
 
 class Lit(lightning.LightningModule):
@@ -304,9 +308,9 @@ def fit(callback, bad_step, tmp_path, *others, **arguments):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_trainer_is_guarded(tmp_path):
-    from overflow_fast.integrations.lightning import GuardCallback
+    from overflow_fast.integrations.lightning import LightningGuardCallback
 
-    callback = GuardCallback(on_overflow="skip")
+    callback = LightningGuardCallback(on_overflow="skip")
     module, trainer = fit(callback, 2, tmp_path)
     assert callback.guard.num_skipped == 1
     assert callback.guard.step == 5
@@ -319,9 +323,9 @@ def test_lightnings_trainer_is_guarded(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_trainer_is_stopped(tmp_path):
-    from overflow_fast.integrations.lightning import GuardCallback
+    from overflow_fast.integrations.lightning import LightningGuardCallback
 
-    callback = GuardCallback()
+    callback = LightningGuardCallback()
     with pytest.raises(NonFiniteError):
         fit(callback, 1, tmp_path)
     assert not callback.guard.enabled
@@ -338,9 +342,9 @@ class SpoilNet(lightning.Callback):
 def test_lightning_keeps_the_last_good_checkpoint(tmp_path, weights_only):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from overflow_fast.integrations.lightning import GuardCallback
+    from overflow_fast.integrations.lightning import LightningGuardCallback
 
-    callback = GuardCallback(on_overflow="warn", watch=["gradients"])
+    callback = LightningGuardCallback(on_overflow="warn", watch=["gradients"])
     saver = ModelCheckpoint(
         dirpath=tmp_path,
         filename="{step}",
@@ -355,9 +359,9 @@ def test_lightning_keeps_the_last_good_checkpoint(tmp_path, weights_only):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_trainer_saves_again_afterwards(tmp_path):
-    from overflow_fast.integrations.lightning import GuardCallback
+    from overflow_fast.integrations.lightning import LightningGuardCallback
 
-    module, trainer = fit(GuardCallback(), None, tmp_path)
+    module, trainer = fit(LightningGuardCallback(), None, tmp_path)
     assert "save_checkpoint" not in vars(trainer)
     module.net.head.weight.data[0, 0] = NAN
     trainer.save_checkpoint(tmp_path / "any.ckpt")
@@ -367,11 +371,11 @@ def test_lightnings_trainer_saves_again_afterwards(tmp_path):
 def test_lightnings_loggers_get_the_metrics(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
-    from overflow_fast.integrations.lightning import GuardCallback
+    from overflow_fast.integrations.lightning import LightningGuardCallback
 
     logger = CSVLogger(tmp_path)
     fit(
-        GuardCallback(on_overflow="skip"),
+        LightningGuardCallback(on_overflow="skip"),
         3,
         tmp_path,
         logger=logger,
@@ -384,14 +388,18 @@ def test_lightnings_loggers_get_the_metrics(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, library", [("trainer", "transformers"), ("lightning",) * 2]
+    "name, callback, library",
+    [
+        ("trainer", "TrainerGuardCallback", "transformers"),
+        ("lightning", "LightningGuardCallback", "lightning"),
+    ],
 )
-def test_wrong_set_ups_are_told(name, library, monkeypatch):
+def test_wrong_set_ups_are_told(name, callback, library, monkeypatch):
     import importlib
 
     module = importlib.import_module(f"overflow_fast.integrations.{name}")
     with pytest.raises(ValueError, match="on_overflow must be"):
-        module.GuardCallback(on_overflow="stop")
+        getattr(module, callback)(on_overflow="stop")
     monkeypatch.delitem(sys.modules, module.__name__)
     needed = {"transformers": "transformers", "lightning": "lightning.pytorch"}
     monkeypatch.setitem(sys.modules, needed[library], None)
@@ -415,7 +423,7 @@ class Aside(torch.nn.Module):
 
 
 def transformers_on_a_rank(folder):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
@@ -435,7 +443,7 @@ def transformers_on_a_rank(folder):
         disable_tqdm=True,
     )
     data = [{"x": torch.randn(2), "labels": torch.zeros(1)} for _ in range(16)]
-    callback = GuardCallback(on_overflow="skip")
+    callback = TrainerGuardCallback(on_overflow="skip")
     trainer = hf.Trainer(model, arguments, train_dataset=data, callbacks=[callback])
     trainer.train()
     return callback.guard.num_skipped, model.linear.weight.detach(), callback.guard.step
@@ -450,9 +458,9 @@ def test_ranks_of_transformers_trainer_decide_together(tmp_path):
 
 
 def test_callbacks_learn(trainer):
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
-    callback = GuardCallback(learn=3)
+    callback = TrainerGuardCallback(learn=3)
     trainer = trainer(callback)
     mlp = trainer.model.transformer.h[0].mlp
     hook = plant(mlp.act, -INF)
@@ -463,4 +471,4 @@ def test_callbacks_learn(trainer):
         "transformer.h.0.mlp.act:output": "-inf",
     }
     with pytest.raises(ValueError, match="steps must be at least 1"):
-        GuardCallback(learn=0)
+        TrainerGuardCallback(learn=0)

@@ -227,7 +227,7 @@ def test_the_clock_of_a_test_is_left_alone(times, monkeypatch):
 
 
 def test_a_stand_in_is_what_it_stands_for():
-    from overflow_fast.integrations.trainer_support import StandIn
+    from overflow_fast.integrations.trainer_support import PatchedMethod
 
     class Owner:
         def method(self, x, *, y=1):
@@ -236,7 +236,7 @@ def test_a_stand_in_is_what_it_stands_for():
 
     owner = Owner()
     refused = []
-    stand_in = StandIn(owner, "method", lambda x, **_: x > 0 or refused.append(x))
+    stand_in = PatchedMethod(owner, "method", lambda x, **_: x > 0 or refused.append(x))
     assert owner.method(1, y=2) == 3
     assert owner.method.__code__ is Owner.method.__code__
     assert owner.method.__doc__ != "" and owner.method.__name__ == "method"

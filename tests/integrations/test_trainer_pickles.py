@@ -62,9 +62,9 @@ def test_a_users_own_method_is_in_the_pickle(tmp_path):
 
 
 def test_copies_of_a_callback_share_what_it_was_given(tmp_path):
-    from overflow_fast.integrations.lightning import GuardCallback
+    from overflow_fast.integrations.lightning import LightningGuardCallback
 
-    class Own(GuardCallback):
+    class Own(LightningGuardCallback):
         def __init__(self, **arguments):
             super().__init__(**arguments)
             self.seen = []

@@ -9,10 +9,8 @@ pytestmark = pytest.mark.slow
 
 lightning = pytest.importorskip("lightning.pytorch")
 
-from overflow_fast.integrations.lightning import (  # noqa: E402
-    GuardCallback as LightningCallback,
-)
-from overflow_fast.integrations.trainer import GuardCallback  # noqa: E402
+from overflow_fast.integrations.lightning import LightningGuardCallback  # noqa: E402
+from overflow_fast.integrations.trainer import TrainerGuardCallback  # noqa: E402
 
 
 class Net(nn.Module):
@@ -55,7 +53,7 @@ class OwnLoss(hf.Trainer):
 
 @pytest.mark.parametrize("explain", [True, False])
 def test_transformers_loss_is_replayed(tmp_path, explain):
-    callback = GuardCallback(on_overflow="skip", explain=explain)
+    callback = TrainerGuardCallback(on_overflow="skip", explain=explain)
     trainer = OwnLoss(
         Net(),
         hf.TrainingArguments(
@@ -119,7 +117,7 @@ class Counting(lightning.Callback):
 
 
 def test_lightnings_step_is_replayed(tmp_path):
-    callback, counting = LightningCallback(on_overflow="skip"), Counting()
+    callback, counting = LightningGuardCallback(on_overflow="skip"), Counting()
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -156,7 +154,7 @@ class Pairs(lightning.LightningModule):
 
 
 def test_a_part_of_lightnings_batch_has_the_name_of_the_argument(tmp_path):
-    callback = LightningCallback(on_overflow="skip")
+    callback = LightningGuardCallback(on_overflow="skip")
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",

@@ -25,7 +25,7 @@ class Regression(nn.Module):
 def train(tmp_path):
     """Trains a layer with transformers' Trainer."""
     hf = pytest.importorskip("transformers")
-    from overflow_fast.integrations.trainer import GuardCallback
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     class Calls(hf.TrainerCallback):
         def __init__(self, function):
@@ -47,7 +47,7 @@ def train(tmp_path):
             gradient_accumulation_steps=2,
         )
         rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * 12
-        callbacks = [GuardCallback(**arguments)]
+        callbacks = [TrainerGuardCallback(**arguments)]
         if on_step_end is not None:
             callbacks.append(Calls(lambda *args: on_step_end(trainer, *args)))
         trainer = hf.Trainer(

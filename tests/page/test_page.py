@@ -298,7 +298,7 @@ def test_the_tensor_that_is_shown_is_that_of_the_headline(label, tmp_path):
 
 def test_a_strip_that_is_always_0_is_not_drawn():
     meta = parsed([record_of(torch.ones(3, 2))]).meta
-    assert "learning_rate" in meta["strips"] and "skips" not in meta["strips"]
+    assert "learning_rate" in meta["sparklines"] and "skips" not in meta["sparklines"]
 
 
 def test_the_line_that_failed_has_its_neighbours(tmp_path):

@@ -58,7 +58,7 @@ def test_lightning_in_short(code):
     lightning = pytest.importorskip("lightning.pytorch")
     known = run(code, Trainer=quiet(lightning))
     kinds = [type(each) for each in known["trainer"].callbacks]
-    assert known["GuardCallback"] in kinds
+    assert known["LightningGuardCallback"] in kinds
 
 
 def test_the_readme_shows_a_report_of_today(tmp_path):

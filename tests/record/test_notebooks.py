@@ -12,7 +12,7 @@ from guarding import INF, batches, make, plant, train_step
 
 from overflow_fast import OverflowGuard, read_record
 from overflow_fast.files.json_text import line_bytes
-from overflow_fast.record.table import heatmap_pixels, png_of
+from overflow_fast.record.heatmap import heatmap_pixels, png_of
 
 NAN = math.nan
 

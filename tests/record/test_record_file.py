@@ -13,7 +13,8 @@ from flight_records import append_step, head_lines, packed, step_line
 from overflow_fast import RecordError, read_record
 from overflow_fast.files.json_text import line_bytes
 from overflow_fast.record.flight import RecordFile
-from overflow_fast.record.record_lines import fold, read_column
+from overflow_fast.record.record_lines import read_numbers
+from overflow_fast.record.writing import fold
 
 SMALL = 30_000  # bytes: about 100 steps
 NAN, INF = math.nan, math.inf
@@ -78,7 +79,7 @@ def killed_writer(path, num_bytes):
 @pytest.mark.slow
 def test_a_writer_that_is_killed_loses_no_step_that_it_had_appended(tmp_path):
     chance = random.Random(0)
-    for i in range(40):
+    for i in range(15):
         path = tmp_path / f"{i}.ofr"
         appended = killed_writer(path, chance.randrange(1, 200))
         numbers = numbers_of(read_record(path))
@@ -251,7 +252,7 @@ def test_lines_larger_than_the_file_do_not_have_it_thinned_for_ever(tmp_path):
 def columns_of(line):
     (columns,) = line["models"]
     names = [name for name in columns if name != "num"]
-    return {name: read_column(columns, name, "little").tolist() for name in names}
+    return {name: read_numbers(columns, name, "little").tolist() for name in names}
 
 
 def test_folded_columns_are_extremes_over_the_steps():

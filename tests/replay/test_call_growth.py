@@ -6,6 +6,8 @@ from torch import nn
 
 from overflow_fast import explain
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 
 class Recurrent(nn.Module):
     def __init__(self, factor):
@@ -99,6 +101,7 @@ class Folded(nn.Module):
         return x
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("factor", [2.0, 7.0])
 def test_a_gradient_that_explodes_through_time(factor):
     model = Folded(factor)
@@ -152,6 +155,7 @@ def test_a_gradient_that_explodes_through_modules():
     assert found.evidence[0].endswith("from 12 on")
 
 
+@pytest.mark.tries_remedies
 def test_a_remedy_that_hides_an_overflow_says_so():
     model = nn.Linear(1, 1, bias=False).half()
     model.weight.data.fill_(1.0)

@@ -7,6 +7,8 @@ from torch import nn
 
 from overflow_fast import Explain, NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 CLIP = """
 def clip(parameters):
     parameters = list(parameters)
@@ -55,6 +57,7 @@ def line_of(path, code):
     return next(i for i, line in enumerate(lines, 1) if code in line)
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("with_run", [True, False], ids=["guard.run", "alone"])
 @pytest.mark.parametrize(
     "lines",
@@ -83,6 +86,7 @@ def test_the_operation_is_named_and_a_remedy_found(lines, with_run, tmp_path):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.tries_remedies
 def test_lines_of_the_loop_itself_are_named(tmp_path):
     lines = (
         "own = [p.grad for p in model.parameters()]\n"

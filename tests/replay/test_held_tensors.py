@@ -11,6 +11,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 INF, NAN = float("inf"), float("nan")
 
 
@@ -78,6 +80,7 @@ def test_a_target_of_a_bound_method_s_object():
     assert place(found) == ("data", "bad data", "", "self.target")
 
 
+@pytest.mark.tries_remedies
 def test_arguments_of_a_partial_have_the_names_of_the_parameters():
     trainer = Trainer()
     step = functools.partial(trainer.loss_of, (x(), target()))
@@ -94,6 +97,7 @@ def test_a_weight_of_a_module_that_is_not_watched():
     assert place(found) == ("weights", "bad weights", "teacher", "teacher.weight")
 
 
+@pytest.mark.tries_remedies
 def test_the_weights_of_a_loss_are_no_samples():
     net, features = nn.Linear(4, 3), x()
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, INF, 1.0]))
@@ -123,6 +127,7 @@ def test_an_attribute_that_is_no_buffer():
     assert place(found) == ("weights", "bad weights", "0", "0.kept")
 
 
+@pytest.mark.tries_remedies
 def test_state_that_the_step_itself_may_have_left_is_no_bad_weight():
     net, features = nn.Sequential(Keeps(torch.full((4,), NAN), keeps=True)), x()
     found = explained(net, lambda: net(features))
@@ -142,6 +147,7 @@ class Recurs(nn.Module):
         return self.head(x + self.kept).mean()
 
 
+@pytest.mark.tries_remedies
 def test_an_operation_is_named_before_the_state_that_it_has_spoiled():
     net, features = Recurs(), x()
     found = explained(net, lambda: net(features))
@@ -152,6 +158,7 @@ def test_an_operation_is_named_before_the_state_that_it_has_spoiled():
     assert found.remedies[0].is_finite  # the state is put back for each replay
 
 
+@pytest.mark.tries_remedies
 def test_what_the_loop_has_computed_is_no_data():
     maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
     found = explained(
@@ -234,6 +241,7 @@ def test_a_deep_copy_of_the_model_is_not_watched():
     assert found.tensor == "average.weight"
 
 
+@pytest.mark.tries_remedies
 def test_a_batch_that_the_step_has_written_to_is_no_bad_data():
     net, features = model(), torch.ones(3, 4)
     features[0] = torch.arange(4.0)
@@ -248,6 +256,7 @@ def test_a_batch_that_the_step_has_written_to_is_no_bad_data():
     assert not found.remedies
 
 
+@pytest.mark.tries_remedies
 def test_a_weight_that_stood_in_for_the_model_s_is_no_fault():
     net = model()
 

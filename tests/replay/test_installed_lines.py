@@ -11,6 +11,8 @@ from torch.nn import functional
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.text import installed_name, short_name
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 LIBRARY = """
 import torch
 
@@ -58,6 +60,7 @@ def explained(model, *inputs, run):
     return raised.value
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("run", [True, False])
 @pytest.mark.parametrize("is_own_model", [True, False])
 def test_a_line_of_a_package_comes_with_that_of_the_program(lossy, is_own_model, run):
@@ -74,6 +77,7 @@ def test_a_line_of_a_package_comes_with_that_of_the_program(lossy, is_own_model,
     assert "it is in an installed package" in str(error)
 
 
+@pytest.mark.tries_remedies
 def test_a_line_of_the_program_is_changed_as_ever():
     def divide(loss, count):
         return loss / count

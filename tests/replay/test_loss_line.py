@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.replay import explain
-from overflow_fast.replay.loss_code import UncertainError
+from overflow_fast.replay.own_lines import UncertainError
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from overflow_fast.replay.capture import Ambient, KeptCall, ModelCall
 from overflow_fast.replay.explain import explain_folder, investigate
 from overflow_fast.replay.saved_step import UnreadableStepError
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 ROOM = 2**20
 
 
@@ -63,6 +65,7 @@ def place(found):
     return found.phase, found.cause, found.module, op and (op.name, op.code)
 
 
+@pytest.mark.tries_remedies
 def test_a_step_of_the_model_is_explained_from_its_folder(tmp_path):
     model = Net()
     found = left_by(tmp_path, model, model_call(model, *batch(), scale=2.0))
@@ -88,6 +91,7 @@ def test_a_step_of_a_function_needs_its_loss(tmp_path):
     assert (again.cause, again.module) == (found.cause, found.module)
 
 
+@pytest.mark.tries_remedies
 def test_weights_of_another_step_are_refused(tmp_path):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
@@ -128,6 +132,7 @@ def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, says):
         explain_folder(tmp_path, Net())
 
 
+@pytest.mark.tries_remedies
 def test_another_torch_is_noted(tmp_path):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
@@ -246,6 +251,7 @@ class Mixed(Net):
         return {"loss": loss * options["scale"]}
 
 
+@pytest.mark.tries_remedies
 def test_types_that_are_not_json_come_back_or_are_named(tmp_path):
     x, mask = batch()
     options = collections.OrderedDict(scale=1.0)

@@ -183,8 +183,27 @@ class Hammer:
             time.sleep(1e-5)  # the replay waits for the interpreter, else
 
 
+def assert_all_is_put_back(module, before):
+    after = codes_of(module)
+    assert all(after[each] is code for each, code in before.items() if each in after)
+    assert not line_edit._swaps
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_other_threads_run_their_own_line(name, tmp_path):
+def test_another_thread_runs_its_own_line(name, tmp_path):
+    module, _ = module_of(tmp_path, SOURCE.format(KINDS[name]))
+    before, zeros, seen = codes_of(module), torch.zeros(2), []
+    module.pause = lambda: seen.append(in_thread(lambda: module.log(zeros)))
+    found = explained(module.loss_of, torch.zeros(3, 2))
+    assert [each.is_recommended for each in found.remedies][:1] == [True], found
+    assert len(seen) == found.replays > 2
+    assert all(bool((each == -torch.inf).all()) for each in seen)
+    assert_all_is_put_back(module, before)
+
+
+@pytest.mark.parametrize("name", ["function", "nested", "generator", "recursion"])
+def test_other_threads_run_their_own_line_at_any_moment(name, tmp_path):
+    """Also while code is exchanged, and in calls that are under way then."""
     module, _ = module_of(tmp_path, SOURCE.format(KINDS[name]))
     before = codes_of(module)
     with Hammer(module.log) as hammer:
@@ -192,9 +211,7 @@ def test_other_threads_run_their_own_line(name, tmp_path):
         found = explained(module.loss_of, torch.zeros(3, 2))
     assert [each.is_recommended for each in found.remedies][:1] == [True], found
     assert hammer.num_calls > 4 and hammer.wrong == []
-    after = codes_of(module)
-    assert all(after[each] is code for each, code in before.items() if each in after)
-    assert not line_edit._swaps
+    assert_all_is_put_back(module, before)
 
 
 def edit_of(module, path, old="torch.log(x)", new="torch.log(x.clamp(min=1e-8))"):

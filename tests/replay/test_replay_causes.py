@@ -10,7 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import explain
-from overflow_fast.replay import search
+from overflow_fast.replay.replayer import Replayer, StepPart
+
+pytestmark = pytest.mark.usefixtures("untried")
 
 INF, NAN = math.inf, math.nan
 RANGE, UNDEFINED = "range overflow", "undefined"
@@ -164,6 +166,7 @@ MODULES = {
 }
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("case", MODULES)
 def test_what_is_in_a_module(case):
     function, *expected = MODULES[case]
@@ -314,28 +317,37 @@ def test_the_sample(size):
     assert (found.sample, found.num_samples) == (3, size)
 
 
+@pytest.fixture
+def parts(monkeypatch):
+    """The parts of a batch that are replayed as they are."""
+    found, run = [], Replayer.run
+
+    def noting(self, step=StepPart(), patches=(), observers=()):  # noqa: B008
+        if step.rows is not None and not patches:
+            found.append(step.rows)
+        return run(self, step, patches, observers)
+
+    monkeypatch.setattr(Replayer, "run", noting)
+    return found
+
+
 @pytest.mark.parametrize("bad", [0, 1, 3])
-def test_no_part_of_a_batch_is_run_twice_to_find_the_sample(monkeypatch, bad):
-    parts, runs = [], search._fails
-
-    def noting(replayer, place, rows, source):
-        parts.append(tuple(rows))
-        return runs(replayer, place, rows, source)
-
-    monkeypatch.setattr(search, "_fails", noting)
+def test_no_part_of_a_batch_is_run_twice(parts, bad):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     x = torch.ones(4, 1)
     x[bad] = -100
     found = explain(model, x, lambda x: model(x).sum().log())
     assert int(found.sample) == bad and len(set(parts)) == len(parts)
+    assert found.remedies[0].moved is not None  # of the others, which were run once
 
 
-def test_several_samples_are_not_one():
+def test_several_samples_are_not_one(parts):
     x = torch.ones(4, 4)
     x[1:3] = 0
     model = nn.Sequential(Inner(lambda x: x.log()), nn.Linear(4, 4))
     assert explain(model, x, lambda x: model(x).sum()).sample is None
+    assert parts == [(2,)]  # which fails alone, as the first one did among the others
 
 
 def test_a_finite_step():
@@ -362,6 +374,7 @@ def test_wrong_arguments(arguments, error):
         explain(*arguments)
 
 
+@pytest.mark.tries_remedies
 def test_a_matrix_that_is_singular_in_its_dtype_alone():
     """Its factorization ends at a pivot of 0: no value in it was too large."""
     matrix = torch.tensor([[3, 1], [1, 1 / 3]])  # a third is rounded up

@@ -9,6 +9,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 
 def data():
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
@@ -32,6 +34,7 @@ def net(*layers):
     return nn.Sequential(nn.Linear(3, 4), *layers)
 
 
+@pytest.mark.tries_remedies
 def test_gradients_that_clipping_has_spoiled():
     model, x = net(), data()
 
@@ -55,6 +58,7 @@ def test_one_bad_gradient_among_good_ones_is_a_fault():
     assert (found.cause, found.tensor) == ("not reproducible", "0.weight")
 
 
+@pytest.mark.tries_remedies
 def test_a_bad_gradient_from_outside_that_the_model_stops():
     model, x = net(nn.ReLU()), data()
     model[0].bias.data.fill_(-99.0)
@@ -155,6 +159,7 @@ def test_an_output_with_minus_inf_is_not_said_to_be_finite():
     assert "the step is finite" not in str(found)
 
 
+@pytest.mark.tries_remedies
 def test_gradients_that_were_there_before_the_first_step():
     model, x = net(nn.Linear(4, 1)), data()
     model[0].weight.grad = torch.full((4, 3), torch.nan)
@@ -233,6 +238,7 @@ def test_an_overflow_that_the_loss_hides_is_explained_in_either_direction(sign, 
     assert "What to try" not in str(report)
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("is_in_run", [True, False])
 def test_a_flag_that_the_loop_sets_between_forwards(is_in_run):
     """A replay runs without it, so a finite one tells nothing of the step."""
@@ -266,6 +272,7 @@ def test_a_flag_that_the_loop_sets_between_forwards(is_in_run):
     assert not model.linear.weight.isnan().any() and model.is_last
 
 
+@pytest.mark.tries_remedies
 def test_what_a_model_draws_from_is_not_said_to_be_set_by_the_program():
     class Model(nn.Module):
         def __init__(self):
@@ -315,6 +322,7 @@ class Directions(nn.Module):
         return h / h.norm(dim=-1, keepdim=True)
 
 
+@pytest.mark.tries_remedies
 def test_a_remedy_is_not_said_to_fail_where_its_result_is_not_used():
     """The loss is computed of an output from outside, whatever a replay changes."""
     model = Directions()
@@ -331,6 +339,7 @@ def test_a_remedy_is_not_said_to_fail_where_its_result_is_not_used():
     assert "No remedy could be tried: `output` was computed outside" in str(found)
 
 
+@pytest.mark.tries_remedies
 def test_a_loss_of_an_output_from_outside_is_run_again():
     """Its graph was freed by the step's own backward, and is not needed."""
     model = nn.Linear(4, 3)

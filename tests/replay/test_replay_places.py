@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 INF, NAN = float("inf"), float("nan")
 
 
@@ -88,6 +90,7 @@ def guarded_log(y):
     return torch.where(y > 0, torch.log(y), y - 1)
 
 
+@pytest.mark.tries_remedies
 def test_gradients_that_reach_no_parameter():
     torch.manual_seed(0)
     last = nn.Linear(4, 1)
@@ -128,6 +131,7 @@ def test_a_checkpoint_is_no_hook(is_reentrant):
     assert not any("hook" in each for each in found.evidence)
 
 
+@pytest.mark.tries_remedies
 def test_hooks_behind_gradients_are_not_called_again():
     model = net()
 
@@ -146,6 +150,7 @@ def masked(scores, place):
     return scores.masked_fill(mask, -INF)
 
 
+@pytest.mark.tries_remedies
 def test_a_label_whose_class_is_masked():
     model = net(5)
 
@@ -179,6 +184,7 @@ def test_a_mask_that_is_masked_again_is_quiet():
     assert found.op.name == "aten.div.Tensor"
 
 
+@pytest.mark.tries_remedies
 def test_a_mask_is_named_where_it_makes_a_nan():
     model = net(5)
 
@@ -242,6 +248,7 @@ def test_a_matrix_exponential_beyond_float64():
     assert (found.cause, found.op.name) == ("range overflow", "aten.linalg_matrix_exp")
 
 
+@pytest.mark.tries_remedies
 def test_a_number_of_python_that_is_zero():
     model, count = net(), 0
 
@@ -254,6 +261,7 @@ def test_a_number_of_python_that_is_zero():
     assert "where the divisor is 0" not in str(found)  # it raises
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("lengths", [[2, 0, 3], [[0, 2, 0, 4]]])
 def test_a_tensor_of_whole_numbers_that_is_zero(lengths):
     model, lengths = net(4), torch.tensor(lengths)
@@ -275,6 +283,7 @@ def test_a_sum_that_is_0_is_not_said_to_count_a_mask():
     assert "a sum that is 0, such as" in found.evidence[1]
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_a_line_is_not_read_from_a_file_that_was_edited_since(
     is_edited, tmp_path, monkeypatch

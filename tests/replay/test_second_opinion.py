@@ -10,8 +10,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.replay import without_operation
-from overflow_fast.replay.cross_device_check import compare_devices
 from overflow_fast.replay.op_trace import ModuleCall
+from overflow_fast.replay.without_operation import compare_devices
 
 FAULTS = []  # of the machine: what a module holds is put back for a replay
 

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import random
 
+import guarding
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,6 @@ from guarding import (
     assert_same,
     batches,
     hooks_of,
-    make,
     plant,
     train,
     train_step,
@@ -42,6 +42,11 @@ def everything(model, optimizer):
     }
 
 
+def make(depth=1):
+    """A model of few layers: each is tried four times."""
+    return guarding.make(depth=depth)
+
+
 def batch_of():
     x, y = batches(1)[0]
     return {"x": x, "y": y}
@@ -54,7 +59,7 @@ def test_every_fault_is_caught_and_attributed(name, capsys):
     model, optimizer = workload.model, workload.optimizer
     with OverflowGuard(model, optimizer, allow=workload.allow) as guard:
         result = guard.self_test(
-            workload.make_batch(), loss=workload.loss, max_layers=9
+            workload.make_batch(), loss=workload.loss, max_layers=7
         )
     assert result.has_passed, str(result)
     assert sum(fault.is_planted for fault in result.faults) > 24
@@ -72,7 +77,7 @@ def test_no_alarm_is_false(name):
     with OverflowGuard(
         workload.model, workload.optimizer, allow=workload.allow
     ) as guard:
-        for _ in range(60):
+        for _ in range(30):
             workload.step()
     assert guard.metrics()["bad_steps_total"] == 0
     assert guard.coverage().rules_unused == []
@@ -174,7 +179,7 @@ def test_a_batch_that_is_bad_itself_is_reported():
 
 
 def test_layers_can_be_chosen():
-    model, optimizer = make()
+    model, optimizer = make(depth=3)
     guard = OverflowGuard(model, optimizer)
     result = guard.self_test(batch_of(), layers=["blocks.*.act", "head"])
     assert [f.layer for f in result.faults[::4]] == [
@@ -183,7 +188,7 @@ def test_layers_can_be_chosen():
     ]
     most = guard.self_test(batch_of(), max_layers=3)
     layers = [fault.layer for fault in most.faults[::4]]
-    assert layers == ["(the model)", "blocks.1.act", "head"]
+    assert layers == ["the model", "blocks.1.act", "head"]
     assert len(guard.self_test(batch_of(), max_layers=1).faults) == 4
 
 

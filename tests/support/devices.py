@@ -10,7 +10,7 @@ from metal import metal, metal_scan
 from overflow_fast import _C, scan
 from overflow_fast.core import ops
 from overflow_fast.core.ops import scan_with
-from overflow_fast.fallback import stand_in
+from overflow_fast.fallback import fallback_module
 
 # The CPU's kernels, torch operations, CUDA's and MPS's kernels emulated, what stands
 # for the extension, and a GPU.
@@ -50,7 +50,7 @@ def scan_on(tensors, backend):
         assert metal_scan()._kernels or not tensors, "torch operations scanned instead"
         return stats
     if backend == "fallback":
-        with mock.patch.object(ops, "_C", stand_in()):
+        with mock.patch.object(ops, "_C", fallback_module()):
             return scan(tensors)
     if backend == "mps":
         return scan([on_mps(tensor) for tensor in tensors])

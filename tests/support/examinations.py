@@ -12,48 +12,66 @@ import torch
 import torch.distributed as dist
 from processes import context
 
-from overflow_fast.doctor.examination import Examination
-from overflow_fast.doctor.rendezvous import Address, connect
+from overflow_fast.doctor import checks
+from overflow_fast.doctor.examination import Address, Examination, connect
 from overflow_fast.doctor.stage import ExaminationSettings
 
 PATIENCE = 120  # seconds until a test counts as hung
 
+# Bytes of messages. Those of the doctor go to 64 MiB, for seconds of each rank.
+SIZES = (8, 2**12, 2**18)
 
-def examine(world, stages, absent=(), before=None, **settings):
-    """The diagnosis of each rank that comes, and the exit status of its process.
 
-    A rank that its test freezes has neither.
+def examine(world, stages, **options):
+    """What `begin` says of an examination that has ended."""
+    return begin(world, stages, **options)()
+
+
+def begin(world, stages, absent=(), before=None, **settings):
+    """Begins an examination; returns what waits for its end.
+
+    That returns the diagnosis of each rank that comes, and whether it leads. A rank
+    that its test freezes has neither.
 
     Args:
         before: Called on each rank with its number and the store.
     """
     store = connect("localhost", 0, is_host=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        settings = ExaminationSettings(**{"limit": 60.0, "grace": 20.0, **settings})
-        processes = {
-            rank: context().Process(
-                target=_examined,
-                args=(rank, world, store.port, stages, settings, before, folder),
-            )
-            for rank in range(world)
-            if rank not in absent
-        }
-        for process in processes.values():
-            process.start()
-        for rank, process in processes.items():
-            frozen = folder / f"frozen{rank}"
-            process.join(0 if frozen.exists() else PATIENCE)
-            if process.exitcode is None and not frozen.exists():
-                process.join(PATIENCE)
-        for process in processes.values():
-            process.kill()  # those that are frozen
-            process.join()
-        return {
-            rank: torch.load(folder / str(rank), weights_only=False)
-            for rank in processes
-            if (folder / str(rank)).exists()
-        }
+    folder = tempfile.TemporaryDirectory()
+    settings = ExaminationSettings(**{"limit": 60.0, "grace": 20.0, **settings})
+    arguments = world, store.port, stages, settings, before, Path(folder.name)
+    processes = {
+        rank: context().Process(target=_examined, args=(rank, *arguments))
+        for rank in range(world)
+        if rank not in absent
+    }
+    for process in processes.values():
+        process.start()
+
+    def end():
+        nonlocal store
+        with folder as name:
+            found = _end(processes, Path(name))
+        store = None  # the ranks have needed it until now
+        return found
+
+    return end
+
+
+def _end(processes, folder):
+    for rank, process in processes.items():
+        frozen = folder / f"frozen{rank}"
+        process.join(0 if frozen.exists() else PATIENCE)
+        if process.exitcode is None and not frozen.exists():
+            process.join(PATIENCE)
+    for process in processes.values():
+        process.kill()  # those that are frozen
+        process.join()
+    return {
+        rank: torch.load(folder / str(rank), weights_only=False)
+        for rank in processes
+        if (folder / str(rank)).exists()
+    }
 
 
 def _examined(rank, world, port, stages, settings, before, folder):
@@ -62,12 +80,13 @@ def _examined(rank, world, port, stages, settings, before, folder):
         return
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["EXAMINATION"] = str(folder)
+    checks.SIZES = SIZES
     address = Address(rank, world, "localhost", port, False, "test")
     if before is not None:
         before(rank, connect("localhost", port, is_host=False))
     examination = Examination(address, settings, stages)
     diagnosis = examination.run()
-    torch.save((diagnosis, examination.leads), folder / str(rank))
+    torch.save((diagnosis, examination.is_leader), folder / str(rank))
     examination.part()
 
 

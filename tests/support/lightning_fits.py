@@ -47,9 +47,9 @@ class Hooks(lightning.Callback):
 
 
 def guard_callback(**arguments):
-    from overflow_fast.integrations.lightning import GuardCallback
+    from overflow_fast.integrations.lightning import LightningGuardCallback
 
-    return GuardCallback(**arguments)
+    return LightningGuardCallback(**arguments)
 
 
 def data(count=3):

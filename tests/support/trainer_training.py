@@ -8,7 +8,7 @@ from engine_runs import BAD, Training
 from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
 
-from overflow_fast.integrations.trainer import GuardCallback
+from overflow_fast.integrations.trainer import TrainerGuardCallback
 
 
 @dataclasses.dataclass
@@ -29,7 +29,7 @@ class TrainerTraining(Training):
     @classmethod
     def of(cls, trainer, model, state, facts):
         def make_guard(**options):
-            callback = GuardCallback(**options)
+            callback = TrainerGuardCallback(**options)
             trainer.add_callback(callback)
             return callback
 

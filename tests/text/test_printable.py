@@ -14,7 +14,7 @@ import overflow_fast
 from overflow_fast import OverflowGuard, read_record
 from overflow_fast.__main__ import main
 from overflow_fast.report.frames import get_abs_min_max
-from overflow_fast.text import either, printable, some
+from overflow_fast.text import either, numbered, printable, some
 
 FORGED = "a\x1b[2J\n[overflow_fast] All is well\r\x9b\u2028\u202e\x7fb"
 FIT = "a\tλ 漢字 🔥 é\xa0b"
@@ -166,3 +166,17 @@ def test_lists_are_cut_in_words():
     assert either("abc", 3) == "a, b or c"
     assert some("abc", 3) == "a, b, c"
     assert some("abcd", 3) == "a, b, c and 1 more"
+
+
+@pytest.mark.parametrize(
+    "numbers, shown",
+    [
+        ([4], "step 4"),
+        ([0, 5], "steps 0 and 5"),
+        ([0, 1, 2], "steps 0 to 2"),
+        ([0, 1, 3], "steps 0, 1, 3"),
+        ([0, 2, 4, 6, 8, 10, 12], "steps 0, 2, 4, 6, 8, 10 and 1 more"),
+    ],
+)
+def test_numbers_in_a_row_are_a_range(numbers, shown):
+    assert numbered("step", numbers) == shown

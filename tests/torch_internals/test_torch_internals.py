@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import overflow_fast
 from overflow_fast import _C
 from overflow_fast.capture import compiled
+from overflow_fast.state import step_start
 from overflow_fast.torch_internals import (
     module_internals as modules,
 )
@@ -27,6 +28,7 @@ from overflow_fast.torch_internals import (
 from overflow_fast.torch_internals import (
     tensor_internals as tensors,
 )
+from overflow_fast.verdict import attribution
 
 PACKAGE = Path(overflow_fast.__file__).parent
 ROOM = PACKAGE / "torch_internals"
@@ -139,11 +141,11 @@ def test_the_extensions_room_uses_no_other_folder(path):
 
 def test_a_missing_one_is_said_once_and_costs_one_feature(monkeypatch, caplog):
     monkeypatch.setattr(registry, "_missing", set())
-    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    monkeypatch.delattr(torch._C, "_get_tracing_state")
     with caplog.at_level(logging.WARNING):
-        assert [running.graph_task_id() for _ in range(2)] == [-1, -1]
+        assert [running.is_jit_tracing() for _ in range(2)] == [False, False]
     (message,) = caplog.messages
-    assert "torch has changed: torch._C._current_graph_task_id" in message
+    assert "torch has changed: torch._C._get_tracing_state" in message
 
 
 def test_what_is_called_directly_has_a_fallback(monkeypatch, caplog):
@@ -160,15 +162,16 @@ def test_what_is_called_directly_has_a_fallback(monkeypatch, caplog):
 
 def test_what_is_called_directly_is_torchs_own():
     assert running.autograd_node is torch._C._current_autograd_node
+    assert running.graph_task_id is torch._C._current_graph_task_id
     module = nn.Linear(1, 1)
     assert modules.own_parameters(module) is module._parameters
+    assert modules.global_forward_hooks() is nn.modules.module._global_forward_hooks
 
 
 @pytest.mark.parametrize(
     "owner, name",
     [
         (nn.modules.batchnorm, "_NormBase"),
-        (torch._C, "_current_graph_task_id"),
         (torch._C._functorch, "is_batchedtensor"),
         (torch._C._functorch, "peek_interpreter_stack"),
         (torch._guards, "TracingContext"),
@@ -181,6 +184,16 @@ def test_what_is_called_directly_is_torchs_own():
 def test_the_guard_works_without_it(monkeypatch, owner, name):
     monkeypatch.setattr(registry, "_missing", set())
     monkeypatch.delattr(owner, name)
+    check_skip()
+
+
+def test_the_guard_works_without_what_is_called_directly(monkeypatch):
+    monkeypatch.setattr(step_start, "graph_task_id", lambda: -1)
+    monkeypatch.setattr(attribution, "global_forward_hooks", dict)
+    check_skip()
+
+
+def check_skip():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with overflow_fast.OverflowGuard(model, optimizer, on_overflow="skip") as guard:

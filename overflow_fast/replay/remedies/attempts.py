@@ -7,6 +7,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,12 @@ from ...core.modules import is_normalization, named_modules, parameters_of
 from ...text import error_line, installed_name
 from ..capture import batch_size
 from ..explanation import Remedy
-from ..finding import explain_root_op
+from ..finding import ForwardRows, explain_root_op
 from ..op_trace import Row, bad_names
 from ..places import code_at, module_of_parameter, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
-from ..root_op import ForwardRows
 from ..sentinel import Sentinel
-from .line_edit import NotEditableError
+from .line_edit import NotEditableError, functions_are_found_once
 from .line_forms import (
     empty_row_rewrites,
     exact_rewrites,
@@ -300,14 +300,16 @@ def find_remedies(
         budget: How many forwards may be run, and as many again to go on.
         step_seconds: How long a plain replay took.
     """
-    trials = Trials(replayer, budget, step_seconds, failure.is_compiled)
-    _try_all(failure, trials)
-    if not trials.found_remedy:
-        trials.renew()
-        _go_on(failure, trials, _MOST_TOGETHER - 1)
     found = failure.found
-    _measure_others(failure, trials)
-    _find_hidden(failure, trials)
+    trials = Trials(replayer, budget, step_seconds, failure.is_compiled)
+    edits_lines = failure.row is not None
+    with functions_are_found_once() if edits_lines else nullcontext():
+        _try_all(failure, trials)
+        if not trials.found_remedy:
+            trials.renew()
+            _go_on(failure, trials, _MOST_TOGETHER - 1)
+        _measure_others(failure, trials)
+        _find_hidden(failure, trials)
     found.remedies = sorted(
         [*found.remedies, *trials.remedies],
         key=lambda e: (not e.is_finite, bool(e.hides), e.changes_others),
@@ -325,13 +327,13 @@ def _measure_others(failure: Failure, trials: Trials) -> None:
     sample, size = failure.found.sample, failure.found.num_samples
     if sample is None or size < 2 or not trials.helped:
         return
-    # Traced, as a part of a call is.
-    others = StepPart(failure.place, tuple(i for i in range(size) if i != sample))
-    if not trials.may_run():
-        return
-    plain = trials.run_part(others, ())
+    rows = tuple(i for i in range(size) if i != sample)
+    others = StepPart(failure.place, rows, has_table=False)
+    plain = failure.others
+    if plain is None and trials.may_run():
+        plain = trials.run_part(others, ())
     for patches, remedy in trials.helped:
-        if plain is None or not trials.may_run():
+        if plain is None or not plain.has_backward or not trials.may_run():
             return
         if any(type(patch).calls is not Patch.calls for patch in patches):
             continue  # a part of a call is run without such changes

@@ -14,10 +14,16 @@ import torch
 from ...text import error_line, source_name
 from ..capture import KeptCall, name_outside
 from ..explanation import USE_RUN, Explanation, Remedy, outside_text
-from ..finding import CallGrowth, growth_of, mask_of, named_row
+from ..finding import (
+    CallGrowth,
+    ForwardRows,
+    RootOp,
+    growth_of,
+    mask_of,
+    named_row,
+)
 from ..op_trace import OpTable, Row, kinds_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
-from ..root_op import ForwardRows, RootOp
 from ..sentinel import Sentinel
 from .line_edit import NotEditableError
 from .patches import Eagerly, FromLoss, LinePatch
@@ -314,10 +320,8 @@ class Trials:
     def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult | None:
         """Replays a part with patches; returns None if that is not finite."""
         result = self._run(part, patches)
-        if result.error is not None or not result.is_clean or not result.has_backward:
-            return None
-        kept = {name: each.clone() for name, each in result.gradients.items()}
-        return replace(result, gradients=kept)
+        is_known = result.error is None and result.is_clean and result.has_backward
+        return result.held() if is_known else None
 
     def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
         eagerly = [Eagerly()] * self._is_eager
@@ -350,6 +354,7 @@ class Failure:
         lost: The operation whose rounding made it undefined, or None.
         sentinel: A number of the failing sample that looks like a placeholder, or None.
         growth: How results grew up to it, where it is an overflow, or None.
+        others: The replay of the other samples than the failing one, if it was run.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
     """
@@ -363,6 +368,7 @@ class Failure:
     lost: Row | None = None
     sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
+    others: ReplayResult | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from overflow_fast import Explain, NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 NOTE = "were run again, too"
 
 
@@ -138,6 +140,7 @@ def report_of(way, training=None, x=X):
     return caught.value.report.explanation
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_the_operation_is_named(way):
     found = report_of(way)
@@ -149,6 +152,7 @@ def test_the_operation_is_named(way):
     assert best.is_finite and "log_softmax" in best.code and best.file == __file__
 
 
+@pytest.mark.tries_remedies
 def test_accumulated_batches():
     found = report_of(in_parts)
     assert (found.cause, found.op.name) == ("underflow", "aten.log")
@@ -191,6 +195,7 @@ def test_a_loss_of_an_object_that_holds_data():
     assert report_of(way).op.name == "aten.log"
 
 
+@pytest.mark.tries_remedies
 def test_what_is_said_is_what_guard_run_says():
     def with_the_guard(t, x):
         loss = t.guard.run(lambda: t.negative_logarithm(t.model(x)))
@@ -204,6 +209,7 @@ def test_what_is_said_is_what_guard_run_says():
     assert [each.code for each in own.remedies] == [e.code for e in asked.remedies]
 
 
+@pytest.mark.tries_remedies
 def test_code_of_a_file_itself(tmp_path):
     lines = [
         "outputs = training.model(x)",
@@ -393,6 +399,7 @@ UNCERTAIN = [
 ]
 
 
+@pytest.mark.tries_remedies
 @pytest.mark.parametrize("way", UNCERTAIN, ids=lambda way: way.__name__)
 def test_nothing_is_said_of_other_code(way):
     found = report_of(way)
@@ -401,6 +408,7 @@ def test_nothing_is_said_of_other_code(way):
     assert any("guard.run(lambda: loss)" in note for note in found.notes)
 
 
+@pytest.mark.tries_remedies
 def test_steps_that_must_not_be_replayed():
     found = report_of(in_lines, Training(explain=Explain(replay_safe=False)))
     assert found.replays == 0 and found.op is None

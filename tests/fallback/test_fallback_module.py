@@ -9,7 +9,7 @@ import torch
 from processes import python
 
 from overflow_fast import _C
-from overflow_fast.fallback import stand_in
+from overflow_fast.fallback import fallback_module
 
 ROOT = Path(__file__).parents[2]
 # An editable installation would find the extension where it is.
@@ -114,18 +114,18 @@ NAMES = ("EntryKind", "FrameKind", "LabelStyle", "Readability", "Role", "ScanBac
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_enumerations_are_those_of_the_extension(name):
-    theirs, ours = getattr(_C, name), getattr(stand_in(), name)
+    theirs, ours = getattr(_C, name), getattr(fallback_module(), name)
     assert list(ours.__members__) == list(theirs.__members__)
 
 
 def test_its_kinds_of_values_are_those_of_the_extension():
     for name in ("POSITIVE_INF", "NEGATIVE_INF", "NAN"):
-        assert getattr(stand_in(), name) == getattr(_C, name)
+        assert getattr(fallback_module(), name) == getattr(_C, name)
 
 
 def test_large_tensors_are_scanned_in_pieces():
     tensor = torch.ones(3, (1 << 22) + 5)
     tensor[0, 7], tensor[2, -1] = float("inf"), float("nan")
-    stat = stand_in().scan_tensors([tensor])[0]
+    stat = fallback_module().scan_tensors([tensor])[0]
     assert (stat.num_nan, stat.num_inf, stat.nonfinite_kinds) == (1, 1, 5)
     assert stat.abs_max != stat.abs_max and stat.abs_min != stat.abs_min

@@ -1,0 +1,123 @@
+"""Commands that read files start without torch, and answer as a program's call does."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from test_reading_commands import write_log, write_record
+
+from overflow_fast.__main__ import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+READING = [
+    "--version",
+    "--help",
+    "log guard.jsonl --bad",
+    "log guard.jsonl --json",
+    "log run.ofr",
+    "log --help",
+    "watch run.ofr --once",
+    "watch run.ofr other.ofr --once --json",
+    "export run.ofr other.ofr -o new.csv",
+    "export run.ofr --steps --json -o new.csv",
+    "export run.ofr -o new.txt",
+    "report --help",
+    "compare --help",
+    "explain --help",
+    "doctor --help",
+    "rnu",
+    "log guard.jsonl --stpe 3",
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    write_record(tmp_path / "run.ofr")
+    write_record(tmp_path / "other.ofr", high=6e4, rank=1)
+    write_log(tmp_path / "guard.jsonl")
+    return tmp_path
+
+
+def by_call(capsys, arguments):
+    """Status, output and errors of a command that a program runs."""
+    capsys.readouterr()
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = end.code or 0
+    return status, *capsys.readouterr()
+
+
+def without_age(text):
+    return re.sub(r'("age_seconds": |39 +)[\d.]+', "", text)
+
+
+@pytest.mark.parametrize("typed", READING)
+def test_a_command_that_reads_does_not_import_torch(typed, folder, capsys, monkeypatch):
+    arguments = typed.split()
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "overflow_fast", *arguments],
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stderr.splitlines(keepends=True)
+    imported = [line.split("|")[-1].strip() for line in lines if "import time:" in line]
+    assert "overflow_fast" in imported and "torch" not in imported
+    said = "".join(line for line in lines if "import time:" not in line)
+    written = folder / "new.csv"
+    content = written.read_bytes() if written.exists() else b""
+    written.unlink(missing_ok=True)
+    monkeypatch.setattr(sys, "argv", ["overflow_fast/__main__.py"])
+    status, out, err = by_call(capsys, arguments)
+    assert (done.returncode, said) == (status, err)
+    assert without_age(done.stdout) == without_age(out)
+    assert content == (written.read_bytes() if written.exists() else b"")
+
+
+ASKS = """
+import sys
+import overflow_fast
+from overflow_fast.debug import detect_overflow
+assert ("torch" in sys.modules) and "overflow_fast.public" not in sys.modules
+assert overflow_fast.OverflowGuard.__module__ == "overflow_fast.guard.guard"
+from overflow_fast import *
+assert detect_overflow is overflow_fast.detect_overflow
+assert callable(compare) and flags is overflow_fast.flags
+import overflow_fast.comparison.recordings
+import torch
+torch.ops.overflow_fast.scan
+assert not hasattr(overflow_fast, "nothing")
+"""
+
+
+def run_script(path, *arguments, code):
+    path.write_text(code)
+    return subprocess.run([sys.executable, path, *arguments], capture_output=True)
+
+
+def test_a_command_gets_every_name_that_it_asks_for(tmp_path):
+    begins = "import sys, overflow_fast\nassert 'torch' not in sys.modules"
+    done = run_script(tmp_path / "overflow-fast", code=begins + ASKS)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+LOADS = """
+import sys
+import overflow_fast
+assert "overflow_fast.public" in sys.modules and "overflow_fast._C" in sys.modules
+"""
+
+
+def test_a_program_loads_the_extension_where_it_imports_the_package(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text(LOADS)
+    (tmp_path / "mine" / "__main__.py").write_text("")
+    for arguments in (["-c", LOADS], ["-m", "mine", "overflow_fast"]):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr.decode()
