@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from . import _C
-from .capture.coverage import warn_of_scripted
-from .capture.hooks import StepHooks
+from .capture.hooks import StepHooks, warn_of_scripted
 from .core.modules import check_module
 from .core.ops import scan
 from .report.frames import (

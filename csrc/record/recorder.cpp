@@ -180,19 +180,24 @@ void Recorder::add_traced(Frame& frame, const TracedCall& call, at::TensorList t
     } else if (item.kind == EntryKind::kNotScanned) {
       ++coverage_.tensors_listed;
       add_not_scanned(frame, listing, item.why);
-    } else if (item.is_new && next < tensors.size()) {
+    } else {
+      const bool is_passed = item.is_passed && next < tensors.size();
+      const auto found = std::find_if(here.begin(), here.end(), [&](const auto& numbered) {
+        return numbered.first == item.number;
+      });
+      const Entry* known = item.is_new           ? nullptr
+                           : found == here.end() ? traced_.find(item.number, deferred_.num_sends())
+                                                 : &frame.entries[found->second];
+      if (!is_passed || known != nullptr) {
+        next += is_passed;
+        add_known(frame, listing, known);
+        continue;
+      }
       const at::Tensor& tensor = tensors[next++];
       if (item.is_returned && options_.watches_gradients) traced_.returned(tensor);
       const bool is_parameter = item.part == Part::kNamed && call.kind == FrameKind::kForward;
       if (!is_parameter || wants_parameter(tensor)) add_tensor(frame, listing, tensor);
       if (item.number >= 0) here.emplace_back(item.number, frame.entries.size() - 1);
-    } else {
-      const auto found = std::find_if(here.begin(), here.end(), [&](const auto& numbered) {
-        return numbered.first == item.number;
-      });
-      add_known(frame, listing,
-                found == here.end() ? traced_.find(item.number, deferred_.num_sends())
-                                    : &frame.entries[found->second]);
     }
   }
 }

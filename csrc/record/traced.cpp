@@ -11,7 +11,7 @@ void Traced::remember(const Frame& frame) {
     if (at >= frame.entries.size()) return;
     const Entry& entry = frame.entries[at];
     if (entry.listing.label != item.label) continue;  // a parameter that was left out
-    if (item.is_new && item.number >= 0)
+    if (item.is_passed && item.number >= 0)
       numbered.insert_or_assign(item.number, Known{entry, frame.sends});
     ++at;
   }

@@ -25,9 +25,10 @@ struct TracedCall {
     LabelId label;
     py::object why;  // kNotScanned
     // Of a tensor: its number among all that were ever traced, or -1. The first item with a number
-    // comes with the tensor; later ones stand for the same tensor, not written to since.
+    // is new; later ones stand for the same tensor, not written to since.
     int64_t number;
     bool is_new;
+    bool is_passed;  // the operator is given the tensor: a new one, and a known gradient
     // True if the compiled code returns the tensor and watches its gradient.
     bool is_returned;
   };

@@ -58,11 +58,15 @@ class Reader {
       case 'w': item.kind = EntryKind::kNotScanned; break;
       case 't':
       case 'r':
-        item.is_new = true;
+        item.is_new = item.is_passed = true;
         item.is_returned = kind == 'r';
         if (!rest_.starts_with(':')) item.number = number();
         break;
-      case 'k': item.number = number(); break;
+      case 'k':
+      case 'g':
+        item.is_passed = kind == 'g';
+        item.number = number();
+        break;
       default: fail();
     }
     expect(':');

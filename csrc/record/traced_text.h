@@ -11,6 +11,7 @@
 //          | "t" [number] ":" path      a tensor passed to the operator
 //          | "r" [number] ":" path      the same, one that the compiled code returns
 //          | "k" number ":" path        a tensor passed to an earlier operator
+//          | "g" number ":" path        a tensor passed to an earlier operator and to this one
 //          | "u:=" text                 no entry: the type of a value that was not looked into
 //   path   = ("i" input | "o" output | "O" one listed only if it is bad | "=" text a name) *part
 //   part   = "#" number [0] | key | "!" text .attribute

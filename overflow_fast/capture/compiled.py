@@ -26,6 +26,8 @@ from ..torch_internals.compiler import (
     is_functional,
     is_split_for_ddp,
     keep_in_order,
+    keep_partition,
+    open_layouts,
     recompile_all,
     traced_value,
 )
@@ -73,6 +75,7 @@ class _Number(NamedTuple):
     owner: weakref.ref[torch.Tensor]
     mode: weakref.ref[object]
     call: int  # of the owner's root
+    is_gradient: bool
     number: int
 
 
@@ -85,12 +88,16 @@ def begin_call(owner: torch.Tensor) -> None:
     setattr(owner, _ATTRIBUTE, getattr(owner, _ATTRIBUTE, 0) + 1)
 
 
-def number_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[int, bool]:
+def number_of(
+    tensor: torch.Tensor, owner: torch.Tensor, is_gradient: bool
+) -> tuple[int, bool]:
     """Returns a value's number in the trace, and whether it is new to its owner.
 
     Args:
         tensor: The tensor that holds the value; another one after each write.
         owner: The `owner_handle` of the hook that sees it.
+        is_gradient: True in backward, which may run behind another forward than the
+            one before it: it shares no numbers with forwards.
 
     Returns:
         The number, or -1 where AOTAutograd does not trace, and whether it is new.
@@ -102,9 +109,11 @@ def number_of(tensor: torch.Tensor, owner: torch.Tensor) -> tuple[int, bool]:
     call = getattr(owner, _ATTRIBUTE, 0)
     numbers: list[_Number] = value.__dict__.setdefault(_ATTRIBUTE, [])
     for known in numbers:
-        if known.owner() is owner and known.mode() is mode and known.call == call:
+        of_call = (known.call, known.is_gradient) == (call, is_gradient)
+        if known.owner() is owner and known.mode() is mode and of_call:
             return known.number, False
-    numbers.append(_Number(weakref.ref(owner), weakref.ref(mode), call, next(_counter)))
+    references = weakref.ref(owner), weakref.ref(mode)
+    numbers.append(_Number(*references, call, is_gradient, next(_counter)))
     return numbers[-1].number, True
 
 
@@ -148,13 +157,16 @@ def emit(
             lines.append(item_text(path, NOT_SCANNED, str(tensor)))
             continue
         is_named = path[0][0] == NAME
-        number, is_new = (-1, True) if is_named else number_of(tensor, owner)
+        is_gradient = header[0] == BACKWARD
+        number, is_new = -1, True
+        if not is_named:
+            number, is_new = number_of(tensor, owner, is_gradient)
+        is_new = is_new or is_returned
         # An operator that takes no gradient would run in the forward.
-        if is_returned or header[0] == BACKWARD:
-            is_new = True
-        if is_new:
+        is_passed = is_new or is_gradient
+        if is_passed:
             given.append(tensor)
-        lines.append(tensor_text(path, number, is_new, is_returned))
+        lines.append(tensor_text(path, number, is_new, is_passed, is_returned))
     _put(handle_tensor, header, lines, given)
 
 
@@ -178,9 +190,10 @@ def _put(
 ) -> None:
     text = " ".join([header_text(header), *lines])
     operators = torch.ops.overflow_fast
-    (operators.plain_frame if is_split_for_ddp() else operators.frame)(
-        handle_tensor, id_of(text), text, tensors
-    )
+    frame = operators.plain_frame if is_split_for_ddp() else operators.frame
+    open_layouts(frame.default)
+    keep_partition(operators.plain_frame.default, operators.frame.default)
+    frame(handle_tensor, id_of(text), text, tensors)
 
 
 def emit_call(handle_tensor: torch.Tensor, method: str) -> None:

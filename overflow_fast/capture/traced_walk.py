@@ -36,7 +36,7 @@ _INTEGER_KEY, _TUPLE_KEY = "*", "("
 # Kinds of items.
 NONE, NOT_TENSOR, NOT_SCANNED, TENSOR = "n", "x", "w", "t"
 OPAQUE = "u"  # a value that was not looked into; its type is in the path's place
-_RETURNED, _KNOWN = "r", "k"
+_RETURNED, _KNOWN, _KNOWN_AND_PASSED = "r", "k", "g"
 # Frames.
 FORWARD, BACKWARD, RECORDED = "F", "B", "R"
 
@@ -59,19 +59,24 @@ def header_text(header: Header) -> str:
     return f"{frame}{flags}:{_quoted(class_name)}"
 
 
-def tensor_text(path: Label, number: int, is_new: bool, is_returned: bool) -> str:
+def tensor_text(
+    path: Label, number: int, is_new: bool, is_passed: bool, is_returned: bool
+) -> str:
     """Writes a tensor's item.
 
     Args:
         path: Its label.
         number: Its number in earlier and later operators, or -1.
-        is_new: True if the operator takes it.
-        is_returned: True if the compiled code returns it.
+        is_new: True if no earlier operator takes it.
+        is_passed: True if this operator takes it.
+        is_returned: True if the compiled code returns it, which makes it new.
 
     Returns:
         The text.
     """
-    kind = (_RETURNED if is_returned else TENSOR) if is_new else _KNOWN
+    kind = _KNOWN_AND_PASSED if is_passed else _KNOWN
+    if is_new:
+        kind = _RETURNED if is_returned else TENSOR
     return f"{kind}{number if number >= 0 else ''}:{_path(path)}"
 
 

@@ -7,7 +7,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -411,12 +410,13 @@ class UnjudgedFrames:
         if is_over:
             self.before, self.captured_tensors = [], None
         oldest = batch_number - 2 * MAX_IN_FLIGHT
-        self._evaluations = {batch for batch in self._evaluations if batch >= oldest}
-        self._evaluated_weights = {
-            order: batch
-            for order, batch in self._evaluated_weights.items()
-            if batch >= oldest
-        }
+        if self._evaluations or self._evaluated_weights:
+            self._evaluations = {each for each in self._evaluations if each >= oldest}
+            self._evaluated_weights = {
+                order: batch
+                for order, batch in self._evaluated_weights.items()
+                if batch >= oldest
+            }
         return is_over
 
 
@@ -424,12 +424,18 @@ MakeReader = Callable[[Sequence[str]], Callable[[_C.Place], int]]
 
 
 def _isolated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that raises no error of the guard's own; it returns 0 then."""
+    """A hook that raises no error of the guard's own; it returns 0 then.
+
+    The extension has hidden what it does from the user's modes.
+    """
 
     @functools.wraps(method)
     def isolated(self: ModelWatch, *args: Any) -> Any:
-        with self.isolate_errors():
+        try:
             return method(self, *args)
+        except Exception as error:
+            if not self.suppresses(error):
+                raise
         return 0
 
     return isolated
@@ -452,7 +458,7 @@ class ModelWatch(StepHooks):
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
         needs_buffers: The forwards of a model with buffers have to be announced.
-        isolate_errors: Keeps the guard's own errors from the watched program.
+        suppresses: Notes an error of a hook; returns True if it is the guard's own.
     """
 
     def __init__(
@@ -478,7 +484,7 @@ class ModelWatch(StepHooks):
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.needs_buffers = False
-        self.isolate_errors: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
         self._has_looked_for_shards = False
         self._entries: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -130,11 +130,15 @@ class ErrorIsolation:
     def measured_call(
         self, function: Callable[[_Argument], None]
     ) -> Callable[[_Argument], None]:
-        """Returns a function that calls another within `measured()`."""
+        """Returns a function that measures another, and isolates its errors."""
 
         def call(argument: _Argument) -> None:
-            with self.measured():
-                function(argument)
+            try:
+                with self._timer:
+                    function(argument)
+            except Exception as error:
+                if not self.suppresses(error):
+                    raise
 
         return call
 
@@ -142,7 +146,7 @@ class ErrorIsolation:
         """Returns True for an error of the user's callable or of a process group."""
         return error is self.users_error or error is self._agreement.error
 
-    def suppresses(self, error: BaseException | None, monitor: str) -> bool:
+    def suppresses(self, error: BaseException | None, monitor: str = "") -> bool:
         """Notes an error that is the guard's own; returns False for any other."""
         if isinstance(error, NonFiniteError) or not isinstance(error, Exception):
             return False

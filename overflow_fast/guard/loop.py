@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.coverage import warn_of_scripted
+from ..capture.hooks import warn_of_scripted
 from ..capture.inputs import LoopBatch
 from ..capture.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch, models_of
@@ -320,7 +320,7 @@ class GuardLoop:
             *(config, watches, self.capture, self.clock, tensors, isolation, hooks)
         )
         for watch in watches:
-            watch.isolate_errors = isolation.isolated
+            watch.suppresses = isolation.suppresses
             watch.needs_buffers = is_restored
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)

@@ -47,7 +47,8 @@ class LeftOut:
             left_out_by: The field that left it out, or "".
         """
         if level is ScanLevel.ALL:
-            return LeftOut(total=self.total, follows_check=True)
+            is_same = self.follows_check and not self.num_steps
+            return self if is_same else LeftOut(total=self.total, follows_check=True)
         if level is ScanLevel.GRADIENTS:
             return self
         by = self.by if left_out_by in self.by else (*self.by, left_out_by)

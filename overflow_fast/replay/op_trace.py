@@ -478,6 +478,10 @@ class OpCall:
         """The tensors that it is given."""
         return tensors_in((self.args, self.kwargs))
 
+    @functools.cached_property
+    def _given_memory(self) -> set[int]:
+        return {key for tensor in self.arguments for key in memory_of(tensor)}
+
     def run(self) -> Any:
         """Runs it, and returns what it returned."""
         return self.func(*self.args, **self.kwargs)
@@ -525,9 +529,9 @@ class OpCall:
         """The results that it returns in memory of their own."""
         if self.base == CONSTANT:
             return tensors_in(output)
-        given = {key for tensor in self.arguments for key in memory_of(tensor)}
         found = [output] if type(output) is torch.Tensor else tensors_in(output)
-        return [tensor for tensor in found if not given.intersection(memory_of(tensor))]
+        given = self._given_memory
+        return [tensor for tensor in found if given.isdisjoint(memory_of(tensor))]
 
     @property
     def is_communication(self) -> bool:
@@ -703,7 +707,7 @@ class OpTrace(TorchDispatchMode):
 
 _MOST_CALLS = 1024
 _MOST_BEFORE = 96  # of one that is asked about
-_MOST_NUMEL = 2**26  # of all that they hold, and of all that is copied, in elements
+_MOST_NUMEL = 2**25  # of all results that they hold, and of all that is copied
 
 
 class Contents:
@@ -715,14 +719,17 @@ class Contents:
         storage: The memory itself, or a copy once somebody is about to write to it;
             None if that was too large.
         num_holders: How many tensors are held that have it.
+        is_made: Whether an operation of the trace has written it, not the program
+            before.
     """
 
-    __slots__ = ("_nbytes", "memory", "num_holders", "numel", "storage")
+    __slots__ = ("_nbytes", "is_made", "memory", "num_holders", "numel", "storage")
 
     def __init__(
-        self, memory: int, storage: torch.UntypedStorage, itemsize: int
+        self, memory: int, storage: torch.UntypedStorage, itemsize: int, is_made: bool
     ) -> None:
         self.memory, self._nbytes = memory, storage.nbytes()
+        self.is_made = is_made
         self.numel = self._nbytes // itemsize
         self.storage: torch.UntypedStorage | None = storage
         self.num_holders = 0
@@ -779,20 +786,26 @@ class TapedTensor(NamedTuple):
         return memory.as_strided(self.size, self.stride, self.offset)
 
 
-@dataclass
+@dataclass(slots=True)
 class TapedCall:
     """An operation with what it read, and what it returned and wrote to.
 
     Attributes:
-        op: The operation.
+        func: The operation.
+        base: See `OpCall`.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         row: Its row.
         read: The tensors that it was given, by their `id`.
         results: The float tensors that it returned, and those that it wrote to.
     """
 
-    op: OpCall
+    func: Any
+    base: str
+    args: Any
+    kwargs: Any
     row: Row
-    read: dict[int, TapedTensor]
+    read: dict[int, TapedTensor] = field(default_factory=dict)
     results: list[TapedTensor] = field(default_factory=list)
 
     @property
@@ -810,16 +823,20 @@ class Tape:
     """Holds what the last operations have read and written.
 
     By reference: memory is copied where an operation is about to write to it.
+
+    Args:
+        writers: The operations that have written to memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writers: StorageMap[tuple[Row, ...]]) -> None:
+        self._writers = writers
         self._calls: collections.deque[TapedCall] = collections.deque()
         self._now: dict[int, Contents] = {}  # of each memory
         self._numel = self._num_copied = 0
 
     def begin(self, op: OpCall, row: Row) -> TapedCall | None:
         """Takes in what an operation is about to read; None if it cannot be held."""
-        call = TapedCall(op, row, {})
+        call = TapedCall(op.func, op.base, op.args, op.kwargs, row)
         is_known = op.base not in _EMPTY and not op.is_communication
         for tensor in op.arguments if is_known else ():
             taped = self._taped(tensor)
@@ -833,12 +850,12 @@ class Tape:
             self._drop(call)
         return call if is_known else None
 
-    def end(self, call: TapedCall | None, output: Any) -> None:
+    def end(self, op: OpCall, call: TapedCall | None, output: Any) -> None:
         """Takes in what it has returned and written to."""
         if call is None:
             return
         returned = [output] if type(output) is torch.Tensor else tensors_in(output)
-        for tensor in [*returned, *call.op.written]:
+        for tensor in [*returned, *op.written]:
             taped = self._taped(tensor) if is_float(tensor) else None
             if taped is not None:
                 call.results.append(taped)
@@ -872,9 +889,10 @@ class Tape:
         for memory, storage in memory_of(tensor).items():
             contents = self._now.get(memory)
             if contents is None:
-                contents = Contents(memory, storage, tensor.itemsize)
+                is_made = self._writers.get(tensor) is not None
+                contents = Contents(memory, storage, tensor.itemsize, is_made)
                 self._now[memory] = contents
-                self._numel += contents.numel
+                self._numel += contents.numel * is_made
             contents.num_holders += 1
             layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
             return TapedTensor(contents, tensor.dtype, tensor.device, *layout)
@@ -886,7 +904,7 @@ class Tape:
             contents = each.contents
             contents.num_holders -= 1
             if not contents.num_holders:
-                self._numel -= contents.numel
+                self._numel -= contents.numel * contents.is_made
                 if self._now.get(contents.memory) is contents:
                     del self._now[contents.memory]
 
@@ -1166,6 +1184,7 @@ class OpTable:
         leaves: The tensors that are there before, by what they are.
         details_of: Says why an operation made a bad value.
         keeps_calls: Keep the arguments of operations that made bad values.
+        looks_back: Hold what operations read, for one that turns out undefined.
 
     Attributes:
         rows: The operations, in order.
@@ -1181,6 +1200,7 @@ class OpTable:
         leaves: Sequence[Leaf],
         details_of: Callable[[OpCall, Sequence[torch.Tensor], Any, Sums], Details],
         keeps_calls: bool = False,
+        looks_back: bool = False,
     ) -> None:
         self._details_of, self._keeps_calls = details_of, keeps_calls
         self.rows: list[Row] = []
@@ -1193,7 +1213,7 @@ class OpTable:
         self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
         self._leaves = _Leaves(leaves)
         self._num_details = 0
-        self._tape = Tape()
+        self._tape = Tape(self._writers) if looks_back else None
         self.undefined: dict[Row, list[TapedCall]] = {}
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
@@ -1235,16 +1255,17 @@ class OpTable:
             if not op.fresh(output):
                 return output  # no value of it is new
             read = self._read(op, row)
-            call = self._tape.begin(op, row)
+            call = None if self._tape is None else self._tape.begin(op, row)
         else:
             read = self._read(op, row)
             op.keep_written()
-            call = self._tape.begin(op, row)
+            call = None if self._tape is None else self._tape.begin(op, row)
             output = op.run()
         with torch.no_grad():
-            self._tape.end(call, output)
             fresh = op.fresh(output)
             self._note_written(op, row, fresh)
+            if self._tape is not None:
+                self._tape.end(op, call, output)
             self._end(op, row, output, fresh, read)
         if row.call is not None and not row.in_backward:
             row.module_call = modules.call()
@@ -1272,7 +1293,7 @@ class OpTable:
 
     def close(self) -> None:
         """Lets go of what only operations that are still to come would need."""
-        self._tape = Tape()
+        self._tape = None
 
     def on_module(self, name: str, output: Any) -> None:
         """Notes what a module has returned, if it is bad."""
@@ -1382,7 +1403,8 @@ class OpTable:
             if self._keeps_calls:
                 row.call = op
                 op.note_versions()
-            if details.why == UNDEFINED and details.true_value is not None:
+            is_undefined = details.why == UNDEFINED and details.true_value is not None
+            if is_undefined and self._tape is not None:
                 self.undefined[row] = self._tape.before(row)
                 if len(self.undefined) > _MOST_UNDEFINED:
                     del self.undefined[next(iter(self.undefined))]

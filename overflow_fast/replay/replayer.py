@@ -114,12 +114,14 @@ class StepPart:
             it; None for the whole step.
         is_whole: Run all calls, each with its backward, as the step did.
         has_table: Record the traced call's operations; else it is run eagerly alone.
+        looks_back: See `OpTable`.
     """
 
     traced: int = -1
     rows: tuple[int, ...] | None = None
     is_whole: bool = False
     has_table: bool = True
+    looks_back: bool = False
 
 
 _UP_TO_BAD = StepPart()
@@ -694,7 +696,8 @@ class Replayer:
         leaves += [Leaf(*found) for found in named]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         others = held_leaves(self.models, call.around())
-        result.table = OpTable([*leaves, *others], details_of, self._keeps_calls)
+        how = self._keeps_calls, step.looks_back
+        result.table = OpTable([*leaves, *others], details_of, *how)
         with run_eagerly(), OpTrace(self.models, result.table, self._keeps_calls):
             yield
         result.table.close()

@@ -62,7 +62,7 @@ class _InFloat64:
         given: That.
         nudged: The operations whose results of exactly 0 and 1 are moved by the least
             that float64 can.
-        noise: By how much of it what none of them has written is moved, at most.
+        noise: By how much of it, at most, what they read of other operations is moved.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class _InFloat64:
 
     def run(self, call: TapedCall) -> None:
         """Runs an operation; without float64 its results stay as they were."""
-        op, read = call.op, set[int]()
+        read = set[int]()
 
         def widened(value: Any) -> Any:
             if isinstance(value, torch.dtype):
@@ -87,8 +87,8 @@ class _InFloat64:
 
         try:
             kinds = torch.Tensor, torch.dtype
-            args, kwargs = mapped((op.args, op.kwargs), widened, kinds=kinds)
-            output = run_in_float64(op.func, op.base, args, kwargs)
+            args, kwargs = mapped((call.args, call.kwargs), widened, kinds=kinds)
+            output = run_in_float64(call.func, call.base, args, kwargs)
             found = [t for t in tensors_in(output) if is_float(t)]
             for own, result in zip(call.results, found, strict=False):
                 if own.memory not in read:
@@ -106,7 +106,7 @@ class _InFloat64:
             return tensor.value.clone()
         if tensor.memory not in self._memory:
             given = self._given.wide(tensor)
-            if self._noise:
+            if self._noise and tensor.contents.is_made:
                 least = torch.finfo(tensor.dtype).smallest_normal
                 given = _moved(given, self._noise, least)
             self._memory[tensor.memory] = given
@@ -136,7 +136,7 @@ _NEVER_EXACT: dict[str, tuple[float, ...]] = {
 
 def _impossible(call: TapedCall) -> list[float]:
     """The values of an operation's result that it cannot have of finite numbers."""
-    values = _NEVER_EXACT.get(call.op.base.removesuffix("_"), ())
+    values = _NEVER_EXACT.get(call.base.removesuffix("_"), ())
     read = [each.value for each in call.read.values()]
     if not values or not all(bool(each.isfinite().all()) for each in read):
         return []
@@ -321,7 +321,7 @@ def _meets_given_numbers(call: TapedCall, calls: Sequence[TapedCall]) -> bool:
         operands = list(each.read.values())
         results = [tensor for tensor in operands if tensor.memory in own]
         given = [t for t in operands if t.memory not in made and t.is_float]
-        if each.op.base not in _DIFFERENCES or not results or not given:
+        if each.base not in _DIFFERENCES or not results or not given:
             continue
         number = given[0].value
         is_same = results[0].value == number

@@ -312,7 +312,8 @@ class Search:
         if first.is_clean and not is_inside:
             return self._answers.clean(first)
         place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1
-        return self._explained(place, self._replayer.run(StepPart(place)))
+        part = StepPart(place, looks_back=True)
+        return self._explained(place, self._replayer.run(part))
 
     def _follow(self) -> Explanation:
         """Does what the rank that leads orders, until it ends, or this one leads."""

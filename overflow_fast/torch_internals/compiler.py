@@ -177,6 +177,89 @@ def keep_in_order(operator: str) -> bool:
     return True
 
 
+def open_layouts(operator: Any) -> None:
+    """Makes inductor leave open how the tensors lie that an operator takes.
+
+    Inductor decides the strides of what it computes by what reads them; for an operator
+    that it does not know it decides them at once. A convolution that reads the same
+    tensor, and wants channels last, then gets a copy.
+
+    Args:
+        operator: One without outputs that takes a tensor, constants and a list of
+            tensors, which may have any strides.
+    """
+    # Where code is made by another backend, inductor is not imported.
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is not None:
+        _lower(lowering, operator)
+
+
+@internal(
+    "torch._inductor.lowering.register_lowering",
+    "inductor decides at once how the tensors lie that an operator of ours takes",
+    "Compiled convolutions may take copies of what is scanned",
+)
+def _lower(lowering: Any, operator: Any) -> None:
+    if operator in lowering.lowerings:
+        return
+    fallback = lowering.fallback_handler(operator, add_to_fallback_set=False)
+
+    def lower(*arguments: Any) -> Any:
+        return None if _takes(operator, *arguments) else fallback(*arguments)
+
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+
+
+@internal(
+    "torch._inductor.ir.FallbackKernel",
+    "an operator in inductor's code whose tensors may still be laid out otherwise",
+    "Compiled convolutions may take copies of what is scanned",
+    False,
+)
+def _takes(operator: Any, handle: Any, *rest: Any) -> bool:
+    from torch._inductor import ir
+
+    *constants, tensors = rest
+    inputs = [ir.ExternKernel.realize_input(each) for each in (handle, *tensors)]
+    # Its `create()` decides the layouts, since outputs might depend on them.
+    ir.FallbackKernel(
+        ir.NoneLayout(device=inputs[0].get_device()),
+        operator,
+        inputs,
+        constants,
+        lambda tensors, constants: ((tensors[0], *constants, list(tensors[1:])), {}),
+    )
+    return True
+
+
+@internal(
+    "torch._functorch.partitioners.get_default_op_list",
+    "an operator that is not fused makes compiled code save other tensors for backward",
+    "Compiled models save other tensors for backward under the guard",
+)
+@functools.cache
+def keep_partition(*operators: Any) -> None:
+    """Makes AOTAutograd save for backward what it would save without some operators.
+
+    Behind an operator that cannot be fused it computes nothing again in backward, and
+    so saves what it would not save otherwise, such as the mask of a ReLU. An operator
+    that only reads is no reason for that.
+
+    Args:
+        operators: Those without outputs.
+    """
+    from torch._functorch import partitioners
+
+    class OpTypes(partitioners.OpTypes):
+        def is_fusible(self, node: torch.fx.Node) -> bool:
+            # `with_effects()` takes its operator behind a token.
+            called = (node.target, *node.args[1:2])
+            return any(each in operators for each in called) or super().is_fusible(node)
+
+    chosen = partitioners.get_default_op_list
+    partitioners.get_default_op_list = lambda: OpTypes(**vars(chosen()))
+
+
 INTERNALS["EvalFramePause"] = Internal(
     "torch._C._dynamo.eval_frame.set_eval_frame",
     "dynamo traces Python code that the extension calls while compiled code runs",

@@ -719,6 +719,29 @@ def test_an_exported_model_has_no_trace_of_its_watch(is_strict):
     detector.remove()
 
 
+class Sum(nn.Module):
+    """Its submodules' outputs have one gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def test_a_gradient_of_two_outputs_is_scanned_once():
+    model = Sum()
+    compiled = in_a_function(model, backend="aot_eager", fullgraph=True)
+    watch = ["activations", "grad_outputs"]
+    with OverflowGuard(model, on_overflow="warn", watch=watch) as guard:
+        for steps in (1, 2):
+            compiled(torch.ones(4, 8)).pow(2).sum().backward()
+            coverage = guard.coverage()
+            assert coverage.tensors_listed == (6 + 3) * steps
+            assert coverage.tensors_scanned == (4 + 1) * steps
+
+
 class Between(nn.Module):
     """Makes a nan between the calls of its submodules."""
 

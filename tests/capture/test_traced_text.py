@@ -49,7 +49,7 @@ def run_frame(detector, id, text, tensors=()):
 
 
 def test_a_text_is_read_where_its_number_is_unknown(detector):
-    text = f"{HEADER} {tensor_text(((INPUT, ''),), 3, True, False)}"
+    text = f"{HEADER} {tensor_text(((INPUT, ''),), 3, True, True, False)}"
     first = run_frame(detector, 1, text, [X])
     again = run_frame(detector, 1, "not read", [X])
     assert [e.label for e in again] == [e.label for e in first]
@@ -103,6 +103,21 @@ def test_any_key_is_read_as_it_was_written(name, why, key, attribute):
     parts = [part.value for part in none.label.parts]
     assert parts == [7, key, attribute]
     assert (none.kind, not_scanned.reason) == (_C.EntryKind.NONE, why)
+
+
+def test_a_tensor_that_is_passed_again_is_not_scanned_again(detector):
+    paths = ((OUTPUT, ""),), ((INPUT, ""),)
+    first = tensor_text(paths[0], 3, True, True, False)
+    again = tensor_text(paths[1], 3, False, True, False)
+    known = run_frame(detector, 1, f"{HEADER} {first}", [X])
+    scanned = detector.recorder.coverage.bytes_scanned
+    found = run_frame(detector, 2, f"{HEADER} {again}", [X + 1])
+    assert [e.stat.abs_max for e in [*found, *known]] == [1, 1]
+    assert [str(e.label) for e in found] != [str(e.label) for e in known]
+    assert detector.recorder.coverage.bytes_scanned == scanned
+    unknown = tensor_text(paths[1], 4, False, True, False)
+    found = run_frame(detector, 3, f"{HEADER} {unknown}", [X + 1])
+    assert [e.stat.abs_max for e in found] == [2]
 
 
 def test_a_number_is_that_of_its_text():

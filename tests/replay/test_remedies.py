@@ -60,6 +60,11 @@ LINES |= {
         torch.full((3, 2), 200.0),
     ),
     "in place": ("(x * w).sqrt_().mean()", -torch.ones(3, 2)),
+    "half": ("(x * w).half().float().mean()", torch.full((3, 2), 1e5)),
+    "to float16": (
+        "(x * w).to(dtype=torch.float16).float().mean()",
+        torch.full((3, 2), 1e5),
+    ),
     "several calls, a line each": (
         "(\n        (x * w)\n        .sum(-1)\n        .log()\n        .mean()\n    )",
         torch.zeros(3, 2),
@@ -356,6 +361,15 @@ def test_autocast_in_bfloat16():
     texts = [each.text for each in found.remedies if each.is_recommended]
     assert texts == ["run body.1 in float32", "use bfloat16 for autocast"]
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16  # torch's own default
+
+
+@pytest.mark.parametrize("name", ["half", "to float16"])
+def test_a_cast_of_the_programs_own_is_none_of_autocasts(name, tmp_path):
+    code, x = LINES[name]
+    module, _ = module_of(tmp_path, SOURCE.format(code))
+    found = explained(module.loss_of, x)
+    texts = [each.text for each in found.remedies]
+    assert texts == [f"cast to {d} instead of float16" for d in ("float32", "bfloat16")]
 
 
 def test_a_smaller_loss_scale():

@@ -25,6 +25,7 @@ from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel
 from .line_edit import NotEditableError, functions_are_found_once
 from .line_forms import (
+    cast_rewrites,
     empty_row_rewrites,
     exact_rewrites,
     expression_of,
@@ -33,6 +34,7 @@ from .line_forms import (
     lost_value_rewrites,
     mask_rewrites,
     product_rewrites,
+    written_cast,
 )
 from .patches import (
     Bfloat16,
@@ -140,17 +142,16 @@ def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
         yield from _try_modules(model, names[:1], trials)
         yield from _try_up_to_norms(failure, model, prefix, trials)
         yield from _try_modules(model, names[1:], trials)
-    remedy = Remedy(*_bfloat16_text(failure, trials))
-    yield Trial(remedy, Bfloat16())
+    parameters = [each for model in models.values() for each in parameters_of(model)]
+    if any(each.dtype == torch.float16 for each in parameters):
+        yield Trial(Remedy(*_bfloat16_text(failure, trials)), Bfloat16())
+    elif written_cast(failure, trials) is None:  # else it is none of autocast's
+        code = "torch.autocast(device_type, dtype=torch.bfloat16)"
+        yield Trial(Remedy("use bfloat16 for autocast", code), Bfloat16())
 
 
 def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
-    """Describes bfloat16 for autocast, or for the weights and the batch."""
-    models = trials.replayer.models.values()
-    parameters = [each for model in models for each in parameters_of(model)]
-    if not any(each.dtype == torch.float16 for each in parameters):
-        code = "torch.autocast(device_type, dtype=torch.bfloat16)"
-        return "use bfloat16 for autocast", code
+    """Describes bfloat16 for the weights and the batch."""
     names = [
         name
         for name, tensor in trials.calls[failure.place].leaves()
@@ -448,6 +449,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     if failure.found.is_overflow:
         if is_own_line:
             yield product_rewrites(failure, trials)
+            yield cast_rewrites(failure, trials)
         if is_of_loss:  # a line of the loss changes less than the model's dtype
             yield loss_in_float32(failure, trials)
             yield line_rewrites(failure, trials)

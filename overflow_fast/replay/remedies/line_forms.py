@@ -856,6 +856,50 @@ def product_rewrites(failure: Failure, trials: Trials) -> Attempts:
                 yield _trial_of_edits(text, edits, source, row, trials)
 
 
+# What names float16 in a cast.
+_HALVES = {"torch.float16", "torch.half"}
+
+
+def written_cast(
+    failure: Failure, trials: Trials
+) -> tuple[SourceFile, list[Edit]] | None:
+    """The cast to float16 that the program writes and that overflowed, or None.
+
+    Returns:
+        The file, and the edits that cast to float32, and to bfloat16, instead.
+    """
+    row, op = failure.row, failure.found.op
+    if row is None or op is None or op.name != "aten._to_copy" or not failure.is_half:
+        return None
+    source, node = expression_of(row, trials.applied)
+    if source is None or not isinstance(node, ast.Call):
+        return None
+    written = Written(source, node)
+    if written.name == "half" and written.operands:
+        text = written.operands[0]
+        return source, [Edit(node, f"{text}.{to}()") for to in ("float", "bfloat16")]
+    named = [
+        each
+        for each in ast.walk(node)
+        if isinstance(each, ast.expr) and source.text_of(each) in _HALVES
+    ]
+    if written.name in ("to", "type") and len(named) == 1:
+        wider = ("torch.float32", "torch.bfloat16")
+        return source, [Edit(named[0], dtype) for dtype in wider]
+    return None
+
+
+def cast_rewrites(failure: Failure, trials: Trials) -> Attempts:
+    """A cast to float16 that overflows, made one to a wider dtype."""
+    cast = written_cast(failure, trials)
+    if cast is None or failure.row is None:
+        return
+    source, edits = cast
+    for dtype, edit in zip(("float32", "bfloat16"), edits, strict=True):
+        text = f"cast to {dtype} instead of float16"
+        yield _trial_of_edits(text, [edit], source, failure.row, trials)
+
+
 def _scaled(
     source: SourceFile, node: ast.AST, product: Product, scaling: Scaling
 ) -> list[Edit]:
