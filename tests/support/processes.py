@@ -80,10 +80,8 @@ def context():
     return torch.multiprocessing.get_context(start_method())
 
 
-def _run_as_main(arguments, cwd, environment, folder, is_finalized):
+def _run_as_main(arguments, cwd, environment, folder):
     gc.freeze()  # no collection looks at what the server has imported
-    if is_finalized:
-        os._exit = sys.exit  # which multiprocessing calls in the end
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
     os.environ.clear()
@@ -100,12 +98,8 @@ def _run_as_main(arguments, cwd, environment, folder, is_finalized):
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def python(*arguments, cwd=None, environment=None, is_finalized=False):
+def python(*arguments, cwd=None, environment=None):
     """Runs a script, `-c` code or `-m` a module as Python would, forked of the server.
-
-    Args:
-        is_finalized: The interpreter ends as that of a program does: modules are
-            cleared, and so on. A fork just exits, else.
 
     Returns:
         Its returncode, stdout and stderr.
@@ -115,7 +109,7 @@ def python(*arguments, cwd=None, environment=None, is_finalized=False):
         folder, cwd = Path(name), Path(cwd or Path.cwd()).resolve()
         process = context().Process(
             target=_run_as_main,
-            args=(arguments, cwd, environment, folder, is_finalized),
+            args=(arguments, cwd, environment, folder),
         )
         process.start()
         process.join()
