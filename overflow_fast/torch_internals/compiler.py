@@ -257,6 +257,7 @@ def keep_partition(*operators: Any) -> None:
             return any(each in operators for each in called) or super().is_fusible(node)
 
     chosen = partitioners.get_default_op_list
+    OpTypes(**vars(chosen()))  # raises here, and not where code is compiled
     partitioners.get_default_op_list = lambda: OpTypes(**vars(chosen()))
 
 
