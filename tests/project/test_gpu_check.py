@@ -116,6 +116,15 @@ def test_a_stage_that_hangs_is_ended_with_all_its_processes(cut_off, tmp_path):
     assert (tmp_path / "out/gpu-gpu-of-a-test.json").exists()
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN])
+def interruptions(request):
+    """How SIGINT is taken: a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptions")
 def test_tests_that_are_cut_off_say_what_has_failed(cut_off, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "def test_a(): assert 1 == 2\ndef test_b(): import time; time.sleep(600)\n"
