@@ -862,11 +862,11 @@ _HALVES = {"torch.float16", "torch.half"}
 
 def written_cast(
     failure: Failure, trials: Trials
-) -> tuple[SourceFile, list[Edit]] | None:
+) -> tuple[SourceFile, dict[str, Edit]] | None:
     """The cast to float16 that the program writes and that overflowed, or None.
 
     Returns:
-        The file, and the edits that cast to float32, and to bfloat16, instead.
+        The file, and the edits that cast to a wider dtype instead, by its name.
     """
     row, op = failure.row, failure.found.op
     if row is None or op is None or op.name != "aten._to_copy" or not failure.is_half:
@@ -877,15 +877,16 @@ def written_cast(
     written = Written(source, node)
     if written.name == "half" and written.operands:
         text = written.operands[0]
-        return source, [Edit(node, f"{text}.{to}()") for to in ("float", "bfloat16")]
+        methods = {"float32": "float", "bfloat16": "bfloat16"}
+        return source, {d: Edit(node, f"{text}.{to}()") for d, to in methods.items()}
     named = [
         each
         for each in ast.walk(node)
         if isinstance(each, ast.expr) and source.text_of(each) in _HALVES
     ]
     if written.name in ("to", "type") and len(named) == 1:
-        wider = ("torch.float32", "torch.bfloat16")
-        return source, [Edit(named[0], dtype) for dtype in wider]
+        wider = ("float32", "bfloat16")
+        return source, {dtype: Edit(named[0], f"torch.{dtype}") for dtype in wider}
     return None
 
 
@@ -895,7 +896,7 @@ def cast_rewrites(failure: Failure, trials: Trials) -> Attempts:
     if cast is None or failure.row is None:
         return
     source, edits = cast
-    for dtype, edit in zip(("float32", "bfloat16"), edits, strict=True):
+    for dtype, edit in edits.items():
         text = f"cast to {dtype} instead of float16"
         yield _trial_of_edits(text, [edit], source, failure.row, trials)
 
