@@ -185,7 +185,6 @@ def run(command: list[str], log: Path, seconds: float, env: dict[str, str]) -> i
             cwd=ROOT,
             env=os.environ | env,
             start_new_session=True,
-            preexec_fn=_take_interruptions,
         )
     try:
         return process.wait(seconds)
@@ -199,11 +198,6 @@ def run(command: list[str], log: Path, seconds: float, env: dict[str, str]) -> i
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _take_interruptions() -> None:
-    """Lets a command be interrupted: a shell's background jobs ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def text_of(log: Path) -> str:

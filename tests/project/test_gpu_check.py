@@ -31,6 +31,9 @@ def run(tmp_path, monkeypatch, capsys):
     facts = {"commit": "c0ffee", "sources": "0", "date": ""}
     monkeypatch.setattr(gpu_check, "collect_facts", lambda device: facts)
     monkeypatch.setattr(gpu_check, "SIGNALS", ())
+    # As those of `main()` do: where a shell's background job runs the tests, stages
+    # would ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.delenv("OUT", raising=False)
 
     def run(*listed, arguments=(), device="cpu", **changed):
@@ -42,7 +45,8 @@ def run(tmp_path, monkeypatch, capsys):
         statuses = {name: one["status"] for name, one in stages.items()}
         return status, statuses, capsys.readouterr().out
 
-    return run
+    yield run
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_stage_that_fails_stops_only_what_needs_it(run):
@@ -116,15 +120,6 @@ def test_a_stage_that_hangs_is_ended_with_all_its_processes(cut_off, tmp_path):
     assert (tmp_path / "out/gpu-gpu-of-a-test.json").exists()
 
 
-@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN])
-def interruptions(request):
-    """How SIGINT is taken: a shell's background jobs ignore it."""
-    before = signal.signal(signal.SIGINT, request.param)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptions")
 def test_tests_that_are_cut_off_say_what_has_failed(cut_off, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "def test_a(): assert 1 == 2\ndef test_b(): import time; time.sleep(600)\n"
