@@ -297,6 +297,7 @@ class Explainer:
             is_late=moment == "check",
             num_dropped=0 if self._capture is None else self._capture.num_dropped,
             hidden_by="" if self._capture is None else self._capture.hidden_by,
+            takes_from=[] if self._capture is None else self._capture.takes_from,
             is_of_flag=is_of_flag(verdict),
             had_gradients=self._capture is not None and self._capture.had_gradients,
             left_over={} if self._capture is None else dict(self._capture.left_over),
