@@ -238,6 +238,7 @@ _LEFT_OUT = (
     "through it."
 )
 _IN_HOOK = "it ran in a hook that backward called"
+_ADDED_UP = "produced where gradients are added up"
 _UNWRITTEN = (
     "it reads memory of {} that nothing has written to: its values are left over from "
     "an earlier use of that memory"
@@ -287,14 +288,15 @@ def _explain_row(
     is_backward = in_gradients or row.in_backward
     found = Explanation("backward" if is_backward else "forward")
     named = named_row(row, forward_rows)
+    ran = ""
     if row.in_hook:
-        found.evidence.append(_IN_HOOK)
+        ran = _IN_HOOK
     elif forward is not None:
         found.module = forward_rows.module_of(forward)
     elif row.variable is None:
         found.notes.append(f"Which line of the forward {row.node} is of is not known.")
     if row.in_backward and row.variable is not None and not row.in_hook:
-        found.evidence.append("produced where gradients are added up")
+        ran = _ADDED_UP
     found.op = _op_of(named, row)
     details = row.details
     if row.is_communication:
@@ -309,9 +311,12 @@ def _explain_row(
         found.notes.append("The operation was not computed again.")
     else:
         found.cause = _cause_of(details, is_backward and not row.in_hook)
-        found.evidence += _evidence(details, found.op)
+        found.evidence += _evidence(details, found.op, ran)
+        ran = ""
         if found.cause == "range overflow":
             _add_growth(found, growth_of(row, forward_rows))
+    if ran:
+        found.evidence.append(ran)
     if in_gradients and not row.in_backward:
         found.notes.append(_LEFT_OUT)
     if row.masks:
@@ -372,7 +377,7 @@ def _op_of(named: Row, ran: Row) -> Op:
     return op
 
 
-def _evidence(details: Details, op: Op) -> list[str]:
+def _evidence(details: Details, op: Op, where: str) -> list[str]:
     output = details.outputs[0]
     ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
     made = f"{ran}{_bad_text(output)}"
@@ -383,6 +388,8 @@ def _evidence(details: Details, op: Op) -> list[str]:
         made += f"; inputs: {inputs}"
     if details.outside:
         made += f"; {details.outside}"
+    if where:
+        made += f"; {where}"
     return [made, _why_text(details, output.dtype)]
 
 

@@ -492,7 +492,6 @@ def restore_all(kept: Iterable[Kept]) -> list[tuple[str, str]]:
     return problems
 
 
-@functools.lru_cache(maxsize=1024)
 def is_without_copy(kind: type) -> bool:
     """True for iterators, files, sockets, queues, and caches of `functools`."""
     if kind.__module__ in _QUEUES or kind is _CACHED:
