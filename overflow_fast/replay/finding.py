@@ -288,15 +288,17 @@ def _explain_row(
     is_backward = in_gradients or row.in_backward
     found = Explanation("backward" if is_backward else "forward")
     named = named_row(row, forward_rows)
-    ran = ""
+    clauses = []
     if row.in_hook:
-        ran = _IN_HOOK
+        clauses.append(_IN_HOOK)
     elif forward is not None:
         found.module = forward_rows.module_of(forward)
     elif row.variable is None:
         found.notes.append(f"Which line of the forward {row.node} is of is not known.")
     if row.in_backward and row.variable is not None and not row.in_hook:
-        ran = _ADDED_UP
+        clauses.append(_ADDED_UP)
+    if row.masks:
+        clauses.append(_mask_text(row))
     found.op = _op_of(named, row)
     details = row.details
     if row.is_communication:
@@ -311,16 +313,14 @@ def _explain_row(
         found.notes.append("The operation was not computed again.")
     else:
         found.cause = _cause_of(details, is_backward and not row.in_hook)
-        found.evidence += _evidence(details, found.op, ran)
-        ran = ""
+        made, why = _evidence(details, found.op)
+        found.evidence += ["; ".join([made, *clauses]), why]
+        clauses = []
         if found.cause == "range overflow":
             _add_growth(found, growth_of(row, forward_rows))
-    if ran:
-        found.evidence.append(ran)
+    found.evidence += clauses
     if in_gradients and not row.in_backward:
         found.notes.append(_LEFT_OUT)
-    if row.masks:
-        found.evidence.append(_mask_text(row))
     return found
 
 
@@ -342,7 +342,7 @@ def _mask_text(row: Row) -> str:
     assert made is not None
     if isinstance(made, Row):
         return f"its infs are those of a mask: {made.name}{place_text(made.frames)}"
-    return f"its infs are those of a mask: `{made.name}`"
+    return f"its infs are those that `{made.name}` holds"
 
 
 def mask_of(row: Row) -> Source | None:
@@ -377,7 +377,8 @@ def _op_of(named: Row, ran: Row) -> Op:
     return op
 
 
-def _evidence(details: Details, op: Op, where: str) -> list[str]:
+def _evidence(details: Details, op: Op) -> tuple[str, str]:
+    """What an operation made of what, and what it makes of it in float64."""
     output = details.outputs[0]
     ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
     made = f"{ran}{_bad_text(output)}"
@@ -388,9 +389,7 @@ def _evidence(details: Details, op: Op, where: str) -> list[str]:
         made += f"; inputs: {inputs}"
     if details.outside:
         made += f"; {details.outside}"
-    if where:
-        made += f"; {where}"
-    return [made, _why_text(details, output.dtype)]
+    return made, _why_text(details, output.dtype)
 
 
 def _why_text(details: Details, dtype: str) -> str:
@@ -428,6 +427,9 @@ def _range_text(each: TensorSummary) -> str:
     what = f"{each.name} {list(each.shape)}".lstrip()
     if each.abs_max is None:
         return f"{what} without a finite value" if each.numel else "nothing"
+    if each.num_nan or each.num_inf:
+        bad = nonfinite_text(each.num_nan, each.num_inf, each.signs)
+        what += f" with {bad}, else"
     return f"{what} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
 
 
