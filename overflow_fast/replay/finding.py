@@ -494,8 +494,9 @@ def _explain_batch(
         text = f"{name} held {what} when the replay began{at}; it was written to since "
         return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
     if not isinstance(call, ModelCall):
-        of = "" if leaf.name.startswith("batch") else " of the batch"
-        text = f"{name}{of} holds {what}{at}"
+        is_given = leaf.name.startswith("batch")  # else the program's own variable
+        held = f"holds {what}" if is_given else f"held {what} before the forward"
+        text = f"{name} {held}{at}"
         return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
     text = f"{name} held {what} when the model received it from the loop{at}"
     if call.follows_others:

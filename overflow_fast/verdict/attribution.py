@@ -801,7 +801,7 @@ def _blame_batch_or_loop(places: list[str], outermost: Called, after: str) -> Or
     """Makes the origin of a loop's input: the batch, or computed from anything."""
     caller = caller_of(outermost.watch)
     maker = f"the batch or from {caller}"
-    maker += f" after {after}" if after else ""
+    maker += f", which had called {after} before" if after else ""
     maker += f", as {outermost.name} received it" if outermost.call.module else ""
     maker += f": {', '.join(places)}"
     candidates: list[str] = [BATCH, caller]
