@@ -213,6 +213,7 @@ class _Point:
         # Modules whose attributes are kept in each step; those seen to change since.
         self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._was_firm = False
         self._num_taken = 0
         self._is_full = False
         self.is_taken = False
@@ -233,13 +234,15 @@ class _Point:
             self._walk(model)
         self.weights.take(self._is_full)
         self._attributes = []
-        if self._is_full:
+        if self._is_full and self._was_firm:  # without autograd it may not change
             self._changing, self._changed = self._changed, weakref.WeakSet()
+            self._was_firm = False
         if self._is_full or len(self._changing):
             modules = modules_in(model) if self._is_full else list(self._changing)
             kept = filter(KeptAttributes.are_kept, modules)
             self._attributes = list(map(KeptAttributes, kept))
         self.is_taken, self.is_firm = True, is_firm
+        self._was_firm |= is_firm
 
     def _holds_same(self) -> bool:
         return _C.hold(self._tables, self._held)

@@ -435,14 +435,14 @@ def test_a_generator_whose_first_draw_is_in_the_forward_is_restored():
 
 
 class Setting(nn.Module):
-    """Sets an attribute in its first call, or in each."""
+    """Sets an attribute in its first call, or in each with autograd."""
 
     def __init__(self, is_counter):
         super().__init__()
         self.linear, self.is_counter, self.calls = nn.Linear(4, 4), is_counter, 0
 
     def forward(self, x):
-        if self.is_counter or not self.calls:
+        if torch.is_grad_enabled() and (self.is_counter or not self.calls):
             self.calls += 1
         return self.linear(x)
 
@@ -460,11 +460,19 @@ def test_attributes_are_kept_in_each_step_while_they_change(monkeypatch):
     model = nn.Sequential(once, counter, nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     in_steps = []
+
+    def step():
+        kept.clear()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        in_steps.append(set(kept))
+
     with OverflowGuard(model, optimizer, explain=False):
         for _ in range(20):
-            kept.clear()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            in_steps.append(set(kept))
+            step()
+        with torch.no_grad():
+            for _ in range(120):
+                model(torch.ones(2, 4))
+        step()
     assert in_steps[1] == in_steps[3] == {once, counter}
     assert in_steps[7] == in_steps[-1] == {counter}
