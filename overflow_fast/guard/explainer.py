@@ -354,8 +354,9 @@ _CLEAN = (
     "transient, or outside of the models' forward and backward."
 )
 _PARTLY = (
-    "The models' forward and backward were run again with every module watched, and "
-    "are finite; the loss outside of them was not: use `guard.run(lambda: loss)`."
+    "The models' forward and backward were run again with every module watched: what "
+    "modules receive and return is finite. The loss outside of them was not run again "
+    "for that: use `guard.run(lambda: loss)`."
 )
 _STOOD_IN = (
     "The models' forward and backward were run again with every module watched and the "
