@@ -378,7 +378,7 @@ def _op_of(named: Row, ran: Row) -> Op:
 
 
 def _evidence(details: Details, op: Op) -> tuple[str, str]:
-    """What an operation made of what, and what it makes of it in float64."""
+    """Describes what an operation made of what, and what float64 makes of it."""
     output = details.outputs[0]
     ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
     made = f"{ran}{_bad_text(output)}"
