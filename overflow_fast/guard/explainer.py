@@ -297,6 +297,7 @@ class Explainer:
             is_late=moment == "check",
             num_dropped=0 if self._capture is None else self._capture.num_dropped,
             hidden_by="" if self._capture is None else self._capture.hidden_by,
+            takes_from=[] if self._capture is None else self._capture.takes_from,
             is_of_flag=is_of_flag(verdict),
             had_gradients=self._capture is not None and self._capture.had_gradients,
             left_over={} if self._capture is None else dict(self._capture.left_over),
@@ -353,8 +354,9 @@ _CLEAN = (
     "transient, or outside of the models' forward and backward."
 )
 _PARTLY = (
-    "The models' forward and backward were run again with every module watched, and "
-    "are finite; the loss outside of them was not: use `guard.run(lambda: loss)`."
+    "The models' forward and backward were run again with every module watched: what "
+    "modules receive and return is finite. The loss outside of them was not run again "
+    "for that: use `guard.run(lambda: loss)`."
 )
 _STOOD_IN = (
     "The models' forward and backward were run again with every module watched and the "

@@ -29,7 +29,7 @@ from ..core.modules import (
 )
 from ..core.selection import full_name
 from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
-from ..state.objects import global_names
+from ..state.objects import attribute_names, global_names, is_taken_from
 from ..state.random import RandomStates
 from ..state.step_start import StepStart
 from ..text import dtype_name
@@ -246,6 +246,23 @@ class Captured:
             found = dict(_all_variables(each, 0)) | found
         return {k: v for k, v in found.items() if k not in self.values}
 
+    def takes_from(self) -> list[str]:
+        """The iterators, files and queues that its code reads, by their names.
+
+        To call it again would take from them again, or write to them.
+        """
+        found = [name for name, each in self._objects.items() if is_taken_from(each)]
+        for function, held in self._held.items():
+            found += [name for name, each in held.items() if is_taken_from(each)]
+            for name, each in held.items():
+                found += _taken_of(name, each, function.__code__)
+        if self._plain is None:
+            own = getattr(self._called, "__func__", type(self._called).__call__)
+            if isinstance(own, types.FunctionType):
+                owner = getattr(self._called, "__self__", self._called)
+                found += _taken_of("self", owner, own.__code__)
+        return list(dict.fromkeys(found))
+
     def _hold(self, function: types.FunctionType, depth: int) -> None:
         """Holds the variables of a function, and of those of its module among them."""
         held = self._held[function] = dict(_variables(function))
@@ -335,6 +352,27 @@ class Captured:
         if isinstance(held, types.FunctionType) and held in self._held:
             return copies[held] if held in copies else self._with(held, values, copies)
         return held
+
+
+def _taken_of(
+    name: str, owner: Any, code: types.CodeType, depth: int = _MAX_CALLED
+) -> Iterator[str]:
+    """Yields what a code takes from an object's attributes, also by its methods."""
+    if isinstance(owner, (*_OF_PROGRAM, type, types.ModuleType)) or not depth:
+        return
+    try:
+        own = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return
+    for key in attribute_names(code):
+        if key in own:
+            if is_taken_from(own[key]):
+                yield f"{name}.{key}"
+            continue
+        method = next((vars(k)[key] for k in type(owner).__mro__ if key in vars(k)), 0)
+        inner = getattr(method, "__code__", code)
+        if inner is not code and is_of_user(inner.co_filename):
+            yield from _taken_of(name, owner, inner, depth - 1)
 
 
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:
@@ -648,6 +686,8 @@ class Capture:
         is_running: Whether a function runs that is kept as a whole.
         had_gradients: Whether gradients that may be bad were there before the step's
             first forward: no step before was judged, or that one was bad.
+        takes_from: What the function of `guard.run()` takes from or writes to, by name,
+            so that it must not be run again.
         left_over: The gradients that a bad step left, by name, and that nobody has
             cleared or written to before the step's first forward; with that step.
     """
@@ -660,6 +700,7 @@ class Capture:
         self.hidden_by = ""
         self.is_running = False
         self.had_gradients = False
+        self.takes_from: list[str] = []
         self.left_over: dict[str, int] = {}
         self._bad: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
         self._doubts_gradients, self._is_bad = True, False
@@ -724,8 +765,12 @@ class Capture:
             self.start.before_run()
             captured = Captured(function)
             ambient = Ambient(model, self._devices_of(model))
-            call = KeptCall(captured, captured.values, ambient)
-        was_running, self.is_running = self.is_running, True
+            taken = captured.takes_from()
+            self.takes_from = list(dict.fromkeys([*self.takes_from, *taken]))
+            if not taken:  # else its forwards are kept, as without it
+                call = KeptCall(captured, captured.values, ambient)
+        was_running = self.is_running
+        self.is_running = was_running or call is not None
         try:
             output = function()
         finally:
@@ -773,6 +818,7 @@ class Capture:
     def clear(self) -> None:
         """Lets go of what was kept: the step is judged."""
         self.calls.clear()
+        self.takes_from = []
         self.had_gradients = False
         self.left_over.clear()
         if not self._is_bad:

@@ -22,7 +22,15 @@ from ..state.step_start import StepStart
 from ..text import error_line
 from ..torch_internals.compiler import has_compiled
 from .capture import GRAPH, Ambient, KeptCall
-from .explanation import ALL_BAD, NOT_BEHIND, USE_RUN, Artifact, BadStep, Explanation
+from .explanation import (
+    ALL_BAD,
+    NOT_BEHIND,
+    USE_RUN,
+    Artifact,
+    BadStep,
+    Explanation,
+    taken_text,
+)
 from .finding import first_bad_weight, looked_up
 from .op_trace import bad_names
 from .optimizer_step import explain_update
@@ -129,7 +137,10 @@ def investigate(
     num_replays = 0 if replayer is None else replayer.num_forwards
     limits = budget, checkpoints, artifact_bytes
     # The result of the rank that led has its line.
-    if found is not ranks.result and _asks_for_loss(found, calls):
+    taken = () if incident is None else incident.takes_from
+    if taken and found is not ranks.result:
+        found = _with_advice(found, taken_text(taken))
+    elif found is not ranks.result and _asks_for_loss(found, calls):
         step = _LossStep(models, calls, incident, start, limits, replay_check)
         found = step.explained(found, may_run=ranks.is_alone and world_size() == 1)
         num_replays += step.num_forwards
@@ -153,6 +164,15 @@ def _inner_of(incident: BadStep | None) -> str | None:
     is_gradient = incident is not None and incident.kind == "grad_output"
     # Hooks would have compiled code compiled anew.
     return incident.module if incident and is_gradient and not has_compiled() else None
+
+
+def _with_advice(found: Explanation, text: str) -> Explanation:
+    """The explanation; the note that asks for the loss ends with what to change."""
+    for place, note in enumerate(found.notes):
+        if USE_RUN in note:
+            found.notes[place] = f"{note} {text}".rstrip()
+            break
+    return found
 
 
 def _asks_for_loss(found: Explanation, calls: Sequence[KeptCall]) -> bool:
@@ -252,12 +272,8 @@ class _LossStep(_OwnLines):
             own = self._replayed(line) if may_run else None
             if own is not None:
                 return own
-        for place, note in enumerate(found.notes):
-            if USE_RUN in note:
-                text = advice(line, list(self._models.values()))
-                found.notes[place] = f"{note} {text}".rstrip()
-                break
-        return found
+        text = advice(line, list(self._models.values()))
+        return _with_advice(found, text)
 
     def _replayed(self, line: LossLine) -> Explanation | None:
         """The explanation of a replay of the lines, if that is seen to be the step."""

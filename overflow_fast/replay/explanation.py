@@ -523,6 +523,7 @@ class BadStep:
         last_steps: Their last steps.
         num_dropped: How many forwards of the step were too many to be kept.
         hidden_by: Why forwards of the step could not be kept, or "".
+        takes_from: See `Capture`.
         is_late: Whether the weights may have been stepped since.
         had_gradients: See `Capture`.
         left_over: See `Capture`.
@@ -543,6 +544,7 @@ class BadStep:
     is_of_flag: bool = False
     num_dropped: int = 0
     hidden_by: str = ""
+    takes_from: Sequence[str] = ()
     had_gradients: bool = False
     left_over: Mapping[str, int] = field(default_factory=dict)
 
@@ -554,6 +556,15 @@ def effects_text(names: Sequence[str]) -> str:
     """Returns, as a clause, that what has these names was not put back."""
     first = ", ".join(f"`{name}`" for name in names[:_FEW])
     return f"the step changes {first}, which could not be put back"
+
+
+def taken_text(names: Sequence[str]) -> str:
+    """Returns a sentence on a loss that takes from these, such as iterators."""
+    listed = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return (
+        f"A replay of it would take from {listed} again, or write to it: do that in a "
+        f"line before, and call the rest within `{USE_RUN}`."
+    )
 
 
 def outside_text(name: str) -> str:

@@ -238,6 +238,7 @@ _LEFT_OUT = (
     "through it."
 )
 _IN_HOOK = "it ran in a hook that backward called"
+_ADDED_UP = "produced where gradients are added up"
 _UNWRITTEN = (
     "it reads memory of {} that nothing has written to: its values are left over from "
     "an earlier use of that memory"
@@ -287,14 +288,17 @@ def _explain_row(
     is_backward = in_gradients or row.in_backward
     found = Explanation("backward" if is_backward else "forward")
     named = named_row(row, forward_rows)
+    clauses = []
     if row.in_hook:
-        found.evidence.append(_IN_HOOK)
+        clauses.append(_IN_HOOK)
     elif forward is not None:
         found.module = forward_rows.module_of(forward)
     elif row.variable is None:
         found.notes.append(f"Which line of the forward {row.node} is of is not known.")
     if row.in_backward and row.variable is not None and not row.in_hook:
-        found.evidence.append("produced where gradients are added up")
+        clauses.append(_ADDED_UP)
+    if row.masks:
+        clauses.append(_mask_text(row))
     found.op = _op_of(named, row)
     details = row.details
     if row.is_communication:
@@ -309,13 +313,14 @@ def _explain_row(
         found.notes.append("The operation was not computed again.")
     else:
         found.cause = _cause_of(details, is_backward and not row.in_hook)
-        found.evidence += _evidence(details, found.op)
+        made, why = _evidence(details, found.op)
+        found.evidence += ["; ".join([made, *clauses]), why]
+        clauses = []
         if found.cause == "range overflow":
             _add_growth(found, growth_of(row, forward_rows))
+    found.evidence += clauses
     if in_gradients and not row.in_backward:
         found.notes.append(_LEFT_OUT)
-    if row.masks:
-        found.evidence.append(_mask_text(row))
     return found
 
 
@@ -337,7 +342,7 @@ def _mask_text(row: Row) -> str:
     assert made is not None
     if isinstance(made, Row):
         return f"its infs are those of a mask: {made.name}{place_text(made.frames)}"
-    return f"its infs are those of a mask: `{made.name}`"
+    return f"its infs are those that `{made.name}` holds"
 
 
 def mask_of(row: Row) -> Source | None:
@@ -372,7 +377,8 @@ def _op_of(named: Row, ran: Row) -> Op:
     return op
 
 
-def _evidence(details: Details, op: Op) -> list[str]:
+def _evidence(details: Details, op: Op) -> tuple[str, str]:
+    """Describes what an operation made of what, and what float64 makes of it."""
     output = details.outputs[0]
     ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
     made = f"{ran}{_bad_text(output)}"
@@ -383,7 +389,7 @@ def _evidence(details: Details, op: Op) -> list[str]:
         made += f"; inputs: {inputs}"
     if details.outside:
         made += f"; {details.outside}"
-    return [made, _why_text(details, output.dtype)]
+    return made, _why_text(details, output.dtype)
 
 
 def _why_text(details: Details, dtype: str) -> str:
@@ -421,6 +427,9 @@ def _range_text(each: TensorSummary) -> str:
     what = f"{each.name} {list(each.shape)}".lstrip()
     if each.abs_max is None:
         return f"{what} without a finite value" if each.numel else "nothing"
+    if each.num_nan or each.num_inf:
+        bad = nonfinite_text(each.num_nan, each.num_inf, each.signs)
+        what += f" with {bad}, else"
     return f"{what} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
 
 
@@ -485,8 +494,9 @@ def _explain_batch(
         text = f"{name} held {what} when the replay began{at}; it was written to since "
         return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
     if not isinstance(call, ModelCall):
-        of = "" if leaf.name.startswith("batch") else " of the batch"
-        text = f"{name}{of} holds {what}{at}"
+        is_given = leaf.name.startswith("batch")  # else the program's own variable
+        held = f"holds {what}" if is_given else f"held {what} before the forward"
+        text = f"{name} {held}{at}"
         return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
     text = f"{name} held {what} when the model received it from the loop{at}"
     if call.follows_others:

@@ -19,6 +19,10 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 SCOPES = (*DEFINITIONS, ast.Lambda)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _NAMESPACES = {"torch", "F", "nn", "functional", "init"}  # of torch.relu_(x)
+# What writes to gradients alone, which no loss reads; a replay begins without them.
+_OF_GRADIENTS = {
+    *("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "unscale_")
+}
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -65,7 +69,8 @@ def changed(
         if isinstance(each, ast.Call):
             outputs = [key.value for key in each.keywords if key.arg == "out"]
             name = getattr(each.func, "attr", getattr(each.func, "id", ""))
-            if name.endswith("_") and not name.endswith("__"):
+            is_in_place = name.endswith("_") and not name.endswith("__")
+            if is_in_place and name not in _OF_GRADIENTS:
                 is_function = bool(_owner_of(each.func) & _NAMESPACES)
                 outputs += each.args[:1] if is_function else [each.func]
             found |= {name for output in outputs for name in _owner_of(output)}

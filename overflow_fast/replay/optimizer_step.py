@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from ..core.modules import named_parameters
-from ..text import dtype_name
+from ..text import dtype_name, nonfinite_text
+from ..tree import path_text, tensors
 from .explanation import SLOWER, BadStep, Explanation, Op, Remedy
 from .finding import trace_back
-from .op_trace import NOT_TRIED, OpTable, OpTrace
+from .op_trace import NOT_TRIED, OpTable, OpTrace, inf_signs
 from .places import module_of_parameter, op_at
 from .remedies.line_edit import functions_are_found_once
 from .remedies.line_forms import update_remedies
@@ -26,6 +27,11 @@ _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
 _BETWEEN = (
     "{} was finite when the step before was judged: the optimizer's step made it "
     "non-finite, or code that wrote to it since"
+)
+_STATE = (
+    "A checkpoint may have brought the non-finite state, or a step have made it: "
+    "load one in which the optimizer's state is finite as well "
+    "(`overflow_fast.assert_finite_state(model, optimizer)`)."
 )
 _WRITTEN = (
     "code outside of the optimizer's step has written to it since: its version counter "
@@ -66,6 +72,8 @@ def explain_update(
             made = wrong or _made_again(optimizer, group, parameter, found)
             times = incident.last_steps.writes_since(optimizer, parameter)
             found.evidence += [_WRITTEN.format(times)] * bool(times)
+            if made is None:
+                _add_bad_state(optimizer, parameter, found)
             return made or _too_large(group, incident, found)
     return found
 
@@ -217,6 +225,27 @@ def _op_of(row: Any) -> Op:
         op.inputs, op.outputs = row.details.inputs, row.details.outputs
         op.first_index, op.limit = row.details.first_index, row.details.limit
     return op
+
+
+def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) -> None:
+    """Adds which parts of the weight's state are non-finite where the weight is."""
+    places = ~parameter.detach().isfinite()
+    texts = []
+    for path, tensor in tensors(dict(optimizer.state.get(parameter, {}))):
+        if tensor.shape != parameter.shape or not tensor.is_floating_point():
+            continue
+        bad = ~tensor.detach().isfinite()
+        if bool((bad & places).any()):
+            values = tensor.detach()
+            counts = int(values.isnan().sum()), int(values.isinf().sum())
+            what = nonfinite_text(*counts, inf_signs(values), values.numel())
+            texts.append(f"{path_text(path)} {what}")
+    if texts:
+        name = type(optimizer).__name__
+        found.evidence.append(
+            f"the state of {name} holds, there too: {'; '.join(texts)}"
+        )
+        found.notes.append(_STATE)
 
 
 def _too_large(

@@ -37,12 +37,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.modules import Handles, children_of, modules_in
+from ..state.objects import is_taken_from
 from ..text import is_of_program, short_name
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.registry import stack
 from ..torch_internals.running import no_dispatch
 from ..tree import CALL_DEPTH, find, tensors_in
 from .capture import Ambient, Captured, KeptCall, ModelCall, data_in
+from .explanation import taken_text
 from .names import BLOCKS, SCOPES, assigned, assigned_itself, changed, read, written
 from .op_trace import floats_in, is_float, kinds_of
 from .places import source_lines
@@ -291,6 +293,11 @@ def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
     is_short = bool(code) and "\n" not in code and len(code) <= _MOST_CODE
     if not is_short or ".run(" in code:
         return ""
+    named = [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
+    around = {**line.frame.f_globals, **line.variables}
+    taken = [each for each in dict.fromkeys(named) if is_taken_from(around.get(each))]
+    if taken:
+        return taken_text(taken)
     if any(_is_call_of(n, line, models) for n in ast.walk(value)):
         return _DIRECT.format(name=name, code=code, place=place)
     return _INDIRECT.format(name=name, line=f"{name} = {code}", place=place)

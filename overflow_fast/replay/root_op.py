@@ -407,6 +407,11 @@ _DOMAINS: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
+# Of others, above which number their second argument must be.
+_OF_SECOND = {"xlogy": 0.0, "special_xlog1py": -1.0}
+_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/"}
+
+
 def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
     """Names an argument that is outside of the operation's domain, and where."""
     base = op.base.removesuffix("_")
@@ -431,6 +436,17 @@ def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
             return ""
         if (value < 0 and power != int(power)) or (value == 0 and power < 0):
             return f"its input is {_at(first, value, index)}, the exponent {power:g}"
+    if base in _OF_SECOND and len(op.args) > 1:
+        second, least = _value_at(op.args[1], index), _OF_SECOND[base]
+        if second is not None and second <= least:
+            own = _at(op.args[1], second, index)
+            return f"its second input is {own}; {base} needs one above {least:g}"
+    is_plain = len(op.args) > 1 and op.kwargs.get("alpha", 1) == 1
+    if base in _ARITHMETIC and is_plain and value is not None:
+        second = _value_at(op.kept.get(id(op.args[1]), op.args[1]), index)
+        if second is not None and math.inf in (abs(value), abs(second)):
+            at = f" at {list(index)}" if index else ""
+            return f"it is {value:g} {_ARITHMETIC[base]} {second:g}{at}"
     if base in _SOFTMAXES and isinstance(first, torch.Tensor) and first.dim():
         return _masked_row(first, op.args[1], index)
     if base == "logsumexp" and isinstance(first, torch.Tensor) and first.dim():

@@ -231,6 +231,10 @@ _BEHIND = (
     "too: the gradients are finite before them and non-finite behind them."
 )
 _OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
+_ENDS_FINITE = (
+    "The forward ends finite all the same: what follows leaves these values out. "
+    "Backward runs through them."
+)
 _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
@@ -375,7 +379,10 @@ class Search:
     ) -> Explanation:
         assert traced.table is not None
         rows = ForwardRows(traced.table)
-        in_gradients = traced.is_in_gradients
+        incident = self._incident
+        # Where a module was seen to return it, it arose in the forward for sure.
+        is_seen = incident is not None and incident.kind in ("input", "output")
+        in_gradients = traced.is_in_gradients and not is_seen
         source, before = root_op.source, traced.num_before
         if before is not None and isinstance(source, Row) and source.index >= before:
             found = explain_root_op(root_op, rows, False, call)
@@ -383,7 +390,8 @@ class Search:
             found.notes.append(_BEHIND)
             return found
         found = explain_root_op(root_op, rows, in_gradients, call)
-        incident = self._incident
+        if traced.is_in_gradients and is_seen and found.phase == "forward":
+            found.notes.append(_ENDS_FINITE)
         was_finite = incident is not None and incident.weights.get(found.tensor)
         if incident is not None and found.phase == "weights" and was_finite:
             return explain_update(self._replayer.models, incident, found)

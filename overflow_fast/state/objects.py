@@ -499,6 +499,15 @@ def is_without_copy(kind: type) -> bool:
     return hasattr(kind, "__next__") or issubclass(kind, (io.IOBase, socket.socket))
 
 
+def is_taken_from(value: Any) -> bool:
+    """True for what gives or takes something else each time it is used.
+
+    That is what has no copy, but for caches and the streams of the process.
+    """
+    kind = type(value)
+    return kind is not _CACHED and is_without_copy(kind) and not _is_terminal(value)
+
+
 _CACHED = type(functools.lru_cache(len))
 _SIZED = (queue.Queue, queue.SimpleQueue)
 
@@ -741,7 +750,12 @@ def _is_array(value: Any) -> bool:
 
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names in a code and in the functions and comprehensions within it."""
+    """Global variables that a code, or a function or comprehension in it, reads."""
+    return _names(code).read
+
+
+def attribute_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names in a code that may be those of attributes; with those of what is in it."""
     return _names(code).all
 
 
@@ -753,11 +767,13 @@ class _NamesIn(NamedTuple):
 
     Attributes:
         all: Of global variables and attributes.
+        read: Of the global variables that it reads.
         set: Of the global variables that it assigns or deletes.
         given: Of the attributes that it assigns or deletes.
     """
 
     all: _Names
+    read: _Names
     set: _Names
     given: _Names
 
@@ -768,6 +784,7 @@ def _names(code: types.CodeType) -> _NamesIn:
     inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     kinds: tuple[list[str], ...] = (
         list(code.co_names),
+        [name for kind, name in own if kind in ("LOAD_GLOBAL", "LOAD_NAME")],
         [name for kind, name in own if kind in ("STORE_GLOBAL", "DELETE_GLOBAL")],
         [name for kind, name in own if kind in ("STORE_ATTR", "DELETE_ATTR")],
     )

@@ -663,21 +663,24 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
     bad, count = _bad_gradients(ordered)
     owners = list(dict.fromkeys(n.rpartition(".")[0] or "the model" for n in bad))
     others = [LOSS, AFTER_BACKWARD, HOOK, EARLIER_GRADIENTS, *_other_ranks()]
-    if not any(c.kind == _C.FrameKind.BACKWARD for c in first.watch.recorder.calls()):
+    calls = first.watch.recorder.calls()
+    unseen = [c.has_unseen for c in calls if c.kind == _C.FrameKind.BACKWARD]
+    if all(unseen):
         maker = (
             "the loss, the backward of any module, a hook on a gradient, gradients "
             "that were there before, or code after it: no gradient of an output was "
             "checked"
         )
         return Origin("unclear", "unclear", maker, [*owners, *others])
+    seen = " that could be scanned" * any(unseen)
     reduced = ", or what another rank had in its gradients" * bool(_other_ranks())
     if len(bad) == count and len(owners) > 1:
         maker = (
             "code that changed gradients after backward (clipping by a non-finite norm "
             "spreads to all), gradients that were there before this backward, hooks on "
             "gradients, or a term of the loss that is computed from the weights: "
-            f"all {count} gradients are non-finite, and those of outputs were finite"
-            f"{reduced}"
+            f"all {count} gradients are non-finite, and those of outputs{seen} were "
+            f"finite{reduced}"
         )
         candidates = [AFTER_BACKWARD, *dict.fromkeys([LOSS, *others[2:]])]
         return Origin("unclear", "after_backward", maker, candidates)
@@ -685,7 +688,7 @@ def origin_of_gradients(first: BadFrame, ordered: Sequence[BadFrame]) -> Origin:
         f"the backward of {_makers(owners)}, a term of the loss that is computed from "
         "weights, a hook on a gradient, gradients that were there before this "
         "backward, or code that changed gradients after backward: the gradients of all "
-        f"watched outputs were finite{reduced}"
+        f"watched outputs{seen} were finite{reduced}"
     )
     return Origin("unclear", "unclear", maker, [*owners, *others])
 
@@ -798,7 +801,7 @@ def _blame_batch_or_loop(places: list[str], outermost: Called, after: str) -> Or
     """Makes the origin of a loop's input: the batch, or computed from anything."""
     caller = caller_of(outermost.watch)
     maker = f"the batch or from {caller}"
-    maker += f" after {after}" if after else ""
+    maker += f", which had called {after} before" if after else ""
     maker += f", as {outermost.name} received it" if outermost.call.module else ""
     maker += f": {', '.join(places)}"
     candidates: list[str] = [BATCH, caller]

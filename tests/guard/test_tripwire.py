@@ -196,6 +196,33 @@ def test_without_the_loss_it_says_what_was_not_run():
     assert "guard.run(lambda: loss)" in str(error.value.report)
 
 
+def test_what_no_hook_sees_in_a_forward_is_not_called_finite():
+    """A value that the forward leaves in an attribute, and the loss adds."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x):
+            hidden = self.linear(x)
+            self.extra = hidden[:0].mean()
+            return hidden
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, watch="tripwire") as guard:
+        loss = model(torch.ones(6, 4)).mean() + model.extra
+        (loss * model.linear.weight.sum()).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+        guard.disable()
+    notes = " ".join(error.value.report.notes)
+    assert "were run again with every module watched: what modules receive" in notes
+    assert "receive and return is finite. The loss" in notes
+    assert "are finite" not in notes
+
+
 def scanned_in_a_step(**recorded):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:

@@ -127,3 +127,31 @@ def test_a_step_alone_is_no_write_of_others():
     found = run(sgd, change)
     assert found is not None
     assert "code outside" not in str(found.evidence)
+
+
+def test_a_state_that_a_checkpoint_has_brought_is_named():
+    def made(model):
+        optimizer = adamw(model)
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = optimizer.state_dict()
+        state["state"][0]["exp_avg_sq"][1, 2] = NAN
+        optimizer.load_state_dict(state)
+        return optimizer
+
+    found = run(made)
+    assert (found.cause, found.tensor) == ("unknown", "weight")
+    said = "the state of AdamW holds, there too: ['exp_avg_sq'] 1 nan of 8 values"
+    assert found.evidence[1] == said
+    assert "in which the optimizer's state is finite as well" in str(found)
+
+
+def test_a_finite_state_is_not_blamed():
+    def after(optimizer, step, model):
+        with torch.no_grad():
+            model.weight[0, 0] = NAN
+
+    found = run(adamw, after=after)
+    assert "the state of" not in str(found)
+    assert not found.notes

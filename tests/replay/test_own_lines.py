@@ -124,9 +124,41 @@ def without_the_model(t, x):
     t.optimizer.step()
 
 
+def clipped(t, x):
+    loss = t.negative_logarithm(t.model(x))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(t.model.parameters(), 1.0)
+    nn.utils.clip_grad_value_(t.model.parameters(), 1.0)
+    t.optimizer.step()
+
+
+class Loop:
+    """A program's own trainer, which clips."""
+
+    def __init__(self, t):
+        self.model, self.optimizer, self.t = t.model, t.optimizer, t
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        self.step_number = 0
+
+    def loss_of(self, x):
+        return self.t.negative_logarithm(self.model(x))
+
+    def train(self, x):
+        loss = self.loss_of(x)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.step_number += 1
+        self.optimizer.step()
+
+
+def of_a_trainer(t, x):
+    Loop(t).train(x)
+
+
 WAYS = [
     *(in_a_line, in_lines, under_contexts, added_up, of_a_tuple, in_a_branch, scaled),
-    *(stepped_elsewhere, without_the_model),
+    *(stepped_elsewhere, without_the_model, clipped, of_a_trainer),
 ]
 
 

@@ -399,3 +399,62 @@ def test_an_empty_batch_has_no_labels_that_are_ignored():
     found = explain(net, batch, lambda b: F.cross_entropy(net(b[0]), b[1]))
     assert found.cause == "empty reduction"
     assert "the batch is empty" in found.evidence[1]
+
+
+class Held(nn.Module):
+    """A model with -inf in a buffer, which nothing has masked."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("log_variance", torch.tensor([-INF, 0.5]))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x), self.log_variance)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda x, low: (x + low) - low, "it is -inf - -inf at [0, 0]"),
+        (lambda x, low: (x + low).sub_(low), "it is -inf - -inf at [0, 0]"),
+        (lambda x, low: low + -low + x, "it is -inf + inf at [0]"),
+        (lambda x, low: x + low * low.exp(), "it is -inf * 0 at [0]"),
+        (lambda x, low: x + low / low, "it is -inf / -inf at [0]"),
+    ],
+)
+def test_infs_that_make_a_nan_are_told_with_where_they_are_from(function, said):
+    torch.manual_seed(0)
+    net = Held(function)
+    found = explain(net, torch.ones(3, 4), lambda x: net(x).sum())
+    made = found.evidence[0]
+    assert found.cause == UNDEFINED
+    assert " with 1 -inf, else in magnitude " in made or "with 3 -inf, else" in made
+    assert f"; {said}; its infs are those that `log_variance` holds" in made
+
+
+def test_a_scaled_sum_of_infs_is_not_told_as_a_plain_one():
+    torch.manual_seed(0)
+    net = Held(lambda x, low: torch.add(low, low, alpha=-1) + x)
+    found = explain(net, torch.ones(3, 4), lambda x: net(x).sum())
+    assert found.cause == UNDEFINED
+    assert "it is -inf + -inf" not in found.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (torch.xlogy, "its second input is 0 at [1, 2]; xlogy needs one above 0"),
+        (
+            lambda x, y: torch.special.xlog1py(x, y - 1),
+            "its second input is -1 at [1, 2]; special_xlog1py needs one above -1",
+        ),
+    ],
+)
+def test_a_second_input_outside_of_a_domain_is_named(function, said):
+    density = torch.ones(4, 4)
+    density[1, 2] = 0
+    net = Net(lambda x: function(x.abs() + 1, density))
+    found = explain(net, data(), lambda x: net(x).mean())
+    assert said in found.evidence[0]

@@ -332,15 +332,15 @@ def test_a_forward_that_was_not_kept_is_not_said_to_be_finite():
 def test_a_replay_that_raises_is_a_sentence():
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)
-    once = iter([None])
+    once = [None]
     model[1].factor = NAN
-    loss = guard.run(lambda: (next(once), model(data()).sum())[1])
+    loss = guard.run(lambda: (once.pop(), model(data()).sum())[1])
     loss.backward()
     with pytest.raises(NonFiniteError) as error:
         optimizer.step()
     found = error.value.report.explanation
     assert found.cause == "unknown"
-    assert "The replay raised StopIteration" in str(found)
+    assert "The replay raised IndexError: pop from empty list" in str(found)
 
 
 def test_nothing_is_replayed_where_other_ranks_would_not_join(monkeypatch):
@@ -556,3 +556,31 @@ def test_a_loop_that_has_gone_on_does_not_change_the_replay(way, tmp_path):
     found = error.value.report.explanation
     assert (found.phase, found.cause) == ("data", "bad data"), found
     assert found.sample == 2 or way == "index"
+
+
+@pytest.mark.parametrize("watch", ["tripwire", None])
+def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_out(
+    watch,
+):
+    """Rows of 0 over their norm: nan that a finite loss masks, and backward meets."""
+
+    class Unit(nn.Module):
+        def forward(self, x):
+            return x / x.norm(dim=-1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Unit(), nn.Linear(4, 1))
+    x = torch.ones(3, 4)
+    x[1] = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {} if watch is None else {"watch": watch}
+    guard = OverflowGuard(model, optimizer, **options)
+    loss = guard.run(lambda: model(x)[[0, 2]].mean())
+    assert loss.isfinite()
+    loss.backward()
+    with pytest.raises(NonFiniteError, match="`output` of 1 ") as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    named = found.phase, found.cause, found.module, found.op.name
+    assert named == ("forward", "undefined", "1", "aten.div.Tensor")
+    assert "in backward" not in str(found)
+    assert any("The forward ends finite all the same" in note for note in found.notes)

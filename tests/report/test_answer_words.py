@@ -149,9 +149,36 @@ def test_evidence_counts_infs_by_their_sign():
     x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
     guard.run(lambda: model(x).mean()).backward()
     said = flat(raised(optimizer.step))
-    assert "`x` of the batch holds 1 nan and 2 infinite of 12 values" in said
+    assert "`x` held 1 nan and 2 infinite of 12 values before the forward" in said
     assert "the batch or from the training loop" in said  # which the replay leaves open
     guard.remove()
+
+
+def test_what_the_loop_has_computed_is_not_called_the_batch():
+    """A target of a teacher, in a loop that keeps its gradients for two batches."""
+    model, teacher = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer) as guard:
+        for scale in (1.0, 0.0):
+            with torch.no_grad():
+                target = teacher(torch.ones(4, 3)) / scale / scale * scale
+            guard.run(lambda y=target: (model(torch.ones(4, 3)) * y).mean()).backward()
+        said = flat(raised(optimizer.step))
+    assert "cause bad data: `y`" in said
+    assert "`y` held 8 nan of 8 values before the forward; it was first" in said
+    assert "of the batch" not in said
+
+
+def test_an_input_of_a_later_forward_says_that_the_loop_has_called_the_model():
+    model, x = nn.Sequential(nn.Linear(3, 1)), torch.ones(4, 3)
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer) as guard:
+        guard.run(lambda: model(torch.ones(4, 3)).mean()).backward()
+        x[1, 1] = torch.nan
+        guard.run(lambda: model(x).mean()).backward()
+        said = flat(raised(optimizer.step))
+    where = "the batch or from the training loop, which had called the model before: "
+    assert f"it came from {where}`input[0]`, sample 1 of 4 (from 0)" in said
 
 
 def test_a_value_far_from_an_overflow_is_not_said_to_be_near_one():

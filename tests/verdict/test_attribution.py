@@ -1022,6 +1022,30 @@ def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite():
     assert "the loss" in verdict.candidates
 
 
+@pytest.mark.parametrize("is_called", [False, True])
+def test_gradients_that_torch_func_hides_are_not_called_finite(is_called):
+    model, x = mlp(), inputs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x[None],)).sum()
+
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
+        weights = {k: v.detach() for k, v in model.named_parameters()}
+        if is_called:
+            model(x).sum().backward()
+        found = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+        for name, parameter in model.named_parameters():
+            parameter.grad = found[name].mean(0) * NAN
+        optimizer.step()
+    maker = guard.last_report.verdict.maker
+    assert "outputs were finite" not in maker
+    if is_called:
+        assert "those of outputs that could be scanned were finite" in maker
+    else:
+        assert "no gradient of an output was checked" in maker
+
+
 def test_who_used_what_an_identity_returned_on_a_device():
     class Net(nn.Module):
         def __init__(self):
