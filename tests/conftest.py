@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # What the processor lists it has: not compiled and loaded once more in each process.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pytest
 import torch
@@ -37,8 +38,20 @@ def pytest_configure(config):
         gc.disable()  # until all tests are imported: see pytest_collection_modifyitems
         for name in ("torch._inductor.compile_fx", "transformers.modeling_utils"):
             importlib.import_module(name)
+        leave_out_the_compilers_diagnostics()
         gc.freeze()
         serve_from_here()
+
+
+def leave_out_the_compilers_diagnostics():
+    """What torch writes and measures of each compilation takes a third of its time.
+
+    pytest adds its handlers to each logger that does not propagate; with any handler,
+    this one gets the graphs, guards and stacks of whatever is compiled as JSON.
+    """
+    torch._logging._internal.trace_log.propagate = True
+    torch._logging._internal.trace_log.handlers.clear()
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # flushes the caches
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -67,21 +80,34 @@ def pytest_collection_modifyitems(config, items):
     """Groups first: they take longest."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     if hasattr(config, "workerinput"):
-        freeze_all_but_functions_of(config.rootpath / "tests")
+        freeze_all_but_functions_of_tests()
         gc.set_threshold(20_000)  # collections are a tenth of what tests take, else
         gc.enable()
 
 
-def freeze_all_but_functions_of(folder):
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    """What compilers and libraries have kept for good is frozen when a file ends."""
+    result = yield
+    ends_file = nextitem is None or nextitem.path != item.path
+    in_worker = hasattr(item.config, "workerinput")
+    if in_worker and ends_file and len(gc.get_objects()) > 50_000:
+        gc.collect()
+        freeze_all_but_functions_of_tests()
+    return result
+
+
+def freeze_all_but_functions_of_tests():
     """Lets collections look at nothing that there is, which takes 0.3 s each time.
 
     Edits of lines look through all objects for a function: those of tests are found.
     """
+    folder = os.path.dirname(__file__)
     functions = [
         each
         for each in gc.get_objects()
         if type(each) is types.FunctionType
-        and each.__code__.co_filename.startswith(str(folder))
+        and each.__code__.co_filename.startswith(folder)
     ]
     gc.freeze()
     for each in functions:
