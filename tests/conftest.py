@@ -4,6 +4,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import logging
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pytest
 import torch
+from _pytest.logging import catching_logs
 from emulation import VARIANTS, emulated_device, emulation
 from gpus import GPUS, Cuda, Emulated
 from processes import serve_from_here
@@ -30,28 +32,35 @@ trials.LEAST_SECONDS = 600.0
 
 
 def pytest_configure(config):
-    """In a worker of xdist, processes that tests start are forks of it.
+    """The processes that tests start are forks of their worker, as it is from here on.
 
-    Collections look at none of what these have imported.
+    They have what takes long to import, and what no collection looks at.
     """
     if hasattr(config, "workerinput"):
         gc.disable()  # until all tests are imported: see pytest_collection_modifyitems
         for name in ("torch._inductor.compile_fx", "transformers.modeling_utils"):
             importlib.import_module(name)
-        leave_out_the_compilers_diagnostics()
+        # Measures guards, and flushes the caches of the processor for it.
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
         gc.freeze()
         serve_from_here()
 
 
-def leave_out_the_compilers_diagnostics():
-    """What torch writes and measures of each compilation takes a third of its time.
+def attach_to_the_root_alone(self):
+    """Stands for the beginning of pytest's capture of logs, six times for each test.
 
-    pytest adds its handlers to each logger that does not propagate; with any handler,
-    this one gets the graphs, guards and stacks of whatever is compiled as JSON.
+    Its own looks at 1,000 loggers and adds its handler to 90 that do not propagate.
+    With any, torch writes graphs, guards and stacks of what is compiled as JSON.
     """
-    torch._logging._internal.trace_log.propagate = True
-    torch._logging._internal.trace_log.handlers.clear()
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # flushes the caches
+    if self.level is not None:
+        return attach_to_all(self)
+    self.attached_loggers.append(logging.getLogger())
+    logging.getLogger().addHandler(self.handler)
+    return self.handler
+
+
+attach_to_all = catching_logs.__enter__
+catching_logs.__enter__ = attach_to_the_root_alone
 
 
 @pytest.hookimpl(optionalhook=True)
