@@ -29,6 +29,10 @@ from overflow_fast.replay.remedies import trials
 
 # What is tried on a bad step does not depend on what else runs here.
 trials.LEAST_SECONDS = 600.0
+# Each seed is kept with its stack for devices that are not there, which takes 14 times
+# as long as the seed itself, and longer below pytest.
+for module in (torch.cuda, torch.xpu, torch.mtia):
+    module.traceback = types.SimpleNamespace(format_stack=list)
 
 
 def pytest_configure(config):
