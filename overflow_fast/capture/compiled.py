@@ -299,6 +299,15 @@ def step_out() -> str:
         return ""
 
 
+def class_name(kind: type) -> str:
+    """The name of a module's class in frames. Dynamo calls it while it traces.
+
+    If it traced this, each call of the compiled code would compare the base classes of
+    every module.
+    """
+    return unwrapped_class(kind).__name__
+
+
 def step_in() -> None:
     """Goes back to the body that `step_out` has left."""
     dynamo_translator().output.tracers.pop()
@@ -349,7 +358,7 @@ def _register() -> None:
     guard_on_hooks()
     for function in (emit, emit_call, emit_hidden, watch_gradient):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
-    for constant in (step_in, step_out, opaque_name, deep_name, wraps_of):
+    for constant in (step_in, step_out, class_name, opaque_name, deep_name, wraps_of):
         torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
     # Compiled code may drop none of them, and must keep their order.
     names = ("frame", "call")
@@ -425,7 +434,7 @@ def _trace(
     has_loss: bool,
 ) -> None:
     plan, handle_tensor, owner = hook.plan, hook.handle_tensor, hook.owner_handle
-    name = unwrapped_class(type(module)).__name__
+    name = class_name(type(module))
     inputs: Entries = []
     outputs: Entries = []
     has_frame = not is_root or plan & ROOT != 0

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..capture.watch import ModelWatch, models_of
 from ..core.process import own_rank, world_size
 from ..report.report import RankInfo, Report
+from ..text import numbered
 from ..torch_internals.module_internals import is_shadowing
 from ..verdict.verdict import Verdict
 from .joinable import GuardJoinable, is_first, is_joining
@@ -348,7 +349,7 @@ class Agreement:
         if self._given is not None or not self._may_act or max(len(ranks), 1) == world:
             return
         who = (
-            f"Ranks {_listed(ranks)} of {world} decide together: the process groups "
+            f"{numbered('Rank', ranks)} of {world} decide together: the process groups "
             "of the model connect no others."
             if ranks
             else f"Rank {own_rank()} of {world} decides alone: the model shows no "
@@ -377,8 +378,3 @@ class Agreement:
                 "(torch.distributed.algorithms.join) for the ranks to decide together."
             )
         return is_left_out
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """The ranks, or the first few of many."""
-    return ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..replay.replayer import NotJoined
+from ..text import numbered
 from ..torch_internals.module_internals import default_store
 
 # A replay runs in step on all ranks; compiling code again takes longest in it.
@@ -88,8 +89,8 @@ class StoreChannel:
         return f"overflow_fast/replay/{self._session}/{number}/{part}"
 
     def _sentence(self, ranks: Sequence[int]) -> str:
-        who = ", ".join(map(str, ranks[:8]))
+        are_gone = "or is gone" if len(ranks) == 1 else "or are gone"
         return (
-            f"The replay ended early: rank {who} did not join it within "
-            f"{self._limit.total_seconds():.0f} s, or is gone."
+            f"The replay ended early: {numbered('rank', ranks)} did not join it within "
+            f"{self._limit.total_seconds():.0f} s, {are_gone}."
         )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.process import settings_of_torch
-from ..text import capitalized, counted
+from ..text import capitalized, counted, numbered
 from .stage import (
     BROKEN,
     WARNING,
@@ -288,8 +288,8 @@ def _doubles(
     for (what, host), ranks in owners.items():
         if len(ranks) > 1:
             text = (
-                f"Ranks {', '.join(map(str, ranks))} have the same {what} on {host}: "
-                "each needs its own."
+                f"{numbered('Rank', ranks)} have the same {what} on {host}: each needs "
+                "its own."
             )
             yield Finding(NAME, BROKEN, tuple(ranks), text)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from ..text import nonfinite_text
+from ..text import nonfinite_text, numbered
 from . import explanation as notes
 from .capture import HeldTensor, KeptCall, ModelCall
 from .explanation import Explanation, Op, TensorSummary
@@ -541,8 +541,7 @@ def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
     num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
     what = nonfinite_text(num_nan, num_inf, inf_signs(values), values.numel())
     rows = _bad_rows(values) if names_rows else []
-    names = ", ".join(map(str, rows))
-    at = f" (all in row{'s' * (len(rows) > 1)} {names})" if rows else ""
+    at = f" (all in {numbered('row', rows)})" if rows else ""
     return f"{what}{at}"
 
 

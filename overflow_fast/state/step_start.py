@@ -5,7 +5,7 @@ step's first forward begins; larger ones once, and again when they have changed.
 trained weights the versions are noted: one that a forward writes to, as an embedding
 with `max_norm` does, is copied from the next step on. Small weights and the plain
 attributes of modules are kept in steps 1, 2, 4, 8, ..., and in each step if a forward
-was seen to change them.
+was seen to change them since the last of these but one.
 """
 
 from __future__ import annotations
@@ -210,7 +210,10 @@ class _Point:
         self._steady = _Steady([])
         self.weights = _Weights()
         self._attributes: list[KeptAttributes] = []
+        # Modules whose attributes are kept in each step; those seen to change since.
         self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._was_firm = False
         self._num_taken = 0
         self._is_full = False
         self.is_taken = False
@@ -231,11 +234,15 @@ class _Point:
             self._walk(model)
         self.weights.take(self._is_full)
         self._attributes = []
+        if self._is_full and self._was_firm:  # without autograd it may not change
+            self._changing, self._changed = self._changed, weakref.WeakSet()
+            self._was_firm = False
         if self._is_full or len(self._changing):
             modules = modules_in(model) if self._is_full else list(self._changing)
             kept = filter(KeptAttributes.are_kept, modules)
             self._attributes = list(map(KeptAttributes, kept))
         self.is_taken, self.is_firm = True, is_firm
+        self._was_firm |= is_firm
 
     def _holds_same(self) -> bool:
         return _C.hold(self._tables, self._held)
@@ -312,11 +319,12 @@ class _Point:
             return
         self._steady.note_writes()
         self.weights.end_forward()
-        if self._is_full:
-            for kept in self._attributes:
-                module = kept.module()
-                if module is not None and kept.has_changed():
-                    self._changing.add(module)
+        for kept in self._attributes:
+            module = kept.module()
+            if module is None or module in self._changed or not kept.has_changed():
+                continue
+            self._changed.add(module)
+            self._changing.add(module)
 
     @torch.no_grad()
     def keep(self, compares: bool) -> None:

@@ -389,14 +389,14 @@ def test_ranks_that_share_no_group_decide_together_through_others(bad_rank):
         assert found["changed"] == [True, False, True]
         assert f"is not finite on rank {bad_rank} of 4" in found["report"]
         [line] = found["logged"]
-        assert "Ranks 0, 1, 2 of 4 decide together" in line
+        assert "Ranks 0 to 2 of 4 decide together" in line
     assert (alone["skipped"], alone["failures"]) == (0, 0)
 
 
 def test_stages_decide_separately_and_say_so():
     first, second = all_of("stages")[:2], all_of("stages")[2:]
     assert [found["skipped"] for found in [*first, *second]] == [0, 0, 1, 1]
-    for members, stage in (("0, 1", first), ("2, 3", second)):
+    for members, stage in (("0 and 1", first), ("2 and 3", second)):
         for found in stage:
             [line] = found["logged"]
             assert f"Ranks {members} of 4 decide together" in line

@@ -240,7 +240,7 @@ def test_what_has_nothing_to_be_compared_with_is_not_judged():
     [
         ({"versions": {"torch": "2.12.0", "NCCL": "2.29.2"}}, BROKEN, "torch is 2.12"),
         ({"backend": "gloo"}, BROKEN, "backend is gloo on rank 5 (Node-0), and nccl"),
-        ({"gpu": "GPU-4"}, BROKEN, "Ranks 4, 5 have the same GPU GPU-4 on Node-0"),
+        ({"gpu": "GPU-4"}, BROKEN, "Ranks 4 and 5 have the same GPU GPU-4 on Node-0"),
         ({"gpu": "", "local_rank": 0}, 0, ""),
         ({"local_rank": 9}, BROKEN, "LOCAL_RANK is 9, and it sees 8 GPUs"),
         ({"taken": 0.4}, WARNING, "40% of the GPU's memory is taken already"),

@@ -117,7 +117,7 @@ def test_replicas_are_compared():
         assert count == 1
         (message,) = messages
         assert "Step 4: replicas of weights differ" in message
-        assert "bias differs between ranks 0, 1" in message
+        assert "bias differs between ranks 0 and 1" in message
 
 
 def test_replicas_that_are_not_there_are_told_once(caplog):

@@ -130,7 +130,7 @@ def test_the_bad_row_of_an_embedding_and_its_place_in_the_batch():
         model[0].weight[[7, 30]] = torch.nan
     ids = torch.tensor([[1, 2], [3, 7]])
     found = explain(model, ids, lambda batch: model(batch).mean())
-    assert "8 nan of 128 values (all in rows 7, 30)" in found.evidence[0]
+    assert "8 nan of 128 values (all in rows 7 and 30)" in found.evidence[0]
     assert found.evidence[1:] == ["`batch` holds 7 at [1, 1]"]
     optimizer = torch.optim.SGD(model.parameters())
     with OverflowGuard(model, optimizer) as guard:

@@ -23,6 +23,7 @@ from overflow_fast import (
     compare_live,
     shadow,
 )
+from overflow_fast.state import step_start
 from overflow_fast.state.random import RandomStates
 from overflow_fast.state.snapshot import Snapshot
 
@@ -431,3 +432,47 @@ def test_a_generator_whose_first_draw_is_in_the_forward_is_restored():
     command = [sys.executable, "-c", FIRST_DRAW.format(loads=loads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None"]
+
+
+class Setting(nn.Module):
+    """Sets an attribute in its first call, or in each with autograd."""
+
+    def __init__(self, is_counter):
+        super().__init__()
+        self.linear, self.is_counter, self.calls = nn.Linear(4, 4), is_counter, 0
+
+    def forward(self, x):
+        if torch.is_grad_enabled() and (self.is_counter or not self.calls):
+            self.calls += 1
+        return self.linear(x)
+
+
+def test_attributes_are_kept_in_each_step_while_they_change(monkeypatch):
+    kept = []
+
+    class Noted(step_start.KeptAttributes):
+        def __init__(self, module):
+            super().__init__(module)
+            kept.append(module)
+
+    monkeypatch.setattr(step_start, "KeptAttributes", Noted)
+    once, counter = Setting(is_counter=False), Setting(is_counter=True)
+    model = nn.Sequential(once, counter, nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    in_steps = []
+
+    def step():
+        kept.clear()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        in_steps.append(set(kept))
+
+    with OverflowGuard(model, optimizer, explain=False):
+        for _ in range(20):
+            step()
+        with torch.no_grad():
+            for _ in range(120):
+                model(torch.ones(2, 4))
+        step()
+    assert in_steps[1] == in_steps[3] == {once, counter}
+    assert in_steps[7] == in_steps[-1] == {counter}

@@ -13,6 +13,7 @@
 #endif
 
 #define OF_DOUBLES 8
+#define OF_VECTOR_BYTES 64
 #define OF_ISA avx512
 #define OF_KERNELS kAvx512Kernels
 #include "kernels.inc"

@@ -18,7 +18,7 @@ from ...core.modules import is_ddp, named_modules, parameters_of, tensor_name
 from ...core.process import has_process_group, own_rank
 from ...core.tensors import digest_of, place_of
 from ...distributed.peers import replicating_group
-from ...text import as_lines
+from ...text import as_lines, numbered
 from ...torch_internals.module_internals import own_parameters
 from ...torch_internals.tensor_internals import local_part
 from ...tree import plain_key, tensors
@@ -102,12 +102,10 @@ class _ReplicaLog(Monitor):
 
 def _difference_text(found: ReplicaDifference) -> str:
     if not found.ranks:
-        ranks = ", ".join(map(str, found.group))
-        return f"{found.name} differs between ranks {ranks}: none is in the majority."
-    odd = ", ".join(map(str, found.ranks))
-    others = len(found.group) - len(found.ranks)
-    ranks = "ranks" if len(found.ranks) > 1 else "rank"
-    return f"{found.name}: {ranks} {odd} of {len(found.group)}; {others} agree."
+        ranks = numbered("rank", found.group)
+        return f"{found.name} differs between {ranks}: none is in the majority."
+    odd, count = numbered("rank", found.ranks), len(found.group)
+    return f"{found.name}: {odd} of {count}; {count - len(found.ranks)} agree."
 
 
 # The comparison, in which every rank joins.
