@@ -19,24 +19,24 @@ def chromium():
         yield found
 
 
-@pytest.fixture
-def opened(chromium, tmp_path):
-    """Opens a page of records; no page may have had any trouble when it is closed."""
-    pages = []
+@pytest.fixture(scope="module")
+def page(chromium):
+    return OpenPage(chromium.new_page())
 
-    def open_(records, incidents=(), **options):
-        path = write_page(tmp_path / f"{len(pages)}.html", records, incidents)
-        tab = chromium.new_page(viewport={"width": 1200, "height": 900}, **options)
-        pages.append(OpenPage(tab, path))
-        if options.get("java_script_enabled", True):
-            tab.locator("#app, main:not(:has(#app))").wait_for()
-            pages[-1].wait()
-        return pages[-1]
+
+@pytest.fixture
+def opened(page, tmp_path):
+    """Opens a page of records; no page may have had any trouble until the next."""
+
+    def open_(records, incidents=(), color_scheme="light"):
+        assert page.troubles == []
+        page.open(write_page(tmp_path / "run.html", records, incidents), color_scheme)
+        page.tab.locator("#app, main:not(:has(#app))").wait_for()
+        page.wait()
+        return page
 
     yield open_
-    for page in pages:
-        assert page.troubles == []
-        page.tab.close()
+    assert page.troubles == []
 
 
 def blocks(num_steps=10):
@@ -226,11 +226,16 @@ def test_hostile_names_are_drawn(opened, scheme):
     assert page.tab.evaluate("typeof isBroken") == "undefined"
 
 
-def test_an_empty_page_and_one_without_javascript(opened):
+def test_an_empty_page(opened):
     opened([])
-    page = opened([record_of(*blocks())], java_script_enabled=False)
+
+
+def test_a_page_without_javascript(chromium, tmp_path):
+    page = OpenPage(chromium.new_page(java_script_enabled=False))
+    page.open(write_page(tmp_path / "run.html", [record_of(*blocks())]))
     assert page.tab.locator("noscript").is_visible()
     assert "h.1.attn: output" in page.tab.locator("table").first.inner_text()
+    assert page.troubles == []
 
 
 def test_many_steps(opened):

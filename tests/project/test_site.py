@@ -57,7 +57,8 @@ def test_pages_from_outside_of_docs_link_to_the_others(site):
 
 def test_a_browser_opens_it_without_a_server_and_searches(site):
     with browser() as chromium:
-        page = OpenPage(chromium.new_page(), site / "zh" / "my-run-is-nan.html")
+        page = OpenPage(chromium.new_page())
+        page.open(site / "zh" / "my-run-is-nan.html")
         assert "nan" in page.tab.locator("h1").inner_text()
         page.tab.locator("input.md-search__input").click()
         page.tab.locator("input.md-search__input").press_sequentially("headroom")

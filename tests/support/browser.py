@@ -25,20 +25,29 @@ def browser():
 
 
 class OpenPage:
-    """A page in a browser.
+    """A tab of a browser, in which one page after another is opened.
+
+    A tab of its own for each page takes longer than most of what is asked of a page.
 
     Attributes:
         tab: Playwright's page.
         troubles: What was written to the console, errors, and requests of others.
     """
 
-    def __init__(self, tab, path):
+    def __init__(self, tab):
         self.tab, self.troubles = tab, []
         tab.on("console", lambda message: self.troubles.append(message.text))
         tab.on("pageerror", lambda error: self.troubles.append(str(error)))
         tab.on("request", self._note)
         tab.set_default_timeout(10_000)
-        tab.goto(path.as_uri())
+
+    def open(self, path, color_scheme="light"):
+        """Opens a file as in a new tab."""
+        self.troubles.clear()
+        self.tab.mouse.move(0, 0)
+        self.tab.set_viewport_size({"width": 1200, "height": 900})
+        self.tab.emulate_media(media="screen", color_scheme=color_scheme)
+        self.tab.goto(path.as_uri())
 
     def _note(self, request):
         if not request.url.startswith(("file:", "data:", "blob:")):
@@ -56,9 +65,13 @@ class OpenPage:
         )
 
     def box(self):
-        heat = self.tab.locator("#heat")
-        heat.scroll_into_view_if_needed()
-        return heat.bounding_box()
+        """The heatmap's place on the screen, into which it is scrolled."""
+        return self.tab.evaluate(
+            "() => { const heat = document.getElementById('heat');"
+            "heat.scrollIntoView({block: 'nearest', behavior: 'instant'});"
+            "const {x, y, width, height} = heat.getBoundingClientRect();"
+            "return {x, y, width, height}; }"
+        )
 
     def at(self, part, row):
         """A place of the heatmap: a part of its width behind the names, and a row."""
@@ -84,14 +97,15 @@ class OpenPage:
     def colour(self, part, row):
         """The colour of a place of the heatmap: red, green, blue."""
         x, y = self.at(part, row)
-        box = self.box()
         return tuple(
             self.tab.evaluate(
                 "([x, y]) => { const heat = document.getElementById('heat');"
                 "const k = heat.width / heat.clientWidth;"
+                "const box = heat.getBoundingClientRect();"
                 "const pen = new OffscreenCanvas(1, 1).getContext('2d');"
-                "pen.drawImage(heat, x * k, y * k, 1, 1, 0, 0, 1, 1);"
+                "pen.drawImage("
+                "heat, (x - box.x) * k, (y - box.y) * k, 1, 1, 0, 0, 1, 1);"
                 "return [...pen.getImageData(0, 0, 1, 1).data].slice(0, 3); }",
-                [x - box["x"], y - box["y"]],
+                [x, y],
             )
         )
