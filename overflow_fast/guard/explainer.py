@@ -22,7 +22,7 @@ from ..distributed.agreement import Agreed
 from ..distributed.store_channel import StoreChannel
 from ..replay.capture import Capture, KeptCall, ModelCall, batch_size
 from ..replay.explain import investigate
-from ..replay.explanation import BadStep, Explanation, LastSteps
+from ..replay.explanation import BadStep, Explanation, LastSteps, taken_text
 from ..replay.replayer import (
     NotJoined,
     Observer,
@@ -54,6 +54,7 @@ class ReplayOffer:
         why_not: Why it cannot take part, or "".
         calls: For each kept call, whether it has a backward, and a loss.
         sizes: The sizes of their batches, or None.
+        takes_from: See `Capture`.
         session: A name for the replay.
     """
 
@@ -61,6 +62,7 @@ class ReplayOffer:
     why_not: str
     calls: tuple[_Shape, ...] = ()
     sizes: tuple[int | None, ...] = ()
+    takes_from: tuple[str, ...] = ()
     session: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -84,7 +86,8 @@ def offer_of(
         why = "kept no forward of it, which " * bool(capture.hidden_by)
         why += capture.hidden_by or "kept no forward of it; use `guard.run()`"
     calls = tuple(map(_shape_of, capture.calls))
-    return ReplayOffer(is_due, why, calls, tuple(map(batch_size, capture.calls)))
+    sizes = tuple(map(batch_size, capture.calls))
+    return ReplayOffer(is_due, why, calls, sizes, tuple(capture.takes_from))
 
 
 def _shape_of(call: KeptCall) -> _Shape:
@@ -96,9 +99,13 @@ def why_not_together(offers: Mapping[int, ReplayOffer]) -> str:
     for rank, offer in sorted(offers.items()):
         if offer.why_not:
             return f"The step was not replayed: rank {rank} {offer.why_not}."
-    if len({offer.calls for offer in offers.values()}) > 1:
-        return "The step was not replayed: the ranks kept different forwards of it."
-    return ""
+    if len({offer.calls for offer in offers.values()}) == 1:
+        return ""
+    text = "The step was not replayed: the ranks kept different forwards of it."
+    for rank, offer in sorted(offers.items()):
+        if offer.takes_from:
+            return f"{text} On rank {rank}: {taken_text(offer.takes_from)}"
+    return text
 
 
 def coordinator_of(offers: Mapping[int, ReplayOffer], lead: int) -> RankCoordinator:

@@ -206,6 +206,25 @@ def raising_on_one_rank():
     return str(guard.last_report.explanation), guard.num_skipped
 
 
+def writing_on_one_rank():
+    """A loss that one rank writes to a file of its own."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer, "skip", explain=True)
+    with tempfile.TemporaryFile("w") as opened:
+        file = None if dist.get_rank() else opened
+
+        def compute():
+            loss = model(torch.full((2, 4), torch.nan)).sum()
+            if file is not None:
+                print(loss.item(), file=file)
+            return loss
+
+        guard.run(compute).backward()
+        optimizer.step()
+    return guard.last_report.explanation.notes, guard.num_skipped
+
+
 def asked():
     """A policy of the user's own, which is given the explanation."""
     model, optimizer = seeded(ddp)
@@ -301,6 +320,7 @@ def on_two_ranks():
         "explain=False": refused(explain=[True, False]),
         "nothing kept": refused(explain=[False, True]),
         "raising": raising_on_one_rank(),
+        "writing": writing_on_one_rank(),
         "asked": asked(),
         "transient": transient(),
         "reduced in half": reduced_in_half(),
@@ -349,6 +369,13 @@ def test_a_rank_that_keeps_nothing_has_all_skip_the_replay(name):
 def test_a_rank_whose_replay_raises_ends_that_of_all():
     for text, skipped in (each["raising"] for each in on_two()):
         assert "RuntimeError: the program was called again" in text
+        assert skipped == 1
+
+
+def test_what_one_rank_alone_writes_to_is_named():
+    for [note], skipped in (each["writing"] for each in on_two()):
+        assert "kept different forwards of it. On rank 0: A replay" in note
+        assert "take from `file` again, or write to it" in note
         assert skipped == 1
 
 
