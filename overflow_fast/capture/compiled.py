@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..core.modules import unwrapped_class
+from ..core.modules import class_name_of
 from ..core.tensors import NotScanned, traced_loss_in
 from ..torch_internals.compiler import (
     dynamo_translator,
@@ -299,15 +299,6 @@ def step_out() -> str:
         return ""
 
 
-def class_name(kind: type) -> str:
-    """The name of a module's class in frames. Dynamo calls it while it traces.
-
-    If it traced this, each call of the compiled code would compare the base classes of
-    every module.
-    """
-    return unwrapped_class(kind).__name__
-
-
 def step_in() -> None:
     """Goes back to the body that `step_out` has left."""
     dynamo_translator().output.tracers.pop()
@@ -358,7 +349,9 @@ def _register() -> None:
     guard_on_hooks()
     for function in (emit, emit_call, emit_hidden, watch_gradient):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
-    for constant in (step_in, step_out, class_name, opaque_name, deep_name, wraps_of):
+    # If dynamo traced the last, each call would compare the bases of all classes.
+    constants = (step_in, step_out, opaque_name, deep_name, wraps_of, class_name_of)
+    for constant in constants:
         torch.compiler.assume_constant_result(constant)  # type: ignore[no-untyped-call]
     # Compiled code may drop none of them, and must keep their order.
     names = ("frame", "call")
@@ -434,7 +427,7 @@ def _trace(
     has_loss: bool,
 ) -> None:
     plan, handle_tensor, owner = hook.plan, hook.handle_tensor, hook.owner_handle
-    name = class_name(type(module))
+    name = class_name_of(type(module))
     inputs: Entries = []
     outputs: Entries = []
     has_frame = not is_root or plan & ROOT != 0

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..core.modules import Handles, named_modules, unwrapped_class
+from ..core.modules import Handles, class_name_of, named_modules
 from ..core.tensors import PLAIN, NotScanned
 from ..text import error_line
 from ..torch_internals.compiler import (
@@ -125,7 +125,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def class_of(module: nn.Module) -> str:
-    return unwrapped_class(type(uncompiled(module))).__name__
+    return class_name_of(type(uncompiled(module)))
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[StepPath, torch.Tensor]]:

@@ -210,6 +210,11 @@ def unwrapped_class(cls: type) -> type:
     return own
 
 
+def class_name_of(cls: type) -> str:
+    """The name of a module's class, as frames and reports have it."""
+    return unwrapped_class(cls).__name__
+
+
 def gradient_taker(models: Iterable[nn.Module]) -> str:
     """Names an engine whose hooks take gradients as backward makes them; "" for none.
 

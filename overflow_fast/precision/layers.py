@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.modules import Handles, named_modules, unwrapped_class
+from ..core.modules import Handles, class_name_of, named_modules
 from ..core.ops import scan
 from ..core.tensors import devices_of, real_parts
 from ..state.random import RandomStates
@@ -411,7 +411,7 @@ class LayerProbe:
 
     def _layer_of(self, module: nn.Module) -> Layer:
         if module not in self.layers:
-            name = unwrapped_class(type(module)).__name__
+            name = class_name_of(type(module))
             layer = self.layers[module] = Layer(self._names[module], name)
             for each in own_parameters(module).values():
                 if each is not None and floats_in(each):

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from .. import _C
 from ..capture.watch import ModelWatch, models_of
 from ..core.engines import LossScaler
-from ..core.modules import parameters_of, unwrapped_class
+from ..core.modules import class_name_of, parameters_of
 from ..files.json_text import line_bytes, parse_object, to_plain
 from ..files.reading import open_regular
 from ..files.writing import make_folder, open_new, write_all
@@ -207,7 +207,7 @@ def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
     if column.place.kind in _OF_CALLS:
         module = watch.name_at(column.place.module)
         own = watch.module_at(column.place.module)
-        class_name = "" if own is None else unwrapped_class(type(own)).__name__
+        class_name = "" if own is None else class_name_of(type(own))
     elif column.place.kind != _C.FrameKind.RECORDED:
         path = TensorPath.from_fqn(kind, label)
         module, label = path.module, path.path
