@@ -22,6 +22,7 @@ from ..core.modules import Handles, named_modules
 from ..core.ops import Stat, scan
 from ..core.selection import full_name
 from ..core.tensors import PLAIN, extent_of, is_whole, real_parts, widened
+from ..report.explanation import TensorSummary
 from ..text import dtype_name
 from ..torch_internals.compiler import has_compiled, is_in_compiled_call
 from ..torch_internals.running import (
@@ -39,7 +40,6 @@ from ..torch_internals.tensor_internals import (
     storages,
 )
 from ..tree import CALL_DEPTH, find, tensors_in
-from .explanation import TensorSummary
 from .places import Frames, UsersFrames, runs_in_hook
 
 # Kinds of non-finite values of tensors, and their magnitudes, by the fused scan.

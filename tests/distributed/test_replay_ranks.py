@@ -18,7 +18,7 @@ from sharded_models import ddp, fsdp2, sharded_in_two_ways, tensor_parallel
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.distributed import store_channel
+from overflow_fast.replay import replay_ranks
 from overflow_fast.replay.remedies import trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
@@ -439,7 +439,7 @@ def _replay(rank, folder, wrap, fate, are_others_done):
     dist.init_process_group(
         "gloo", init_method=url, rank=rank, world_size=2, timeout=ranks.PATIENCE
     )
-    store_channel.PATIENCE_SECONDS = 0.5
+    replay_ranks.PATIENCE_SECONDS = 0.5
     model, optimizer = seeded(wrap)
     OverflowGuard(model, optimizer, "skip")
     step(model, optimizer, *data(0))
