@@ -3,8 +3,10 @@
 import functools
 import os
 import random
+import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
@@ -183,6 +185,13 @@ def refused(**arguments):
     return None if found is None else (str(found), found.replays), guard.num_skipped
 
 
+def without_explainer():
+    """What is said where one rank cannot import what explains the step."""
+    gone = {"overflow_fast.replay.explainer": None} if dist.get_rank() else {}
+    with mock.patch.dict(sys.modules, gone):
+        return refused()
+
+
 FIRST = "OVERFLOW_FAST_TEST_FIRST_CALL"
 
 
@@ -319,6 +328,7 @@ def on_two_ranks():
         **found,
         "explain=False": refused(explain=[True, False]),
         "nothing kept": refused(explain=[False, True]),
+        "no explainer": without_explainer(),
         "raising": raising_on_one_rank(),
         "writing": writing_on_one_rank(),
         "asked": asked(),
@@ -364,6 +374,12 @@ def test_a_rank_that_keeps_nothing_has_all_skip_the_replay(name):
         text, replays = found
         assert "rank 1 keeps no steps (explain, replay_safe or sync)" in text
         assert replays == 0
+
+
+def test_a_rank_that_cannot_import_the_explainer_has_all_skip_the_replay():
+    for (text, replays), skipped in (each["no explainer"] for each in on_two()):
+        assert "rank 1 failed (ImportError: overflow_fast.replay.explainer" in text
+        assert (replays, skipped) == (0, 1)
 
 
 def test_a_rank_whose_replay_raises_ends_that_of_all():
