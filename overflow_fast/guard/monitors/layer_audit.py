@@ -19,7 +19,8 @@ from ...core.modules import (
     tensors_of,
 )
 from ...core.tensors import place_of
-from ...state.snapshot import Snapshot, is_same_bits
+from ...state.snapshot import Snapshot
+from ...state.tensors import is_same_bits
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_recorded
 from ..options import option, whole
