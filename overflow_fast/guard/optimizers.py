@@ -32,7 +32,7 @@ from ..core.engines import (
 )
 from ..core.modules import Handles, stepped_by
 from ..report.report import NonFiniteError
-from ..state.snapshot import OptimizerSnapshot
+from ..state.optimizer import OptimizerSnapshot
 from ..state.step_start import StepStart
 from ..text import drop_own_frames
 from ..torch_internals.module_internals import (

@@ -21,7 +21,8 @@ from ..core.modules import (
 from ..core.tensors import place_of
 from ..guard.monitors.monitor import Guarded, Monitor
 from ..guard.options import option, whole
-from ..state.snapshot import Snapshot, is_same_bits
+from ..state.snapshot import Snapshot
+from ..state.tensors import is_same_bits
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.running import is_recorded
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from .. import _C
-from ..core.engines import is_optimizer
 from ..core.modules import (
     buffers_of,
     is_sharded,
@@ -21,176 +17,23 @@ from ..core.modules import (
     parameters_of,
     reshard,
 )
-from ..core.tensors import PLAIN, devices_of, has_memory, is_whole
+from ..core.tensors import devices_of, is_whole
 from ..text import some
 from ..torch_internals.tensor_internals import (
     gradient_hooks,
     local_tensor,
     may_step_in_backward,
-    set_version,
 )
+from .buffers import KeptBuffer
 from .objects import KeptObjects
 from .random import RandomStates
+from .step_start import StepStart
+from .tensors import SMALL, KeptTensor, num_bytes, write
 
 _MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
 _MAX_AROUND = 2**20  # bytes of a tensor in a variable; larger ones are data
 _FEW = 3
 _MOST_AROUND = 4000  # objects that are looked at in a function's variables
-
-
-# One tensor that is kept: its memory, its version, and a copy of its contents.
-
-
-SMALL = 2**16  # bytes of a tensor that is copied without being asked
-
-
-class KeptTensor:
-    """A tensor as it is now; restored in place, also where its `.data` was exchanged.
-
-    Args:
-        tensor: The tensor.
-        is_copied: Copy the contents. Without a copy only a write is noticed.
-
-    Attributes:
-        tensor: The tensor itself.
-    """
-
-    def __init__(self, tensor: torch.Tensor, is_copied: bool) -> None:
-        self.tensor = tensor
-        self._requires_grad = tensor.requires_grad
-        self._is_lazy = is_lazy(tensor)
-        self._memory = memory_of(tensor)
-        self._version = _C.version_of(tensor)
-        self._copy: torch.Tensor | None = None
-        is_readable = not (tensor.is_meta or self._is_lazy)
-        is_own = self._memory is not None or (
-            is_strided(tensor) and local_tensor(tensor) is None
-        )
-        if is_readable and is_own:
-            is_readable = has_memory(tensor)
-        if is_copied and is_readable:
-            with contextlib.suppress(Exception):  # a layout without clone(), no memory
-                self._copy = tensor.detach().clone()
-
-    def restore(self, is_write: bool = False) -> str:
-        """Makes the tensor what it was. Does not incur a CPU-GPU sync.
-
-        Args:
-            is_write: Count the restoration as a write, for autograd. Else the version
-                is that of before, too.
-
-        Returns:
-            Why it stays changed, or "".
-        """
-        tensor = self.tensor
-        if self._is_lazy and not is_lazy(tensor):
-            return "it was not initialized before"
-        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
-            tensor.requires_grad_(self._requires_grad)
-        if self._memory is not None and not is_at(tensor, self._memory):
-            tensor.data = self._memory
-        if self._copy is None:
-            is_known = tensor.is_meta or self._is_lazy
-            is_written = not is_known and self.is_written()
-            return "it was written to, and there is no copy" if is_written else ""
-        try:
-            if is_write:
-                tensor.detach().copy_(self._copy)
-            else:
-                write(tensor, self._copy)
-        except Exception as error:  # a layout that cannot be written to
-            is_same = not self.is_written()
-            return "" if is_same else f"{type(error).__name__}: {error}"
-        if not is_write and self.is_written() and self._version is not None:
-            set_version(tensor, self._version)
-        return ""
-
-    def is_written(self) -> bool:
-        """True if torch has counted a write since."""
-        return _C.version_of(self.tensor) != self._version
-
-    def has_changed(self) -> bool:
-        """True if the contents differ in a bit; without a copy, if it was written to.
-
-        Incurs a CPU-GPU sync.
-        """
-        if self._copy is None:
-            return self.is_written()
-        return not is_same_bits(self._copy, self.tensor)
-
-
-def write(tensor: torch.Tensor, copy: torch.Tensor) -> None:
-    """Copies into a tensor unseen by autograd, once where it is expanded."""
-    if is_strided(tensor) and 0 in tensor.stride() and local_tensor(tensor) is None:
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0 and tensor.shape[dim] > 1:
-                tensor, copy = tensor.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
-    is_inference = tensor.is_inference()
-    with torch.inference_mode() if is_inference else torch.no_grad():
-        # The `.data` of another layout is no alias.
-        (tensor.data if tensor.layout is torch.strided else tensor).copy_(copy)
-
-
-def are_same_bits(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> list[bool]:
-    """See `is_same_bits()`, for each of several pairs."""
-    return [is_same_bits(*pair) for pair in pairs]
-
-
-def is_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if two tensors have the same bits; False if that is not known.
-
-    A nan equals itself, and -0 does not equal 0. Incurs a CPU-GPU sync.
-    """
-    try:
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        return torch.equal(_bits(a), _bits(b))
-    except Exception:  # a layout without accessible bytes, or without a shape
-        return False
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """An alias of a plain tensor's memory, to be put back; None for others."""
-    is_plain = type(tensor) in PLAIN
-    if not is_plain or not is_strided(tensor) or tensor.is_meta:
-        return None
-    return None if is_lazy(tensor) else tensor.data
-
-
-def is_strided(tensor: torch.Tensor) -> bool:
-    """True for a tensor with a shape and strides; a nested one has none."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def num_bytes(tensor: torch.Tensor) -> int:
-    """The bytes of a tensor with strided memory; 0 for others."""
-    return tensor.nbytes if tensor.layout is torch.strided else 0
-
-
-def is_at(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """True if a tensor still is where it was, with the same shape."""
-    if tensor.shape != memory.shape or tensor.dtype != memory.dtype:
-        return False
-    return tensor.data_ptr() == memory.data_ptr()
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-# All that running models again may change.
-
-
-class Start(Protocol):
-    """The beginning of the step that is run again."""
-
-    def rewind(self) -> None:
-        """Makes what is known of the models what it was when the step began."""
-
-    def is_written_by_forwards(self, tensor: torch.Tensor) -> bool:
-        """True for a weight that a forward was seen to write to."""
 
 
 class Snapshot:
@@ -222,7 +65,7 @@ class Snapshot:
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        start: Start | None = None,
+        start: StepStart | None = None,
         around: Mapping[str, Any] | None = None,
         calls_hooks: bool = False,
         on_copies: bool = False,
@@ -283,7 +126,7 @@ class Snapshot:
         reshard(self._models.values())
         self._put_back()
         if self._start is not None:
-            self._start.rewind()
+            rewind(self._start)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -386,7 +229,9 @@ class Snapshot:
             self._tensors.append((name, KeptTensor(tensor, is_copied)))
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
-        return self._start is not None and self._start.is_written_by_forwards(tensor)
+        """True for a weight that a forward was seen to write to, in any step."""
+        starts = () if self._start is None else self._start.starts
+        return any(each.weights.is_known(tensor) for each in starts)
 
     def _set_gradient_aside(self, leaf: torch.Tensor) -> None:
         gradient = leaf.grad
@@ -405,6 +250,33 @@ class Snapshot:
                 hooks.update(saved)
 
         self._gradients.append(undo)
+
+
+@torch.no_grad()
+def rewind(start: StepStart) -> None:
+    """Makes the models what they were when a step began, as far as is known.
+
+    A snapshot restores them afterwards.
+    """
+    for each in start.starts:
+        if not each.is_taken:
+            continue
+        for attributes in each.attributes:
+            attributes.restore()
+        for buffer in each.buffers:
+            _rewind_buffer(buffer)
+        for weight, copy in each.weights.written():
+            write(weight, copy)
+
+
+def _rewind_buffer(buffer: KeptBuffer) -> None:
+    """Writes to it whoever owns its contents now: a snapshot has these."""
+    tensor, is_gone = buffer.tensor, buffer.module() is None
+    if is_gone or tensor is None or buffer.was_lazy or tensor.is_meta:
+        return
+    buffer.put_in_place()
+    if buffer.copy is not None:
+        write(tensor, buffer.copy)
 
 
 def _lost_text(names: Iterable[str]) -> str:
@@ -427,36 +299,3 @@ def _written_by_torch(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
         for module in modules_in(model):
             if getattr(module, "max_norm", None) is not None:
                 yield from own_parameters_of(module).values()
-
-
-# An optimizer with its weights and its state, to undo a step that is skipped.
-
-
-class OptimizerSnapshot:
-    """The attributes of an optimizer, with all tensors in them, as they are now.
-
-    Includes parameters, state, groups, all that its containers hold, and the same of
-    optimizers among its attributes. Containers and tensors keep their identity when
-    they are restored. Copies the parameters and their state.
-
-    Args:
-        optimizer: The optimizer.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._objects = KeptObjects(
-            opens=lambda value: value is optimizer or is_optimizer(value)
-        )
-        self._objects.add([("", optimizer)])
-        with torch.no_grad():
-            self._tensors = [
-                KeptTensor(tensor, is_copied=True)
-                for _, tensor in self._objects.tensors.values()
-            ]
-
-    def restore(self) -> None:
-        """Restores everything but the gradients, which stay as they are."""
-        self._objects.restore()
-        with torch.no_grad():
-            for kept in self._tensors:
-                kept.restore(is_write=True)

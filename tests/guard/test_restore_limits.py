@@ -10,7 +10,7 @@ from overflow_fast import NonFiniteError, OverflowGuard
 
 
 def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
-    from overflow_fast.state import step_start
+    from overflow_fast.state import buffers
 
     def fail(*_):
         raise NotImplementedError("no such kernel")
@@ -20,8 +20,8 @@ def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
     with guard:
         step(model, optimizer)
         weight = model[0].weight.detach().clone()
-        monkeypatch.setattr(step_start, "write", fail)
-        monkeypatch.setattr(step_start, "_like", fail)
+        monkeypatch.setattr(buffers, "write", fail)
+        monkeypatch.setattr(buffers, "_like", fail)
         step(model, optimizer, BAD)
         assert weight.equal(model[0].weight)
         assert guard.last_step_skipped
@@ -31,17 +31,17 @@ def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
 
 
 def test_large_frozen_parameters_are_not_copied(monkeypatch):
-    from overflow_fast.state import step_start
+    from overflow_fast.state import buffers
 
-    monkeypatch.setattr(step_start, "_MAX_FROZEN", 2**16)
+    monkeypatch.setattr(buffers, "_MAX_FROZEN", 2**16)
     frozen = nn.Parameter(torch.zeros(LARGE), requires_grad=False)
     model = Stateful(lambda self, x: None, kept=frozen)
     optimizer, guard = watched(model)
     with guard:
         for _ in range(3):
             step(model, optimizer)
-        points = guard._loop._start._points
-        assert all(k.copy is None for p in points for k in p._known.values())
+        starts = guard._loop._start.starts
+        assert all(k.copy is None for s in starts for k in s._known.values())
         model.write = lambda self, x: self.kept.add_(x.sum())
         step(model, optimizer, BAD)
         assert "frozen parameter kept could not be put back (it is large" in str(
