@@ -35,7 +35,8 @@ from .isolation import ErrorIsolation, OverheadTimer
 from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
-from .optimizers import OptimizerHook, innermost, living, outermost, stepper_of
+from .optimizer_hook import OptimizerHook, living, outermost
+from .optimizers import innermost, stepper_of
 from .pipeline import Pipeline
 from .step import StepClock, WatchSchedule
 

@@ -48,25 +48,24 @@ from ..verdict.verdict import (
     take_bad,
     take_evaluated,
 )
-from . import optimizers as scalers
+from . import scaler_hook as scalers
 from .archive import Archive, Measurements
 from .config import GuardConfig
+from .device_flags import DeviceFlags
 from .explainer import Explainer, SecondLook
 from .isolation import ErrorIsolation, measured
 from .learning import Learning
-from .monitors.running import RunningMonitors, clauses_of
-from .monitors.spikes import SPIKE
-from .optimizers import (
+from .loss_scaling import (
     SCALER,
-    DeviceFlags,
-    OptimizerHook,
     has_skipped,
-    living,
     unknown_scale_notes,
     will_skip,
     without_expected,
     without_gradients,
 )
+from .monitors.running import RunningMonitors, clauses_of
+from .monitors.spikes import SPIKE
+from .optimizer_hook import OptimizerHook, living
 from .policy import Situation, checked_action, choose, limit_skips
 from .step import Step, StepClock
 
