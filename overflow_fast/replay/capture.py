@@ -50,8 +50,9 @@ from ..tree import (
     tensors,
     tensors_in,
 )
-from .op_trace import Leaf, is_float
+from .op_rows import Leaf
 from .places import calling_line, is_of_user
+from .tensor_kinds import is_float
 
 if TYPE_CHECKING:
     from .step_schema import SavedAmbient

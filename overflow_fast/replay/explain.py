@@ -32,7 +32,6 @@ from .explanation import (
     taken_text,
 )
 from .finding import first_bad_weight, looked_up
-from .op_trace import bad_names
 from .optimizer_step import explain_update
 from .own_lines import (
     GradientCode,
@@ -56,6 +55,7 @@ from .replayer import (
 )
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
+from .tensor_kinds import bad_names
 
 BUDGET = 8
 _OWN_LINES = (

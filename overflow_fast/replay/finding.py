@@ -15,7 +15,7 @@ from ..text import nonfinite_text, numbered
 from . import explanation as notes
 from .capture import HeldTensor, KeptCall, ModelCall
 from .explanation import Explanation, Op, TensorSummary
-from .op_trace import (
+from .op_rows import (
     EMPTY,
     INTERMEDIATE,
     RANGE,
@@ -23,14 +23,12 @@ from .op_trace import (
     UNDEFINED,
     Details,
     Leaf,
-    OpTable,
     Row,
     Source,
-    as_wide,
-    bad_names,
-    inf_signs,
 )
+from .op_table import OpTable
 from .places import module_of_parameter, names_of, op_at, place_text, programs_line
+from .tensor_kinds import as_wide, bad_names, inf_signs
 
 # Walks back from a bad value to the operation that made it.
 

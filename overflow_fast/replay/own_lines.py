@@ -46,7 +46,6 @@ from ..tree import CALL_DEPTH, find, tensors_in
 from .capture import Ambient, Captured, KeptCall, ModelCall, data_in
 from .explanation import taken_text
 from .names import BLOCKS, SCOPES, assigned, assigned_itself, changed, read, written
-from .op_trace import floats_in, is_float, kinds_of
 from .places import source_lines
 from .remedies.line_edit import (
     NotEditableError,
@@ -55,6 +54,7 @@ from .remedies.line_edit import (
     let_edit,
 )
 from .replayer import Observer
+from .tensor_kinds import floats_in, is_float, kinds_of
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _UNSUITABLE = (

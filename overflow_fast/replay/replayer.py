@@ -42,17 +42,12 @@ from ..tree import entry_label
 from .capture import KeptCall, held_leaves, loss_and_gradients, part_of
 from .explanation import Explanation
 from .finding import RootOp, masked_whole, trace_back
-from .op_trace import (
-    NEGATIVE_INF,
-    Leaf,
-    OpTable,
-    OpTrace,
-    bad_names,
-    floats_in,
-    kinds_of,
-)
+from .op_rows import Leaf
+from .op_table import OpTable
+from .op_trace import OpTrace
 from .places import names_of, partitions_of, state_by_name
 from .root_op import details_of
+from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
 
 
 class Patch:

@@ -12,24 +12,10 @@ from ..core.tensors import PLAIN, real_parts, widened
 from ..text import error_line
 from ..torch_internals.running import attention_by_definition, schema_names
 from ..tree import mapped, tensors_in
-from .op_trace import (
-    EMPTY,
-    INTERMEDIATE,
-    LOSSES_OF_LABELS,
-    NAN,
-    RANGE,
-    SINGULAR,
-    UNDEFINED,
-    Details,
-    Index,
-    OpCall,
-    Sums,
-    bad_places,
-    has_no_label,
-    is_float,
-    kinds_of,
-    summary_of,
-)
+from .mask_counts import LOSSES_OF_LABELS, Sums, has_no_label
+from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
+from .op_trace import OpCall
+from .tensor_kinds import NAN, Index, bad_places, is_float, kinds_of, summary_of
 
 # Computes an operation again in float64.
 

@@ -16,19 +16,9 @@ from . import explanation
 from .capture import KeptCall, batch_size, name_outside, why_whole
 from .explanation import SLOWER, BadStep, Explanation, Sample
 from .finding import OF_LEAVES, ForwardRows, RootOp, explain_root_op, trace_back
-from .op_trace import (
-    Leaf,
-    ModuleStack,
-    OpCall,
-    OpTable,
-    OpTrace,
-    Row,
-    as_wide,
-    floats_in,
-    is_float,
-    kinds_of,
-    row_of,
-)
+from .op_rows import Leaf, Row, row_of
+from .op_table import OpTable
+from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
 from .remedies.attempts import find_remedies
@@ -45,6 +35,7 @@ from .replayer import (
 from .repro import module_repro_of, repro_of
 from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
+from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
 from .without_operation import Answers, find_growth
 
 # Which sample of the batch the bad value comes from.

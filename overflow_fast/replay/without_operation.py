@@ -34,17 +34,10 @@ from . import explanation as notes
 from .capture import name_outside
 from .explanation import NOT_REPLAYED, BadStep, Explanation, Op, Remedy
 from .finding import first_bad_weight
-from .op_trace import (
-    ModuleCall,
-    ModuleStack,
-    OpCall,
-    OpTrace,
-    floats_in,
-    is_float,
-    summary_of,
-)
+from .op_trace import ModuleCall, ModuleStack, OpCall, OpTrace
 from .places import module_of_parameter, names_of, op_at
 from .replayer import Observer, OnRank, ReplayCheck, Replayer, ReplayResult
+from .tensor_kinds import floats_in, is_float, summary_of
 
 _RATE = 3
 

@@ -19,10 +19,11 @@ from ...text import error_line, installed_name
 from ..capture import batch_size
 from ..explanation import Remedy
 from ..finding import ForwardRows, explain_root_op
-from ..op_trace import Row, bad_names
+from ..op_rows import Row
 from ..places import code_at, module_of_parameter, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel
+from ..tensor_kinds import bad_names
 from .line_edit import NotEditableError, functions_are_found_once
 from .line_forms import (
     cast_rewrites,
