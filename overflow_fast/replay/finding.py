@@ -25,6 +25,7 @@ from .op_rows import (
     Leaf,
     Row,
     Source,
+    is_meant,
 )
 from .op_table import OpTable
 from .places import module_of_parameter, names_of, op_at, place_text, programs_line
@@ -76,7 +77,7 @@ def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
         child[id(source)] = reader
         if isinstance(source, Row) and source.parents:
             waiting += [(parent, source) for parent in source.parents]
-        elif not _is_meant(source):
+        elif not is_meant(source):
             origins.append(source)
     if not origins:
         return None
@@ -107,10 +108,6 @@ def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
         return None
     first = min(reducing, key=_order)
     return RootOp(first, _chain(first, child))
-
-
-def _is_meant(source: Row | Leaf) -> bool:
-    return source.is_meant if isinstance(source, Row) else source.is_mask
 
 
 def _order(source: Row | Leaf) -> tuple[int, int]:

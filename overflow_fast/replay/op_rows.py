@@ -13,7 +13,7 @@ from ..torch_internals.running import autograd_node, next_sequence, sequence_of
 from .explanation import TensorSummary
 from .op_trace import ModuleCall, ModuleStack, OpCall
 from .places import Frames, runs_in_hook
-from .tensor_kinds import NEGATIVE_INF, Index, kinds_of
+from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
 EMPTY, SINGULAR, NOT_TRIED = "empty", "singular", ""
@@ -112,7 +112,7 @@ class Row:
         parents: What its non-finite inputs came from that are not meant.
         kinds: The kinds of non-finite values that it returned.
         abs_max: The largest magnitude of its first result; None if it has none.
-        is_meant: Whether these are infs that the code asked for, as of a mask.
+        is_meant: Whether these are infs that the code asked for; see `is_meant()`.
         masks: The sources of the infs that it was given, where all of them are meant.
         reduces: Whether its infs are fewer than those: a mask has gone beyond itself.
         is_empty: Whether it returned memory that nobody has written to.
@@ -157,6 +157,11 @@ class Row:
         return self.name, self.module, self.node, self.frames[:1]
 
     @property
+    def makes_bad(self) -> bool:
+        """True if non-finite values that are not meant began here."""
+        return bool(self.kinds) and not self.parents and not self.is_meant
+
+    @property
     def in_backward(self) -> bool:
         """True if an autograd node called it, not a checkpointed forward."""
         return bool(self.node) and self.module is None
@@ -183,18 +188,54 @@ def row_of(op: OpCall, modules: ModuleStack, index: int = 0) -> Row:
     return row
 
 
+# Which infs are meant.
+#
+# A mask is made of -inf, of which a softmax makes 0. That is no failure, nor is what
+# passes it on: a search for the origin of bad values does not end there. Where infs
+# come from decides, never where they arrive, and a nan is never meant.
+#
+# - A tensor from before the replay is a mask (`Leaf.is_mask`) if it holds -inf and no
+#   other kind: a buffer, or another constant of a module. In a batch or an object all
+#   other values have to be 0, and without a graph: else it is data, or a result such as
+#   a log. An unknown tensor is meant if -inf alone was read of it.
+# - An operation that reads nothing bad has asked for its infs if they are -inf and it
+#   was given such a number: `masked_fill(mask, -inf)`. +inf is always reported.
+# - One that reads nothing bad but what is meant passes that on (`returns_meant`). Where
+#   it returns other kinds, or fewer values (`Row.reduces`: all of a row may have been
+#   masked), it is computed again in float64, and its infs are meant unless the true
+#   result is finite: an overflow beside a mask is reported.
+#
+# If the loss itself holds infs that are meant, the mask has gone beyond itself: at the
+# first operation that `reduces`, found by `Row.masks` (`masked_whole`).
+
 Source = Row | Leaf
 
 
-def is_meant(source: Source, kinds: int) -> bool:
+def is_meant(source: Source, kinds: int = 0) -> bool:
     """True if the infs of a source were asked for, as those of a mask are.
 
     Args:
         source: The source.
-        kinds: The kinds of non-finite values that were read of it.
+        kinds: The kinds of non-finite values that were read of it; 0 at the end of a
+            search, where an unknown tensor is the origin.
     """
     if isinstance(source, Row):
         return source.is_meant
     if source.kind == "unknown":  # such as a constant
         return kinds == NEGATIVE_INF
     return source.is_mask
+
+
+def returns_meant(op: OpCall, kinds: int, given: int) -> bool:
+    """True if an operation has asked for its infs, or hands on infs that are meant.
+
+    Args:
+        op: The operation, which has read nothing bad but what is meant.
+        kinds: The kinds of non-finite values that it has returned.
+        given: The kinds that it has read.
+    """
+    if kinds & NAN:
+        return False
+    if not given:
+        return kinds == NEGATIVE_INF and bool(op.is_constant or op.numbers)
+    return not kinds & ~given

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +16,16 @@ from ..torch_internals.compiler import has_compiled, is_in_compiled_call
 from ..torch_internals.running import no_dispatch
 from ..tree import tensors_in
 from .mask_counts import Sums
-from .op_rows import UNDEFINED, Details, Leaf, Row, Source, is_meant, row_of
+from .op_rows import (
+    UNDEFINED,
+    Details,
+    Leaf,
+    Row,
+    Source,
+    is_meant,
+    returns_meant,
+    row_of,
+)
 from .op_trace import ModuleStack, OpCall
 from .storage_map import StorageMap, memory_of
 from .tape import Tape, TapedCall
@@ -228,12 +239,15 @@ class OpTable:
             new = [each for each in of if each not in row.parents]
             row.parents += [each for each in new if not is_meant(each, kinds)]
         if not row.parents:
-            row.is_meant = _is_meant(op, row, read)
+            given = functools.reduce(operator.or_, (k for _, k, _ in read), 0)
+            row.is_meant = returns_meant(op, row.kinds, given)
             row.masks = [each for of, _, _ in read for each in of]
             sizes = [size for _, _, size in read]
             row.reduces = bool(sizes) and max(t.numel() for t in bad) < min(sizes)
             if row.reduces or not row.is_meant:
-                self._detail(op, row, bad, output, bool(read))
+                self._detail(op, row, bad, output)
+                is_overflow = row.details is not None and row.details.is_overflow
+                row.is_meant = bool(read) and not row.kinds & NAN and not is_overflow
         for tensor in bad:
             known = self._bad.get(tensor)
             if known is None:
@@ -242,12 +256,7 @@ class OpTable:
                 known.append(row)
 
     def _detail(
-        self,
-        op: OpCall,
-        row: Row,
-        bad: Sequence[torch.Tensor],
-        output: Any,
-        has_masks: bool,
+        self, op: OpCall, row: Row, bad: Sequence[torch.Tensor], output: Any
     ) -> None:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
@@ -264,25 +273,6 @@ class OpTable:
                 self.undefined[row] = self._tape.before(row)
                 if len(self.undefined) > _MOST_UNDEFINED:
                     del self.undefined[next(iter(self.undefined))]
-        # A mask's infs may change their sign; what overflows beside them is news.
-        is_overflow = row.details is not None and row.details.is_overflow
-        row.is_meant = has_masks and not row.kinds & NAN and not is_overflow
-
-
-def _is_meant(op: OpCall, row: Row, read: _Read) -> bool:
-    """True if an operation's infs were asked for: by a constant, or handed on.
-
-    A mask is made of -inf. Of another constant that was used it is told.
-    """
-    if row.kinds & NAN:
-        return False
-    if not read:
-        numbers = op.is_constant or op.numbers
-        return bool(numbers) and row.kinds == NEGATIVE_INF
-    given = 0
-    for _, kinds, _ in read:
-        given |= kinds
-    return not row.kinds & ~given
 
 
 # Tensors from before the replay, by where they lie.

@@ -537,7 +537,6 @@ def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
     found: dict[tuple[object, ...], Explanation] = {}
     for row in table.rows:
         place = row.name, row.module, row.frames[:1]
-        makes_bad = row.kinds and not row.parents and not row.is_meant
-        if makes_bad and place not in found and len(found) < _MOST:
+        if row.makes_bad and place not in found and len(found) < _MOST:
             found[place] = explain_root_op(RootOp(row, [row]), rows, row.in_backward)
     return list(found.values())

@@ -360,8 +360,7 @@ def _find_hidden(failure: Failure, trials: Trials) -> None:
         table = trials.run(patches, traced=failure.place).table
         rows = [] if table is None else table.rows
         for row in rows:
-            is_made = row.kinds and not row.parents and not row.is_meant
-            if is_made and row.details is not None and row.details.is_overflow:
+            if row.makes_bad and row.details is not None and row.details.is_overflow:
                 place = f"{row.name}{place_text(row.frames)}"
                 _replace(trials, remedy, hides=f"{place} still overflows")
                 break
