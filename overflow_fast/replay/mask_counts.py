@@ -11,6 +11,13 @@ from .op_trace import OpCall
 from .storage_map import StorageMap
 from .tensor_kinds import Kinds, is_float
 
+# A mean of what a mask selects divides by the mask's count. Where that is 0, the mean
+# is 0 / 0, and the report says that nothing was selected. A divisor is such a count by
+# how it was made: it sums integers, what was cast from them, or values whose largest
+# magnitude is 1 and whose smallest is 0 or 1; or it is computed of such a sum alone. A
+# sum of zeros may be one, and counts as one where it divides another sum. A loss whose
+# labels are all ignored is likewise a sum of nothing.
+
 _SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}
 _MASK, _SUM, _ZERO, _COUNT = "mask", "sum", "sum of zeros", "sum of mask"
 _UNLABELED = "loss of no label"
@@ -18,8 +25,8 @@ LOSSES_OF_LABELS = {"nll_loss_forward", "nll_loss2d_forward"}
 _ORDER = ("", _MASK, _SUM, _ZERO, _COUNT, _UNLABELED)
 
 
-class Sums:
-    """Knows which tensors are masks, or sums, or computed of one of them alone.
+class MaskCounts:
+    """Finds which divisors count the elements that a mask selects.
 
     Args:
         kinds: Knows the magnitudes of tensors.
@@ -47,7 +54,7 @@ class Sums:
             for tensor in fresh:
                 self._known.put(tensor, kind)
 
-    def has_no_label(self, value: Any) -> bool:
+    def sums_no_label(self, value: Any) -> bool:
         """True for a sum of losses to which no label has added one."""
         is_tensor = isinstance(value, torch.Tensor)
         return is_tensor and self._known.get(value) == _UNLABELED

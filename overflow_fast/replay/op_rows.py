@@ -11,7 +11,7 @@ import torch
 
 from ..torch_internals.running import autograd_node, next_sequence, sequence_of
 from .explanation import TensorSummary
-from .op_trace import ModuleCall, ModuleStack, OpCall
+from .op_trace import ModuleStack, OpCall, TracedModule
 from .places import Frames, runs_in_hook
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of
 
@@ -149,7 +149,7 @@ class Row:
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
         self.call: OpCall | None = None
-        self.module_call: ModuleCall | None = None
+        self.module_call: TracedModule | None = None
 
     @property
     def place(self) -> tuple[object, ...]:

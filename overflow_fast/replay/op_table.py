@@ -15,7 +15,7 @@ from ..core.tensors import PLAIN, extent_of, is_whole
 from ..torch_internals.compiler import has_compiled, is_in_compiled_call
 from ..torch_internals.running import no_dispatch
 from ..tree import tensors_in
-from .mask_counts import Sums
+from .mask_counts import MaskCounts
 from .op_rows import (
     UNDEFINED,
     Details,
@@ -65,7 +65,9 @@ class OpTable:
     def __init__(
         self,
         leaves: Sequence[Leaf],
-        details_of: Callable[[OpCall, Sequence[torch.Tensor], Any, Sums], Details],
+        details_of: Callable[
+            [OpCall, Sequence[torch.Tensor], Any, MaskCounts], Details
+        ],
         keeps_calls: bool = False,
         looks_back: bool = False,
     ) -> None:
@@ -74,7 +76,7 @@ class OpTable:
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
         self.is_compiled, self._may_be_compiled = False, has_compiled()
         self.kinds = Kinds()
-        self._sums = Sums(self.kinds)
+        self._mask_counts = MaskCounts(self.kinds)
         self._bad: StorageMap[list[Source]] = StorageMap()
         self._empty: StorageMap[Row] = StorageMap()
         self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
@@ -197,7 +199,7 @@ class OpTable:
             for tensor in fresh:
                 self._empty.put(tensor, row)
             return
-        self._sums.note(op, fresh)
+        self._mask_counts.note(op, fresh)
         results = [t for t in [*fresh, *op.written] if is_float(t) and t.numel()]
         bad, found = [], self.kinds.of(results)
         row.abs_max = self.kinds.stat(results[0]).abs_max if results else None
@@ -260,7 +262,7 @@ class OpTable:
     ) -> None:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
-            row.details = details = self._details_of(op, bad, output, self._sums)
+            row.details = details = self._details_of(op, bad, output, self._mask_counts)
             details.inputs = [
                 replace(summary, name=self._name_of(tensor))
                 for summary, tensor in zip(details.inputs, op.read(), strict=True)

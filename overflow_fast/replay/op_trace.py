@@ -27,8 +27,8 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @dataclass
-class ModuleCall:
-    """A call of a module, by reference.
+class TracedModule:
+    """A module whose call is traced, with what it takes to call it again, by reference.
 
     Attributes:
         module: The module.
@@ -49,7 +49,7 @@ class ModuleCall:
     @classmethod
     def begun(
         cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ModuleCall:
+    ) -> TracedModule:
         """Notes a call that begins now, in the state of this moment."""
         devices = [d for d in _DEVICES if torch.amp.is_autocast_available(d)]
         autocast = [
@@ -86,7 +86,7 @@ class ModuleStack:
                 self._names.setdefault(module, full_name(prefix, name))
         self._on_end, self._keeps_calls = on_end, keeps_calls
         self._running: list[tuple[int, str, bool]] = []
-        self._calls: list[ModuleCall] = []
+        self._calls: list[TracedModule] = []
         self._handles = Handles()
         self._frames = UsersFrames()
 
@@ -117,7 +117,7 @@ class ModuleStack:
                 return name
         return None if in_backward else ""
 
-    def call(self) -> ModuleCall | None:
+    def call(self) -> TracedModule | None:
         """The call of the innermost one that runs, where calls are kept, or None."""
         return self._calls[-1] if self._calls else None
 
@@ -128,7 +128,7 @@ class ModuleStack:
         name = self._names[module]
         self._running.append((id(module), name, in_backward))
         if self._keeps_calls:
-            self._calls.append(ModuleCall.begun(module, name, args, kwargs))
+            self._calls.append(TracedModule.begun(module, name, args, kwargs))
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         # One that an exception has left without its hook stands above it.

@@ -34,7 +34,7 @@ from . import explanation as notes
 from .capture import name_outside
 from .explanation import NOT_REPLAYED, BadStep, Explanation, Op, Remedy
 from .finding import first_bad_weight
-from .op_trace import ModuleCall, ModuleStack, OpCall, OpTrace
+from .op_trace import ModuleStack, OpCall, OpTrace, TracedModule
 from .places import module_of_parameter, names_of, op_at
 from .replayer import Observer, OnRank, ReplayCheck, Replayer, ReplayResult
 from .tensor_kinds import floats_in, is_float, summary_of
@@ -456,7 +456,7 @@ class FirstCall(Observer):
     """
 
     name: str
-    call: ModuleCall | None = None
+    call: TracedModule | None = None
     output: Any = None
 
     @contextmanager
@@ -473,7 +473,7 @@ class FirstCall(Observer):
 
     def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.call is None:
-            self.call = ModuleCall.begun(module, self.name, args, kwargs)
+            self.call = TracedModule.begun(module, self.name, args, kwargs)
             self.output = output
 
 
@@ -514,7 +514,7 @@ def is_elsewhere(models: Mapping[str, nn.Module]) -> bool:
     return any(parameter.device.type != OTHER.type for parameter in parameters)
 
 
-def compare_devices(call: ModuleCall, output: Any) -> DeviceErrors | None:
+def compare_devices(call: TracedModule, output: Any) -> DeviceErrors | None:
     """Computes a module's call again, on its own device and on another.
 
     Incurs a CPU-GPU sync.
@@ -544,7 +544,7 @@ def compare_devices(call: ModuleCall, output: Any) -> DeviceErrors | None:
 
 
 def _run(
-    call: ModuleCall,
+    call: TracedModule,
     device: torch.device,
     width: torch.dtype | None = None,
     num_drawn: int = 0,
