@@ -45,7 +45,6 @@ from ..torch_internals.running import no_dispatch
 from ..tree import CALL_DEPTH, find, tensors_in
 from .capture import Ambient, Captured, KeptCall, ModelCall, data_in
 from .explanation import taken_text
-from .names import BLOCKS, SCOPES, assigned, assigned_itself, changed, read, written
 from .places import source_lines
 from .remedies.line_edit import (
     NotEditableError,
@@ -54,6 +53,15 @@ from .remedies.line_edit import (
     let_edit,
 )
 from .replayer import Observer
+from .statement_names import (
+    BLOCKS,
+    SCOPES,
+    assigned,
+    assigned_itself,
+    changed,
+    read,
+    written,
+)
 from .tensor_kinds import floats_in, is_float, kinds_of
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
