@@ -20,8 +20,8 @@ from overflow_fast import (
     MaskedOps,
     OverflowGuard,
 )
-from overflow_fast.guard import explainer
-from overflow_fast.replay.explanation import Explanation
+from overflow_fast.replay import explainer
+from overflow_fast.report.explanation import Explanation
 
 COLUMNS = [
     *("dtype", "what", "step ms", "takes ms", "steps", "forwards", "a step"),

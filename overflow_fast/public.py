@@ -16,11 +16,9 @@ from .debug import DebugUnderflowOverflow as DebugUnderflowOverflow
 from .debug import detect_overflow as detect_overflow
 from .debug import get_abs_min_max as get_abs_min_max
 from .guard.guard import OverflowGuard as OverflowGuard
-from .guard.monitors.layer_audit import LayerAudit as LayerAudit
 from .guard.monitors.magnitudes import Headroom as Headroom
 from .guard.monitors.magnitudes import Saturation as Saturation
 from .guard.monitors.magnitudes import Underflow as Underflow
-from .guard.monitors.masked_ops import MaskedOps as MaskedOps
 from .guard.monitors.monitor import Monitor as Monitor
 from .guard.monitors.monitor import MonitoredStep as MonitoredStep
 from .guard.monitors.monitor import Notice as Notice
@@ -39,8 +37,10 @@ from .record.record_lines import RecordError as RecordError
 from .record.table import FlightRecord as FlightRecord
 from .record.table import read_record as read_record
 from .replay.explain import explain as explain
-from .replay.explanation import Explanation as Explanation
-from .replay.explanation import Op as Op
+from .replay.layer_audit import LayerAudit as LayerAudit
+from .replay.masked_ops import MaskedOps as MaskedOps
+from .report.explanation import Explanation as Explanation
+from .report.explanation import Op as Op
 from .report.report import GuardCoverage as GuardCoverage
 from .report.report import NonFiniteError as NonFiniteError
 from .report.report import Report as Report

@@ -314,6 +314,14 @@ def is_own(file: str) -> bool:
     return path.startswith(_PACKAGE) and not path.startswith(_DEMO)
 
 
+@functools.cache
+def is_of_user(file: str) -> bool:
+    """True if a file is neither torch's, which is imported, nor this package's."""
+    torch = os.path.abspath(str(sys.modules["torch"].__file__))
+    is_torchs = os.path.abspath(file).startswith(os.path.dirname(torch) + os.sep)
+    return not (is_own(file) or is_torchs or file.startswith("<frozen"))
+
+
 def drop_own_frames(error: BaseException) -> None:
     """Removes this package's frames from a traceback, before it is raised again.
 

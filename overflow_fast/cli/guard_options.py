@@ -9,11 +9,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..guard.config import GuardConfig
+from ..guard.monitors.magnitudes import Headroom, Saturation, Underflow
 from ..guard.monitors.monitor import Monitor
-from ..guard.monitors.running import DEFAULT_MONITORS, MONITORS
+from ..guard.monitors.replicas import Replicas
+from ..guard.monitors.running import DEFAULT_MONITORS
+from ..guard.monitors.spikes import Spikes
 from ..guard.options import Option, options_of, snake_case, written_name
+from ..replay.layer_audit import LayerAudit
+from ..replay.masked_ops import MaskedOps
 from ..text import either, nearest
 
+# Those that come with the package.
+MONITORS = (Spikes, Saturation, Headroom, Underflow, MaskedOps, LayerAudit, Replicas)
 _LONG = 150  # characters of a sentence
 _NONE = "none"  # switches off what is on by default
 

@@ -16,9 +16,10 @@ from torch import nn
 from ..capture.hooks import unseen
 from ..core.modules import Handles, named_modules, step_of
 from ..core.tensors import devices_of, loss_in
+from ..guard.step_keeper import Ambient
 from ..precision.copies import FLOATS, check_model, to_float32
 from ..precision.layers import expected_error, floats_in
-from ..replay.capture import Ambient
+from ..replay.ambient import applied
 from ..replay.op_trace import ModuleStack, OpCall, OpTrace
 from ..replay.places import Frames, code_at
 from ..state.random import RandomStates
@@ -563,7 +564,7 @@ def _run_both(
         with (
             torch.inference_mode(is_inference),
             torch.set_grad_enabled(has_gradients),
-            ambient.applied([]),
+            applied(ambient, []),
         ):
             sides[1].run(lockstep.sink(1))
 

@@ -6,20 +6,15 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..capture.step_tensors import StepTensors
 from ..capture.watch import ModelWatch
-from ..page.incidents import Incident
-from ..page.render import page_of
 from ..record.flight import FlightRecorder
-from ..record.table import FlightRecord
-from ..report.evidence import EvidenceFolder
 from ..report.report import RankInfo, Report, place_of
 from ..report.run_log import JsonLog, RunIdentity
-from ..report.suspects import LoggedIncident, read_incidents
 from ..verdict.headroom import HeadroomTracker
 from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
 from .config import GuardConfig
@@ -27,6 +22,11 @@ from .isolation import OverheadTimer
 from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
 from .options import exporters_of
+from .outer import outer
+
+if TYPE_CHECKING:
+    from ..report.evidence import EvidenceFolder
+    from ..report.suspects import LoggedIncident
 
 _log = logging.getLogger("overflow_fast")
 
@@ -69,10 +69,6 @@ class Measurements:
     def run(self) -> RunIdentity:
         """The run that files name; it begins with the first file: the rank is known."""
         return RunIdentity.begin()
-
-    def record_of(self, report: Report, num_lines: int) -> FlightRecord | None:
-        """Returns the flight record up to the step of a report, or None."""
-        return None if self.record is None else self.record.so_far(report, num_lines)
 
     def metrics(self, counts: Mapping[str, float]) -> dict[str, float]:
         """Returns all numbers. Does not incur a CPU-GPU sync.
@@ -165,6 +161,8 @@ class Archive:
         evidence = self._config.evidence
         if evidence is None:
             return None
+        from ..report.evidence import EvidenceFolder
+
         most = int(evidence.mib * _MIB)
         return EvidenceFolder(evidence.path, self._run, most, evidence.keep)
 
@@ -231,9 +229,10 @@ class Archive:
         self._evidence.add_report(report)
 
     def _page_of(self, report: Report) -> str:
-        record = self._measurements.record_of(report, _PAGE_LINES)
-        records = [] if record is None else [record]
-        return page_of(records, [Incident.of(report)])
+        page: str = outer("evidence_page")(
+            report, self._measurements.record, _PAGE_LINES
+        )
+        return page
 
     def log(
         self,
@@ -301,6 +300,8 @@ class Archive:
     def _earlier(self) -> list[LoggedIncident]:
         if self._config.log is None:
             return []
+        from ..report.suspects import read_incidents
+
         began = self._run.started.timestamp()
         try:
             found = read_incidents(self._config.log.path)

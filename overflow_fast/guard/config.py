@@ -9,11 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from ..core.selection import Wanted
 from ..report.report import Report
 from ..verdict.rules import Allow
-from .monitors.layer_audit import LayerAudit
-from .monitors.magnitudes import Saturation
-from .monitors.masked_ops import MaskedOps
 from .monitors.monitor import Monitor
-from .monitors.replicas import Replicas
 from .monitors.running import DEFAULT_MONITORS
 from .monitors.spikes import Spikes
 from .options import (
@@ -285,8 +281,7 @@ class GuardConfig(Options):
         A record, exporters and some monitors take the magnitude of each. A lagged guard
         does not wait for a norm.
         """
-        blind = (Spikes, Saturation, MaskedOps, LayerAudit, Replicas)
-        asks_more = not all(type(each) in blind for each in self.monitors)
+        asks_more = any(each.needs_magnitudes for each in self.monitors)
         asks_more |= self.record is not None or self.metrics is not None
         return self.is_tripwire and self.sync != "lagged" and not asks_more
 
@@ -318,7 +313,7 @@ class GuardConfig(Options):
     def may_replay(self) -> bool:
         """True if steps may be run again."""
         is_wanted = self.explain.when != "never" or self.is_tripwire
-        is_wanted |= self.monitor(MaskedOps) is not None
+        is_wanted |= any(each.replays for each in self.monitors)
         return is_wanted and self.sync != "lagged" and self.explain.replay_safe
 
     @property

@@ -16,19 +16,13 @@ from torch.optim import Optimizer
 from ..core.modules import modules_in
 from ..core.process import without_collection
 from ..distributed.joinable import GuardJoinable
-from ..page.incidents import Incident
-from ..page.render import write_page
-from ..record.table import read_record
 from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
-from ..report.run_log import RunIdentity, log_begin, log_end
-from ..report.suspects import Suspects, read_incidents, suspects_of
-from ..selftest import Loss, SelfTest, SelfTestResult
+from ..report.run_log import log_begin, log_end
 from ..text import drop_own_frames
 from ..verdict.headroom import HeadroomTable
 from ..verdict.rules import Allow
 from .config import EVERYTHING, GuardConfig, Policy
 from .isolation import isolate_errors
-from .learning import check_can_learn
 from .loop import (
     GuardLoop,
     Models,
@@ -53,31 +47,14 @@ from .options import (
     documents,
     reusable,
 )
-from .state_check import state_report
+from .outer import outer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-
-# The page of a guard: its flight record, its last report, what it did not check.
-
-
-def write_guard_page(path: str | os.PathLike[str], loop: GuardLoop) -> pathlib.Path:
-    """Writes a guard's page; see `OverflowGuard.to_html()`.
-
-    Args:
-        path: The file; each of several ranks has its own.
-        loop: The parts of the guard.
-    """
-    recorder, report = loop.measurements.record, loop.pipeline.last_report
-    file = None if recorder is None else recorder.file_path
-    records = [] if file is None else [read_record(file)]
-    incidents = [] if report is None else [Incident.of(report)]
-    gaps = loop.pipeline.coverage().gaps()
-    if recorder is None:
-        gaps.append("No flight record was kept: `record=` asks for one.")
-    return write_page(RunIdentity.begin().path_of_rank(path), records, incidents, gaps)
+    from ..report.suspects import Suspects
+    from ..selftest import Loss, SelfTestResult
 
 
 # The guards of this process that are on: several may watch the same model.
@@ -323,6 +300,8 @@ class OverflowGuard:
             adopt: Apply the rules from then on.
         """
         check_int("steps", steps, 1)
+        from .learning import check_can_learn
+
         check_can_learn(self._loop.config.wanted)
         with self._loop.isolation.isolated():
             self._loop.learn(steps, adopt)
@@ -445,7 +424,12 @@ class OverflowGuard:
         Raises:
             OSError: If it cannot be written, or is no older page of overflow_fast.
         """
-        return write_guard_page(path, self._loop)
+        pipeline, record = self._loop.pipeline, self._loop.measurements.record
+        gaps = pipeline.coverage().gaps()
+        page: pathlib.Path = outer("guard_page")(
+            path, record, pipeline.last_report, gaps
+        )
+        return page
 
     def assert_finite_state(
         self,
@@ -468,6 +452,8 @@ class OverflowGuard:
         Raises:
             NonFiniteError: If a value is not finite; its report names it.
         """
+        from .state_check import state_report
+
         loop = self._loop
         report = state_report(
             living_models(loop.watches) if model is None else named_models(model),
@@ -524,9 +510,9 @@ class OverflowGuard:
         check_names("layers", patterns, optional=True)
         watches = self._loop.new_watches(captures_tensors=False)
         gather = self._loop.pipeline.agreement.gather
-        test = SelfTest(watches, batch, loss, patterns, max_layers, gather)
+        test = outer("self_test")(watches, batch, loss, patterns, max_layers, gather)
         with self._loop.suspended():
-            result = test.run()
+            result: SelfTestResult = test.run()
         print(result)
         return result
 
@@ -559,4 +545,6 @@ class OverflowGuard:
         log = self._loop.config.log
         if log is None:
             raise RuntimeError("suspects() reads the log: give the guard log=")
+        from ..report.suspects import read_incidents, suspects_of
+
         return suspects_of(read_incidents(log.path))

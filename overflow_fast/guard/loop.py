@@ -23,22 +23,20 @@ from ..core.selection import Selection, Wanted, check_patterns, full_name
 from ..core.tensors import loss_in
 from ..distributed.agreement import Agreement
 from ..distributed.joinable import GuardJoinable
-from ..replay.capture import Capture
 from ..report.report import Report
 from ..state.step_start import StepStart
 from ..torch_internals import clipping
 from ..verdict.rules import Rules
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
-from .explainer import make_capture
 from .isolation import ErrorIsolation, OverheadTimer
-from .learning import Learning
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizer_hook import OptimizerHook, living, outermost
 from .optimizers import innermost, stepper_of
 from .pipeline import Pipeline
 from .step import StepClock, WatchSchedule
+from .step_keeper import StepKeeper, make_keeper
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
 
@@ -49,7 +47,7 @@ class LoopInputs:
     Args:
         config: The guard's.
         watches: The watched models.
-        capture: Keeps the calls of a step, or None.
+        keeper: Keeps the calls of a step, or None.
         clock: Has the step's level.
         tensors: Scans what stands in no module's call.
         isolation: Isolates the guard's own errors.
@@ -60,7 +58,7 @@ class LoopInputs:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        capture: Capture | None,
+        keeper: StepKeeper | None,
         clock: StepClock,
         tensors: StepTensors,
         isolation: ErrorIsolation,
@@ -68,7 +66,7 @@ class LoopInputs:
     ) -> None:
         self._config = config
         self._watches = watches
-        self._capture = capture
+        self._keeper = keeper
         self._clock = clock
         self._tensors = tensors
         self._isolation = isolation
@@ -95,10 +93,10 @@ class LoopInputs:
         """Calls a function that calls the models; keeps it until the step is judged."""
         model = self._watches[0].model
         is_watched = self._clock.level is ScanLevel.ALL
-        if self._capture is None or model is None or not is_watched:
+        if self._keeper is None or model is None or not is_watched:
             output = function()
         else:
-            output = self._capture.run(model, function, self._isolation.isolated)
+            output = self._keeper.run(model, function, self._isolation.isolated)
         with self._isolation.isolated():
             loss = loss_in(output)
             if loss is not None and self._config.wanted.loss and records_loss:
@@ -247,7 +245,7 @@ class GuardLoop:
         pipeline: Judges the steps.
         clock: The step at hand.
         inputs: Takes what the training loop hands over.
-        capture: Keeps a step's calls for an explanation, or None.
+        keeper: Keeps a step's calls for an explanation, or None.
         hooks: The optimizers' hooks.
     """
 
@@ -280,7 +278,7 @@ class GuardLoop:
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
-        self.capture = make_capture(config, watches, start)
+        self.keeper = make_keeper(config, watches, start)
         self.timer = OverheadTimer(watches)
         self.measurements = Measurements(config, watches, self.timer)
         self.headroom = self.measurements.headroom
@@ -290,7 +288,7 @@ class GuardLoop:
             functools.partial(outermost, hooks),
         )
         self.isolation = isolation = ErrorIsolation(self.timer, agreement)
-        guarded = Guarded(watches, self.capture, find_optimizers, isolation.isolated)
+        guarded = Guarded(watches, self.keeper, find_optimizers, isolation.isolated)
         looks = config.sync != "lagged"
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         overflow_flags = OverflowFlags(watches)
@@ -307,7 +305,7 @@ class GuardLoop:
             hooks,
             self.rules,
             start,
-            self.capture,
+            self.keeper,
             functools.partial(self.new_watches, wanted_of(EVERYTHING)),
             agreement,
             isolation,
@@ -318,7 +316,7 @@ class GuardLoop:
         )
         tensors = self.pipeline.tensors
         self.inputs = LoopInputs(
-            *(config, watches, self.capture, self.clock, tensors, isolation, hooks)
+            *(config, watches, self.keeper, self.clock, tensors, isolation, hooks)
         )
         for watch in watches:
             watch.suppresses = isolation.suppresses
@@ -375,6 +373,8 @@ class GuardLoop:
 
     def learn(self, steps: int, adopt: bool) -> None:
         """Learns from the next clean steps which values are non-finite by design."""
+        from .learning import Learning
+
         self.pipeline.learning = Learning(
             steps, adopt, self.rules, self.watches, self.pipeline.agreement
         )

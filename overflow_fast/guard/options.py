@@ -19,7 +19,6 @@ import torch.distributed as dist
 from ..core.process import has_process_group
 from ..core.selection import Wanted
 from ..core.tensors import check_number
-from ..replay.explain import BUDGET
 from ..text import either, nearest
 from ..verdict.rules import Rules
 from .policy import ACTIONS
@@ -401,6 +400,9 @@ def documents(options: type[Options]) -> Any:
         return cls
 
     return documented
+
+
+BUDGET = 8  # forwards
 
 
 @dataclass(frozen=True)

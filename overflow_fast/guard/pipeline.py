@@ -11,13 +11,14 @@ report    log, evidence, flight record, warning or exception
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -31,7 +32,6 @@ from ..core.modules import parameters_of
 from ..core.ops import scan
 from ..core.process import without_collection
 from ..distributed.agreement import Agreed, Agreement
-from ..replay.capture import Capture
 from ..report.frames import frame_texts
 from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
@@ -52,9 +52,8 @@ from . import scaler_hook as scalers
 from .archive import Archive, Measurements
 from .config import GuardConfig
 from .device_flags import DeviceFlags
-from .explainer import Explainer, SecondLook
+from .explaining import Explaining
 from .isolation import ErrorIsolation, measured
-from .learning import Learning
 from .loss_scaling import (
     SCALER,
     has_skipped,
@@ -68,6 +67,10 @@ from .monitors.spikes import SPIKE
 from .optimizer_hook import OptimizerHook, living
 from .policy import Situation, checked_action, choose, limit_skips
 from .step import Step, StepClock
+from .step_keeper import StepKeeper
+
+if TYPE_CHECKING:
+    from .learning import Learning
 
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
@@ -104,7 +107,7 @@ class Pipeline:
         hooks: The optimizers' hooks.
         rules: The values that are allowed.
         start: The models as they were when the step began, or None.
-        capture: Keeps a step's calls for an explanation, or None.
+        keeper: Keeps a step's calls for an explanation, or None.
         full_watches: Makes watches of the models that look at everything.
         agreement: The ranks that decide together.
         isolation: Isolates the guard's own errors.
@@ -129,7 +132,7 @@ class Pipeline:
         hooks: Sequence[OptimizerHook],
         rules: Rules,
         start: StepStart | None,
-        capture: Capture | None,
+        keeper: StepKeeper | None,
         full_watches: Callable[[], list[ModelWatch]],
         agreement: Agreement,
         isolation: ErrorIsolation,
@@ -156,13 +159,10 @@ class Pipeline:
         self._pending: deque[Step] = deque()  # lagged: their stats are on their way
         self._device_flags = DeviceFlags(config, watches)
         self._device_flags.request(hooks)
-        self._explainer = Explainer(
-            *(config, watches, capture, full_watches),
+        self._explaining = Explaining(
+            *(config, watches, keeper, full_watches),
             functools.partial(living, hooks),
         )
-        self._second_look = None
-        if config.is_tripwire and capture is not None:
-            self._second_look = SecondLook(capture, watches, full_watches)
         self._archive = Archive(config, watches, measurements)
         self._alarms = AlarmLog()
         self.learning: Learning | None = None
@@ -209,8 +209,8 @@ class Pipeline:
         try:
             if self._start is not None:
                 self._start.end() if is_skipped else self._start.keep()
-            if not (is_skipped or self._explainer.is_off):
-                self._explainer.note_step(hook.optimizer)
+            if not (is_skipped or self._explaining.is_off):
+                self._explaining.note_step(hook.optimizer)
         finally:
             if self.rounds.note_step(hook):
                 self._end_round()
@@ -558,16 +558,15 @@ class Pipeline:
         wishes = _wishes(step)
         if not step.frames:
             return _Outcome(None, True, *wishes)
-        if self._second_look is not None and not is_of_flag(self._detect(step)):
-            begin = time.perf_counter()
-            step = self._second_look.look(step)
-            self._leave_out(time.perf_counter() - begin)
+        if self._explaining.looks_again and not is_of_flag(self._detect(step)):
+            with self._left_out():
+                step = self._explaining.look_again(step)
         with without_collection():
             report = self._make_report(step, self._detect(step))
-        if not self._explainer.is_off:
-            ends = report.action == "raise"
-            report.explanation = self._explainer.explain(step, report.verdict, ends)
-            self._note_explained(report)
+        if not self._explaining.is_off:
+            ends, verdict = report.action == "raise", report.verdict
+            with self._left_out():
+                report.explanation = self._explaining.explain(step, verdict, ends)
         return _Outcome(self._choose_action(step, report), True, *wishes)
 
     def _decide_together(self, step: Step) -> _Outcome:
@@ -582,17 +581,17 @@ class Pipeline:
         is_broken = False
         first = agreed.report.verdict if agreed.report is not None else None
         looks = first is not None and not is_of_flag(first)
-        if self._second_look is not None and looks:
+        if self._explaining.looks_again and looks:
             step, agreed, is_broken = self._look_together(step, agreed)
         wishes = agreed.has_spike, agreed.wants_skip
         report, is_own = agreed.report, agreed.is_own
         if report is None:
             return _Outcome(None, is_own, *wishes)
         if not is_broken:
-            report.explanation, is_broken = self._explainer.explain_together(
-                agreed, step.moment
-            )
-        self._note_explained(report)
+            with self._left_out():
+                report.explanation, is_broken = self._explaining.explain_together(
+                    agreed, step.moment
+                )
         if is_broken:  # it may yet be in a collective that the next step would meet
             report.action = "raise"
         elif callable(self._config.on_overflow):
@@ -622,31 +621,33 @@ class Pipeline:
 
         return self.agreement.agree(
             *(step.number, verdict, max(0, first - begin), make),
-            lambda: self._explainer.offer(step, verdict, ends, self.agreement.joins),
+            lambda: self._explaining.offer(step, verdict, ends, self.agreement.joins),
             *_wishes(step),
         )
 
     def _look_together(self, step: Step, agreed: Agreed) -> tuple[Step, Agreed, bool]:
         """Looks at a step again with the other ranks, and agrees on what they saw."""
-        assert self._second_look is not None and agreed.report is not None
-        begin, frames = time.perf_counter(), _C.Recorder.num_frames()
-        seen, note, is_broken = self._second_look.look_together(step, agreed)
-        self._leave_out(time.perf_counter() - begin)
+        assert agreed.report is not None
+        frames = _C.Recorder.num_frames()
+        with self._left_out():
+            seen, note, is_broken = self._explaining.look_together(step, agreed)
         if note:
             agreed.report.notes.append(note)
             return step, agreed, is_broken
         again = self._agree(seen, frames)
         if again.report is None:
-            agreed.report.notes.append(self._second_look.finite_note())
+            agreed.report.notes.append(self._explaining.finite_note())
             return step, agreed, False
         return seen, again, False
 
-    def _note_explained(self, report: Report) -> None:
-        if report.explanation is not None:
-            self._leave_out(report.explanation.seconds)
-
-    def _leave_out(self, seconds: float) -> None:
-        self._measurements.timer.leave_out(seconds)
+    @contextlib.contextmanager
+    def _left_out(self) -> Iterator[None]:
+        """Leaves the time within out of the guard's own: steps that are run again."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._measurements.timer.leave_out(time.perf_counter() - begin)
 
     def _make_report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step; without details where these fail."""

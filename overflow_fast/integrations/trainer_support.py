@@ -16,7 +16,7 @@ from ..core.modules import without_reduction
 from ..core.process import has_process_group
 from ..guard.guard import OverflowGuard
 from ..guard.options import reusable
-from ..replay.capture import argument_names
+from ..guard.step_keeper import argument_names
 from ..state.objects import KeptObjects
 from ..tree import CALL_DEPTH, copied, copied_call
 

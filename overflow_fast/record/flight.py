@@ -44,7 +44,6 @@ from .record_lines import (
     as_tensor,
     read_numbers,
 )
-from .table import FlightRecord
 
 # The lines of a record: its run, its entries, its steps, folded ones.
 
@@ -549,6 +548,7 @@ class FlightRecorder:
         run: Returns the run that the guard's other files name, too.
 
     Attributes:
+        path: Where it was asked to be.
         file_path: The last file that was written; None before the first step.
     """
 
@@ -562,7 +562,7 @@ class FlightRecorder:
         is_lagged: bool,
         run: Callable[[], RunIdentity] = RunIdentity.begin,
     ) -> None:
-        self._path = path
+        self.path = Path(path)
         self._watches = watches
         self._policy = policy
         self._is_lagged = is_lagged
@@ -626,30 +626,21 @@ class FlightRecorder:
         self._note(report)
         self._write_known(int(self._is_lagged))
 
-    def so_far(self, report: Report, num_lines: int) -> FlightRecord | None:
-        """Returns the record's last lines, with the step that a report stops.
+    def lines_of(self, report: Report) -> list[Line]:
+        """Returns the lines of the step that a report stops, before it is written.
 
         Args:
             report: The report.
-            num_lines: How many lines of steps it has at most.
-
-        Returns:
-            The record; None if it is empty.
         """
-        lines: list[Line] = []
-        if report.moment == "before" and not report.is_of_state:
-            line = step_line(report.step, None, [])
-            line["actions"] = {report.action: 1}
-            line["skipped"] = int(report.action == "skip")
-            rows = [watch.recorder.running_row() for watch in self._watches]
-            heads, counts = self._new_heads()
-            line["models"] = list(map(columns_of, rows, counts))
-            lines = [*heads, line]
-        if self.file_path is not None:
-            from .table import read_record
-
-            return read_record(self.file_path).followed_by(lines).tail(num_lines)
-        return FlightRecord(Path(self._path), lines, False, 0) if lines else None
+        if report.moment != "before" or report.is_of_state:
+            return []
+        line = step_line(report.step, None, [])
+        line["actions"] = {report.action: 1}
+        line["skipped"] = int(report.action == "skip")
+        rows = [watch.recorder.running_row() for watch in self._watches]
+        heads, counts = self._new_heads()
+        line["models"] = list(map(columns_of, rows, counts))
+        return [*heads, line]
 
     def _note(self, report: Report | None) -> None:
         """Adds what was done about a step to its line, when its report is new."""
@@ -694,7 +685,7 @@ class FlightRecorder:
                 self._has_warned = True
                 _log.warning(
                     "Steps of the flight record %s are lost: %s. This is logged once.",
-                    self._path,
+                    self.path,
                     error,
                 )
 
@@ -737,7 +728,7 @@ class FlightRecorder:
                 "The flight record %s has room for the names of %d entries: others, "
                 "and those that are new from now on, are not recorded. Record(mib=) "
                 "gives it more. Logged once.",
-                self._path,
+                self.path,
                 num_before + num,
             )
 
@@ -745,7 +736,7 @@ class FlightRecorder:
         """The file; a new one where another process, or an end, has closed it."""
         if self._file is None or not self._file.is_own:
             self._run = self._run_of() if self._run is None else RunIdentity.begin()
-            wanted = self._run.path_of_rank(self._path)
+            wanted = self._run.path_of_rank(self.path)
             self._file = self._open(wanted)
             self.file_path = self._file.path
             self._num_entries, self._is_begun = [0] * len(self._watches), False

@@ -18,19 +18,15 @@ from ..core.modules import gradient_taker, named_modules, step_of
 from ..core.process import world_size
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
+from ..guard.explaining import USE_RUN, taken_text
+from ..guard.options import BUDGET
+from ..guard.step_keeper import GRAPH, Ambient
+from ..report.explanation import Artifact, Explanation
 from ..state.step_start import StepStart
 from ..text import error_line
 from ..torch_internals.compiler import has_compiled
-from .capture import GRAPH, Ambient, KeptCall
-from .explanation import (
-    ALL_BAD,
-    NOT_BEHIND,
-    USE_RUN,
-    Artifact,
-    BadStep,
-    Explanation,
-    taken_text,
-)
+from .bad_step import ALL_BAD, NOT_BEHIND, BadStep
+from .calls import Call
 from .finding import first_bad_weight, looked_up
 from .optimizer_step import explain_update
 from .own_lines import (
@@ -44,20 +40,12 @@ from .own_lines import (
 from .places import module_of_parameter, state_by_name
 from .remedies.attempts import find_remedies
 from .remedies.trials import Failure
-from .replayer import (
-    BEGIN,
-    NotJoined,
-    Observer,
-    RankCoordinator,
-    ReplayCheck,
-    Replayer,
-    StepPart,
-)
+from .replay_ranks import BEGIN, NotJoined, RankCoordinator
+from .replayer import Observer, ReplayCheck, Replayer, StepPart
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
 from .tensor_kinds import bad_names
 
-BUDGET = 8
 _OWN_LINES = (
     "The program's own lines of the loss, up to {}, were run again, too, since it lies "
     "outside of the models."
@@ -78,7 +66,7 @@ _NO_CALLS = (
 
 def investigate(
     models: Mapping[str, nn.Module],
-    calls: Sequence[KeptCall],
+    calls: Sequence[Call],
     incident: BadStep | None = None,
     *,
     start: StepStart | None = None,
@@ -175,7 +163,7 @@ def _with_advice(found: Explanation, text: str) -> Explanation:
     return found
 
 
-def _asks_for_loss(found: Explanation, calls: Sequence[KeptCall]) -> bool:
+def _asks_for_loss(found: Explanation, calls: Sequence[Call]) -> bool:
     """True if the loss may tell more, and was not replayed."""
     if any(call.returns_loss for call in calls):
         return False
@@ -201,7 +189,7 @@ class _OwnLines:
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        calls: Sequence[KeptCall],
+        calls: Sequence[Call],
         incident: BadStep | None,
         start: StepStart | None,
         limits: tuple[int, Sequence[str | os.PathLike[str]], int],
@@ -333,7 +321,7 @@ class _LossStep(_OwnLines):
 
 def _saved(
     models: Mapping[str, nn.Module],
-    calls: Sequence[KeptCall],
+    calls: Sequence[Call],
     start: StepStart | None,
     most: int,
     found: Explanation,
@@ -348,7 +336,7 @@ def _saved(
 
 
 def _lookups(
-    models: Mapping[str, nn.Module], name: str, calls: Sequence[KeptCall]
+    models: Mapping[str, nn.Module], name: str, calls: Sequence[Call]
 ) -> list[str]:
     """Describes where batches hold the indices of a bad embedding's bad rows."""
     for prefix, model in models.items():
@@ -361,7 +349,7 @@ def _lookups(
 
 
 def _not_replayable(
-    calls: Sequence[KeptCall], incident: BadStep | None, ranks: RankCoordinator
+    calls: Sequence[Call], incident: BadStep | None, ranks: RankCoordinator
 ) -> Explanation | None:
     if ranks.is_alone and world_size() > 1:
         return Explanation(notes=[_NOT_ALONE])
@@ -551,6 +539,6 @@ def explain(
         'forward'
     """
     function = step_of(model, loss)
-    call = KeptCall(function, batch, Ambient(model, devices_of([model])))
+    call = Call(function, batch, Ambient(model, devices_of([model])))
     call.returns_loss = loss is not None
     return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)

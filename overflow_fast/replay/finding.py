@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from ..report.explanation import Explanation, Op, TensorSummary
 from ..text import nonfinite_text, numbered
-from . import explanation as notes
-from .capture import HeldTensor, KeptCall, ModelCall
-from .explanation import Explanation, Op, TensorSummary
+from . import bad_step as notes
+from .calls import Call, ModelCall
+from .held_tensors import HeldTensor
 from .op_rows import (
     EMPTY,
     INTERMEDIATE,
@@ -244,7 +245,7 @@ def explain_root_op(
     root_op: RootOp,
     forward_rows: ForwardRows,
     in_gradients: bool,
-    call: KeptCall | None = None,
+    call: Call | None = None,
 ) -> Explanation:
     """Explains the origin of bad values.
 
@@ -449,7 +450,7 @@ _CARRIED = (
 )
 
 
-def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation:
+def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
     """Explains a tensor that no replayed operation has made.
 
     Args:
@@ -472,9 +473,7 @@ def explain_leaf(leaf: Leaf, read_by: str, call: KeptCall | None) -> Explanation
     return Explanation(evidence=[text], notes=[_NOT_FOUND])
 
 
-def _explain_batch(
-    leaf: Leaf, what: str, at: str, call: KeptCall | None
-) -> Explanation:
+def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explanation:
     """Explains an input: it is data, unless the training loop has computed it."""
     name, tensor = f"`{leaf.name}`", leaf.tensor
     if call is not None:  # a replay may have been given a copy
@@ -562,7 +561,7 @@ def _bad_rows(values: torch.Tensor) -> list[int]:
     return rows if len(rows) <= _FEW_ROWS else []
 
 
-def looked_up(table: torch.Tensor | None, call: KeptCall) -> list[str]:
+def looked_up(table: torch.Tensor | None, call: Call) -> list[str]:
     """Describes where a call's batch holds the indices of a table's bad rows.
 
     Args:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..report.explanation import TensorSummary
 from ..torch_internals.running import autograd_node, next_sequence, sequence_of
-from .explanation import TensorSummary
 from .op_trace import ModuleStack, OpCall, TracedModule
 from .places import Frames, runs_in_hook
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of

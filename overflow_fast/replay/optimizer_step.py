@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from ..core.modules import named_parameters
+from ..report.explanation import Explanation, Op, Remedy
 from ..text import dtype_name, nonfinite_text
 from ..tree import path_text, tensors
-from .explanation import SLOWER, BadStep, Explanation, Op, Remedy
+from .bad_step import SLOWER, BadStep
 from .finding import trace_back
 from .op_rows import NOT_TRIED
 from .op_table import OpTable

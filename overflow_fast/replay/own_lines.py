@@ -37,14 +37,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.modules import Handles, children_of, modules_in
+from ..guard.explaining import taken_text
+from ..guard.step_keeper import Ambient, data_in
 from ..state.objects import is_taken_from
 from ..text import is_of_program, short_name
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.registry import stack
 from ..torch_internals.running import no_dispatch
 from ..tree import CALL_DEPTH, find, tensors_in
-from .capture import Ambient, Captured, KeptCall, ModelCall, data_in
-from .explanation import taken_text
+from .ambient import with_autocast_of_now
+from .calls import Call, Captured, ModelCall
 from .places import source_lines
 from .remedies.line_edit import (
     NotEditableError,
@@ -673,7 +675,7 @@ class LossCall:
     """
 
     def __init__(
-        self, line: LossLine, models: Mapping[str, nn.Module], calls: Sequence[KeptCall]
+        self, line: LossLine, models: Mapping[str, nn.Module], calls: Sequence[Call]
     ) -> None:
         loss = line.variables.get(line.backward.id)
         if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
@@ -692,10 +694,10 @@ class LossCall:
         forwards = self._forwards[num_before:]
         model = next(iter(self._models.values()))
         ambient = forwards[0].ambient if forwards else Ambient(model, ())
-        ambient = ambient.with_autocast_of_now()
-        call = KeptCall(self._captured, self._captured.values, ambient)
+        ambient = with_autocast_of_now(ambient)
+        call = Call(self._captured, self._captured.values, ambient)
         call.returns_loss = True
-        self.calls: list[KeptCall] = [*self._forwards[:num_before], call]
+        self.calls: list[Call] = [*self._forwards[:num_before], call]
         self.check = SameStep(call, forwards, self._loss)
 
     def leave_out(self, num_made: int) -> bool:
@@ -726,7 +728,7 @@ class SameStep(Observer):
     """
 
     def __init__(
-        self, call: KeptCall, forwards: Sequence[ModelCall], loss: torch.Tensor
+        self, call: Call, forwards: Sequence[ModelCall], loss: torch.Tensor
     ) -> None:
         self._call, self._forwards, self._loss = call, forwards, loss
         self._forget()
@@ -766,13 +768,13 @@ class SameStep(Observer):
                 tensors_in(e, CALL_DEPTH) for e in ((args, kwargs), kept.batch)
             )
             is_alike = len(now) == len(then) and all(map(_is_same, now, then))
-        is_alike = is_alike and not kept.ambient.has_drawn()
+        is_alike = is_alike and not kept.ambient.random.drawn()
         self.is_given_alike = self.is_given_alike and is_alike
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
 
-    def on_output(self, call: KeptCall, output: Any) -> None:
+    def on_output(self, call: Call, output: Any) -> None:
         """Compares the loss."""
         if call.function is not self._call.function:
             self._forget()  # a call that was made before those lines

@@ -16,17 +16,16 @@ import torch
 from torch import nn
 
 from ..core.modules import named_buffers, named_parameters
+from ..report.explanation import Op
 from ..text import (
     installed_name,
-    is_of_program,
+    is_of_user,
     is_own,
     short_name,
     source_name,
 )
-from .explanation import Op
 
 _MAX_FRAMES = 12
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _ENGINE = "_engine_run_backward"
 # Files of torch that the engine calls, but for hooks of the user's.
 _NO_HOOKS = tuple(
@@ -35,7 +34,6 @@ _NO_HOOKS = tuple(
 )
 _BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
 _ENDS = {_ENGINE, *_BEGINS}
-_is_users: dict[str, bool] = {}
 
 # The code, the line and the instruction of each frame.
 Frames = tuple[tuple[CodeType, int, int], ...]
@@ -90,8 +88,7 @@ class UsersFrames:
 
 def _with_line(frame: FrameType, callers: Frames) -> Frames:
     code = frame.f_code
-    is_users = _is_users.get(code.co_filename)  # a call for each would take longer
-    if is_users or (is_users is None and is_of_user(code.co_filename)):
+    if is_of_user(code.co_filename):
         return ((code, frame.f_lineno, frame.f_lasti), *callers)[:_MAX_FRAMES]
     return callers
 
@@ -110,30 +107,6 @@ def runs_in_hook() -> bool:
 
 def _ends(code: CodeType) -> bool:
     return code.co_name == _ENGINE or is_own(code.co_filename)
-
-
-def is_of_user(file: str) -> bool:
-    """True if a file is neither torch's nor this package's."""
-    known = _is_users.get(file)
-    if known is None:
-        is_torchs = os.path.abspath(file).startswith(_TORCH)
-        known = not (is_own(file) or is_torchs or file.startswith("<frozen"))
-        _is_users[file] = known
-    return known
-
-
-def calling_line() -> tuple[str, int]:
-    """The file and the number of the deepest running line of the program's own.
-
-    Its own are no lines of installed packages; "" and 0 if there is none.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_of_program(file):
-            return file, frame.f_lineno
-        frame = frame.f_back
-    return "", 0
 
 
 def stack_of(frames: Frames) -> list[str]:

@@ -35,17 +35,18 @@ from ..core.selection import full_name
 from ..core.tensors import loss_in
 from ..state.snapshot import Snapshot
 from ..state.step_start import StepStart
-from ..text import error_line
 from ..torch_internals.running import no_dispatch
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from ..tree import entry_label
-from .capture import KeptCall, held_leaves, loss_and_gradients, part_of
-from .explanation import Explanation
+from .ambient import applied
+from .calls import Call, loss_and_gradients, part_of
 from .finding import RootOp, masked_whole, trace_back
+from .held_tensors import held_leaves
 from .op_rows import Leaf
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .places import names_of, partitions_of, state_by_name
+from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, OnRank, RankCoordinator
 from .root_op import details_of
 from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
 
@@ -63,7 +64,7 @@ class Patch:
         """
         return nullcontext()
 
-    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
         """The calls to run in place of those of the step."""
         return list(calls)
 
@@ -81,7 +82,7 @@ class Observer:
         """
         return nullcontext()
 
-    def on_output(self, call: KeptCall, output: Any) -> None:
+    def on_output(self, call: Call, output: Any) -> None:
         """Sees what a call has returned, before its backward."""
 
 
@@ -275,164 +276,6 @@ class OutputGradients(Observer):
                 self.bad.append(gradient)
 
 
-# The ranks that replay a step together: one leads, all run the same.
-
-
-CLEAN, GIVEN, BAD, FAILED = range(4)  # states of a replayed call, by their weight
-BEGIN = "begin"
-
-
-class NotJoined(Exception):
-    """A rank did not join the replay, which cannot go on without it."""
-
-
-class OnRank(Exception):
-    """An error of a replay that another rank has raised."""
-
-
-class Channel(Protocol):
-    """Lets ranks tell one another what they found, outside of the model's collectives.
-
-    Attributes:
-        rank: This rank.
-    """
-
-    rank: int
-
-    def exchange(self, value: Any) -> Mapping[int, Any]:
-        """Exchanges values; returns those of all ranks, by rank.
-
-        Raises:
-            NotJoined: If a rank gives nothing within the limit.
-        """
-
-
-class RankCoordinator:
-    """One leads: it decides what is run, and all others run that too. Alone, one leads.
-
-    What the ranks tell one another decides what each does next, so all run the same
-    forwards and backwards, and the collectives in them meet.
-
-    Args:
-        channel: To the other ranks; None where there are none.
-        lead: The rank that leads at first.
-        can_cut: For each kept call, whether its batch has the same size on all ranks.
-
-    Attributes:
-        lead: The rank that leads.
-        claims: How well each rank can say where bad values began.
-        is_broken: Whether a rank was lost, or may be out of step.
-        result: The explanation of the rank that led, once it is here; else None.
-    """
-
-    def __init__(
-        self,
-        channel: Channel | None = None,
-        lead: int = 0,
-        can_cut: Sequence[bool] = (),
-    ) -> None:
-        self._channel = channel
-        self.rank = 0 if channel is None else channel.rank
-        self.lead = self.rank if channel is None else lead
-        self._can_cut = can_cut
-        self.result: Explanation | None = None
-        self.claims: Mapping[int, int] = {}
-        self.is_broken = False
-
-    @property
-    def is_alone(self) -> bool:
-        """True if there are no other ranks."""
-        return self._channel is None
-
-    @property
-    def is_leader(self) -> bool:
-        """True if this rank leads."""
-        return self.rank == self.lead
-
-    def can_cut(self, place: int) -> bool:
-        """True if a part of a call's batch is the same part on all ranks."""
-        return self.is_alone or self._can_cut[place]
-
-    def order(self, order: Any) -> None:
-        """Orders the others to do something; called by the rank that leads."""
-        self._exchange(order)
-
-    def receive(self) -> Any:
-        """Receives an order of the rank that leads; an explanation ends the replay."""
-        order = self._exchange(None)[self.lead]
-        if isinstance(order, Explanation):
-            self.result = order
-        return order
-
-    def agree(self, state: int, error: Exception | None) -> tuple[int, str, list[int]]:
-        """Agrees on what a call has come to.
-
-        Args:
-            state: CLEAN, GIVEN, BAD or FAILED: what it is here.
-            error: What it has raised here, or None.
-
-        Returns:
-            The worst state of all ranks, the error of another rank in text, or "", and
-            the ranks where it was not clean.
-        """
-        text = "" if error is None else error_line(error)
-        found = self._exchange((state, text))
-        texts = [
-            f"on rank {rank}: {each[1]}"
-            for rank, each in found.items()
-            if each[1] and rank != self.rank
-        ]
-        bad = [rank for rank, each in found.items() if each[0] != CLEAN]
-        return max(each[0] for each in found.values()), "".join(texts[:1]), bad
-
-    def check(self, error: Exception | None) -> None:
-        """Raises on all ranks what one of them has met."""
-        state, text, _ = self.agree(CLEAN if error is None else FAILED, error)
-        if error is not None:
-            raise error
-        if state == FAILED:
-            raise OnRank(text)
-
-    def elect(self, claim: int) -> bool:
-        """Gives the lead to the rank that can say best; it stays among equals.
-
-        Args:
-            claim: How well this one can say where bad values began.
-
-        Returns:
-            Whether this rank leads now.
-        """
-        self.claims = self._exchange(claim)
-        best = max(self.claims.values())
-        if self.claims[self.lead] != best:
-            self.lead = min(rank for rank, each in self.claims.items() if each == best)
-        return self.is_leader
-
-    def finish(self, found: Explanation) -> Explanation:
-        """Hands the explanation of the rank that leads to all.
-
-        Args:
-            found: This rank's, which counts where it leads, or a rank was lost.
-        """
-        if self.is_alone or self.is_broken or self.result is not None:
-            return self.result or found
-        try:
-            if self.is_leader:
-                self._exchange(found)
-                return found
-            if not isinstance(self.receive(), Explanation):
-                raise NotJoined(f"Rank {self.rank} could not follow the replay.")
-        except NotJoined as error:
-            self.is_broken = True
-            found.notes.append(str(error))
-        return self.result or found
-
-    def _exchange(self, value: Any) -> Mapping[int, Any]:
-        if self._channel is None:
-            return {self.rank: value}
-        return self._channel.exchange(value)
-
-
 # Runs the step.
 
 
@@ -457,7 +300,7 @@ class Replayer:
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        calls: Sequence[KeptCall],
+        calls: Sequence[Call],
         start: StepStart | None = None,
         ranks: RankCoordinator | None = None,
         keeps_calls: bool = False,
@@ -465,7 +308,7 @@ class Replayer:
         tail: Tail | None = None,
     ) -> None:
         self._tail = tail
-        self._last: KeptCall | None = None
+        self._last: Call | None = None
         self._is_at_start = False
         self._inner = None if inner is None else OutputGradients(inner)
         self.models, self.calls = models, list(calls)
@@ -558,7 +401,7 @@ class Replayer:
     @contextmanager
     def _begun(
         self, order: RunOrder, observers: Sequence[Observer]
-    ) -> Iterator[list[KeptCall]]:
+    ) -> Iterator[list[Call]]:
         """Begins the step, out of sight of what watches it; yields the calls to run."""
         if not self._is_at_start:
             self.state.begin()
@@ -583,7 +426,7 @@ class Replayer:
             self._last = None
 
     def _run_forwards(
-        self, calls: Sequence[KeptCall], observers: Sequence[Observer]
+        self, calls: Sequence[Call], observers: Sequence[Observer]
     ) -> ReplayResult:
         """Runs forwards alone, up to the first bad one."""
         result = ReplayResult()
@@ -595,7 +438,7 @@ class Replayer:
         return result
 
     def _run_all(
-        self, calls: Sequence[KeptCall], observers: Sequence[Observer]
+        self, calls: Sequence[Call], observers: Sequence[Observer]
     ) -> ReplayResult:
         """Runs all calls, each with its backward, whatever they have come to."""
         result = ReplayResult()
@@ -605,7 +448,7 @@ class Replayer:
         return result
 
     def _run_in_order(
-        self, calls: Sequence[KeptCall], observers: Sequence[Observer], step: StepPart
+        self, calls: Sequence[Call], observers: Sequence[Observer], step: StepPart
     ) -> ReplayResult:
         """Runs calls up to the first bad one; if one is traced, up to the last.
 
@@ -637,7 +480,7 @@ class Replayer:
     def _run_call(
         self,
         result: ReplayResult,
-        call: KeptCall,
+        call: Call,
         observers: Sequence[Observer],
         traced: StepPart | None = None,
         has_backward: bool = True,
@@ -653,7 +496,7 @@ class Replayer:
         call = call.without_graph()  # which the step's own backward has freed
         try:
             with self._traced(result, call, traced) if traced else nullcontext():
-                with call.ambient.applied(self.models.values()):
+                with applied(call.ambient, self.models.values()):
                     output = call.function(call.batch)
                 for observer in observers:
                     observer.on_output(call, output)
@@ -679,7 +522,7 @@ class Replayer:
 
     @contextmanager
     def _traced(
-        self, result: ReplayResult, call: KeptCall, step: StepPart
+        self, result: ReplayResult, call: Call, step: StepPart
     ) -> Iterator[None]:
         """Runs eagerly, and records all operations in the result's table."""
         if not step.has_table:
@@ -701,7 +544,7 @@ class Replayer:
         result.carried = [leaf.name for leaf in others if leaf.is_carried]
 
     def _look_at_output(
-        self, result: ReplayResult, call: KeptCall, output: Any
+        self, result: ReplayResult, call: Call, output: Any
     ) -> list[tuple[Any, Any]]:
         """Looks at what was returned; says what backward is called on."""
         with no_dispatch():
@@ -745,9 +588,7 @@ class Replayer:
         return [(f"{prefix}{name}", buffer) for prefix, name, buffer in found]
 
 
-def patched_calls(
-    calls: Sequence[KeptCall], patches: Sequence[Patch]
-) -> list[KeptCall]:
+def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]:
     """The calls of a step with patches in place."""
     for patch in patches:
         calls = patch.calls(calls)

@@ -18,11 +18,11 @@ from torch import nn
 
 from ..capture.hooks import unseen
 from ..core.tensors import host_copy, is_readable
+from ..report.explanation import Artifact, Explanation
 from ..state.random import RandomStates
 from ..text import dtype_name
 from ..torch_internals.module_internals import own_buffers, own_parameters, submodules
 from ..tree import mapped, tensors_in
-from .explanation import Artifact, Explanation
 from .op_trace import OpCall, TracedModule
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"

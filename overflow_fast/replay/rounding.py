@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from ..report.explanation import Explanation
 from ..text import dtype_name
 from ..tree import mapped, tensors_in
-from .explanation import Explanation
 from .op_rows import Row
 from .places import op_at, place_text
 from .root_op import new_places, run_in_float64

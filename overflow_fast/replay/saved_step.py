@@ -16,9 +16,10 @@ from ..core.modules import parameters_of
 from ..core.tensors import digest_of, has_memory, host_copy, is_readable
 from ..files.json_text import SCHEMA, dumps
 from ..files.reading import FileError, read_bytes, read_tensors
+from ..report.explanation import Artifact
 from ..text import dtype_name
-from .capture import Ambient, KeptCall, ModelCall, names_of_inputs
-from .explanation import Artifact
+from .ambient import as_plain, of_plain
+from .calls import Call, ModelCall, names_of_inputs
 from .places import names_of, state_by_name
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class UnreadableStepError(FileError):
 
 def saved_step(
     models: Mapping[str, nn.Module],
-    calls: Sequence[KeptCall],
+    calls: Sequence[Call],
     start: Sequence[tuple[torch.Tensor, torch.Tensor]],
     most: int,
 ) -> list[Artifact]:
@@ -66,7 +67,7 @@ def saved_step(
     return [Artifact(STEP, dumps(step)), Artifact(TENSORS, tensors=tensors)]
 
 
-def _call(call: KeptCall, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _call(call: Call, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     def put(tensor: torch.Tensor) -> str:
         name = f"tensor{len(tensors)}"
         tensors[name] = host_copy(tensor)
@@ -75,7 +76,7 @@ def _call(call: KeptCall, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {
         "is_of_model": isinstance(call, ModelCall),
         "batch": _plain(call.batch, put),
-        "ambient": call.ambient.as_plain(put),
+        "ambient": as_plain(call.ambient, put),
         "returns_loss": call.returns_loss,
         "held": {str(place): put(held) for place, held in call.held.items()},
     }
@@ -204,9 +205,7 @@ class SavedStep:
         changed = [n for n in wanted if n in own and _identity(own[n]) != wanted[n]]
         return missing + changed
 
-    def calls(
-        self, model: nn.Module, loss: Callable[..., Any] | None
-    ) -> list[KeptCall]:
+    def calls(self, model: nn.Module, loss: Callable[..., Any] | None) -> list[Call]:
         """The calls, to be made again.
 
         Args:
@@ -221,7 +220,7 @@ class SavedStep:
 
     def _made(
         self, saved: SavedCall, model: nn.Module, loss: Callable[..., Any] | None
-    ) -> KeptCall:
+    ) -> Call:
         if loss is None and not saved.is_of_model:
             raise UnreadableStepError(
                 "the step's loss was computed by a function of its own: give it with "
@@ -231,7 +230,7 @@ class SavedStep:
         device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
         try:
             batch = self._value(saved.batch, device)
-            ambient = Ambient.of_plain(saved.ambient, self._tensor)
+            ambient = of_plain(saved.ambient, self._tensor)
             held = {
                 int(place): self._tensor(name).to(device)
                 for place, name in saved.held.items()
@@ -244,10 +243,10 @@ class SavedStep:
         if saved.is_of_model:
             _check_arguments(batch, self._folder / STEP)
         if saved.is_of_model and loss is None:
-            call: KeptCall = ModelCall.of(model, batch, ambient)
+            call: Call = ModelCall.of(model, batch, ambient)
         else:
             own = _one_argument(model, batch) if saved.is_of_model else batch
-            call = KeptCall(_with_model(loss, model), own, ambient)
+            call = Call(_with_model(loss, model), own, ambient)
         call.returns_loss = loss is not None or saved.returns_loss
         if loss is None:
             call.held = held

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..report.explanation import NOT_THE_LOSS, Explanation, Sample
 from ..torch_internals.running import no_dispatch
-from . import explanation
-from .capture import KeptCall, batch_size, name_outside, why_whole
-from .explanation import SLOWER, BadStep, Explanation, Sample
+from . import bad_step as notes
+from .bad_step import SLOWER, BadStep
+from .calls import Call, batch_size, name_outside, why_whole
 from .finding import OF_LEAVES, ForwardRows, RootOp, explain_root_op, trace_back
 from .op_rows import Leaf, Row, row_of
 from .op_table import OpTable
@@ -24,14 +25,8 @@ from .places import module_of_parameter, names_of
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for
-from .replayer import (
-    NotJoined,
-    Observer,
-    ReplayCheck,
-    Replayer,
-    ReplayResult,
-    StepPart,
-)
+from .replay_ranks import NotJoined
+from .replayer import Observer, ReplayCheck, Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
 from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
@@ -202,7 +197,7 @@ class _FailsAgain(Observer):
         """See `OpObserver`."""
 
 
-def _dataset_index(call: KeptCall, index: int, size: int) -> int | None:
+def _dataset_index(call: Call, index: int, size: int) -> int | None:
     """The sample's index in the dataset, where a key of the batch is called that."""
     for name, path, tensor in call.places():
         key = path[-1].value if path else name
@@ -288,10 +283,10 @@ class Search:
         if self._ranks.is_leader:
             found.notes += self._replayer.state.not_restored()
             name = name_outside(self._replayer.calls)
-            if name and explanation.OUTSIDE_LOSS in found.notes:  # some of it was
-                place = found.notes.index(explanation.OUTSIDE_LOSS)
-                text = explanation.outside_text(name)
-                found.notes[place] = f"{explanation.NOT_THE_LOSS} with it: {text}."
+            if name and notes.OUTSIDE_LOSS in found.notes:  # some of it was
+                place = found.notes.index(notes.OUTSIDE_LOSS)
+                text = notes.outside_text(name)
+                found.notes[place] = f"{NOT_THE_LOSS} with it: {text}."
         return found
 
     def _lead(self) -> Explanation:
@@ -350,7 +345,7 @@ class Search:
         difference = None if check is None else check.difference()
         if difference is not None:
             names = self._set_meanwhile
-            why = f"; {explanation.set_text(names)}" if names else ""
+            why = f"; {notes.set_text(names)}" if names else ""
             text = f"The replay is not the same as the step: {difference}{why}."
             found.notes.append(text)
         try:
@@ -366,7 +361,7 @@ class Search:
         return found
 
     def _explain_origin(
-        self, root_op: RootOp, traced: ReplayResult, call: KeptCall
+        self, root_op: RootOp, traced: ReplayResult, call: Call
     ) -> Explanation:
         assert traced.table is not None
         rows = ForwardRows(traced.table)
@@ -463,7 +458,7 @@ class Search:
         found_remedy = any(each.is_recommended for each in found.remedies)
         if changed and found_remedy and self._replayer.run().is_clean:
             found.remedies = []
-            found.notes.append(_BY_ITSELF.format(explanation.effects_text(changed)))
+            found.notes.append(_BY_ITSELF.format(notes.effects_text(changed)))
 
     def _name_ranks(self, found: Explanation) -> None:
         """Names the rank on which it began, if it began on one."""

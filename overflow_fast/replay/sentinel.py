@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..text import dtype_name, rounded
-from .capture import KeptCall
+from .calls import Call
 from .tensor_kinds import as_wide, is_float
 
 # Where the largest number of all others is smaller by so much, any number is one.
@@ -38,7 +38,7 @@ class Sentinel:
     can_be_replaced: bool
 
 
-def sentinel_in(call: KeptCall, sample: int) -> Sentinel | None:
+def sentinel_in(call: Call, sample: int) -> Sentinel | None:
     """Finds a number of one sample that looks like a placeholder.
 
     Args:
@@ -68,7 +68,7 @@ def sentinel_in(call: KeptCall, sample: int) -> Sentinel | None:
 
 
 def _with_samples(
-    call: KeptCall, sample: int
+    call: Call, sample: int
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Yields name, tensor and values of what holds one sample and others."""
     for name, tensor in call.leaves():
@@ -77,7 +77,7 @@ def _with_samples(
             yield name, tensor, values
 
 
-def outlier_in(call: KeptCall, sample: int) -> str:
+def outlier_in(call: Call, sample: int) -> str:
     """Describes the largest value of a sample, if it is far above the other samples'.
 
     Args:

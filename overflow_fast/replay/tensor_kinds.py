@@ -12,10 +12,10 @@ import torch
 from .. import _C
 from ..core.ops import Stat, scan
 from ..core.tensors import PLAIN, is_whole, real_parts, widened
+from ..report.explanation import TensorSummary
 from ..text import dtype_name
 from ..torch_internals.tensor_internals import is_in_transform, local_part
 from ..tree import tensors_in
-from .explanation import TensorSummary
 from .storage_map import StorageMap, memory_of
 
 NAN, POSITIVE_INF, NEGATIVE_INF = _C.NAN, _C.POSITIVE_INF, _C.NEGATIVE_INF

@@ -25,18 +25,21 @@ from ..core.modules import (
 from ..core.ops import scan
 from ..core.selection import full_name
 from ..core.tensors import is_readable, place_of
+from ..guard.explaining import USE_RUN
 from ..precision.copies import on_copies, to_dtype
+from ..report.explanation import NOT_REPLAYED, Explanation, Op, Remedy
 from ..text import counted, error_line
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.running import active_modes, autograd_node
 from ..tree import CALL_DEPTH, mapped, tensors_in
-from . import explanation as notes
-from .capture import name_outside
-from .explanation import NOT_REPLAYED, BadStep, Explanation, Op, Remedy
+from . import bad_step as notes
+from .bad_step import BadStep
+from .calls import name_outside
 from .finding import first_bad_weight
 from .op_trace import ModuleStack, OpCall, OpTrace, TracedModule
 from .places import module_of_parameter, names_of, op_at
-from .replayer import Observer, OnRank, ReplayCheck, Replayer, ReplayResult
+from .replay_ranks import OnRank
+from .replayer import Observer, ReplayCheck, Replayer, ReplayResult
 from .tensor_kinds import floats_in, is_float, summary_of
 
 _RATE = 3
@@ -241,7 +244,7 @@ class Answers:
         return (
             "What was replayed, the models' own forward and backward, is finite"
             f"{unlike}. The loss outside of them was not replayed: use "
-            f"`{notes.USE_RUN}`."
+            f"`{USE_RUN}`."
         )
 
     def _no_backward(self) -> str:

@@ -18,9 +18,9 @@ from ..core import ops
 from ..core.tensors import PLAIN, host_copy
 from ..files.json_text import SCHEMA, dumps
 from ..files.writing import make_folder, write_new
-from ..replay.explanation import Artifact, Explanation
 from ..text import dtype_name, printable
 from ..tree import CALL_DEPTH, Walk, path_text, type_name
+from .explanation import Artifact, Explanation
 from .report import Report
 from .run_log import RunIdentity
 

@@ -13,7 +13,6 @@ from typing import Any
 from ..capture.watch import ModelWatch
 from ..core.selection import Wanted
 from ..files.json_text import SCHEMA, dumps, to_plain
-from ..replay.explanation import Explanation
 from ..text import (
     as_lines,
     capitalized,
@@ -32,6 +31,7 @@ from ..verdict.verdict import (
     is_of_flag,
     nonfinite_settings,
 )
+from .explanation import Explanation
 from .frames import frames_text
 
 # The sentence of a report that advises what to try.

@@ -22,8 +22,7 @@ from overflow_fast import (
 )
 from overflow_fast.__main__ import main
 from overflow_fast.cli.command_line import make_parser
-from overflow_fast.cli.guard_options import guard_arguments
-from overflow_fast.guard.monitors.running import MONITORS
+from overflow_fast.cli.guard_options import MONITORS, guard_arguments
 from overflow_fast.guard.options import options_of, snake_case
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]

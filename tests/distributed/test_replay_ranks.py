@@ -3,8 +3,10 @@
 import functools
 import os
 import random
+import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
@@ -18,7 +20,7 @@ from sharded_models import ddp, fsdp2, sharded_in_two_ways, tensor_parallel
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.distributed import store_channel
+from overflow_fast.replay import replay_ranks
 from overflow_fast.replay.remedies import trials
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
@@ -183,6 +185,13 @@ def refused(**arguments):
     return None if found is None else (str(found), found.replays), guard.num_skipped
 
 
+def without_explainer():
+    """What is said where one rank cannot import what explains the step."""
+    gone = {"overflow_fast.replay.explainer": None} if dist.get_rank() else {}
+    with mock.patch.dict(sys.modules, gone):
+        return refused()
+
+
 FIRST = "OVERFLOW_FAST_TEST_FIRST_CALL"
 
 
@@ -319,6 +328,7 @@ def on_two_ranks():
         **found,
         "explain=False": refused(explain=[True, False]),
         "nothing kept": refused(explain=[False, True]),
+        "no explainer": without_explainer(),
         "raising": raising_on_one_rank(),
         "writing": writing_on_one_rank(),
         "asked": asked(),
@@ -364,6 +374,12 @@ def test_a_rank_that_keeps_nothing_has_all_skip_the_replay(name):
         text, replays = found
         assert "rank 1 keeps no steps (explain, replay_safe or sync)" in text
         assert replays == 0
+
+
+def test_a_rank_that_cannot_import_the_explainer_has_all_skip_the_replay():
+    for (text, replays), skipped in (each["no explainer"] for each in on_two()):
+        assert "rank 1 failed (ImportError: overflow_fast.replay.explainer" in text
+        assert (replays, skipped) == (0, 1)
 
 
 def test_a_rank_whose_replay_raises_ends_that_of_all():
@@ -439,7 +455,7 @@ def _replay(rank, folder, wrap, fate, are_others_done):
     dist.init_process_group(
         "gloo", init_method=url, rank=rank, world_size=2, timeout=ranks.PATIENCE
     )
-    store_channel.PATIENCE_SECONDS = 0.5
+    replay_ranks.PATIENCE_SECONDS = 0.5
     model, optimizer = seeded(wrap)
     OverflowGuard(model, optimizer, "skip")
     step(model, optimizer, *data(0))

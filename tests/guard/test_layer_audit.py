@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard.monitors.layer_audit import LayerAuditor
 from overflow_fast.guard.monitors.monitor import Guarded
+from overflow_fast.replay.layer_audit import LayerAuditor
 
 
 class Net(nn.Module):

@@ -25,8 +25,8 @@ from overflow_fast import (
     Spikes,
     Underflow,
 )
+from overflow_fast.cli.guard_options import MONITORS
 from overflow_fast.guard.config import GuardConfig
-from overflow_fast.guard.monitors.running import MONITORS
 from overflow_fast.guard.options import options_of
 
 PARAMETERS = inspect.signature(OverflowGuard).parameters

@@ -211,7 +211,7 @@ def test_a_page_that_cannot_be_made_costs_no_report(tmp_path, monkeypatch, caplo
     def fail(*_):
         raise RuntimeError("no jinja")
 
-    monkeypatch.setattr("overflow_fast.guard.archive.page_of", fail)
+    monkeypatch.setattr("overflow_fast.page.guard_page.page_of", fail)
     guard, _ = bad_steps(tmp_path)
     assert (guard.num_skipped, guard.last_report.page) == (1, None)
     assert "Not all evidence of step 0 was kept: no jinja" in caplog.text

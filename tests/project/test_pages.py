@@ -17,7 +17,8 @@ from overflow_fast import (
     Schedule,
 )
 from overflow_fast.cli.command_line import make_parser
-from overflow_fast.guard.monitors.running import DEFAULT_MONITORS, MONITORS
+from overflow_fast.cli.guard_options import MONITORS
+from overflow_fast.guard.monitors.running import DEFAULT_MONITORS
 
 
 def linking_pages():

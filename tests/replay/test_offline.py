@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from overflow_fast import Explanation
-from overflow_fast.replay.capture import Ambient, KeptCall, ModelCall
+from overflow_fast.guard.step_keeper import Ambient
+from overflow_fast.replay.calls import Call, ModelCall
 from overflow_fast.replay.explain import explain_folder, investigate
 from overflow_fast.replay.saved_step import UnreadableStepError
 
@@ -45,7 +46,7 @@ def model_call(model, *args, **kwargs):
 
 
 def run_call(model, values, function):
-    call = KeptCall(function, values, Ambient(model, []))
+    call = Call(function, values, Ambient(model, []))
     call.returns_loss = True
     return call
 

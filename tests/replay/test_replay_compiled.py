@@ -128,7 +128,7 @@ def test_a_part_of_compiled_code_that_runs_eagerly_is_no_transient():
 def test_a_captured_graph_is_not_replayed(monkeypatch):
     model = Net()
     guard = OverflowGuard(model)
-    capture = guard._loop.capture
+    capture = guard._loop.keeper
     monkeypatch.setattr(capture, "_devices_of", lambda _: [torch.device("cuda")])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     model(-torch.rand(4, 4), torch.rand(4, 1))

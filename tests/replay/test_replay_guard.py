@@ -96,7 +96,7 @@ def test_nothing_is_kept_or_explained_where_it_is_not_asked_for():
     guard = OverflowGuard(model, optimizer, explain=False)
     model[1].factor = NAN
     assert explained(guard, model, optimizer, data()) is None
-    assert guard._loop.capture is None
+    assert guard._loop.keeper is None
 
 
 def test_a_batch_is_let_go_when_its_step_is_judged():
@@ -104,7 +104,7 @@ def test_a_batch_is_let_go_when_its_step_is_judged():
     guard = OverflowGuard(model, optimizer)
     for runs in (True, False):
         step(guard, model, optimizer, data(), runs=runs)
-        assert guard._loop.capture.calls == []
+        assert guard._loop.keeper.calls == []
 
 
 def test_auto_explains_each_place_once_and_one_in_100_steps():
@@ -427,7 +427,7 @@ def test_everything_is_put_back(optimizer, policy, flaky):
     arguments = OPTIMIZERS[optimizer], policy, NAN, flaky
     state, numbers, guard = run_bad(True, *arguments)
     expected, expected_numbers, _ = run_bad(False, *arguments)
-    assert guard._loop.capture is not None
+    assert guard._loop.keeper is not None
     assert numbers == expected_numbers
     for each, other in zip(state, expected, strict=True):
         assert_same(each, other)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.replay import capture
+from overflow_fast.guard import step_keeper
 
 
 class Root(nn.Module):
@@ -32,7 +32,7 @@ def test_backward_is_replayed_from_the_gradient_of_the_output():
 
 
 def test_a_gradient_that_is_too_large_is_not_held(monkeypatch):
-    monkeypatch.setattr(capture, "_MAX_HELD_BYTES", 11)  # the output has 12
+    monkeypatch.setattr(step_keeper, "_MAX_HELD_BYTES", 11)  # the output has 12
     found = explained()
     assert (found.phase, found.cause, found.op) == ("backward", "unknown", None)
     assert "were too large to hold" in str(found)
@@ -40,7 +40,7 @@ def test_a_gradient_that_is_too_large_is_not_held(monkeypatch):
 
 
 def test_the_largest_gradient_that_is_held():
-    assert capture._MAX_HELD_BYTES == 64 * 2**20  # as the guide says
+    assert step_keeper._MAX_HELD_BYTES == 64 * 2**20  # as the guide says
 
 
 def test_a_gradient_is_held_by_reference():
@@ -49,5 +49,5 @@ def test_a_gradient_is_held_by_reference():
     output = model(torch.randn(3, 4))
     gradient = torch.randn(3, 2)
     output.backward(gradient)
-    (held,) = guard._loop.capture.calls[0].held.values()
+    (held,) = guard._loop.keeper.calls[0].held.values()
     assert held.data_ptr() == gradient.data_ptr()

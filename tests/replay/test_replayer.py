@@ -9,7 +9,8 @@ from guarding import assert_same, state_of
 from torch import nn
 
 from overflow_fast.core.tensors import devices_of
-from overflow_fast.replay.capture import Ambient, KeptCall
+from overflow_fast.guard.step_keeper import Ambient
+from overflow_fast.replay.calls import Call
 from overflow_fast.replay.op_trace import OpTrace
 from overflow_fast.replay.remedies.patches import (
     Bfloat16,
@@ -27,7 +28,7 @@ def step(model, *batches):
     calls = []
     for batch in batches:
         ambient = Ambient(model, devices_of([model]))
-        call = KeptCall(lambda x: model(x).square().mean(), batch, ambient)
+        call = Call(lambda x: model(x).square().mean(), batch, ambient)
         call.returns_loss = True
         calls.append(call)
     return {"": model}, calls

@@ -11,7 +11,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.replay.explanation import Explanation, Op, Remedy, TensorSummary
+from overflow_fast.report.explanation import Explanation, Op, Remedy, TensorSummary
 from overflow_fast.report.report import Report
 from overflow_fast.verdict.remedy import Float32Region
 from overflow_fast.verdict.verdict import BadEntry, Verdict

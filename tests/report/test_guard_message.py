@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.replay.explanation import Explanation, Op
+from overflow_fast.report.explanation import Explanation, Op
 from overflow_fast.report.report import Report
 from overflow_fast.text import wrapped
 from overflow_fast.verdict.verdict import BadEntry, Verdict

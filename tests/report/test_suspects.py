@@ -12,7 +12,7 @@ from guarding import INF, batches, make, plant, train_step
 from ranks import all_of
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
-from overflow_fast.replay.explanation import NOT_REPLAYED, Explanation, Op
+from overflow_fast.report.explanation import NOT_REPLAYED, Explanation, Op
 from overflow_fast.report.report import RankInfo, exit_code_of
 from overflow_fast.report.suspects import LoggedIncident, read_incidents, suspects_of
 

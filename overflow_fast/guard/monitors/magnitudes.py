@@ -15,6 +15,8 @@ class Saturation(Monitor):
     They are counted in the step after one in which a value stood there.
     """
 
+    needs_magnitudes = False
+
     share: float = field(
         default=0.001,
         metadata=option(

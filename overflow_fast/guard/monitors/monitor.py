@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from ... import _C
 from ...capture.step_tensors import NORM
 from ...capture.watch import ModelWatch, models_of
-from ...replay.capture import Capture
 from ...tree import label_text
 from ...verdict.verdict import where_of
 from ..options import Options
+
+if TYPE_CHECKING:
+    from ..step_keeper import StepKeeper
 
 _LOSSES = ("output.loss", "output['loss']")
 
@@ -28,13 +30,13 @@ class Guarded:
 
     Attributes:
         watches: The watched models.
-        capture: Keeps the calls of a step, or None.
+        keeper: Keeps the calls of a step, or None.
         get_optimizers: Returns the guard's optimizers.
         isolated: Isolates errors from the program.
     """
 
     watches: Sequence[ModelWatch]
-    capture: Capture | None
+    keeper: StepKeeper | None
     get_optimizers: Callable[[], Sequence[Optimizer]]
     isolated: Callable[[], AbstractContextManager[None]]
 
@@ -135,13 +137,19 @@ class Monitor(Options):
 
     Attributes:
         may_skip: True if a `Notice` of it may have the action "skip".
+        replays: True if it runs steps again, so that they are to be kept.
+        needs_magnitudes: False if it reads no magnitudes of gradients but their norm.
+            Each class says so for itself: its subclasses may read them.
     """
 
     may_skip: bool = False
+    replays: ClassVar[bool] = False
+    needs_magnitudes: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
-        """Names the class in the errors of its fields."""
+        """Names the class in the errors of its fields; see `needs_magnitudes`."""
         cls._OWNER = f"{cls.__name__}."
+        cls.needs_magnitudes = vars(cls).get("needs_magnitudes", True)
         super().__init_subclass__()
 
     def start(self, guarded: Guarded) -> Monitor:

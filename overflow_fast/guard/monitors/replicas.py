@@ -36,6 +36,8 @@ class Replicas(Monitor):
     An all-gather of 8 bytes, which every rank has to join.
     """
 
+    needs_magnitudes = False
+
     every: int = field(
         default=1000,
         metadata=option(

@@ -8,11 +8,8 @@ from contextlib import AbstractContextManager
 
 from torch.optim import Optimizer
 
-from .layer_audit import LayerAudit
-from .magnitudes import Headroom, Saturation, Underflow
-from .masked_ops import MaskedOps
+from .magnitudes import Saturation
 from .monitor import Guarded, Monitor, MonitoredStep, Notice
-from .replicas import Replicas
 from .spikes import SPIKE, Spikes
 
 
@@ -130,8 +127,4 @@ def clauses_of(
     return clauses
 
 
-# The monitors that come with the package, and those that are on by default.
-
-
-MONITORS = (Spikes, Saturation, Headroom, Underflow, MaskedOps, LayerAudit, Replicas)
 DEFAULT_MONITORS = (Spikes(), Saturation())

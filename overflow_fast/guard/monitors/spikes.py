@@ -127,6 +127,8 @@ class Spikes(Monitor):
     `sync="lagged"`.
     """
 
+    needs_magnitudes = False
+
     action: Literal["warn", "skip"] = field(
         default="warn",
         metadata=option(

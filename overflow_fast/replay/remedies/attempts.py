@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ...core.modules import is_normalization, named_modules, parameters_of
+from ...report.explanation import Remedy
 from ...text import error_line, installed_name
-from ..capture import batch_size
-from ..explanation import Remedy
+from ..calls import batch_size
 from ..finding import ForwardRows, explain_root_op
 from ..op_rows import Row
 from ..places import code_at, module_of_parameter, names_of, place_text

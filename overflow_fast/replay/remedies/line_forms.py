@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..explanation import OVERFLOWS, Explanation, Op, Remedy
+from ...report.explanation import OVERFLOWS, Explanation, Op, Remedy
 from ..op_rows import Row
 from ..places import Frames, span_of
 from .exact_forms import exact_forms, functional_name, twice

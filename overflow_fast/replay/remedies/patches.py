@@ -16,7 +16,7 @@ from ...core.modules import modules_in, tensors_of
 from ...core.process import has_process_group
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.running import inherited, set_inherited
-from ..capture import KeptCall, part_of
+from ..calls import Call, part_of
 from ..places import state_by_name
 from ..replayer import Patch
 from .line_edit import CodePlace, edited_code
@@ -184,7 +184,7 @@ class Bfloat16(Patch):
         """See `Patch`."""
         return in_bfloat16(models.values())
 
-    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         return [call.with_batch(_as_bfloat16) for call in calls]
 
@@ -238,7 +238,7 @@ class SomeSamples(Patch):
     place: int
     rows: tuple[int, ...]
 
-    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         return [
             part_of(call, self.rows) if place == self.place else call
@@ -258,7 +258,7 @@ class WithoutNumber(Patch):
     place: int
     number: float
 
-    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
 
         def replaced(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,7 +283,7 @@ class ScaledGradients(Patch):
 
     factor: float
 
-    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         return [
             call.with_held({p: held * self.factor for p, held in call.held.items()})
@@ -304,7 +304,7 @@ class Eagerly(Patch):
 class FromLoss(Patch):
     """Backward begins at the losses that are returned, and nowhere else."""
 
-    def calls(self, calls: Sequence[KeptCall]) -> list[KeptCall]:
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         return [call.with_held({}) for call in calls]
 

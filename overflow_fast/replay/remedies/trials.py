@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ...guard.explaining import USE_RUN
+from ...report.explanation import Explanation, Remedy
 from ...text import error_line, source_name
-from ..capture import KeptCall, name_outside
-from ..explanation import USE_RUN, Explanation, Remedy, outside_text
+from ..bad_step import outside_text
+from ..calls import Call, name_outside
 from ..finding import (
     CallGrowth,
     ForwardRows,
@@ -234,7 +236,7 @@ class Trials:
         self._has_loss = all(call.returns_loss for call in bad)
 
     @property
-    def calls(self) -> list[KeptCall]:
+    def calls(self) -> list[Call]:
         """The calls of the step, with the patches that are in place."""
         return patched_calls(self.replayer.calls, self.applied.patches)
 

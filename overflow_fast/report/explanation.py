@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 
-from .. import _C
-from ..core.modules import stepped_by
 from ..text import counted, printable, short_name
 
 # The operation that failed, with its inputs and outputs, and the sample.
@@ -125,9 +122,7 @@ NOT_REPLAYED = (
     "Code between backward and the optimizer's step (clipping, unscaling, "
     "communication) was not replayed."
 )
-USE_RUN = "guard.run(lambda: loss)"
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
-OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
 _MAX_LINES = 8
 _MAX_CODE = 60
 _SAME = 1e-3  # of gradients: more than float32 rounds in most networks
@@ -248,14 +243,6 @@ class Remedy:
     @property
     def _prefix(self) -> str:
         return f"{self.place}: " if self.place else ""
-
-
-# Of runs that diverge: the step that is replayed comes after the one that did it.
-SLOWER = Remedy(
-    "lower the learning rate, warm it up, or clip gradients",
-    tried=False,
-    why="the weights before the last step are not held (a copy of the model)",
-)
 
 
 @dataclass
@@ -437,188 +424,3 @@ def _shortened(chain: list[str]) -> str:
     if len(chain) > 2 * _FEW:
         chain = [*chain[:_FEW], "...", *chain[-_FEW:]]
     return " -> ".join(chain)
-
-
-# A step that is explained, as a guard saw it.
-
-
-_NUMBERS = (float, int, tuple, list)
-
-
-class _LastStep(NamedTuple):
-    names: tuple[str, ...]
-    settings: list[tuple[Any, ...]]
-    versions: list[int]
-
-
-def _names_of_numbers(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings to keep: what holds a model, or an optimizer, keeps it alive."""
-    return tuple(k for k, v in group.items() if type(v) in _NUMBERS and k != "params")
-
-
-class LastSteps:
-    """The settings of optimizers' last steps, and the versions of weights after them.
-
-    Both may have changed when a weight is found to be non-finite: a scheduler sets the
-    next learning rate, and other code writes to weights.
-    """
-
-    def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Any, _LastStep] = WeakKeyDictionary()
-
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes in a step that was made. Does not incur a CPU-GPU sync."""
-        groups, versions = (
-            optimizer.param_groups,
-            _C.versions_of(stepped_by(optimizer)),
-        )
-        known = self._of.get(optimizer)
-        names = known.names if known is not None else _names_of_numbers(groups[0])
-        try:
-            settings = [tuple(map(group.__getitem__, names)) for group in groups]
-        except KeyError:  # others than the first step had
-            names = tuple(
-                set.intersection(*(set(_names_of_numbers(g)) for g in groups))
-            )
-            settings = [tuple(map(group.__getitem__, names)) for group in groups]
-        self._of[optimizer] = _LastStep(names, settings, versions)
-
-    def settings(
-        self, optimizer: torch.optim.Optimizer, place: int
-    ) -> Mapping[str, Any]:
-        """The numbers among a group's settings in the last step, where it is known."""
-        last = self._of.get(optimizer)
-        if last is None or place >= len(last.settings):
-            return {}
-        pairs = zip(last.names, last.settings[place], strict=True)
-        return {name: value for name, value in pairs if type(value) in _NUMBERS}
-
-    def writes_since(
-        self, optimizer: torch.optim.Optimizer, weight: torch.Tensor
-    ) -> int:
-        """The number of writes to a weight since, by its version; 0 if not known."""
-        last, weights = self._of.get(optimizer), stepped_by(optimizer)
-        if last is None or len(weights) != len(last.versions):
-            return 0
-        pairs = zip(weights, last.versions, strict=True)
-        before = [version for each, version in pairs if each is weight]
-        return max(0, _C.versions_of([weight])[0] - before[0]) if before else 0
-
-
-@dataclass
-class BadStep:
-    """The step that is explained, as a guard saw it.
-
-    Attributes:
-        kind: Of the first bad entry: see `BadEntry.kind`; "" where nobody watched.
-        module: The name of its module, or "".
-        is_made: Whether that module is known to have made it.
-        reaches_loss: Whether loss, outputs or gradients were bad.
-        gradients: The bad gradients of parameters, by name.
-        weights: The largest magnitudes of weights in the last steps, by name, where
-            they were finite.
-        steps_between: How many steps are between two of these magnitudes.
-        largest_gradient: That of all gradients in the last step.
-        optimizers: The optimizers.
-        last_steps: Their last steps.
-        num_dropped: How many forwards of the step were too many to be kept.
-        hidden_by: Why forwards of the step could not be kept, or "".
-        takes_from: See `Capture`.
-        is_late: Whether the weights may have been stepped since.
-        had_gradients: See `Capture`.
-        left_over: See `Capture`.
-        is_of_flag: Whether a device's overflow flag is all that was seen.
-    """
-
-    kind: str = ""
-    module: str = ""
-    is_made: bool = False
-    reaches_loss: bool = True
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    steps_between: int = 1
-    largest_gradient: float = 0.0
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-    last_steps: LastSteps = field(default_factory=LastSteps)
-    is_late: bool = False
-    is_of_flag: bool = False
-    num_dropped: int = 0
-    hidden_by: str = ""
-    takes_from: Sequence[str] = ()
-    had_gradients: bool = False
-    left_over: Mapping[str, int] = field(default_factory=dict)
-
-
-# Sentences on what a finite replay leaves open.
-
-
-def effects_text(names: Sequence[str]) -> str:
-    """Returns, as a clause, that what has these names was not put back."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
-    return f"the step changes {first}, which could not be put back"
-
-
-def taken_text(names: Sequence[str]) -> str:
-    """Returns a sentence on a loss that takes from these, such as iterators."""
-    listed = ", ".join(f"`{name}`" for name in names[:_FEW])
-    return (
-        f"A replay of it would take from {listed} again, or write to it: do that in a "
-        f"line before, and call the rest within `{USE_RUN}`."
-    )
-
-
-def outside_text(name: str) -> str:
-    """Returns, as a clause, that code outside of `guard.run()` computed a tensor."""
-    return (
-        f"`{name}` was computed outside of the function of `guard.run()`, by code that "
-        "was not replayed with it: call the model within that function"
-    )
-
-
-def set_text(names: Sequence[str]) -> str:
-    """Returns, as a clause, that the program set what has these names in the step."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
-    return (
-        f"the program set {first} in the step, outside of the models' forwards, and a "
-        "replay runs with what was there before (set it within the function of "
-        "`guard.run()`)"
-    )
-
-
-SOME = "Some replays are finite, but {}."
-NOT_REDUCED = (
-    "Each rank's own gradients are finite in the replay; what ranks make of them "
-    "together (DDP's reduction, communication hooks) was not replayed."
-)
-LEFT_OVER = (
-    "left over from step {}: non-finite since then, and not cleared before this step"
-)
-OLD = (
-    "The replay is finite. Gradients were there before the step's first forward, and "
-    "may have been non-finite: clear them where a step is skipped, too."
-)
-NOT_CALLED = (
-    "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
-    "were not called in it, and may have made the gradients non-finite."
-)
-MASKED = "An output holds -inf alone: it may be an intended mask."
-NO_LOSS = (
-    "The forward is finite. Backward was not run: neither `loss` nor the model "
-    "returned a number that requires a gradient."
-)
-GIVEN_BAD = "The gradient that the model's output was given is non-finite."
-_ALL_BAD = (
-    "All gradients are non-finite, and the replayed backward is finite: code between "
-    "it and the optimizer's step (clipping, unscaling, communication) may have made "
-    "them."
-)
-ALL_BAD = f"{_ALL_BAD} It was not replayed."
-NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
-OTHER_WEIGHT = (
-    "The weight is finite in the model, and so is the replay: it was written to since, "
-    "or the forward ran with another tensor in its place, as under functional_call()."
-)
-STOOD_IN = (
-    "The replay is finite. It ran with the model's own weights: the step ran under "
-    "functional_call(), whose tensors were not kept. Use `guard.run(lambda: loss)`."
-)

@@ -6,14 +6,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...core.process import world_size
-from ...replay.explanation import Explanation
-from ...replay.replayer import Replayer
-from ...replay.search import find_masked_nonfinite
-from ...state.snapshot import Snapshot
-from ...text import as_lines
-from ..options import option, whole
-from .monitor import Guarded, Monitor, MonitoredStep
+from ..core.process import world_size
+from ..guard.monitors.monitor import Guarded, Monitor, MonitoredStep
+from ..guard.options import option, whole
+from ..report.explanation import Explanation
+from ..state.snapshot import Snapshot
+from ..text import as_lines
+from .calls import made_again
+from .replayer import Replayer
+from .search import find_masked_nonfinite
 
 _log = logging.getLogger("overflow_fast")
 
@@ -24,6 +25,9 @@ class MaskedOps(Monitor):
 
     Not with several ranks, nor with `sync="lagged"`.
     """
+
+    needs_magnitudes = False
+    replays = True
 
     every: int = field(
         default=1000,
@@ -54,12 +58,14 @@ class _MaskedOpsLog(Monitor):
         self._has_warned_of_lost = False
 
     def look(self, step: MonitoredStep) -> tuple[()]:
-        capture = self._guarded.capture
-        if step.number % self._every or capture is None or not capture.calls:
+        keeper = self._guarded.keeper
+        if step.number % self._every or keeper is None or not keeper.calls:
             return ()
         if world_size() > 1:
             return ()
-        replayer = Replayer(step.models, capture.calls, capture.start)
+        replayer = Replayer(
+            step.models, list(map(made_again, keeper.calls)), keeper.start
+        )
         found = find_masked_nonfinite(replayer)
         self._warn_of_lost(replayer.state)
         self._report(step.number, found)

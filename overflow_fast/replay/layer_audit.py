@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import _C
-from ...core.modules import (
+from .. import _C
+from ..core.modules import (
     Handles,
     children_of,
     is_linear,
@@ -18,12 +18,12 @@ from ...core.modules import (
     is_of_torch,
     tensors_of,
 )
-from ...core.tensors import place_of
-from ...state.snapshot import Snapshot, is_same_bits
-from ...torch_internals.compiler import has_compiled
-from ...torch_internals.running import is_recorded
-from ..options import option, whole
-from .monitor import Guarded, Monitor
+from ..core.tensors import place_of
+from ..guard.monitors.monitor import Guarded, Monitor
+from ..guard.options import option, whole
+from ..state.snapshot import Snapshot, is_same_bits
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.running import is_recorded
 
 _log = logging.getLogger("overflow_fast")
 _NUM_AGAIN = 2
@@ -32,6 +32,8 @@ _NUM_AGAIN = 2
 @dataclass(frozen=True)
 class LayerAudit(Monitor):
     """Silent data corruption: a layer that gives other bits when it is run again."""
+
+    needs_magnitudes = False
 
     every: int = field(
         default=1000,

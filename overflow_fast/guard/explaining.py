@@ -1,0 +1,310 @@
+"""When a guard has a step explained; what explains it is imported only then.
+
+A clean run never loads what runs steps again. Where that cannot be imported any more,
+because the package was changed or its disk is gone under a run of weeks, the alarm, the
+policy, the log and the evidence are what they are without an explanation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ..capture.watch import ModelWatch
+from ..core.modules import named_parameters
+from ..distributed.agreement import Agreed
+from ..report.explanation import Explanation
+from ..text import error_line
+from ..torch_internals.tensor_internals import local_part
+from ..verdict.verdict import Verdict
+from .config import GuardConfig
+from .outer import outer
+from .step import Step
+from .step_keeper import LastSteps, StepKeeper
+
+USE_RUN = "guard.run(lambda: loss)"
+_STEPS_BETWEEN = 100
+_FEW = 3
+_LATE = (
+    "The step was not replayed: its verdict came when the weights had been stepped "
+    "(sync='lagged')."
+)
+_NO_STEP = "The forward was not replayed: it ran without autograd."
+_TOO_LATE = (
+    "The step was not run again: its weights had been stepped when it was judged."
+)
+
+
+class Explainer(Protocol):
+    """Explains the bad steps of one guard, by running them again."""
+
+    def explain(self, verdict: Verdict, moment: str) -> Explanation:
+        """Explains a step; see `Explaining.explain()`."""
+
+    def offer(self, is_due: bool, joins: bool) -> ReplayOffer:
+        """This rank's part in a replay of all ranks; see `Explaining.offer()`."""
+
+    def explain_together(self, agreed: Agreed, moment: str) -> tuple[Explanation, bool]:
+        """Explains a step on all ranks; see `Explaining.explain_together()`."""
+
+    def look_again(self, found: Step) -> Step:
+        """Sees a step in full; see `Explaining.look_again()`."""
+
+    def look_together(self, found: Step, agreed: Agreed) -> tuple[Step, str, bool]:
+        """Sees it on all ranks; see `Explaining.look_together()`."""
+
+    def finite_note(self) -> str:
+        """Writes what follows if the step is finite when it is run again."""
+
+
+# All ranks replay a step together, or none does, as they agree on its verdict.
+
+
+@dataclass(frozen=True)
+class ReplayOffer:
+    """The part of a rank in a replay, as it reports it.
+
+    Attributes:
+        is_due: Whether it wants one, if the report is its own.
+        why_not: Why it cannot take part, or "".
+        calls: For each kept call, whether it has a backward, and a loss.
+        sizes: The sizes of their batches, or None.
+        takes_from: See `StepKeeper`.
+        session: A name for the replay.
+    """
+
+    is_due: bool
+    why_not: str
+    calls: tuple[tuple[bool, bool], ...] = ()
+    sizes: tuple[int | None, ...] = ()
+    takes_from: tuple[str, ...] = ()
+    session: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def why_not_together(offers: Mapping[int, ReplayOffer]) -> str:
+    """Why the ranks cannot replay the step, the same on all of them, or ""."""
+    for rank, offer in sorted(offers.items()):
+        if offer.why_not:
+            return f"The step was not replayed: rank {rank} {offer.why_not}."
+    if len({offer.calls for offer in offers.values()}) == 1:
+        return ""
+    text = "The step was not replayed: the ranks kept different forwards of it."
+    for rank, offer in sorted(offers.items()):
+        if offer.takes_from:
+            return f"{text} On rank {rank}: {taken_text(offer.takes_from)}"
+    return text
+
+
+def taken_text(names: Sequence[str]) -> str:
+    """Returns a sentence on a loss that takes from these, such as iterators."""
+    listed = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return (
+        f"A replay of it would take from {listed} again, or write to it: do that in a "
+        f"line before, and call the rest within `{USE_RUN}`."
+    )
+
+
+class Explaining:
+    """Has a guard's alarms explained, as often as it was asked for.
+
+    Args:
+        config: The guard's. "auto" explains always where the run ends; else the first
+            time for each place, at most once in 100 steps.
+        watches: The watched models.
+        keeper: Keeps the calls of a step; None if nothing is to be run again.
+        make_watches: Makes watches of the models that look at everything.
+        find_optimizers: Returns the optimizers that still exist.
+
+    Attributes:
+        is_off: No step is kept, and none is to be explained.
+        looks_again: A bad step is run again with everything watched.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        keeper: StepKeeper | None,
+        make_watches: Callable[[], list[ModelWatch]],
+        find_optimizers: Callable[[], list[torch.optim.Optimizer]],
+    ) -> None:
+        self._watches = watches
+        self._keeper = keeper
+        self._asked = config.explain.when
+        is_replay_safe = config.explain.replay_safe or config.sync == "lagged"
+        is_asked = self._asked != "never"
+        self.is_off = keeper is None and (is_replay_safe or not is_asked)
+        self.looks_again = config.is_tripwire and keeper is not None
+        has_frames = not config.is_tripwire and config.sync != "lagged"
+        compares = is_asked and keeper is not None and has_frames
+        if compares:  # a replay with the step
+            for watch in watches:
+                watch.recorder.note_row()
+        self._last_steps = LastSteps()
+        self._arguments = (
+            *(config, watches, keeper, make_watches, find_optimizers),
+            *(self._last_steps, compares),
+        )
+        self._explainer: Explainer | None = None
+        self._places: set[tuple[str, str, str]] = set()
+        self._last: int | None = None
+
+    def note_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Takes in that an optimizer has made its step."""
+        if optimizer is not None and self._asked != "never":
+            self._last_steps.note(optimizer)
+
+    def explain(self, step: Step, verdict: Verdict, ends: bool) -> Explanation | None:
+        """Explains a step, or returns None if it is not asked for.
+
+        Args:
+            step: The step.
+            verdict: What was found.
+            ends: Whether the run ends with it.
+        """
+        if not self._is_due(step.number, verdict, ends):
+            return None
+        known = _without_explainer(step.moment)
+        if known is not None:
+            return known
+        try:
+            return self._loaded().explain(verdict, step.moment)
+        except Exception as error:  # the alarm matters more than its explanation
+            return Explanation(
+                notes=[f"The step was not explained: {error_line(error)}."]
+            )
+
+    def offer(
+        self, step: Step, verdict: Verdict, ends: bool, joins: bool
+    ) -> ReplayOffer:
+        """This rank's part in a replay of all ranks. Calls no collective.
+
+        Args:
+            step: See `explain()`, as all others.
+            verdict: This rank's.
+            ends: Whether the run ends with it.
+            joins: Whether a `Join` has ranks without batches take part.
+        """
+        is_due = self._is_due(step.number, verdict, ends)
+        if self._keeper is None:
+            return ReplayOffer(is_due, "keeps no steps (explain, replay_safe or sync)")
+        try:
+            return self._loaded().offer(is_due, joins)
+        except Exception as error:  # the others wait for this rank's report
+            return ReplayOffer(is_due, f"failed ({error_line(error)})")
+
+    def explain_together(
+        self, agreed: Agreed, moment: str
+    ) -> tuple[Explanation | None, bool]:
+        """Explains a step along with all other ranks that agreed on it.
+
+        Args:
+            agreed: What they agreed on.
+            moment: See `Report.moment`.
+
+        Returns:
+            The explanation, or None if none is due, and whether a rank was lost in it.
+        """
+        offers, report = agreed.offers, agreed.report
+        if report is None or not offers[agreed.rank].is_due:
+            return None, False
+        text = why_not_together(offers)
+        if text:
+            return Explanation(notes=[text]), False
+        known = _without_explainer(moment)
+        if known is not None:
+            return known, False
+        return self._loaded().explain_together(agreed, moment)
+
+    def look_again(self, found: Step) -> Step:
+        """Replaces what the tripwire saw of a bad step by what a full watch sees.
+
+        Runs the step again; everything is put back bit for bit afterwards. Incurs a
+        CPU-GPU sync.
+
+        Args:
+            found: What the tripwire saw, with at least one bad frame.
+
+        Returns:
+            The same with the bad frames of the replay; with a note if there are none.
+        """
+        if found.moment == "after":
+            return with_note(found, _TOO_LATE)
+        try:
+            return self._loaded().look_again(found)
+        except Exception as error:
+            return with_note(found, f"The step was not run again: {error_line(error)}.")
+
+    def look_together(self, found: Step, agreed: Agreed) -> tuple[Step, str, bool]:
+        """Runs the step again on all ranks that agreed on it.
+
+        Args:
+            found: See `look_again()`.
+            agreed: What they agreed on.
+
+        Returns:
+            What this rank has seen; a note, the same on all ranks, if it could not be
+            run, or was finite, else ""; and whether a rank was lost.
+        """
+        why = _TOO_LATE if found.moment == "after" else why_not_together(agreed.offers)
+        if why:
+            return found, why, False
+        return self._loaded().look_together(found, agreed)
+
+    def finite_note(self) -> str:
+        """Writes what follows if the step is finite when it is run again."""
+        return self._loaded().finite_note()
+
+    def _loaded(self) -> Explainer:
+        if self._explainer is None:
+            self._explainer = outer("explainer")(*self._arguments)
+        return self._explainer
+
+    def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
+        first = verdict.first
+        if self._keeper is not None and first is not None:
+            self._keeper.note_bad(
+                step, gradients_of(self._watches, verdict.dirty_gradients)
+            )
+        if self._asked == "never" or self.is_off or first is None:
+            return False
+        if self._asked == "always" or ends:
+            return True
+        place = first.kind, first.fqn, first.label
+        is_soon = self._last is not None and step - self._last < _STEPS_BETWEEN
+        if place in self._places or is_soon:
+            return False
+        self._places.add(place)
+        self._last = step
+        return True
+
+
+def _without_explainer(moment: str) -> Explanation | None:
+    """The explanation of what is never run again; None for other steps."""
+    if moment in ("after", "evaluation"):
+        return Explanation(notes=[_LATE if moment == "after" else _NO_STEP])
+    return None
+
+
+def with_note(found: Step, note: str) -> Step:
+    """The same step with one more note."""
+    return dataclasses.replace(found, notes=[*found.notes, note])
+
+
+def gradients_of(
+    watches: Sequence[ModelWatch], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The gradients of parameters with these names, of DTensors this rank's part."""
+    wanted = set(names)
+    return {
+        f"{watch.prefix}{name}": local_part(parameter.grad)
+        for watch in watches
+        if watch.model is not None
+        for name, parameter in named_parameters(watch.model)
+        if f"{watch.prefix}{name}" in wanted and parameter.grad is not None
+    }

@@ -1,0 +1,597 @@
+"""What a guard keeps of a step, by reference, so that it can be run again.
+
+Nothing here runs anything again: this is what clean steps pay for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from .. import _C
+from ..capture.watch import ModelWatch
+from ..core.modules import first_parameter_of, parameters_of, stepped_by
+from ..core.tensors import devices_of, loss_in
+from ..state.objects import attribute_names, global_names, is_taken_from
+from ..state.random import RandomStates
+from ..state.step_start import StepStart
+from ..text import is_of_program, is_of_user
+from ..torch_internals.compiler import compiled_call_of, has_compiled
+from ..torch_internals.running import is_recorded
+from ..tree import (
+    CALL_DEPTH,
+    Path,
+    copied_call,
+    find,
+    is_container,
+    opaque,
+    tensors,
+    tensors_in,
+)
+from .config import GuardConfig
+
+# Random states, autocast and training mode at one moment.
+
+
+class Ambient:
+    """Random states, autocast and training mode at one moment.
+
+    Does not incur a CPU-GPU sync.
+
+    Args:
+        model: The model whose training mode counts.
+        devices: The devices besides the CPU that it is on.
+
+    Attributes:
+        random: The random states.
+        training: The model's training mode.
+        autocast: Of each kind of device: whether autocast is on, and its dtype.
+        caches: Whether autocast caches what it casts.
+        shares_buffers: DDP: whether the forward takes the first rank's buffers.
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+        self.random = RandomStates(devices)
+        self.training = model.training
+        types = ("cpu", *dict.fromkeys(device.type for device in devices))
+        self.autocast = [
+            (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+            for type in types
+        ]
+        self.caches = torch.is_autocast_cache_enabled()
+        self.shares_buffers = getattr(model, "require_forward_param_sync", None)
+
+
+# A function that is kept, with the variables that it takes from around it.
+
+
+MAX_CALLED = 3
+_MAX_VALUES = 256  # of an object that may be a batch
+_OF_PROGRAM = (torch.Tensor, nn.Module, Optimizer, Dataset, DataLoader)
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+class HeldFunction:
+    """A function without arguments, with what its variables hold now.
+
+    A loop gives them the next batch before the step is judged. The variables of the
+    functions of its module that it calls are held, too.
+
+    Args:
+        function: The function. What it reads from variables around it, or has as
+            arguments of `functools.partial`, is its batch if there are tensors in it.
+
+    Attributes:
+        function: The same.
+        called: What is called in the end: of a partial, what it is of.
+        names: The names of a partial's positional arguments.
+        plain: The function that `called` is, or None where it is another object.
+        held: The variables of each function, by their names.
+        values: The batch: the values of those variables, by their names.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.values: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
+        plain = function
+        self.names: list[str] = []
+        if isinstance(function, functools.partial):
+            plain = function.func
+            self.names = argument_names(plain, len(function.args))
+            for name, each in zip(self.names, function.args, strict=True):
+                self._add(name, each)
+            for key, each in function.keywords.items():
+                self._add(key, each)
+        self.called = plain
+        self.plain = plain if isinstance(plain, types.FunctionType) else None
+        self.held: dict[types.FunctionType, dict[str, Any]] = {}
+        if self.plain is not None:
+            self._hold(self.plain, 0)
+            for each in self.held.values():
+                for name, value in each.items():
+                    self._add(name, value)
+            self._add_defaults(self.plain)
+        self._add_objects()
+
+    def takes_from(self) -> list[str]:
+        """The iterators, files and queues that its code reads, by their names.
+
+        To call it again would take from them again, or write to them.
+        """
+        found = [name for name, each in self._objects.items() if is_taken_from(each)]
+        for function, held in self.held.items():
+            found += [name for name, each in held.items() if is_taken_from(each)]
+            for name, each in held.items():
+                found += _taken_of(name, each, function.__code__)
+        if self.plain is None:
+            own = getattr(self.called, "__func__", type(self.called).__call__)
+            if isinstance(own, types.FunctionType):
+                owner = getattr(self.called, "__self__", self.called)
+                found += _taken_of("self", owner, own.__code__)
+        return list(dict.fromkeys(found))
+
+    def _hold(self, function: types.FunctionType, depth: int) -> None:
+        """Holds the variables of a function, and of those of its module among them."""
+        held = self.held[function] = dict(variables_of(function))
+        if depth == MAX_CALLED:
+            return
+        for each in held.values():
+            if isinstance(each, types.FunctionType) and each not in self.held:
+                if each.__globals__ is not function.__globals__:
+                    continue
+                self._hold(each, depth + 1)
+
+    def _add_defaults(self, function: types.FunctionType) -> None:
+        count = len(function.__defaults__ or ())
+        last = function.__code__.co_varnames[: function.__code__.co_argcount]
+        for name, each in zip(
+            last[-count:] if count else (), function.__defaults__ or (), strict=False
+        ):
+            self._add(name, each)
+
+    def _add(self, name: str, value: Any) -> None:
+        if name in self.values or isinstance(value, (nn.Module, nn.Parameter)):
+            return
+        if not is_container(value):
+            self._objects.setdefault(name, value)
+        elif any(not isinstance(t, nn.Parameter) for t in tensors_in(value)):
+            self.values[name] = value
+
+    def _add_objects(self) -> None:
+        """Adds objects that hold data alone: as many rows as the rest of the batch."""
+        sizes = _sizes(tensors_in(self.values))
+        for name, value in self._objects.items():
+            own = _sizes([tensor for _, tensor in data_in(value)])
+            if len(own) == 1 and (not sizes or own == sizes):
+                self.values[name] = value
+
+
+def _taken_of(
+    name: str, owner: Any, code: types.CodeType, depth: int = MAX_CALLED
+) -> Iterator[str]:
+    """Yields what a code takes from an object's attributes, also by its methods."""
+    if isinstance(owner, (*_OF_PROGRAM, type, types.ModuleType)) or not depth:
+        return
+    try:
+        own = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return
+    for key in attribute_names(code):
+        if key in own:
+            if is_taken_from(own[key]):
+                yield f"{name}.{key}"
+            continue
+        method = next((vars(k)[key] for k in type(owner).__mro__ if key in vars(k)), 0)
+        inner = getattr(method, "__code__", code)
+        if inner is not code and is_of_user(inner.co_filename):
+            yield from _taken_of(name, owner, inner, depth - 1)
+
+
+def argument_names(function: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first parameters; their places where they have none."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in _BY_PLACE][:count]
+    return names + [f"input[{i}]" for i in range(len(names), count)]
+
+
+def variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables from around a function that it can read, and what they hold."""
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    around = function.__globals__
+    for name in global_names(function.__code__):
+        if name in around:
+            yield name, around[name]
+
+
+def data_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the tensors of a container, or of an object that holds data alone.
+
+    That is no object that leads to modules, optimizers or datasets, or to many values.
+    """
+    if is_container(value):
+        return tensors(value)
+    found = find(value, _OF_PROGRAM, most=_MAX_VALUES)
+    is_data = all(type(each) is torch.Tensor for _, each in found)
+    return found if found and is_data and not opaque(value, most=_MAX_VALUES) else []
+
+
+def _sizes(tensors: list[torch.Tensor]) -> set[int]:
+    """The sizes of the first dimension of tensors that have one."""
+    return {tensor.size(0) for tensor in tensors if tensor.dim()}
+
+
+# One call of a step, with what it takes to make it again.
+
+
+_MAX_HELD_BYTES = 2**26
+NUM_SAMPLED = 64  # values of a tensor that is compared with itself later
+
+
+class KeptCall:
+    """One call of the step: of a model, or of a function that calls models.
+
+    Attributes:
+        function: The model, or the `HeldFunction`.
+        batch: What it is called with, in any nesting.
+        ambient: What was set when it began.
+        held: The gradients of what it returned, by their places among its tensors.
+        not_held: How many bytes of gradients were too many to be held; 0 for none.
+        num_held: How many gradients have come to it, of several backwards, too.
+        returns_loss: Whether backward is called on what it returned.
+        is_part_of_compiled: Whether it ran in code that was compiled together with
+            others', and runs eagerly when it is called alone.
+        has_stand_ins: Whether other tensors stood in for the model's own weights, and
+            do not when it is called again.
+        called_at: The file and the line of the program that made it; "" and 0 if that
+            is not known.
+        was_overwritten: Whether the batch had been written to when the call was first
+            made again; None before that.
+        follows_others: Whether the loop had outputs of other forwards by then, whose
+            backward had not come: it may have computed the arguments from them.
+    """
+
+    called_at = "", 0
+    follows_others = False
+
+    def __init__(self, function: Any, batch: Any, ambient: Ambient) -> None:
+        self.function = function
+        self.batch = batch
+        self.ambient = ambient
+        self.held: dict[int, torch.Tensor] = {}
+        self.not_held = self.num_held = 0
+        self.returns_loss = False
+        self.is_part_of_compiled = False
+        self.has_stand_ins = False
+        self.was_overwritten: bool | None = None
+        self._tensors = tensors_in(batch, CALL_DEPTH)
+        self._versions = _C.versions_of(self._tensors)
+        self._samples = _C.samples_of(self._tensors, NUM_SAMPLED)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """True if no gradient has come to what it returned so far."""
+        return not self.held and not self.not_held
+
+    def hold_gradients(self, output: Any, loss: torch.Tensor | None) -> None:
+        """Holds the gradients of the output, by reference, once they are there.
+
+        Of the loss in it if there is one, else of all tensors up to a size.
+        """
+        self.returns_loss = loss is not None
+        asked = [
+            (place, tensor)
+            for place, tensor in enumerate(tensors_in(output))
+            if (loss is None or tensor is loss) and tensor.grad_fn is not None
+        ]
+        size = sum(tensor.nbytes for _, tensor in asked)
+        if size > _MAX_HELD_BYTES:
+            self.not_held = size
+            return
+        for place, tensor in asked:
+            hook = functools.partial(self._hold, place)
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _hold(self, place: int, gradient: torch.Tensor) -> None:
+        self.held[place] = gradient
+        self.num_held += 1
+
+
+# The calls of a step.
+
+
+_MAX_KEPT = 8
+COMPILED = "was compiled together with code around it, which hides its arguments"
+GRAPH = "was captured in a CUDA graph, which runs no code that could be run again"
+
+
+class StepKeeper:
+    """Keeps the calls of the watched models since the last judged step.
+
+    Args:
+        start: The models as they were when the step began.
+
+    Attributes:
+        start: The same.
+        calls: The calls.
+        num_dropped: How many were too many to be kept.
+        hidden_by: Why forwards could not be kept, as the end of a sentence, or "".
+        is_running: Whether a function runs that is kept as a whole.
+        had_gradients: Whether gradients that may be bad were there before the step's
+            first forward: no step before was judged, or that one was bad.
+        takes_from: What the function of `guard.run()` takes from or writes to, by name,
+            so that it must not be run again.
+        left_over: The gradients that a bad step left, by name, and that nobody has
+            cleared or written to before the step's first forward; with that step.
+    """
+
+    def __init__(self, start: StepStart) -> None:
+        self.start = start
+        self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
+        self.calls: list[KeptCall] = []
+        self.num_dropped = 0
+        self.hidden_by = ""
+        self.is_running = False
+        self.had_gradients = False
+        self.takes_from: list[str] = []
+        self.left_over: dict[str, int] = {}
+        self._bad: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
+        self._doubts_gradients, self._is_bad = True, False
+        self._open: KeptCall | None = None
+
+    def begin(
+        self, model: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
+    ) -> None:
+        """Keeps what an outermost forward is called with.
+
+        Not tensors that stand in for the model's own weights, which may have its size.
+        """
+        if not torch.is_grad_enabled():
+            return
+        if self.is_running:
+            return
+        if args is None:
+            self.hidden_by = COMPILED
+            return
+        if is_recorded():
+            return
+        devices = self._devices_of(model)
+        if self._is_captured(devices):
+            return
+        self._look_for_gradients(model)
+        ambient = Ambient(model, devices)
+        batch = copied_call(args, kwargs)
+        is_compiled, called = False, model
+        if "torch._dynamo" in sys.modules and has_compiled():
+            is_compiled, known = compiled_call_of(model)
+            called = model if known is None else known
+            is_compiled = is_compiled and known is None
+        self._open = call = KeptCall(called, batch, ambient)
+        call.is_part_of_compiled = is_compiled
+        call.has_stand_ins = has_stand_ins
+        call.called_at = _calling_line()
+        call.follows_others = any(each.awaits_backward for each in self.calls)
+
+    def end(self, output: Any, loss: torch.Tensor | None) -> None:
+        """Keeps the gradients that its output will get."""
+        call, self._open = self._open, None
+        if call is not None:
+            call.hold_gradients(output, loss)
+            self._add(call)
+
+    def run(
+        self,
+        model: nn.Module,
+        function: Callable[[], Any],
+        shield: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Any:
+        """Calls a function that calls the model, and keeps it.
+
+        Args:
+            model: The model.
+            function: The function.
+            shield: Lets no error of the guard's own out.
+        """
+        call = None
+        with shield():
+            self._look_for_gradients(model)
+            self.start.before_run()
+            held = HeldFunction(function)
+            ambient = Ambient(model, self._devices_of(model))
+            taken = held.takes_from()
+            self.takes_from = list(dict.fromkeys([*self.takes_from, *taken]))
+            if not taken:  # else its forwards are kept, as without it
+                call = KeptCall(held, held.values, ambient)
+        was_running = self.is_running
+        self.is_running = was_running or call is not None
+        try:
+            output = function()
+        finally:
+            self.is_running = was_running
+        with shield():
+            if call is not None and not was_running:
+                call.hold_gradients(output, loss_in(output))
+                call.returns_loss = True
+                self._add(call)
+        return output
+
+    def _add(self, call: KeptCall) -> None:
+        self.calls.append(call)
+        if len(self.calls) > _MAX_KEPT:
+            del self.calls[0]
+            self.num_dropped += 1
+
+    def note_bad(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Notes that the step is bad: its gradients may stay for the next one.
+
+        Args:
+            step: Its number.
+            gradients: Its bad gradients, by name.
+        """
+        self._is_bad = True
+        self._bad = {
+            name: (self.left_over.get(name, step), weakref.ref(each), version)
+            for name, each in gradients.items()
+            if (version := _C.version_of(each)) is not None
+        }
+
+    def _look_for_gradients(self, model: nn.Module) -> None:
+        if not self._doubts_gradients or self.calls:
+            return
+        leaves = [each for each in parameters_of(model) if each.is_leaf]
+        there = {id(p.grad) for p in leaves if p.grad is not None}
+        self.had_gradients = bool(there)
+        for name, (step, reference, version) in self._bad.items():
+            gradient = reference()
+            if gradient is None or id(gradient) not in there:
+                continue
+            if _C.version_of(gradient) == version:
+                self.left_over[name] = step
+
+    def clear(self) -> None:
+        """Lets go of what was kept: the step is judged."""
+        self.calls.clear()
+        self.takes_from = []
+        self.had_gradients = False
+        self.left_over.clear()
+        if not self._is_bad:
+            self._bad.clear()
+        self._doubts_gradients, self._is_bad = self._is_bad, False
+        self.start.end_judgement()
+        self._open = None
+        self.num_dropped = 0
+        if self.hidden_by == COMPILED:
+            self.hidden_by = ""
+
+    def _is_captured(self, devices: Sequence[torch.device]) -> bool:
+        """True if a CUDA graph is being captured, whose replays call no hook."""
+        has_device = any(each.type == "cuda" for each in devices)
+        is_captured = has_device and torch.cuda.is_current_stream_capturing()
+        if is_captured:
+            self.hidden_by = GRAPH
+        return is_captured
+
+    def _devices_of(self, model: nn.Module) -> list[torch.device]:
+        """The devices of a model, looked up again when its first parameter moves."""
+        first = first_parameter_of(model)
+        device = None if first is None else first.device
+        known = self._devices.get(id(model))
+        if known is None or known[0] != device:
+            known = self._devices[id(model)] = device, devices_of([model])
+        return known[1]
+
+
+def _calling_line() -> tuple[str, int]:
+    """The file and the number of the deepest running line of the program's own.
+
+    Its own are no lines of installed packages; "" and 0 if there is none.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_of_program(file):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return "", 0
+
+
+def make_keeper(
+    config: GuardConfig, watches: Sequence[ModelWatch], start: StepStart | None
+) -> StepKeeper | None:
+    """Makes the watches keep their calls, if steps may be run again."""
+    if start is None or not config.may_replay:
+        return None
+    keeper = StepKeeper(start)
+    for watch in watches:
+        watch.inputs.capture = keeper
+    return keeper
+
+
+# The optimizers' last steps.
+
+
+_NUMBERS = (float, int, tuple, list)
+
+
+class _LastStep(NamedTuple):
+    names: tuple[str, ...]
+    settings: list[tuple[Any, ...]]
+    versions: list[int]
+
+
+def _names_of_numbers(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The settings to keep: what holds a model, or an optimizer, keeps it alive."""
+    return tuple(k for k, v in group.items() if type(v) in _NUMBERS and k != "params")
+
+
+class LastSteps:
+    """The settings of optimizers' last steps, and the versions of weights after them.
+
+    Both may have changed when a weight is found to be non-finite: a scheduler sets the
+    next learning rate, and other code writes to weights.
+    """
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Any, _LastStep] = WeakKeyDictionary()
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes in a step that was made. Does not incur a CPU-GPU sync."""
+        groups, versions = (
+            optimizer.param_groups,
+            _C.versions_of(stepped_by(optimizer)),
+        )
+        known = self._of.get(optimizer)
+        names = known.names if known is not None else _names_of_numbers(groups[0])
+        try:
+            settings = [tuple(map(group.__getitem__, names)) for group in groups]
+        except KeyError:  # others than the first step had
+            names = tuple(
+                set.intersection(*(set(_names_of_numbers(g)) for g in groups))
+            )
+            settings = [tuple(map(group.__getitem__, names)) for group in groups]
+        self._of[optimizer] = _LastStep(names, settings, versions)
+
+    def settings(
+        self, optimizer: torch.optim.Optimizer, place: int
+    ) -> Mapping[str, Any]:
+        """The numbers among a group's settings in the last step, where it is known."""
+        last = self._of.get(optimizer)
+        if last is None or place >= len(last.settings):
+            return {}
+        pairs = zip(last.names, last.settings[place], strict=True)
+        return {name: value for name, value in pairs if type(value) in _NUMBERS}
+
+    def writes_since(
+        self, optimizer: torch.optim.Optimizer, weight: torch.Tensor
+    ) -> int:
+        """The number of writes to a weight since, by its version; 0 if not known."""
+        last, weights = self._of.get(optimizer), stepped_by(optimizer)
+        if last is None or len(weights) != len(last.versions):
+            return 0
+        pairs = zip(weights, last.versions, strict=True)
+        before = [version for each, version in pairs if each is weight]
+        return max(0, _C.versions_of([weight])[0] - before[0]) if before else 0
