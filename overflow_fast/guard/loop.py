@@ -32,7 +32,8 @@ from .config import EVERYTHING, GuardConfig, wanted_of
 from .isolation import ErrorIsolation, OverheadTimer
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
-from .optimizers import OptimizerHook, innermost, living, outermost, stepper_of
+from .optimizer_hook import OptimizerHook, living, outermost
+from .optimizers import innermost, stepper_of
 from .pipeline import Pipeline
 from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper

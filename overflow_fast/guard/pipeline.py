@@ -48,24 +48,23 @@ from ..verdict.verdict import (
     take_bad,
     take_evaluated,
 )
-from . import optimizers as scalers
+from . import scaler_hook as scalers
 from .archive import Archive, Measurements
 from .config import GuardConfig
+from .device_flags import DeviceFlags
 from .explaining import Explaining
 from .isolation import ErrorIsolation, measured
-from .monitors.running import RunningMonitors, clauses_of
-from .monitors.spikes import SPIKE
-from .optimizers import (
+from .loss_scaling import (
     SCALER,
-    DeviceFlags,
-    OptimizerHook,
     has_skipped,
-    living,
     unknown_scale_notes,
     will_skip,
     without_expected,
     without_gradients,
 )
+from .monitors.running import RunningMonitors, clauses_of
+from .monitors.spikes import SPIKE
+from .optimizer_hook import OptimizerHook, living
 from .policy import Situation, checked_action, choose, limit_skips
 from .step import Step, StepClock
 from .step_keeper import StepKeeper

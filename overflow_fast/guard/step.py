@@ -20,7 +20,7 @@ from ..state.step_start import StepStart
 from ..text import counted
 from ..verdict.verdict import BadFrame, Verdict
 from .monitors.monitor import Notice
-from .optimizers import OptimizerHook
+from .optimizer_hook import OptimizerHook
 
 
 @dataclass(frozen=True)

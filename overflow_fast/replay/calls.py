@@ -26,7 +26,7 @@ from ..guard.step_keeper import (
 from ..text import is_of_user
 from ..torch_internals.compiler import uncompiled
 from ..tree import CALL_DEPTH, NotRebuilt, Path, mapped, path_text, tensors, tensors_in
-from .op_trace import is_float
+from .tensor_kinds import is_float
 
 # A function that a guard has held, called with other data.
 

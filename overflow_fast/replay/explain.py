@@ -28,7 +28,6 @@ from ..torch_internals.compiler import has_compiled
 from .bad_step import ALL_BAD, NOT_BEHIND, BadStep
 from .calls import Call
 from .finding import first_bad_weight, looked_up
-from .op_trace import bad_names
 from .optimizer_step import explain_update
 from .own_lines import (
     GradientCode,
@@ -45,6 +44,7 @@ from .replay_ranks import BEGIN, NotJoined, RankCoordinator
 from .replayer import Observer, ReplayCheck, Replayer, StepPart
 from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
+from .tensor_kinds import bad_names
 
 _OWN_LINES = (
     "The program's own lines of the loss, up to {}, were run again, too, since it lies "

@@ -16,7 +16,7 @@ from ..text import nonfinite_text, numbered
 from . import bad_step as notes
 from .calls import Call, ModelCall
 from .held_tensors import HeldTensor
-from .op_trace import (
+from .op_rows import (
     EMPTY,
     INTERMEDIATE,
     RANGE,
@@ -24,14 +24,13 @@ from .op_trace import (
     UNDEFINED,
     Details,
     Leaf,
-    OpTable,
     Row,
     Source,
-    as_wide,
-    bad_names,
-    inf_signs,
+    is_meant,
 )
+from .op_table import OpTable
 from .places import module_of_parameter, names_of, op_at, place_text, programs_line
+from .tensor_kinds import as_wide, bad_names, inf_signs
 
 # Walks back from a bad value to the operation that made it.
 
@@ -79,7 +78,7 @@ def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
         child[id(source)] = reader
         if isinstance(source, Row) and source.parents:
             waiting += [(parent, source) for parent in source.parents]
-        elif not _is_meant(source):
+        elif not is_meant(source):
             origins.append(source)
     if not origins:
         return None
@@ -110,10 +109,6 @@ def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
         return None
     first = min(reducing, key=_order)
     return RootOp(first, _chain(first, child))
-
-
-def _is_meant(source: Row | Leaf) -> bool:
-    return source.is_meant if isinstance(source, Row) else source.is_mask
 
 
 def _order(source: Row | Leaf) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from ..core.modules import modules_in, named_buffers, named_modules, named_param
 from ..core.selection import full_name
 from ..guard.step_keeper import data_in
 from ..tree import Path, at, attributes, find, path_text
-from .op_trace import Leaf
+from .op_rows import Leaf
 
 _OWN = set(vars(nn.Module()))
 

@@ -17,11 +17,14 @@ from ..text import dtype_name, nonfinite_text
 from ..tree import path_text, tensors
 from .bad_step import SLOWER, BadStep
 from .finding import trace_back
-from .op_trace import NOT_TRIED, OpTable, OpTrace, inf_signs
+from .op_rows import NOT_TRIED
+from .op_table import OpTable
+from .op_trace import OpTrace
 from .places import module_of_parameter, op_at
 from .remedies.line_edit import functions_are_found_once
 from .remedies.line_forms import update_remedies
 from .root_op import details_of
+from .tensor_kinds import inf_signs
 
 # A usual eps that the dtype holds.
 _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}

@@ -47,8 +47,6 @@ from ..torch_internals.running import no_dispatch
 from ..tree import CALL_DEPTH, find, tensors_in
 from .ambient import with_autocast_of_now
 from .calls import Call, Captured, ModelCall
-from .names import BLOCKS, SCOPES, assigned, assigned_itself, changed, read, written
-from .op_trace import floats_in, is_float, kinds_of
 from .places import source_lines
 from .remedies.line_edit import (
     NotEditableError,
@@ -57,6 +55,16 @@ from .remedies.line_edit import (
     let_edit,
 )
 from .replayer import Observer
+from .statement_names import (
+    BLOCKS,
+    SCOPES,
+    assigned,
+    assigned_itself,
+    changed,
+    read,
+    written,
+)
+from .tensor_kinds import floats_in, is_float, kinds_of
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _UNSUITABLE = (

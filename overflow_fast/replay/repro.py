@@ -23,7 +23,7 @@ from ..state.random import RandomStates
 from ..text import dtype_name
 from ..torch_internals.module_internals import own_buffers, own_parameters, submodules
 from ..tree import mapped, tensors_in
-from .op_trace import ModuleCall, OpCall
+from .op_trace import OpCall, TracedModule
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
 _SCRIPT = '''"""{title}
@@ -196,7 +196,7 @@ assert all(result.double().isfinite().all() for result in results), "not finite"
 
 
 def module_repro_of(
-    call: ModuleCall, found: Explanation, most: int
+    call: TracedModule, found: Explanation, most: int
 ) -> Iterator[Artifact]:
     """Makes the script and the file of state and inputs; nothing if it would not fail.
 
@@ -321,7 +321,7 @@ def _module_fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bo
 
 
 def _module_script(
-    call: ModuleCall, found: Explanation, saved: dict[str, Any], writer: _Writer
+    call: TracedModule, found: Explanation, saved: dict[str, Any], writer: _Writer
 ) -> str:
     kind = type(call.module)
     op = found.op

@@ -12,24 +12,10 @@ from ..core.tensors import PLAIN, real_parts, widened
 from ..text import error_line
 from ..torch_internals.running import attention_by_definition, schema_names
 from ..tree import mapped, tensors_in
-from .op_trace import (
-    EMPTY,
-    INTERMEDIATE,
-    LOSSES_OF_LABELS,
-    NAN,
-    RANGE,
-    SINGULAR,
-    UNDEFINED,
-    Details,
-    Index,
-    OpCall,
-    Sums,
-    bad_places,
-    has_no_label,
-    is_float,
-    kinds_of,
-    summary_of,
-)
+from .mask_counts import LOSSES_OF_LABELS, MaskCounts, has_no_label
+from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
+from .op_trace import OpCall
+from .tensor_kinds import NAN, Index, bad_places, is_float, kinds_of, summary_of
 
 # Computes an operation again in float64.
 
@@ -248,7 +234,7 @@ def details_of(
     op: OpCall,
     bad: Sequence[torch.Tensor],
     output: Any,
-    sums: Sums,
+    mask_counts: MaskCounts,
 ) -> Details:
     """Looks at an operation that has just run.
 
@@ -256,7 +242,7 @@ def details_of(
         op: The operation.
         bad: What it wrote that is non-finite.
         output: What it returned.
-        sums: Knows which of its inputs count the elements of a mask.
+        mask_counts: Knows which of its inputs count the elements of a mask.
     """
     found = Details()
     before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
@@ -269,7 +255,7 @@ def details_of(
     found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
     try:
         found.outside = _outside_of_domain(op, found.first_index)
-        _classify(op, found, bad, output, sums)
+        _classify(op, found, bad, output, mask_counts)
     except Exception as error:
         why = error_line(error, 80)
         found.reason = f"it could not be computed again in float64 ({why})"
@@ -294,9 +280,9 @@ def _classify(
     found: Details,
     bad: Sequence[torch.Tensor],
     output: Any,
-    sums: Sums,
+    mask_counts: MaskCounts,
 ) -> None:
-    why = _reduces_nothing(op, bad[0], output, sums)
+    why = _reduces_nothing(op, bad[0], output, mask_counts)
     if why:
         found.why, found.reason = EMPTY, why
         return
@@ -518,7 +504,9 @@ def _negative_variance(op: OpCall) -> str:
     return f"running_var is {float(variance[places[0]]):.3g} at {places[:1]}"
 
 
-def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> str:
+def _reduces_nothing(
+    op: OpCall, bad: torch.Tensor, output: Any, mask_counts: MaskCounts
+) -> str:
     """Describes what it reduces, if that is nothing; else ""."""
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
@@ -535,9 +523,9 @@ def _reduces_nothing(op: OpCall, bad: torch.Tensor, output: Any, sums: Sums) -> 
         index, by = places[0], op.args[1]
         of = op.kept.get(id(op.args[0]), op.args[0])
         if _value_at(by, index) == 0 == _value_at(of, index):
-            if sums.has_no_label(op.args[0]):
+            if mask_counts.sums_no_label(op.args[0]):
                 return _NO_LABEL_COUNTS
-            if any(by is count for count in sums.counts_in(op)):
+            if any(by is count for count in mask_counts.counts_in(op)):
                 return _BY_NOTHING
     return ""
 

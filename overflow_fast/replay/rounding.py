@@ -21,9 +21,11 @@ import torch
 from ..report.explanation import Explanation
 from ..text import dtype_name
 from ..tree import mapped, tensors_in
-from .op_trace import Contents, Row, TapedCall, TapedTensor, is_float
+from .op_rows import Row
 from .places import op_at, place_text
 from .root_op import new_places, run_in_float64
+from .tape import Contents, TapedCall, TapedTensor
+from .tensor_kinds import is_float
 
 UNDERFLOW, ROUNDING = "underflow", "rounding"
 _NEAREST = 12  # operations, which are run before the others

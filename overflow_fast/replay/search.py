@@ -17,19 +17,9 @@ from . import bad_step as notes
 from .bad_step import SLOWER, BadStep
 from .calls import Call, batch_size, name_outside, why_whole
 from .finding import OF_LEAVES, ForwardRows, RootOp, explain_root_op, trace_back
-from .op_trace import (
-    Leaf,
-    ModuleStack,
-    OpCall,
-    OpTable,
-    OpTrace,
-    Row,
-    as_wide,
-    floats_in,
-    is_float,
-    kinds_of,
-    row_of,
-)
+from .op_rows import Leaf, Row, row_of
+from .op_table import OpTable
+from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
 from .places import module_of_parameter, names_of
 from .remedies.attempts import find_remedies
@@ -40,6 +30,7 @@ from .replayer import Observer, ReplayCheck, Replayer, ReplayResult, StepPart
 from .repro import module_repro_of, repro_of
 from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
+from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
 from .without_operation import Answers, find_growth
 
 # Which sample of the batch the bad value comes from.
@@ -541,7 +532,6 @@ def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
     found: dict[tuple[object, ...], Explanation] = {}
     for row in table.rows:
         place = row.name, row.module, row.frames[:1]
-        makes_bad = row.kinds and not row.parents and not row.is_meant
-        if makes_bad and place not in found and len(found) < _MOST:
+        if row.makes_bad and place not in found and len(found) < _MOST:
             found[place] = explain_root_op(RootOp(row, [row]), rows, row.in_backward)
     return list(found.values())

@@ -10,7 +10,7 @@ import torch
 
 from ..text import dtype_name, rounded
 from .calls import Call
-from .op_trace import as_wide, is_float
+from .tensor_kinds import as_wide, is_float
 
 # Where the largest number of all others is smaller by so much, any number is one.
 _FAR = 1e6

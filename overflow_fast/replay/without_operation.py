@@ -36,18 +36,11 @@ from . import bad_step as notes
 from .bad_step import BadStep
 from .calls import name_outside
 from .finding import first_bad_weight
-from .op_trace import (
-    ModuleCall,
-    ModuleStack,
-    OpCall,
-    OpTrace,
-    floats_in,
-    is_float,
-    summary_of,
-)
+from .op_trace import ModuleStack, OpCall, OpTrace, TracedModule
 from .places import module_of_parameter, names_of, op_at
 from .replay_ranks import OnRank
 from .replayer import Observer, ReplayCheck, Replayer, ReplayResult
+from .tensor_kinds import floats_in, is_float, summary_of
 
 _RATE = 3
 
@@ -466,7 +459,7 @@ class FirstCall(Observer):
     """
 
     name: str
-    call: ModuleCall | None = None
+    call: TracedModule | None = None
     output: Any = None
 
     @contextmanager
@@ -483,7 +476,7 @@ class FirstCall(Observer):
 
     def _keep(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.call is None:
-            self.call = ModuleCall.begun(module, self.name, args, kwargs)
+            self.call = TracedModule.begun(module, self.name, args, kwargs)
             self.output = output
 
 
@@ -524,7 +517,7 @@ def is_elsewhere(models: Mapping[str, nn.Module]) -> bool:
     return any(parameter.device.type != OTHER.type for parameter in parameters)
 
 
-def compare_devices(call: ModuleCall, output: Any) -> DeviceErrors | None:
+def compare_devices(call: TracedModule, output: Any) -> DeviceErrors | None:
     """Computes a module's call again, on its own device and on another.
 
     Incurs a CPU-GPU sync.
@@ -554,7 +547,7 @@ def compare_devices(call: ModuleCall, output: Any) -> DeviceErrors | None:
 
 
 def _run(
-    call: ModuleCall,
+    call: TracedModule,
     device: torch.device,
     width: torch.dtype | None = None,
     num_drawn: int = 0,

@@ -6,7 +6,7 @@ from guarding import INF, NAN, assert_same, batches, make, plant, state_of
 from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.guard import optimizers
+from overflow_fast.guard import scaler_hook
 
 
 def scaled_step(model, optimizer, scaler, batch, spoil=None):
@@ -140,8 +140,8 @@ def test_a_disabled_scaler_is_none():
 
 
 def test_the_scalers_class_is_given_back():
-    for listener in list(optimizers._listeners):  # of tests that failed, say
-        optimizers.stop_listening(listener)
+    for listener in list(scaler_hook._listeners):  # of tests that failed, say
+        scaler_hook.stop_listening(listener)
     before = GradScaler.step
     model, optimizer = make()
     first, second = OverflowGuard(model, optimizer), OverflowGuard(model, optimizer)

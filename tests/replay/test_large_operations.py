@@ -57,7 +57,7 @@ def explained(size, function):
 @pytest.mark.parametrize("case", CASES)
 def test_the_part_has_the_cause_of_the_whole(monkeypatch, case):
     size, function, cause = CASES[case]
-    monkeypatch.setattr("overflow_fast.replay.op_trace._MOST_NUMEL", 0)
+    monkeypatch.setattr("overflow_fast.replay.tape._MOST_NUMEL", 0)
     whole = explained(size, function)
     monkeypatch.setattr("overflow_fast.replay.root_op._MAX_NUMEL", 30)
     part = explained(size, function)

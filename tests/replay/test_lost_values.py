@@ -359,7 +359,7 @@ def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
 
 
 def test_what_ran_last_is_kept_where_there_is_not_room_for_all(monkeypatch):
-    monkeypatch.setattr("overflow_fast.replay.op_trace._MOST_NUMEL", 400)
+    monkeypatch.setattr("overflow_fast.replay.tape._MOST_NUMEL", 400)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
     x = torch.ones(4, 8)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.replay import without_operation
-from overflow_fast.replay.op_trace import ModuleCall
+from overflow_fast.replay.op_trace import TracedModule
 from overflow_fast.replay.without_operation import compare_devices
 
 FAULTS = []  # of the machine: what a module holds is put back for a replay
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 def opinion(layer, x):
-    call = ModuleCall.begun(layer, "h.0", (x,), {})
+    call = TracedModule.begun(layer, "h.0", (x,), {})
     return compare_devices(call, layer(x))
 
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_known_is_not_said():
     dropping = Layer()
     dropping.inner.append(nn.Dropout(0.5))
     assert opinion(dropping, x) is None
-    call = ModuleCall.begun(dropping.eval(), "h.0", (x,), {})
+    call = TracedModule.begun(dropping.eval(), "h.0", (x,), {})
     output = dropping(x)
     assert compare_devices(call, output) is not None
     x.add_(1)

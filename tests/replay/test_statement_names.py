@@ -4,7 +4,13 @@ import ast
 
 import pytest
 
-from overflow_fast.replay.names import assigned, assigned_itself, changed, read, written
+from overflow_fast.replay.statement_names import (
+    assigned,
+    assigned_itself,
+    changed,
+    read,
+    written,
+)
 
 # A statement, the names that it writes, and those whose objects it writes to.
 STATEMENTS = {

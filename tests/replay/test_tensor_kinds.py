@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overflow_fast import scan
-from overflow_fast.replay.op_trace import (
+from overflow_fast.replay.tensor_kinds import (
     NAN,
     NEGATIVE_INF,
     POSITIVE_INF,

@@ -19,10 +19,11 @@ from ...report.explanation import Remedy
 from ...text import error_line, installed_name
 from ..calls import batch_size
 from ..finding import ForwardRows, explain_root_op
-from ..op_trace import Row, bad_names
+from ..op_rows import Row
 from ..places import code_at, module_of_parameter, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel
+from ..tensor_kinds import bad_names
 from .line_edit import NotEditableError, functions_are_found_once
 from .line_forms import (
     cast_rewrites,
@@ -359,8 +360,7 @@ def _find_hidden(failure: Failure, trials: Trials) -> None:
         table = trials.run(patches, traced=failure.place).table
         rows = [] if table is None else table.rows
         for row in rows:
-            is_made = row.kinds and not row.parents and not row.is_meant
-            if is_made and row.details is not None and row.details.is_overflow:
+            if row.makes_bad and row.details is not None and row.details.is_overflow:
                 place = f"{row.name}{place_text(row.frames)}"
                 _replace(trials, remedy, hides=f"{place} still overflows")
                 break

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..names import written
+from ..statement_names import written
 from .source_rewrites import (
     Edit,
     SourceFile,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...report.explanation import OVERFLOWS, Explanation, Op, Remedy
-from ..op_trace import Row
+from ..op_rows import Row
 from ..places import Frames, span_of
 from .exact_forms import exact_forms, functional_name, twice
 from .line_edit import CodePlace, NotEditableError, edited_code

@@ -24,9 +24,11 @@ from ..finding import (
     mask_of,
     named_row,
 )
-from ..op_trace import OpTable, Row, kinds_of
+from ..op_rows import Row
+from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..sentinel import Sentinel
+from ..tensor_kinds import kinds_of
 from .line_edit import NotEditableError
 from .patches import Eagerly, FromLoss, LinePatch
 from .source_rewrites import Edit, SourceFile, span_in

@@ -1,0 +1,90 @@
+"""Finds the tensors that count the elements which a mask selects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .op_trace import OpCall
+from .storage_map import StorageMap
+from .tensor_kinds import Kinds, is_float
+
+# A mean of what a mask selects divides by the mask's count. Where that is 0, the mean
+# is 0 / 0, and the report says that nothing was selected. A divisor is such a count by
+# how it was made: it sums integers, what was cast from them, or values whose largest
+# magnitude is 1 and whose smallest is 0 or 1; or it is computed of such a sum alone. A
+# sum of zeros may be one, and counts as one where it divides another sum. A loss whose
+# labels are all ignored is likewise a sum of nothing.
+
+_SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}
+_MASK, _SUM, _ZERO, _COUNT = "mask", "sum", "sum of zeros", "sum of mask"
+_UNLABELED = "loss of no label"
+LOSSES_OF_LABELS = {"nll_loss_forward", "nll_loss2d_forward"}
+_ORDER = ("", _MASK, _SUM, _ZERO, _COUNT, _UNLABELED)
+
+
+class MaskCounts:
+    """Finds which divisors count the elements that a mask selects.
+
+    Args:
+        kinds: Knows the magnitudes of tensors.
+    """
+
+    def __init__(self, kinds: Kinds) -> None:
+        self._kinds = kinds
+        self._known: StorageMap[str] = StorageMap()
+
+    def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
+        """Takes in what an operation returned in memory of its own."""
+        is_cast = op.base == "_to_copy"
+        is_sum = op.base in _SUMS or op.base in LOSSES_OF_LABELS
+        if not fresh or not (self._known or is_cast or is_sum):
+            return
+        read, kind = op.read(floats=False), ""
+        if op.base in LOSSES_OF_LABELS and len(fresh) > 1 and has_no_label(op):
+            fresh, kind = fresh[:1], _UNLABELED
+        elif op.base in _SUMS:
+            kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
+        elif len(read) == 1:
+            is_mask = is_cast and not is_float(read[0])
+            kind = _MASK if is_mask else self._known.get(read[0]) or ""
+        if kind:
+            for tensor in fresh:
+                self._known.put(tensor, kind)
+
+    def sums_no_label(self, value: Any) -> bool:
+        """True for a sum of losses to which no label has added one."""
+        is_tensor = isinstance(value, torch.Tensor)
+        return is_tensor and self._known.get(value) == _UNLABELED
+
+    def counts_in(self, op: OpCall) -> list[torch.Tensor]:
+        """Finds inputs of an operation that count the elements which a mask selects."""
+        read = op.read(floats=False)
+        kinds = [self._known.get(tensor) for tensor in read]
+        is_mean = len(read) == 2 and all(kinds)  # of what may be nothing but zeros
+        return [
+            tensor
+            for tensor, kind in zip(read, kinds, strict=True)
+            if kind == _COUNT or (kind == _ZERO and is_mean)
+        ]
+
+    def _sum_of(self, tensor: torch.Tensor) -> str:
+        """Classifies the sum of a tensor."""
+        if self._known.get(tensor) == _UNLABELED:
+            return _UNLABELED
+        if not is_float(tensor) or self._known.get(tensor) == _MASK:
+            return _COUNT
+        if tensor.numel() == 0:
+            return _ZERO
+        stat = self._kinds.stat(tensor)
+        if stat.abs_max == 1 and stat.abs_min in (0, 1):
+            return _COUNT
+        return _ZERO if stat.abs_max == 0 else _SUM
+
+
+def has_no_label(op: OpCall) -> bool:
+    """True if a loss adds up no label: all are ignored."""
+    labels, reduction, ignored = op.args[1], op.args[3], op.args[4]
+    return reduction != 0 and bool((labels == ignored).all())
