@@ -29,7 +29,8 @@ from ..core.modules import (
 )
 from ..core.selection import full_name
 from ..core.tensors import devices_of, dtype_named, has_memory, loss_in
-from ..state.objects import attribute_names, global_names, is_taken_from
+from ..state.code_names import attribute_names, global_names
+from ..state.objects import is_taken_from
 from ..state.random import RandomStates
 from ..state.step_start import StepStart
 from ..text import dtype_name
