@@ -16,20 +16,31 @@ from overflow_fast import (
 
 
 class Codebook(nn.Module):
-    def __init__(self, size):
+    def __init__(self, size, is_trained=False):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("ema", torch.zeros(size))
+        if is_trained:
+            del self.ema
+            self.ema = nn.Parameter(torch.zeros(size))
 
     def forward(self, x):
         y = self.linear(x) * 0 / self.ema.sum()
-        self.ema += 1
+        with torch.no_grad():
+            self.ema += 1
         return y.sum()
 
 
 @pytest.mark.parametrize("size", [1000, 2**14 + 1, 2**18, 2**18 + 1, 2**20])
 def test_buffers_of_every_size_are_those_of_the_beginning_in_a_replay(size):
     model = Codebook(size)
+    report = failed(model, lambda: model(torch.ones(3, 4)))
+    assert report.explanation.cause == "undefined"
+    assert not model.ema.any()
+
+
+def test_a_weight_that_the_forward_adds_to_is_that_of_the_beginning_in_a_replay():
+    model = Codebook(1000, is_trained=True)
     report = failed(model, lambda: model(torch.ones(3, 4)))
     assert report.explanation.cause == "undefined"
     assert not model.ema.any()
