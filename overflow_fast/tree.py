@@ -193,7 +193,7 @@ def mapped(
     """
     if torch.compiler.is_compiling():
         return _traced_mapped(value, change, depth)
-    return _Rebuilding(value, change, depth, kinds, anew).of(value)
+    return Rebuilding(value, change, depth, kinds, anew).of(value)
 
 
 def copied(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -236,88 +236,6 @@ def _shallow(value: Any) -> Any:
     return value.copy() if type(value) in (dict, list) else value
 
 
-class Loan:
-    """A value with other tensors for one call, whose writes reach the value.
-
-    Caches and batches are updated by the modules that they are given to. What cannot be
-    copied is lent as it is.
-
-    Args:
-        value: Any value.
-        change: Returns what stands for a tensor; see `mapped()`.
-        depth: The number of nested containers that are opened.
-
-    Attributes:
-        value: The value to give to the call.
-    """
-
-    def __init__(
-        self, value: Any, change: Callable[[Any], Any], depth: int = MAX_DEPTH
-    ) -> None:
-        self._lent: list[tuple[Any, Any, _State]] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []
-        self._back: dict[int, Any] = {}
-        if torch.compiler.is_compiling():
-            self.value = _traced_mapped(value, change, depth)
-            return
-        made = _Rebuilding(value, change, depth, (torch.Tensor,), is_strict=False)
-        self.value = made.of(value)
-        for original, copy in made.copied():
-            self._back[id(copy)] = original
-            if not issubclass(type(original), torch.Tensor):
-                self._lent.append((original, copy, _state(copy)))
-            elif id(original) in made.walk.of_objects:
-                self._tensors.append((original, copy, _C.version_of(copy)))
-
-    def give_back(self) -> None:
-        """Writes to the value what the call has written to what it was lent."""
-        for original, copy, before in self._lent:
-            now = _state(copy)
-            if not _is_same(now.items, before.items):
-                _refill(original, [(key, self._own(each)) for key, each in now.items])
-            for name, each in now.attributes:
-                if not any(name == n and each is old for n, old in before.attributes):
-                    _set(original, name, self._own(each))
-        for tensor, copy, version in self._tensors:
-            is_written = copy.is_inference() or _C.version_of(copy) != version
-            if is_written and not (tensor.requires_grad or copy.requires_grad):
-                tensor.copy_(copy)
-
-    def _own(self, value: Any) -> Any:
-        """The original of a copy; anything else as it is."""
-        return self._back.get(id(value), value)
-
-
-class _State(NamedTuple):
-    """The items of a list or dict, and the attributes of an object."""
-
-    items: list[tuple[Any, Any]]
-    attributes: list[tuple[str, Any]]
-
-
-def _state(value: Any) -> _State:
-    items: list[tuple[Any, Any]] = []
-    if issubclass(type(value), list):
-        items = [(None, each) for each in list.__getitem__(value, slice(None))]
-    elif issubclass(type(value), dict):
-        items = _items(value)
-    return _State(items, attributes(value))
-
-
-def _is_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
-    return len(items) == len(others) and all(
-        key is k and each is e
-        for (key, each), (k, e) in zip(items, others, strict=True)
-    )
-
-
-def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
-    base = _solid_base(type(value))
-    base.clear(value)
-    for key, each in items:
-        base.append(value, each) if base is list else base.__setitem__(value, key, each)
-
-
 def set_attributes(value: Any, held: list[tuple[str, Any]]) -> None:
     """Gives an object these attributes alone, without a setter of the user's.
 
@@ -333,10 +251,11 @@ def set_attributes(value: Any, held: list[tuple[str, Any]]) -> None:
             del object.__getattribute__(value, "__dict__")[name]
     for name, each in held:
         if name not in now or now[name] is not each:
-            _set(value, name, each)
+            set_attribute(value, name, each)
 
 
-def _set(value: Any, name: str, each: Any) -> None:
+def set_attribute(value: Any, name: str, each: Any) -> None:
+    """Gives an object an attribute, without a setter of the user's."""
     known = layout(type(value))
     slots = dict(known.slots)
     if name in slots:
@@ -595,7 +514,7 @@ def _contents(value: Any) -> _Contents | None:
     if issubclass(kind, list):
         return _with_attributes(value, _indexed(list.__getitem__(value, slice(None))))
     if issubclass(kind, dict):
-        items = _items(value)
+        items = items_of(value)
         is_model_output = kind is not dict and _is_dataclass(kind)
         found = _keyed(items, ATTRIBUTE if is_model_output else KEY)
         return _with_attributes(value, found)
@@ -629,7 +548,8 @@ def _with_attributes(value: Any, found: _Contents) -> _Contents:
     return found._replace(beside=_keyed(own, ATTRIBUTE)._replace(is_object=True))
 
 
-def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+def items_of(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Lists the items of a dict, by the methods of the builtin types."""
     is_ordered = issubclass(type(value), OrderedDict)
     return list((OrderedDict if is_ordered else dict).items(value))
 
@@ -661,7 +581,7 @@ def _of_object(own: list[tuple[str, Any]], wraps: str) -> _Contents:
     if not issubclass(type(wrapped), dict):
         found = _keyed(own, ATTRIBUTE)
         return found._replace(is_object=True)
-    items = _items(wrapped)
+    items = items_of(wrapped)
     rest = [(name, each) for name, each in own if name != wraps]
     return _Contents(
         itertools.chain(itertools.repeat(KEY, len(items)), itertools.repeat(ATTRIBUTE)),
@@ -868,7 +788,7 @@ def _hides(value: Any) -> bool:
     return any(layout(type(e)).may_hide for e in found if type(e) is not dict or e)
 
 
-class _Rebuilding:
+class Rebuilding:
     """Copies the containers of a value that hold something replaced; see `mapped()`.
 
     Args:
@@ -969,16 +889,16 @@ class _Rebuilding:
 
     def _begun(self, value: Any, kind: type) -> Any:
         """An empty object of the same type, which cycles refer to from now on."""
-        copy = _solid_base(kind).__new__(kind)
+        copy = solid_base(kind).__new__(kind)
         self._new[id(value)] = copy
         return copy
 
     def _dict(self, value: Any, kind: type) -> Any:
-        base = _solid_base(kind)
+        base = solid_base(kind)
         copy: Any = self._begun(value, kind)
         if hasattr(base, "default_factory"):
             base.default_factory.__set__(copy, base.default_factory.__get__(value))
-        for key, child in _items(value):
+        for key, child in items_of(value):
             base.__setitem__(copy, key, self.of(child))
         return copy
 
@@ -1002,10 +922,10 @@ class _Rebuilding:
     def _fill(self, copy: Any, value: Any) -> None:
         """Gives a copy the attributes of an object, without a setter of the user's."""
         for name, child in attributes(value):
-            _set(copy, name, self.of(child))
+            set_attribute(copy, name, self.of(child))
 
 
-def _solid_base(kind: type) -> Any:
+def solid_base(kind: type) -> Any:
     """The first of a type's bases that is written in C."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
 

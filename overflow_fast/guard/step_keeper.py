@@ -25,7 +25,8 @@ from .. import _C
 from ..capture.watch import ModelWatch
 from ..core.modules import first_parameter_of, parameters_of, stepped_by
 from ..core.tensors import devices_of, loss_in
-from ..state.objects import attribute_names, global_names, is_taken_from
+from ..state.code_names import attribute_names, global_names
+from ..state.objects import is_taken_from
 from ..state.random import RandomStates
 from ..state.step_start import StepStart
 from ..text import is_of_program, is_of_user

@@ -16,8 +16,9 @@ from ..core.modules import check_module, has_base, is_sharded, named_modules
 from ..core.selection import Selection, check_patterns
 from ..torch_internals.module_internals import REPLICATE, replicate
 from ..torch_internals.tensor_internals import is_wrapper
-from ..tree import CALL_DEPTH, Loan, tensors_in
+from ..tree import CALL_DEPTH, tensors_in
 from .copies import HALF
+from .loan import Loan
 
 # A forward that stands in for a module's own, on the instance.
 

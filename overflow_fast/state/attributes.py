@@ -11,8 +11,10 @@ from torch import nn
 from .objects import ATOMS, BARE, LEFT, Kept, KeptObjects, restore_all
 from .tensors import SMALL, KeptTensor
 
-_MOST_OBJECTS = 64  # in one attribute
-_MOST_ITEMS = 1000  # of one container
+# Of one attribute. In each step of a model that changes it, these many objects take up
+# to 0.5 ms, and these many items 0.06 ms.
+_MOST_OBJECTS = 64
+_MOST_ITEMS = 1000
 # Wrappers, whose attributes say what they are about to do.
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._")
 

@@ -4,12 +4,8 @@ Entered are containers, functions with what they are bound to, NumPy's arrays, w
 references, and what all of these, tensors and other objects have in attributes or
 slots, which `tree` reads. Not entered is what is no state of a model: modules of
 Python, objects of torch (but modules, optimizers, distributions), of the standard
-library (but containers), of trainers and of this package, and an object that holds one
-of the models itself, such as the program's own trainer. None of the user's code runs:
+library (but containers), of trainers and of this package. None of the user's code runs:
 what a subclass overrides is not called.
-
-What the program's code reads besides its models is kept by `KeptObjects.add_around()`:
-variables, its classes' attributes and global variables, and the data of its trainer.
 """
 
 from __future__ import annotations
@@ -17,14 +13,11 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
-import dis
 import enum
 import functools
 import gc
 import io
-import itertools
 import operator
-import queue
 import socket
 import sys
 import threading
@@ -36,12 +29,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ..text import is_of_program
-from ..tree import Layout, attributes, layout, set_attributes
+from ..tree import attributes, layout, set_attributes
 from .random import generator_of, is_same_state, seeds_of
 
-_MAX_BYTES = 2**28  # of an array that is copied
-MOST = 100_000  # objects
+_MAX_BYTES = 2**28  # of an array that is copied, which takes 0.05 s or more
+MOST = 100_000  # objects, which take 1.2 s
 ATOMS = frozenset(
     {
         *(bool, int, float, complex, str, bytes, type(None), type, range, slice),
@@ -58,20 +50,24 @@ _OPEN_PARTS = ("torch.optim", "torch.amp", "torch.distributions")
 _OPEN_PACKAGES = {"collections", "types", "argparse", "weakref", "_weakrefset"}
 LEFT: Any = object()  # in the place of a value that is not kept, or not there
 _QUEUES = {"queue", "_queue", "multiprocessing.queues"}  # other threads write to them
+CACHED = type(functools.lru_cache(len))
 _FUNCTIONS = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
     *(functools.partial, weakref.ReferenceType),
 )
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
-_NUMBERS = (bool, int, float, str)
-_KEY, _ATTRIBUTE, _INDEX, _NAME = "[{!r}]", ".{}", "[{}]", "{}"
+KEY, ATTRIBUTE, INDEX = "[{!r}]", ".{}", "[{}]"  # how a part is named
 _TABLES = ("_parameters", "_buffers", "_modules")
 _PLAIN_TABLES = (dict, collections.OrderedDict, set)
 BARE = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in each module
 
 
 class Kept(Protocol):
-    """Something that is kept: it can be restored, and compared with what it was."""
+    """Something that is kept: it can be restored, and compared with what it was.
+
+    Attributes:
+        name: The name of the object.
+    """
 
     name: str
 
@@ -81,59 +77,49 @@ class Kept(Protocol):
     def has_changed(self) -> bool:
         """True if it is not what it was."""
 
-    def difference(self) -> str:
-        """The name of a number or a generator in it that is another one, or ""."""
 
-
-class _Access(NamedTuple):
+class Access(NamedTuple):
     """Reads the contents of a kind of object as a list, and replaces them by one.
 
-    `form` is how a part is named: by an attribute, a key, an index, or not at all.
+    Attributes:
+        form: How a part is named: by an attribute, a key, an index, or not at all.
+        read: Returns the contents; keys and values in turn, where parts have keys.
+        replace: Gives an object other contents.
     """
 
     form: str
     read: Callable[[Any], list[Any]]
     replace: Callable[[Any, list[Any]], None]
 
-    def difference(self, name: str, now: list[Any], before: list[Any]) -> str:
-        """The name of the first number that is another one now, or ""."""
-        pairs: Iterable[tuple[Any, Any, Any]]
-        if self.form in (_KEY, _ATTRIBUTE, _NAME):
-            held = {id(key): each for key, each in _pairs(now)}
-            pairs = ((key, each, held.get(id(key))) for key, each in _pairs(before))
-        else:
-            own = itertools.zip_longest(before, now[: len(before)])
-            pairs = ((place, *both) for place, both in enumerate(own))
-        for key, each, other in pairs:
-            if type(each) in _NUMBERS and each is not other and each != other:
-                return name + self.form.format(key)
-        return ""
 
+class Contents:
+    """The contents of an object, by identity.
 
-class _Contents:
-    """The contents of an object, by identity."""
+    Attributes:
+        access: How they are read and replaced.
+        before: What they were.
+    """
 
-    def __init__(self, name: str, value: Any, access: _Access) -> None:
-        self.name, self._value, self._access = name, value, access
-        self.before = access.read(value)
+    def __init__(self, name: str, value: Any, access: Access) -> None:
+        self.name, self._value, self.access = name, value, access
+        self.before = self.now()
+
+    def now(self) -> list[Any]:
+        """Reads them now."""
+        return self.access.read(self._value)
 
     def restore(self) -> None:
-        if not _is_identical(self._access.read(self._value), self.before):
-            self._access.replace(self._value, self.before)
+        if self.has_changed():
+            self.access.replace(self._value, self.before)
 
     def has_changed(self) -> bool:
-        return not _is_identical(self._access.read(self._value), self.before)
-
-    def difference(self) -> str:
-        return self._access.difference(
-            self.name, self._access.read(self._value), self.before
-        )
+        return not _is_identical(self.now(), self.before)
 
 
 class _Empty:
     """Containers that are empty, as most tables of hooks are."""
 
-    def __init__(self, name: str, values: list[tuple[Any, _Access]]) -> None:
+    def __init__(self, name: str, values: list[tuple[Any, Access]]) -> None:
         self.name, self._values = name, values
         self._all = [value for value, _ in values]
 
@@ -144,9 +130,6 @@ class _Empty:
 
     def has_changed(self) -> bool:
         return any(self._all)
-
-    def difference(self) -> str:
-        return ""
 
 
 class _Array:
@@ -168,11 +151,8 @@ class _Array:
             return not is_same or bool(self._value.tobytes() != self._before.tobytes())
         return bytes(self._value) != bytes(self._before)
 
-    def difference(self) -> str:
-        return ""
 
-
-class _Generator:
+class KeptGenerator:
     """The state of a generator of random numbers."""
 
     def __init__(self, name: str, get: Callable[[], Any], set: Callable[[Any], object]):
@@ -185,27 +165,6 @@ class _Generator:
     def has_changed(self) -> bool:
         return not is_same_state(self._get(), self._before)
 
-    def difference(self) -> str:
-        return self.name if self.has_changed() else ""
-
-
-class _WithoutCopy:
-    """An object that cannot be put back: its place, where that can be seen."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        self.name, self._value = name, value
-        self._before = _place_of(value)
-
-    def restore(self) -> None:
-        """Leaves it as it is."""
-
-    def has_changed(self) -> bool:
-        """True if it is, or may be, not what it was."""
-        return self._before is None or _place_of(self._value) != self._before
-
-    def difference(self) -> str:
-        return ""  # its place is no number that the program sets
-
 
 class KeptObjects:
     """The contents of mutable objects, by identity, to be restored in place.
@@ -213,31 +172,25 @@ class KeptObjects:
     Tensors, which other code keeps, are only listed.
 
     Args:
-        models: Other objects that hold one of these are not entered.
         opens: Returns True for an object whose attributes count; then no modules and
             functions are entered. None for the rule of this file.
 
     Attributes:
+        kept: What is kept, in the order in which it was met.
+        lost: The names of what cannot be restored: iterators, files, sockets, queues,
+            caches of `functools`, and large arrays.
         tensors: The tensors that were met, by id, with the name of the first place.
         is_whole: All that can be reached was entered.
     """
 
-    def __init__(
-        self,
-        models: Iterable[nn.Module] = (),
-        opens: Callable[[Any], bool] | None = None,
-    ) -> None:
-        self._models = {id(model) for model in models}
+    def __init__(self, opens: Callable[[Any], bool] | None = None) -> None:
         self._opens = _is_state if opens is None else opens
         self._is_narrow = opens is not None
         self._seen: dict[int, Any] = {}
         self.kept: list[Kept] = []
+        self.lost: list[str] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.is_whole = True
-        self._is_around = False
-        self._data_alone: set[int] = set()
-        self._code: list[Any] = []  # functions and classes
-        self._code_ids: set[int] = set()
 
     def add(self, roots: Iterable[tuple[str, Any]], most: int = MOST) -> None:
         """Keeps what can be reached from objects that are not kept yet, nearest first.
@@ -256,42 +209,10 @@ class KeptObjects:
                 self._seen[id(value)] = value
                 waiting.extend(self._visit(name, value))
 
-    def add_around(self, roots: Iterable[tuple[str, Any]], most: int = MOST) -> None:
-        """Keeps what code reads besides the models.
-
-        That is what can be reached from variables, and what the program's own code that
-        was met until then has in attributes of classes and in global variables.
-
-        Args:
-            roots: The variables, each with its name.
-            most: How many objects are entered.
-        """
-        most += len(self._seen)
-        self._is_around = True
-        self.add(roots, most - len(self._seen))
-        for value in self._code:  # it grows meanwhile
-            if len(self._seen) >= most:
-                return
-            self.add(self._of_code(value), most - len(self._seen))
-
     @property
     def num_items(self) -> int:
         """The number of values that all containers hold together."""
-        return sum(len(e.before) for e in self.kept if isinstance(e, _Contents))
-
-    @property
-    def lost(self) -> list[str]:
-        """The names of what cannot be restored: see `is_without_copy()`."""
-        return [each.name for each in self.kept if isinstance(each, _WithoutCopy)]
-
-    def taken_from(self, first: int = 0) -> list[str]:
-        """Those of `lost` that are, or may be, not what they were.
-
-        Args:
-            first: Of what was kept from this place on.
-        """
-        found = (each for each in self.kept[first:] if isinstance(each, _WithoutCopy))
-        return [each.name for each in found if each.has_changed()]
+        return sum(len(e.before) for e in self.kept if isinstance(e, Contents))
 
     def restore(self) -> list[tuple[str, str]]:
         """Makes all objects hold what they held.
@@ -301,19 +222,8 @@ class KeptObjects:
         """
         return restore_all(self.kept)
 
-    def differences(self, first: int = 0, last: int | None = None) -> list[str]:
-        """The names of numbers and generators that are not as they were.
-
-        What cannot be restored is left out: see `taken_from()`.
-
-        Args:
-            first: Of what was kept from this place on.
-            last: Of what was kept before this place; None for all.
-        """
-        return [name for each in self.kept[first:last] if (name := each.difference())]
-
-    def _keep(self, name: str, value: Any, access: _Access) -> list[Any]:
-        contents = _Contents(name, value, access)
+    def _keep(self, name: str, value: Any, access: Access) -> list[Any]:
+        contents = Contents(name, value, access)
         self.kept.append(contents)
         return contents.before
 
@@ -329,7 +239,7 @@ class KeptObjects:
         elif issubclass(kind, nn.Module) and not self._is_narrow:
             yield from self._of_module(name, value)
         elif (generator := generator_of(value)) is not None:
-            self.kept.append(_Generator(name, *generator))
+            self.kept.append(KeptGenerator(name, *generator))
             yield from ((name, each) for each in seeds_of(value))
             yield from self._of_object(name, value)  # of a subclass
         elif kind is contextvars.ContextVar:
@@ -337,37 +247,30 @@ class KeptObjects:
         elif issubclass(kind, (tuple, frozenset)):
             yield from _indexed(name, list(_plain_items(value)))
             yield from self._of_object(name, value)
-        elif (access := _access_of(kind)) is not None:
+        elif (access := access_of(kind)) is not None:
             yield from self._of_container(name, value, access)
+            yield from self._of_object(name, value)  # of a subclass
         elif issubclass(kind, _FUNCTIONS):
             if not self._is_narrow:
                 yield from self._of_function(name, value)
-        elif _is_array(value):
+        elif is_array(value):
             yield from self._of_array(name, value)
         elif (behind := _behind(value)) is not None:
             yield name, behind
         elif self._opens(value):
             yield from self._of_object(name, value)
-        elif is_without_copy(kind) and not _is_terminal(value):
-            self.kept.append(_WithoutCopy(name, value))
+        elif _is_without_copy(kind) and not _is_terminal(value):
+            self._lose(name, value)
 
     def _of_container(
-        self, name: str, value: Any, access: _Access
+        self, name: str, value: Any, access: Access
     ) -> Iterator[tuple[str, Any]]:
         before = self._keep(name, value, access)
-        parts: Iterable[tuple[str, Any]] = _indexed(name, before)
-        if access.form == _KEY:
-            parts = _of_pairs(name, before)
-        if id(value) in self._data_alone:
-            parts = self._only_data(parts)
-        yield from parts
-        yield from self._of_object(name, value)  # of a subclass
+        yield from (_of_pairs if access.form == KEY else _indexed)(name, before)
 
     def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{name}." if name else ""
-        own = dict(
-            _pairs(self._keep(name, module, _attributes_of(layout(type(module)))))
-        )
+        own = dict(pairs(self._keep(name, module, attributes_of(type(module)))))
         self._note_code(type(module))
         if isinstance(module, torch.jit.ScriptModule):  # TorchScript has its tensors
             for tensors in (module.named_parameters, module.named_buffers):
@@ -379,7 +282,7 @@ class KeptObjects:
                 continue
             if key not in BARE:
                 yield f"{prefix}{key}", value
-            elif (access := _access_of(type(value))) is None:
+            elif (access := access_of(type(value))) is None:
                 continue
             elif type(value) in _PLAIN_TABLES and not value:
                 empty.append((value, access))
@@ -391,25 +294,11 @@ class KeptObjects:
         self.kept.append(_Empty(name, empty))
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        known = layout(type(value))
-        if not (known.has_dict or known.slots):
+        if not has_attributes(type(value)):
             return
-        access = _attributes_of(known)
-        own = list(_pairs(access.read(value)))
-        holds_model = any(id(each) in self._models for _, each in own)
-        if holds_model and not self._is_around:
-            return
-        self._keep(name, value, access)
+        own = pairs(self._keep(name, value, attributes_of(type(value))))
         self._note_code(type(value))
-        parts = ((f"{name}.{key}", e) for key, e in own if type(e) not in ATOMS)
-        yield from self._only_data(parts) if holds_model else parts
-
-    def _only_data(self, parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yields those that are data, in which no other objects will be entered."""
-        for name, value in parts:
-            if _is_data(value):
-                self._data_alone.add(id(value))
-                yield name, value
+        yield from ((f"{name}.{key}", e) for key, e in own if type(e) not in ATOMS)
 
     def _of_function(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, weakref.ReferenceType):
@@ -435,40 +324,6 @@ class KeptObjects:
                 self._seen[id(cell)] = cell
                 yield from ((key, each) for each in self._keep(key, cell, _CELL))
 
-    def _note_code(self, value: Any) -> None:
-        """Notes a function, or a class with its bases, for `add_around()`."""
-        for each in value.__mro__ if isinstance(value, type) else (value,):
-            if id(each) not in self._code_ids:
-                self._code_ids.add(id(each))
-                self._code.append(each)
-
-    def _of_code(self, value: Any) -> Iterator[tuple[str, Any]]:
-        """Keeps a class's data or a function's globals; yields what they hold."""
-        if not _is_of_program(value):
-            return
-        if isinstance(value, type):
-            self._keep(value.__name__, value, _CLASS)
-            for key, each in _own_parts(value):
-                for part in _functions_of(each):
-                    yield f"{value.__name__}.{key}", part
-            return
-        names = _names(value.__code__)
-        yield from self._of_variables("", value.__globals__, names.all, names.set)
-        for name, around in _modules_read(names.all, value.__globals__):
-            yield from self._of_variables(f"{name}.", around, names.all, names.given)
-
-    def _of_variables(
-        self, prefix: str, around: dict[str, Any], names: _Names, written: _Names
-    ) -> Iterator[tuple[str, Any]]:
-        """Keeps variables of a module; yields what those of some names hold."""
-        self._keep(prefix, (around, written), _GLOBALS)
-        for name in names:
-            each = around.get(name)
-            if isinstance(each, type):
-                self._note_code(each)
-            for part in _functions_of(each):
-                yield f"{prefix}{name}", part
-
     def _of_array(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from self._of_object(name, value)  # of a subclass
         if _is_numpys(value) and not value.flags.writeable:
@@ -476,9 +331,16 @@ class KeptObjects:
         if _is_numpys(value) and value.dtype.hasobject:
             yield from _indexed(name, self._keep(name, value, _CELLS))
         elif _is_numpys(value) and value.nbytes > _MAX_BYTES:
-            self.kept.append(_WithoutCopy(name, value))
+            self._lose(name, value)
         else:
             self.kept.append(_Array(name, value))
+
+    def _lose(self, name: str, value: Any) -> None:
+        """Notes an object that cannot be restored."""
+        self.lost.append(name)
+
+    def _note_code(self, value: Any) -> None:
+        """Is called with each function and class that is met, for a subclass."""
 
 
 def restore_all(kept: Iterable[Kept]) -> list[tuple[str, str]]:
@@ -492,9 +354,9 @@ def restore_all(kept: Iterable[Kept]) -> list[tuple[str, str]]:
     return problems
 
 
-def is_without_copy(kind: type) -> bool:
+def _is_without_copy(kind: type) -> bool:
     """True for iterators, files, sockets, queues, and caches of `functools`."""
-    if kind.__module__ in _QUEUES or kind is _CACHED:
+    if kind.__module__ in _QUEUES or kind is CACHED:
         return True
     return hasattr(kind, "__next__") or issubclass(kind, (io.IOBase, socket.socket))
 
@@ -505,34 +367,12 @@ def is_taken_from(value: Any) -> bool:
     That is what has no copy, but for caches and the streams of the process.
     """
     kind = type(value)
-    return kind is not _CACHED and is_without_copy(kind) and not _is_terminal(value)
-
-
-_CACHED = type(functools.lru_cache(len))
-_SIZED = (queue.Queue, queue.SimpleQueue)
+    return kind is not CACHED and _is_without_copy(kind) and not _is_terminal(value)
 
 
 def _is_terminal(value: Any) -> bool:
     """True for the streams of the process, into which what is written is no state."""
     return any(value is each for each in (sys.stdin, sys.stdout, sys.stderr))
-
-
-def _place_of(value: Any) -> Any:
-    """How far an iterator is, or what a cache or queue holds; None if it is not seen.
-
-    None of the user's code runs, and nothing is taken.
-    """
-    kind = type(value)
-    if kind is _CACHED:
-        found = value.cache_info()
-        return found.misses, found.currsize  # a hit changes nothing
-    if kind is itertools.count:
-        return repr(value)
-    if kind in _SIZED:
-        return value.qsize()
-    if kind.__module__ == "builtins" and hasattr(kind, "__length_hint__"):
-        return operator.length_hint(value)
-    return None
 
 
 # How contents are read and replaced, by the methods of the builtin types.
@@ -542,50 +382,50 @@ def _is_identical(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-def _flat(pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
+def flat_of(items: Iterable[tuple[Any, Any]]) -> list[Any]:
     """Keys and values in turn, as contents are kept."""
     flat: list[Any] = []
-    for pair in pairs:
-        flat += pair
+    for item in items:
+        flat += item
     return flat
 
 
-def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """The keys and values that `_flat()` was given."""
+def pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """The keys and values that `flat_of()` was given."""
     return zip(flat[::2], flat[1::2], strict=True)
 
 
 def _read_dict(value: Any) -> list[Any]:
-    return _flat(dict.items(value))
+    return flat_of(dict.items(value))
 
 
 def _fill_dict(value: Any, flat: list[Any]) -> None:
     if not _is_identical(list(dict.keys(value)), flat[::2]):
         dict.clear(value)
-    dict.update(value, _pairs(flat))
+    dict.update(value, pairs(flat))
 
 
 def _read_attributes(value: Any) -> list[Any]:
-    return _flat(attributes(value))
+    return flat_of(attributes(value))
 
 
 def _read_own_dict(value: Any) -> list[Any]:
     own = object.__getattribute__(value, "__dict__")
-    return _flat(own.items()) if type(own) is dict else []
+    return flat_of(own.items()) if type(own) is dict else []
 
 
 def _fill_attributes(value: Any, flat: list[Any]) -> None:
-    set_attributes(value, list(_pairs(flat)))
+    set_attributes(value, list(pairs(flat)))
 
 
 def _read_ordered(value: Any) -> list[Any]:
-    return _flat(collections.OrderedDict.items(value))
+    return flat_of(collections.OrderedDict.items(value))
 
 
 def _fill_ordered(value: Any, flat: list[Any]) -> None:
     kind = collections.OrderedDict
     kind.clear(value)
-    for key, each in _pairs(flat):
+    for key, each in pairs(flat):
         kind.__setitem__(value, key, each)
 
 
@@ -633,73 +473,41 @@ def _fill_variable(variable: contextvars.ContextVar[Any], items: list[Any]) -> N
     variable.set(items[0] if items else contextvars.Context().run(variable.get))
 
 
-def _own_parts(kind: type) -> list[tuple[str, Any]]:
-    own = type.__dict__["__dict__"].__get__(kind).items()
-    return [(k, v) for k, v in own if not k.startswith(("__", "_abc_"))]
-
-
-def _read_class(kind: type) -> list[Any]:
-    """Reads data, and no methods: a replay's patches may stand in their place."""
-    return _flat((k, v) for k, v in _own_parts(kind) if not isinstance(v, _METHODS))
-
-
-def _fill_class(kind: type, flat: list[Any]) -> None:
-    before = dict(_pairs(flat))
-    for key, value in _pairs(_read_class(kind)):
-        if key not in before:
-            type.__delattr__(kind, key)
-        elif before[key] is value:
-            del before[key]
-    for key, value in before.items():
-        type.__setattr__(kind, key, value)
-
-
-def _read_globals(value: tuple[dict[str, Any], tuple[str, ...]]) -> list[Any]:
-    around, names = value
-    return _flat((name, around[name]) for name in names if name in around)
-
-
-def _fill_globals(
-    value: tuple[dict[str, Any], tuple[str, ...]], flat: list[Any]
-) -> None:
-    around, names = value
-    before = dict(_pairs(flat))
-    for name in names:
-        if name not in before:
-            around.pop(name, None)
-    around.update(before)
-
-
 def _fill_cells(value: Any, items: list[Any]) -> None:
     for place, each in enumerate(items):
         value.flat[place] = each
 
 
-_ATTRIBUTES = _Access(_ATTRIBUTE, _read_attributes, _fill_attributes)
-_OWN_DICT = _Access(_ATTRIBUTE, _read_own_dict, _fill_attributes)
-_CLASS = _Access(_ATTRIBUTE, _read_class, _fill_class)
-_GLOBALS = _Access(_NAME, _read_globals, _fill_globals)
-_CELL = _Access("", _read_cell, _fill_cell)
-_VARIABLE = _Access("", _read_variable, _fill_variable)
-_CELLS = _Access(_INDEX, lambda value: list(value.flat), _fill_cells)
-_CONTAINERS: tuple[tuple[type, _Access], ...] = (
-    (collections.OrderedDict, _Access(_KEY, _read_ordered, _fill_ordered)),
-    (dict, _Access(_KEY, _read_dict, _fill_dict)),
-    (list, _Access(_INDEX, lambda v: list.__getitem__(v, slice(None)), _fill_list)),
+_ATTRIBUTES = Access(ATTRIBUTE, _read_attributes, _fill_attributes)
+_OWN_DICT = Access(ATTRIBUTE, _read_own_dict, _fill_attributes)
+_CELL = Access("", _read_cell, _fill_cell)
+_VARIABLE = Access("", _read_variable, _fill_variable)
+_CELLS = Access(INDEX, lambda value: list(value.flat), _fill_cells)
+_CONTAINERS: tuple[tuple[type, Access], ...] = (
+    (collections.OrderedDict, Access(KEY, _read_ordered, _fill_ordered)),
+    (dict, Access(KEY, _read_dict, _fill_dict)),
+    (list, Access(INDEX, lambda v: list.__getitem__(v, slice(None)), _fill_list)),
     (
         collections.deque,
-        _Access(_INDEX, lambda v: list(collections.deque.__iter__(v)), _fill_deque),
+        Access(INDEX, lambda v: list(collections.deque.__iter__(v)), _fill_deque),
     ),
-    (set, _Access("", _read_set, _fill_set)),
+    (set, Access("", _read_set, _fill_set)),
 )
 
 
-def _attributes_of(known: Layout) -> _Access:
-    """How the attributes of objects are read: most have no slots."""
+def has_attributes(kind: type) -> bool:
+    """True for a type whose objects have attributes or slots."""
+    known = layout(kind)
+    return known.has_dict or bool(known.slots)
+
+
+def attributes_of(kind: type) -> Access:
+    """How the attributes of a type's objects are read: most have no slots."""
+    known = layout(kind)
     return _OWN_DICT if known.has_dict and not known.slots else _ATTRIBUTES
 
 
-def _access_of(kind: type) -> _Access | None:
+def access_of(kind: type) -> Access | None:
     for base, access in _CONTAINERS:
         if issubclass(kind, base):
             return access
@@ -726,13 +534,6 @@ def _is_state(value: Any) -> bool:
     return package in _OPEN_PACKAGES or package not in sys.stdlib_module_names
 
 
-def _is_data(value: Any) -> bool:
-    """True for tensors, arrays, generators, and containers that can change."""
-    if isinstance(value, torch.Tensor) or _is_array(value):
-        return True
-    return generator_of(value) is not None or _access_of(type(value)) is not None
-
-
 def _package(module: object) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
@@ -742,99 +543,8 @@ def _is_numpys(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     return isinstance(value, (bytearray, array.array)) or _is_numpys(value)
-
-
-# Code of the program's own.
-
-
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Global variables that a code, or a function or comprehension in it, reads."""
-    return _names(code).read
-
-
-def attribute_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names in a code that may be those of attributes; with those of what is in it."""
-    return _names(code).all
-
-
-_Names = tuple[str, ...]
-
-
-class _NamesIn(NamedTuple):
-    """Names in a code, and in the functions and comprehensions within it.
-
-    Attributes:
-        all: Of global variables and attributes.
-        read: Of the global variables that it reads.
-        set: Of the global variables that it assigns or deletes.
-        given: Of the attributes that it assigns or deletes.
-    """
-
-    all: _Names
-    read: _Names
-    set: _Names
-    given: _Names
-
-
-@functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> _NamesIn:
-    own = [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    inner = [_names(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    kinds: tuple[list[str], ...] = (
-        list(code.co_names),
-        [name for kind, name in own if kind in ("LOAD_GLOBAL", "LOAD_NAME")],
-        [name for kind, name in own if kind in ("STORE_GLOBAL", "DELETE_GLOBAL")],
-        [name for kind, name in own if kind in ("STORE_ATTR", "DELETE_ATTR")],
-    )
-    for each in inner:
-        for names, more in zip(kinds, each, strict=True):
-            names += more
-    return _NamesIn(*(tuple(dict.fromkeys(names)) for names in kinds))
-
-
-def _modules_read(
-    names: _Names, around: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the variables of the program's own modules that a code may read."""
-    waiting, seen = [("", around)], {id(around)}
-    while waiting:
-        prefix, held = waiting.pop()
-        for name in names:
-            each = held.get(name)
-            if type(each) is not types.ModuleType or id(vars(each)) in seen:
-                continue
-            seen.add(id(vars(each)))
-            if _is_programs_own(each):
-                yield f"{prefix}{name}", vars(each)
-                waiting.append((f"{prefix}{name}.", vars(each)))
-
-
-def _is_of_program(value: Any) -> bool:
-    """True for a function or a class that no installed package has."""
-    if isinstance(value, type):
-        name = value.__module__
-        module = sys.modules.get(name) if isinstance(name, str) else None
-        return module is not None and _is_programs_own(module)
-    return is_of_program(value.__code__.co_filename)
-
-
-def _is_programs_own(module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None) or ""
-    # A notebook has no file, and nor has a module that is built in.
-    return bool(file or module.__name__ == "__main__") and is_of_program(file)
-
-
-_METHODS = (types.FunctionType, staticmethod, classmethod, property)
-
-
-def _functions_of(value: Any) -> tuple[Any, ...]:
-    """The functions behind a method or a cached function; else the value."""
-    if isinstance(value, property):
-        return value.fget, value.fset, value.fdel
-    is_wrapper = isinstance(value, (staticmethod, classmethod, _CACHED))
-    return (value.__wrapped__ if is_wrapper else value,)
 
 
 # Names of parts.
@@ -846,7 +556,7 @@ def _plain_items(value: Any) -> Iterator[Any]:
 
 
 def _of_pairs(name: str, flat: list[Any]) -> Iterator[tuple[str, Any]]:
-    for key, each in _pairs(flat):
+    for key, each in pairs(flat):
         yield f"{name}[{key!r}]" if type(key) in ATOMS else name, each
         yield name, key
 

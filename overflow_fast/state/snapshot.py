@@ -25,7 +25,7 @@ from ..torch_internals.tensor_internals import (
     may_step_in_backward,
 )
 from .buffers import KeptBuffer
-from .objects import KeptObjects
+from .program_objects import ProgramObjects
 from .random import RandomStates
 from .step_start import StepStart
 from .tensors import SMALL, KeptTensor, num_bytes, write
@@ -33,7 +33,7 @@ from .tensors import SMALL, KeptTensor, num_bytes, write
 _MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
 _MAX_AROUND = 2**20  # bytes of a tensor in a variable; larger ones are data
 _FEW = 3
-_MOST_AROUND = 4000  # objects that are looked at in a function's variables
+_MOST_AROUND = 4000  # objects in the variables of a function, which take 0.05 s
 
 
 class Snapshot:
@@ -96,7 +96,7 @@ class Snapshot:
         models = list(self._models.values())
         reshard(models)
         self._random = RandomStates(devices_of(models))
-        self._objects = objects = KeptObjects(models)
+        self._objects = objects = ProgramObjects(models)
         objects.add(  # a wrapper has the name of what it wraps
             (f"{prefix}{name}", module)
             for prefix, model in self._models.items()
@@ -110,7 +110,7 @@ class Snapshot:
             (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))
             for name, tensor in others
         ]
-        self.lost = list(objects.lost)
+        self.lost = objects.lost
         self._is_taken = True
         try:
             self._leaves = list(self._find_leaves())
