@@ -166,6 +166,11 @@ def tensor_name(fqn: str, key: str) -> str:
     return f"{fqn}.{key}" if fqn else key
 
 
+def module_of_parameter(name: str) -> str:
+    """The name of the module that has a parameter."""
+    return name.rpartition(".")[0]
+
+
 def _named_once(model: nn.Module, kind: str) -> list[tuple[str, Any]]:
     named: list[tuple[str, Any]] = []
     seen: set[int] = set()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from ..core.modules import module_of_parameter
 from ..text import nonfinite_text, numbered
 from . import explanation as notes
 from .capture import HeldTensor, KeptCall, ModelCall
@@ -30,7 +31,7 @@ from .op_trace import (
     bad_names,
     inf_signs,
 )
-from .places import module_of_parameter, names_of, op_at, place_text, programs_line
+from .places import names_of, op_at, place_text, programs_line
 
 # Walks back from a bad value to the operation that made it.
 

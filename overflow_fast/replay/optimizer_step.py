@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.modules import named_parameters
+from ..core.modules import module_of_parameter, named_parameters
 from ..text import dtype_name, nonfinite_text
 from ..tree import path_text, tensors
 from .explanation import SLOWER, BadStep, Explanation, Op, Remedy
 from .finding import trace_back
 from .op_trace import NOT_TRIED, OpTable, OpTrace, inf_signs
-from .places import module_of_parameter, op_at
+from .places import op_at
 from .remedies.line_edit import functions_are_found_once
 from .remedies.line_forms import update_remedies
 from .root_op import details_of

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.modules import module_of_parameter
 from ..torch_internals.running import no_dispatch
 from . import explanation
 from .capture import KeptCall, batch_size, name_outside, why_whole
@@ -30,7 +31,7 @@ from .op_trace import (
     row_of,
 )
 from .optimizer_step import explain_update
-from .places import module_of_parameter, names_of
+from .places import names_of
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for

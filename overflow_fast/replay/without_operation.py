@@ -16,6 +16,7 @@ from ..capture.hooks import unseen
 from ..core.modules import (
     Handles,
     is_dropout,
+    module_of_parameter,
     modules_in,
     named_modules,
     parameters_of,
@@ -43,7 +44,7 @@ from .op_trace import (
     is_float,
     summary_of,
 )
-from .places import module_of_parameter, names_of, op_at
+from .places import names_of, op_at
 from .replayer import Observer, OnRank, ReplayCheck, Replayer, ReplayResult
 
 _RATE = 3

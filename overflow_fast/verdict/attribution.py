@@ -25,12 +25,16 @@ from ..capture.inputs import (
     is_plain,
 )
 from ..capture.watch import ModelWatch
-from ..core.modules import children_of, is_layer_of_torch, own_parameters_of
+from ..core.modules import (
+    children_of,
+    is_layer_of_torch,
+    module_of_parameter,
+    own_parameters_of,
+)
 from ..core.ops import scan
 from ..core.process import world_size
 from ..core.tensors import is_number
 from ..flags import is_label
-from ..replay.places import module_of_parameter
 from ..text import dtype_name, either
 from ..torch_internals.module_internals import (
     forward_hooks,
