@@ -36,7 +36,8 @@ from ..report.frames import frame_texts
 from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
-from ..verdict.attribution import attribute, bad_settings
+from ..verdict.attribution import attribute
+from ..verdict.remarks import bad_settings
 from ..verdict.remedy import Float32Region, remedy_for
 from ..verdict.rules import Rules
 from ..verdict.verdict import (
