@@ -18,7 +18,7 @@ from .verdict import BATCH, BadFrame, NonModuleOrigin, Origin
 
 
 class Doubt(NamedTuple):
-    """What else can have made a value: in words, and by its names as candidates."""
+    """Another possible maker of a value: in words, and by its names as candidates."""
 
     words: str
     names: Sequence[str]
