@@ -403,7 +403,8 @@ def _origin_in_forward(
         inputs = minus_inf_inputs(first)
         if inputs and not has_pre_hooks(module):  # no output can be finite then
             return origin_of_given(first, inputs, called, calls), []
-    after = calls.last_within(called, first.frame.order)
+    earlier = calls.last_within(called, first.frame.order)
+    after = "" if earlier is None else earlier.name
     unwatched = called.watch.modules.unwatched_in(called.call.module)
     unwatched += filter(None, map(_hidden_by, calls.within(called, first.frame.order)))
     doubts = [

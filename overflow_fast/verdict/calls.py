@@ -122,15 +122,15 @@ class Calls:
                 return found[place]
         return None
 
-    def last_within(self, around: Called | None, before: int) -> str:
-        """Names the last call that one call itself has made before a frame, or "".
+    def last_within(self, around: Called | None, before: int) -> Called | None:
+        """Returns the last call that one call itself has made before a frame.
 
         Args:
             around: The call; None for the code that makes the outermost calls.
             before: The frame's order.
         """
         found = reversed(_between(self._all, -1, before))
-        return next((each.name for each in found if self._caller(each) == around), "")
+        return next((each for each in found if self._caller(each) == around), None)
 
     def within(self, around: Called, before: int) -> list[Called]:
         """Lists the calls that ran within one, at any depth, before a frame."""

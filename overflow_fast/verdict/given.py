@@ -131,7 +131,8 @@ def origin_of_given(
     if loop is not None and all(_place_in_loop(frame, entry) for entry in inputs):
         maker = f"the batch, as {outermost.name} received it: {', '.join(places)}"
         return Origin("given", "batch", maker, [BATCH], batch_places=places)
-    after = calls.last_within(None, call.order)
+    earlier = calls.last_within(None, call.order)
+    after = "" if earlier is None else earlier.name
     is_computed = all(entry.is_computed for entry in inputs)
     if is_computed or (loop is not None and loop.bad_places() == []):
         where = f"between {after} and" if after else "before"
