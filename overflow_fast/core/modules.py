@@ -166,6 +166,11 @@ def tensor_name(fqn: str, key: str) -> str:
     return f"{fqn}.{key}" if fqn else key
 
 
+def module_of_parameter(name: str) -> str:
+    """The name of the module that has a parameter."""
+    return name.rpartition(".")[0]
+
+
 def _named_once(model: nn.Module, kind: str) -> list[tuple[str, Any]]:
     named: list[tuple[str, Any]] = []
     seen: set[int] = set()
@@ -349,9 +354,6 @@ _LINEAR = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_POINTWISE = tuple(
-    f"torch.nn.modules.{name}" for name in ("activation", "dropout", "flatten")
-)
 _NORMALIZATIONS = (
     *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -381,17 +383,6 @@ def is_linear(module: nn.Module) -> bool:
 def is_dropout(module: nn.Module) -> bool:
     """True if a module is one of torch's dropouts."""
     return type(module) in _DROPOUTS and _is_plain(module)
-
-
-def is_small_step(module: nn.Module) -> bool:
-    """True if a module of torch's without weights keeps small values small."""
-    is_known = type(module).__module__ in _POINTWISE or type(module) is nn.Identity
-    return is_known and not has_weights(module)
-
-
-def has_weights(module: nn.Module) -> bool:
-    """True if a module, or one within it, has parameters."""
-    return any(True for _ in parameters_of(module))
 
 
 def is_normalization(module: nn.Module) -> bool:

@@ -36,8 +36,8 @@ from ..report.frames import frame_texts
 from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
 from ..report.run_log import AlarmLog, log_notices
 from ..state.step_start import StepStart
-from ..verdict.attribution import attribute, bad_settings
-from ..verdict.remedy import Float32Region, remedy_for
+from ..verdict.attribution import attribute
+from ..verdict.remarks import bad_settings
 from ..verdict.rules import Rules
 from ..verdict.verdict import (
     BadFrame,
@@ -674,7 +674,6 @@ class Pipeline:
             cost=self._measurements.timer.cost,
             num_skipped=self.rounds.num_skipped,
             notes=[*step.notes, *unknown_scale_notes(step.hook, step.frames)],
-            remedy=_remedy(step.frames, verdict),
         )
         is_of_state = verdict.first is not None and verdict.first.kind in _STATE
         if step.left_out.num_steps and (is_of_state or verdict.nonfinite_state):
@@ -975,14 +974,6 @@ def _wishes(step: Step) -> tuple[bool, bool]:
         any(each.kind == SPIKE for each in step.notices),
         any(each.action == "skip" for each in step.notices),
     )
-
-
-def _remedy(frames: Sequence[BadFrame], verdict: Verdict) -> Float32Region | None:
-    try:
-        return remedy_for(frames, verdict)
-    except Exception:  # the alarm matters more than its remedy
-        _log.warning("No remedy could be found: see the error below.", exc_info=True)
-        return None
 
 
 # A round of steps: one of each optimizer.

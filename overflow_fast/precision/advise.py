@@ -14,15 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from ..capture.hooks import unseen
+from ..capture.watch import ModelWatch
 from ..core.force_eager import run_eagerly
-from ..core.modules import Handles, children_of, is_within, named_modules, step_of
+from ..core.modules import children_of, is_within, named_modules, step_of
 from ..core.ops import scan
+from ..core.selection import Selection, Wanted
 from ..core.tensors import check_number, devices_of, loss_in
 from ..state.random import RandomStates
 from ..text import dtype_name, error_line
 from ..torch_internals.module_internals import is_dropout
-from ..torch_internals.running import graph_task_id
+from ..verdict.attribution import attribute
+from ..verdict.calls import Calls
+from ..verdict.verdict import BadFrame, collect, in_order
 from .copies import HALF, check_model, copied_batch, on_copies
 from .keep_in_fp32 import keep_in_fp32
 from .layers import DTYPES, LayerProbe, RelativeDifference, floats_in
@@ -34,67 +39,95 @@ from .precision_advice import (
     Thresholds,
 )
 
-# Which modules make non-finite values in a run, forward and backward.
+# The modules that a run's non-finite values come from, by the verdict on it.
 
 
-class NonFiniteOrigins:
-    """Hooks that find the modules in which non-finite values begin.
+_WANTED = Wanted(activations=True, grad_outputs=True)
+_RECORDER = dict.fromkeys(("step_mode", "lists_calls", "watches_gradients"), True)
+_ANY = _C.NAN | _C.POSITIVE_INF | _C.NEGATIVE_INF
+_Usual = frozenset[tuple[int, _C.Role]]
+
+
+class RunWatch:
+    """A watch of one run, and the verdict on it.
 
     Args:
         model: The model.
-        usual: What is not finite in float32 either, such as masks: the `bad` of a run.
+        usual: The `bad` of a run in float32: what is not finite there either.
 
     Attributes:
-        bad: Which modules had which non-finite values: "given", "made", their
-            gradients "after" (of what was returned) and "before" (of what was given).
+        bad: The modules with bad inputs, outputs or gradients, by index and role.
+        place: The kind and the module of the first bad entry; None if there is none.
+        is_backward: Gradients alone were not finite.
     """
 
-    def __init__(
-        self, model: nn.Module, usual: frozenset[tuple[str, str]] = frozenset()
-    ) -> None:
+    def __init__(self, model: nn.Module, usual: _Usual = frozenset()) -> None:
         self._model = model
-        self._usual = usual
-        self._order: dict[str, None] = {}
-        self._running: list[str] = []
-        self._made_by: dict[Any, str] = {}  # by autograd's node of what it returned
-        self._sources: dict[tuple[str, str], dict[str, None]] = {}
-        self._handles = Handles()
-        self.bad: set[tuple[str, str]] = set()
+        self._failed_in: str | None = None
+        self._watch = ModelWatch(
+            *(model, "", _WANTED, Selection(None, ()), 0, _RECORDER, lambda _: None)
+        )
+        self._watch.follow_rules(
+            lambda names: (
+                lambda place: _ANY * ((place.module, place.label.role) in usual)
+            )
+        )
+        self._given: list[tuple[str, BadFrame]] = []
+        self._made: list[str] = []
+        self._after: list[str] = []
+        self.bad: _Usual = frozenset()
+        self.place: tuple[str, str] | None = None
+        self.is_backward = False
 
-    def __enter__(self) -> NonFiniteOrigins:
-        for name, module in named_modules(self._model):
-            self._handles += [
-                module.register_forward_pre_hook(self._begin_of(name), prepend=True),
-                module.register_forward_hook(self._hook_of(name), with_kwargs=True),
-            ]
+    def __enter__(self) -> RunWatch:
+        self._watch.attach()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._handles.remove_all()
-        self._made_by.clear()
+        self._watch.detach()
+        frames = in_order(collect([self._watch]))
+        self._calls = Calls([self._watch])
+        self.bad = frozenset(
+            (frame.frame.module, entry.role)
+            for frame in frames
+            for entry in frame.bad_entries
+        )
+        for frame in frames:
+            name = self._watch.name_at(frame.frame.module)
+            if frame.bad_inputs:
+                self._given.append((name, frame))
+            elif not frame.is_backward:
+                self._made.append(name)
+        self.is_backward = bool(frames) and frames[0].is_backward
+        verdict = attribute(frames, [self._watch])
+        if verdict.first is not None:
+            self.place = verdict.first.kind, verdict.first.fqn
+            root = "" if verdict.after == "the model" else verdict.after
+            self._after = [root] if verdict.after else []
+        self._watch.end_judgement(is_lagged=False)
+
+    def note_error(self, error: BaseException) -> None:
+        """Notes what the run has raised: in the innermost module that was running."""
+        names = {id(module): name for name, module in named_modules(self._model)}
+        at = error.__traceback__
+        while at is not None:
+            running = id(at.tb_frame.f_locals.get("self"))
+            self._failed_in = names.get(running, self._failed_in)
+            at = at.tb_next
 
     def names(self) -> list[str]:
         """The innermost modules that made values, or gradients, which are not finite.
 
-        The one that raised an error comes before these. Where a module made bad values
-        in forward, gradients are not looked at.
+        The one that raised an error comes before these. Of gradients it is the one
+        behind which they were finite last: it, or code in front of it, made them.
         """
-        if self._running:
-            return self._running[-1:]
-        for made, given in (("made", "given"), ("before", "after")):
-            found = [
-                name
-                for name in self._order  # inner modules return first
-                if (name, made) in self.bad - self._usual
-                if (name, given) not in self.bad - self._usual
-            ]
-            innermost = [n for n in found if not any(is_within(m, n) for m in found)]
-            if innermost:
-                return innermost
-        return []
+        if self._failed_in is not None:
+            return [self._failed_in]
+        made = self._after if self.is_backward else self._made
+        return [n for n in made if not any(is_within(m, n) for m in made)]
 
     def producers(self, kept: Sequence[str]) -> list[str]:
-        """The modules whose float16 results kept ones were given, and overflowed.
+        """The modules that returned what a kept one was given, where that overflowed.
 
         In forward the code between them made inf of what such a module had returned;
         in backward the gradient of a kept module's input left the range of float16.
@@ -102,92 +135,28 @@ class NonFiniteOrigins:
         Args:
             kept: The modules that run in float32.
         """
-        if self._running:
+        if self._failed_in is not None or self.place is None:
             return []
-        bad = self.bad - self._usual
         if self.is_backward:
-            blamed = [(n, "before") for n in self.names() if _is_kept(n, kept)]
+            _, name = self.place
+            found = [name] if any(_is_kept(n, kept) for n in self._after) else []
         else:
-            given = ((n, "given") for n in self._order if _is_kept(n, kept))
-            blamed = [each for each in given if each in bad]
-        found = {p: None for each in blamed for p in self._sources.get(each, ())}
-        return [p for p in found if (p, "made") not in bad and not _is_kept(p, kept)]
+            given = [frame for name, frame in self._given if _is_kept(name, kept)]
+            found = [name for frame in given for name in self._called_before(frame)]
+        return [n for n in dict.fromkeys(found) if not _is_kept(n, kept)]
 
-    @property
-    def is_backward(self) -> bool:
-        """True if gradients alone were not finite."""
-        kinds = {kind for _, kind in self.bad - self._usual}
-        return bool(kinds) and not kinds & {"given", "made"}
-
-    def _begin_of(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            if graph_task_id() >= 0:
-                return
-            if not self._running:
-                self._made_by.clear()
-            self._running.append(name)
-
-        return hook
-
-    def _hook_of(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if graph_task_id() >= 0:
-                return
-            self._running.pop()  # of the module in which an error arises, it stays
-            self._order[name] = None
-            given, made = floats_in((args, kwargs)), floats_in(output)
-            sources = [self._producers_of(each) for each in given]
-            self._look(name, "given", given, sources)
-            self._look(name, "made", made, [()] * len(made))
-            for each in made:
-                self._made_by.setdefault(each.grad_fn, name)
-            for kind, tensors, whose in (
-                ("before", given, sources),
-                ("after", made, [()] * len(made)),
-            ):
-                for each, of_it in zip(tensors, whose, strict=True):
-                    if each.requires_grad:
-                        each.register_hook(self._gradient_hook(name, kind, of_it))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    def _producers_of(self, tensor: torch.Tensor) -> Sequence[str]:
-        """The modules that a float16 tensor was computed from, by autograd's graph."""
-        if tensor.dtype != torch.float16:
-            return ()
-        to_do, seen, found = [tensor.grad_fn], set[Any](), dict[str, None]()
-        while to_do:
-            node = to_do.pop()
-            if node is None or node in seen:
-                continue
-            if len(seen) == _MOST_NODES:
-                return ()
-            seen.add(node)
-            if node in self._made_by:
-                found[self._made_by[node]] = None
-            else:
-                to_do += [each for each, _ in node.next_functions]
-        return tuple(found)
-
-    def _gradient_hook(self, name: str, kind: str, sources: Sequence[str]) -> Any:
-        return lambda gradient: self._look(name, kind, [gradient], [sources])
-
-    def _look(
-        self,
-        name: str,
-        kind: str,
-        tensors: Sequence[torch.Tensor],
-        sources: Sequence[Sequence[str]],
-    ) -> None:
-        stats = scan([each.detach() for each in tensors])
-        for stat, of_it in zip(stats, sources, strict=True):
-            if stat.has_nan or stat.has_inf:
-                self.bad.add((name, kind))
-                known = self._sources.setdefault((name, kind), {})
-                known.update(dict.fromkeys(of_it))
-
-
-_MOST_NODES = 1000  # of code between two modules that are followed
+    def _called_before(self, frame: BadFrame) -> list[str]:
+        """The innermost module that was called last before, if it returned no inf."""
+        called = self._calls.find(self._watch, frame.frame.order)
+        around = self._calls.chain(called)[1:2]
+        found, end = None, frame.frame.order
+        inner = self._calls.last_within(around[0] if around else None, end)
+        while inner is not None:
+            found = inner.call
+            inner = self._calls.last_within(inner, found.order)
+        if found is None or (found.module, _C.Role.OUTPUT) in self.bad:
+            return []
+        return [self._watch.name_at(found.module)]
 
 
 def _is_kept(name: str, kept: Iterable[str]) -> bool:
@@ -222,9 +191,9 @@ class Verifier:
         self._rows = rows
         self._limits = limits
         self._max_rounds = max_rounds
-        watch = NonFiniteOrigins(steps.model)
+        watch = RunWatch(steps.model)
         self.reference = steps.run(watch)
-        self._usual = frozenset(watch.bad)
+        self._usual = watch.bad
         self._has_inner = {
             name: bool(children_of(module))
             for name, module in named_modules(steps.model)
@@ -239,14 +208,22 @@ class Verifier:
         """
         kept = [row.name for row in self._rows if dtype not in row.runs_in]
         widened: list[str] = []
+        last, vain = list[str](), set[str]()
+        place: tuple[str, str] | None = None
         for runs in range(1, self._max_rounds + 2):
-            watch = NonFiniteOrigins(self._steps.model, self._usual)
+            watch = RunWatch(self._steps.model, self._usual)
             outcome = self._run(watch, dtype, kept, loss_scale)
             check = self._judged(dtype, kept, outcome, watch, loss_scale)
             check = replace(check, widened=widened, runs=runs)
             if check.passed or runs > self._max_rounds:
                 break
+            if last and watch.is_backward and watch.place == place:
+                # Code in front of these modules made the gradient: they are let go.
+                vain.update(last)
+                kept, widened = kept[: -len(last)], widened[: -len(last)]
             more = [] if check.finite else self._origins(watch, kept)
+            more = [name for name in more if name not in vain]
+            last, place = more, watch.place
             if not more and watch.is_backward and loss_scale > 1:
                 loss_scale = max(1.0, loss_scale / _SMALLER)
                 continue
@@ -258,7 +235,7 @@ class Verifier:
             kept, widened = [*kept, *more], [*widened, *more]
         return check
 
-    def _origins(self, watch: NonFiniteOrigins, kept: list[str]) -> list[str]:
+    def _origins(self, watch: RunWatch, kept: list[str]) -> list[str]:
         """The modules that keep values, or gradients, in range if they are in float32.
 
         Of gradients a smaller loss scale may do it, too: only modules without others
@@ -273,7 +250,7 @@ class Verifier:
         return list(dict.fromkeys([*origins, *found]))
 
     def _run(
-        self, watch: NonFiniteOrigins, dtype: str, kept: list[str], scale: float
+        self, watch: RunWatch, dtype: str, kept: list[str], scale: float
     ) -> RunResult | str:
         """Runs the model; returns in words what it raises."""
         try:
@@ -281,6 +258,7 @@ class Verifier:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            watch.note_error(error)
             return error_line(error)
 
     def _judged(
@@ -288,7 +266,7 @@ class Verifier:
         dtype: str,
         kept: list[str],
         outcome: RunResult | str,
-        watch: NonFiniteOrigins,
+        watch: RunWatch,
         loss_scale: float,
     ) -> PrecisionCheck:
         if isinstance(outcome, str):

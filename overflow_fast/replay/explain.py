@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.modules import gradient_taker, named_modules, step_of
+from ..core.modules import (
+    gradient_taker,
+    module_of_parameter,
+    named_modules,
+    step_of,
+)
 from ..core.process import world_size
 from ..core.tensors import devices_of
 from ..files.reading import is_regular
@@ -37,7 +42,7 @@ from .own_lines import (
     find_gradient_code,
     find_loss_line,
 )
-from .places import module_of_parameter, state_by_name
+from .places import state_by_name
 from .remedies.attempts import find_remedies
 from .remedies.trials import Failure
 from .replay_ranks import BEGIN, NotJoined, RankCoordinator

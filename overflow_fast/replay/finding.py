@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from ..core.modules import module_of_parameter
 from ..report.explanation import Explanation, Op, TensorSummary
 from ..text import nonfinite_text, numbered
 from . import bad_step as notes
@@ -29,7 +30,7 @@ from .op_rows import (
     is_meant,
 )
 from .op_table import OpTable
-from .places import module_of_parameter, names_of, op_at, place_text, programs_line
+from .places import names_of, op_at, place_text, programs_line
 from .tensor_kinds import as_wide, bad_names, inf_signs
 
 # Walks back from a bad value to the operation that made it.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.modules import named_parameters
+from ..core.modules import module_of_parameter, named_parameters
 from ..report.explanation import Explanation, Op, Remedy
 from ..text import dtype_name, nonfinite_text
 from ..tree import path_text, tensors
@@ -20,7 +20,7 @@ from .finding import trace_back
 from .op_rows import NOT_TRIED
 from .op_table import OpTable
 from .op_trace import OpTrace
-from .places import module_of_parameter, op_at
+from .places import op_at
 from .remedies.line_edit import functions_are_found_once
 from .remedies.line_forms import update_remedies
 from .root_op import details_of

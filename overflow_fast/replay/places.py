@@ -213,11 +213,6 @@ def span_of(frames: Frames) -> Span | None:
     return first, last, begin, end
 
 
-def module_of_parameter(name: str) -> str:
-    """The name of the module that has a parameter."""
-    return name.rpartition(".")[0]
-
-
 def state_by_name(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
     """Returns the parameters and buffers of models by their qualified names."""
     return {name: tensor for _, name, tensor in names_of(models)}

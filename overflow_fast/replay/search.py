@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.modules import module_of_parameter
 from ..report.explanation import NOT_THE_LOSS, Explanation, Sample
 from ..torch_internals.running import no_dispatch
 from . import bad_step as notes
@@ -21,7 +22,7 @@ from .op_rows import Leaf, Row, row_of
 from .op_table import OpTable
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
-from .places import module_of_parameter, names_of
+from .places import names_of
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for

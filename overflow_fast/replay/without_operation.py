@@ -16,6 +16,7 @@ from ..capture.hooks import unseen
 from ..core.modules import (
     Handles,
     is_dropout,
+    module_of_parameter,
     modules_in,
     named_modules,
     parameters_of,
@@ -37,7 +38,7 @@ from .bad_step import BadStep
 from .calls import name_outside
 from .finding import first_bad_weight
 from .op_trace import ModuleStack, OpCall, OpTrace, TracedModule
-from .places import module_of_parameter, names_of, op_at
+from .places import names_of, op_at
 from .replay_ranks import OnRank
 from .replayer import Observer, ReplayCheck, Replayer, ReplayResult
 from .tensor_kinds import floats_in, is_float, summary_of

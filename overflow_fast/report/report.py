@@ -22,7 +22,6 @@ from ..text import (
     some,
     text_html,
 )
-from ..verdict.remedy import Float32Region
 from ..verdict.verdict import (
     BadEntry,
     EntryHeadroom,
@@ -40,7 +39,6 @@ from .frames import frames_text
 def advice_for(
     verdict: Verdict,
     step: int = 0,
-    remedy: Float32Region | None = None,
     is_cured: bool = False,
 ) -> str:
     """Writes what to try, by the bad entry and its origin.
@@ -48,7 +46,6 @@ def advice_for(
     Args:
         verdict: The verdict, not clean.
         step: The step's number; before the first one weights were bad from the start.
-        remedy: The modules to run in float32, or None.
         is_cured: A replay has tried what helps.
 
     Returns:
@@ -69,7 +66,7 @@ def advice_for(
         return "check the data of this batch"
     if verdict.batch_places:
         return f"check {', '.join(verdict.batch_places)}"
-    return "" if remedy is None else _in_float32(remedy)
+    return ""
 
 
 # Of -inf alone: `mask.log()` may be intended, what overflows or diverges is not.
@@ -100,15 +97,6 @@ def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
 
 def _load(name: str) -> str:
     return f"load a checkpoint in which {name} is finite"
-
-
-def _in_float32(remedy: Float32Region) -> str:
-    (name,) = remedy.names
-    if remedy.until:
-        how = f"{name} runs in float32, and so do its values until {remedy.end}"
-    else:
-        how = f"{name} runs in float32 up to its last normalization, {remedy.end}"
-    return f"`{remedy.code}`, which was not tried: {how}"
 
 
 # Words for a bad entry, and for the gradients beside it.
@@ -489,7 +477,6 @@ class Report:
             "check", or "" where it is of no step, or not decided yet.
         skipped_by: What has skipped the step instead of the guard: "GradScaler", or the
             optimizer's kernel on a device.
-        remedy: The modules to run in float32 where float16 overflowed, or None.
         explanation: The findings of a replay of the step; None if there was none.
         repeats: The earlier run that the log has the same step and entry of, or "".
     """
@@ -509,7 +496,6 @@ class Report:
     is_of_state: bool = False
     moment: str = ""
     skipped_by: str = ""
-    remedy: Float32Region | None = None
     explanation: Explanation | None = None
     repeats: str = ""
 
@@ -594,15 +580,8 @@ class Report:
             return []
         if self._is_written_in_step:
             return []
-        advice = advice_for(self.verdict, self.step, self._untried, self._is_cured)
+        advice = advice_for(self.verdict, self.step, self._is_cured)
         return [f"What to try: {advice}."] if advice else []
-
-    @property
-    def _untried(self) -> Float32Region | None:
-        """The modules to run in float32, where no replay has tried just that."""
-        found = [] if self.explanation is None else self.explanation.remedies
-        tried = {each.code.replace('"', "'") for each in found if each.tried}
-        return None if self.remedy and self.remedy.code in tried else self.remedy
 
     def _details(self) -> list[str]:
         first = self.verdict.first

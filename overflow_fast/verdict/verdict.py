@@ -32,10 +32,7 @@ class NonModuleOrigin(str):
 
 BATCH = NonModuleOrigin("the batch")
 LOSS = NonModuleOrigin("the loss")
-AFTER_BACKWARD = NonModuleOrigin("code after backward")
-HOOK = NonModuleOrigin("a hook")
-EARLIER_GRADIENTS = NonModuleOrigin("gradients from before")
-OTHER_RANK = NonModuleOrigin("another rank")
+CODE = NonModuleOrigin("code in the step")
 STAND_IN = NonModuleOrigin("a tensor of functional_call()")
 
 
@@ -140,13 +137,14 @@ class Verdict:
             "batch" (the batch that a trainer took from its loader),
             "weight", "buffer" and "optimizer_state" (non-finite before the step),
             "after_backward" (gradients were changed between backward and the
-            optimizer's step), or "unclear": one of `candidates`.
+            optimizer's step), or "unclear".
         maker: The maker in words; the qualified name where it is a module.
-        candidates: All possible makers: qualified names for modules (their code,
-            its backward, or modules within), "the model", "the loss" (code after the
-            model), "the batch" (which includes labels), "the training loop" (Lightning:
-            "training_step"), "code after backward", "a hook", "gradients from before"
-            (this backward), or "a tensor of functional_call()".
+        candidates: The possible makers where these are few, else empty (as for a
+            gradient that any code behind a module may have made): qualified names of
+            modules (their code), weights and buffers, "the model", "the loss" (code
+            after the model), "the batch" (which includes labels), "the training loop"
+            (Lightning: "training_step"), "code in the step", or "a tensor of
+            functional_call()".
         after: The module whose call, or the gradient of whose output, was the last one
             seen before it where that is of use, or "".
         unwatched: What the guard does not watch within the maker: modules, hooks, and

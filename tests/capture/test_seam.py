@@ -15,7 +15,7 @@ from overflow_fast import _C, OverflowGuard
 from overflow_fast.report.frames import BackwardFrame, frames_text
 from overflow_fast.report.report import Report, who_made_it
 from overflow_fast.verdict import headroom, remedy
-from overflow_fast.verdict.attribution import bad_settings
+from overflow_fast.verdict.remarks import bad_settings
 from overflow_fast.verdict.verdict import (
     BadEntry,
     BadFrame,

@@ -13,7 +13,6 @@ import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.report.explanation import Explanation, Op, Remedy, TensorSummary
 from overflow_fast.report.report import Report
-from overflow_fast.verdict.remedy import Float32Region
 from overflow_fast.verdict.verdict import BadEntry, Verdict
 
 PACKAGE = str(Path(overflow_fast.__file__).parent)
@@ -162,13 +161,6 @@ def test_the_text_ends_with_the_remedy(num_notes):
     assert lines[-2] == "did not help: 1 in float32" and len(lines) <= 10
     assert str(report).startswith("Detected inf/nan") and "Linear\n" in str(report)
     assert str(report).endswith(f"\n{text}")
-
-
-@pytest.mark.parametrize("names", [["1"], ["0"]])
-def test_what_was_tried_in_vain_is_not_advised(names):
-    report = explained([FAILED])
-    report.remedy = Float32Region(names, end="2")
-    assert ("which was not tried" in str(report)) == (names != ["1"])
 
 
 def test_one_cause_has_one_name():

@@ -28,7 +28,7 @@ from overflow_fast.torch_internals import (
 from overflow_fast.torch_internals import (
     tensor_internals as tensors,
 )
-from overflow_fast.verdict import attribution
+from overflow_fast.verdict import calls
 
 PACKAGE = Path(overflow_fast.__file__).parent
 ROOM = PACKAGE / "torch_internals"
@@ -189,7 +189,7 @@ def test_the_guard_works_without_it(monkeypatch, owner, name):
 
 def test_the_guard_works_without_what_is_called_directly(monkeypatch):
     monkeypatch.setattr(step_start, "graph_task_id", lambda: -1)
-    monkeypatch.setattr(attribution, "global_forward_hooks", dict)
+    monkeypatch.setattr(calls, "global_forward_hooks", dict)
     check_skip()
 
 

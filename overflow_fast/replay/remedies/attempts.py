@@ -14,13 +14,18 @@ from typing import Any
 
 import torch
 
-from ...core.modules import is_normalization, named_modules, parameters_of
+from ...core.modules import (
+    is_normalization,
+    module_of_parameter,
+    named_modules,
+    parameters_of,
+)
 from ...report.explanation import Remedy
 from ...text import error_line, installed_name
 from ..calls import batch_size
 from ..finding import ForwardRows, explain_root_op
 from ..op_rows import Row
-from ..places import code_at, module_of_parameter, names_of, place_text
+from ..places import code_at, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel
 from ..tensor_kinds import bad_names
