@@ -3,7 +3,7 @@
 `overflow_fast.__all__` lists them. `as` tells type checkers that each is handed on.
 """
 
-from .capture.hooks import Coverage as Coverage
+from .capture.coverage import Coverage as Coverage
 from .comparison.comparison import Comparison as Comparison
 from .comparison.entry_points import compare as compare
 from .comparison.entry_points import compare_live as compare_live

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -729,7 +728,7 @@ class Capture:
         ambient = Ambient(model, devices)
         batch = copied_call(args, kwargs)
         is_compiled, called = False, model
-        if "torch._dynamo" in sys.modules and has_compiled():
+        if has_compiled():
             is_compiled, known = compiled_call_of(model)
             called = model if known is None else known
             is_compiled = is_compiled and known is None
