@@ -38,8 +38,8 @@ def register(owner: object) -> None:
             if _finder not in sys.meta_path:
                 sys.meta_path.insert(0, _finder)
     if _DYNAMO in sys.modules:
-        import torch._dynamo  # noqa: F401  (another thread may still be at that)
-
+        with contextlib.suppress(Exception):  # `_register()` says what it lacks
+            import torch._dynamo  # noqa: F401  (another thread may still be at that)
         _register()
 
 
