@@ -1,18 +1,51 @@
 """overflow_fast: the numerics flight recorder that PyTorch users leave on."""
 
-# ruff: noqa: F405  (`public.py` has the names)
-
 import importlib
-import os
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import (
-    binaries,
-    flags,
-    text,  # noqa: F401  (its lines begin with the package's name)
-)
+if TYPE_CHECKING:
+    from . import flags as flags
+    from .capture.coverage import Coverage as Coverage
+    from .comparison.comparison import Comparison as Comparison
+    from .comparison.entry_points import compare as compare
+    from .comparison.entry_points import compare_live as compare_live
+    from .comparison.entry_points import recording as recording
+    from .comparison.entry_points import shadow as shadow
+    from .comparison.recordings import RecordingError as RecordingError
+    from .core.ops import Stat as Stat
+    from .core.ops import scan as scan
+    from .debug import DebugUnderflowOverflow as DebugUnderflowOverflow
+    from .debug import detect_overflow as detect_overflow
+    from .debug import get_abs_min_max as get_abs_min_max
+    from .guard.guard import OverflowGuard as OverflowGuard
+    from .guard.monitors.magnitudes import Headroom as Headroom
+    from .guard.monitors.magnitudes import Saturation as Saturation
+    from .guard.monitors.magnitudes import Underflow as Underflow
+    from .guard.monitors.monitor import Monitor as Monitor
+    from .guard.monitors.monitor import MonitoredStep as MonitoredStep
+    from .guard.monitors.monitor import Notice as Notice
+    from .guard.monitors.replicas import Replicas as Replicas
+    from .guard.monitors.spikes import Spikes as Spikes
+    from .guard.options import Evidence as Evidence
+    from .guard.options import Explain as Explain
+    from .guard.options import Log as Log
+    from .guard.options import Record as Record
+    from .guard.options import Schedule as Schedule
+    from .guard.state_check import assert_finite_state as assert_finite_state
+    from .precision.advise import advise_precision as advise_precision
+    from .precision.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
+    from .precision.precision_advice import PrecisionAdvice as PrecisionAdvice
+    from .record.record_lines import RecordError as RecordError
+    from .record.table import FlightRecord as FlightRecord
+    from .record.table import read_record as read_record
+    from .replay.explain import explain as explain
+    from .replay.layer_audit import LayerAudit as LayerAudit
+    from .replay.masked_ops import MaskedOps as MaskedOps
+    from .report.explanation import Explanation as Explanation
+    from .report.explanation import Op as Op
+    from .report.report import GuardCoverage as GuardCoverage
+    from .report.report import NonFiniteError as NonFiniteError
+    from .report.report import Report as Report
 
 __all__ = [
     "Comparison",
@@ -60,52 +93,63 @@ __all__ = [
 ]
 __version__ = "1.0.0rc1"
 
+# The module of each name. A name is looked up when it is first asked for, and loads
+# what it needs: commands that read files need no torch, `scan` no guard.
+_MODULES = {
+    "Comparison": "comparison.comparison",
+    "Coverage": "capture.coverage",
+    "DebugUnderflowOverflow": "debug",
+    "Evidence": "guard.options",
+    "Explain": "guard.options",
+    "Explanation": "report.explanation",
+    "FlightRecord": "record.table",
+    "GuardCoverage": "report.report",
+    "Headroom": "guard.monitors.magnitudes",
+    "LayerAudit": "replay.layer_audit",
+    "Log": "guard.options",
+    "MaskedOps": "replay.masked_ops",
+    "Monitor": "guard.monitors.monitor",
+    "MonitoredStep": "guard.monitors.monitor",
+    "NonFiniteError": "report.report",
+    "Notice": "guard.monitors.monitor",
+    "Op": "report.explanation",
+    "OverflowGuard": "guard.guard",
+    "PrecisionAdvice": "precision.precision_advice",
+    "Record": "guard.options",
+    "RecordError": "record.record_lines",
+    "RecordingError": "comparison.recordings",
+    "Replicas": "guard.monitors.replicas",
+    "Report": "report.report",
+    "Saturation": "guard.monitors.magnitudes",
+    "Schedule": "guard.options",
+    "Spikes": "guard.monitors.spikes",
+    "Stat": "core.ops",
+    "Underflow": "guard.monitors.magnitudes",
+    "advise_precision": "precision.advise",
+    "assert_finite_state": "guard.state_check",
+    "compare": "comparison.entry_points",
+    "compare_live": "comparison.entry_points",
+    "detect_overflow": "debug",
+    "explain": "replay.explain",
+    "flags": "flags",
+    "get_abs_min_max": "debug",
+    "keep_in_fp32": "precision.keep_in_fp32",
+    "read_record": "record.table",
+    "recording": "comparison.entry_points",
+    "scan": "core.ops",
+    "shadow": "comparison.entry_points",
+}
 
-def _is_command() -> bool:
-    """True in a process of `overflow-fast` or `python -m overflow_fast`."""
-    arguments = getattr(sys, "argv", None) or [""]  # none where Python is embedded
-    if arguments[0] == "-m":  # until Python has found what it is to run
-        return [__name__] == sys.orig_argv[-len(arguments) :][:1]
-    name: str = os.path.basename(arguments[0])
-    return name.removesuffix(".exe") == "overflow-fast"
-
-
-def _load_extension() -> ModuleType:
-    """Imports the extension for this torch, or what stands in for it."""
-    import torch  # (first: the extension needs torch's libraries)
-
-    try:
-        # First: an old build may have left an extension here, for an unknown torch.
-        __path__.insert(0, str(binaries.folder_for(torch.__version__)))
-        importlib.import_module("._C", __name__)
-    except ImportError as error:
-        why = binaries.why_not_imported(torch.__version__, error)
-        if binaries.is_there(torch.__version__):
-            raise ImportError(why) from error
-        from . import fallback
-
-        fallback.install(why)
-    from . import metal
-
-    metal.register()
-    return sys.modules[f"{__name__}._C"]
-
-
-# Importing the package loads all of it, so that an extension that cannot be loaded is
-# noticed then. Only commands begin without torch, whose import takes a second or two:
-# many read files alone. Others get the extension and the names when they ask for them.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name == "_C":
-            return _load_extension()
-        if name in __all__:
-            return getattr(importlib.import_module(".public", __name__), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-if TYPE_CHECKING or not _is_command():
-    from .public import *  # noqa: F403
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = importlib.import_module(f".{_MODULES[name]}", __name__)
+        if name != _MODULES[name]:
+            found = getattr(found, name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from . import _C
-from .capture.hooks import StepHooks, warn_of_scripted
+from .capture.coverage import warn_of_scripted
+from .capture.steps import StepHooks
 from .core.modules import check_module
 from .core.ops import scan
 from .report.frames import (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -287,7 +286,7 @@ _ROLES = {
     FrameKind.RECORDED: Role.RECORDED,
 }
 _orders = itertools.count(1)
-# What the package gives the extension; see `capture.callbacks`.
+# What the package gives the extension; see `core.callbacks`.
 callbacks: dict[str, Callable[..., Any]] = {}
 why_missing = ["overflow_fast has no extension"]
 
@@ -554,17 +553,16 @@ def fallback_module() -> ModuleType:
     return module
 
 
-def install(why: str) -> None:
-    """Puts this in the extension's place, and logs that once.
+def stand_in(why: str) -> ModuleType:
+    """Returns a module for the extension's place, and logs why it is needed.
 
     Args:
         why: what is missing, and how to get it.
     """
     why_missing[0] = why
-    package, module = sys.modules[__package__], fallback_module()
-    sys.modules[module.__name__] = package._C = module  # type: ignore[attr-defined]
     _log.warning(
         "%s\nUntil then torch operations scan, which is slower: `scan` and "
         "`assert_finite_state` work; the guard, the detector and replays do not.",
         why,
     )
+    return fallback_module()

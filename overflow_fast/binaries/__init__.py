@@ -6,8 +6,10 @@ loaded without an error and crash later. So only the folder for this torch is se
 
 from __future__ import annotations
 
+import importlib.util
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).parent
 
@@ -20,25 +22,47 @@ def folder_for(torch_version: str) -> Path:
 
 def is_there(torch_version: str) -> bool:
     """True if there is an extension for this torch and this Python."""
-    name = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return (folder_for(torch_version) / name).exists()
+    return _file_for(torch_version).exists()
 
 
-def why_not_imported(torch_version: str, error: ImportError) -> str:
-    """Returns a message that says what is missing, and how to build it.
+def load_extension(name: str) -> ModuleType:
+    """Loads the extension for this torch, or what stands in for it.
 
     Args:
-        torch_version: `torch.__version__`.
-        error: what importing the extension raised.
+        name: Its name as a module.
+
+    Raises:
+        ImportError: If there is one that cannot be loaded.
     """
-    found = sorted(HERE.glob("torch*_*/_C.*"))
-    here = [path for path in found if path.parent == folder_for(torch_version)]
-    python = sysconfig.get_config_var("EXT_SUFFIX")
-    if is_there(torch_version):
-        return (
+    import torch  # (first: the extension needs torch's libraries)
+
+    from .. import text  # noqa: F401  (its lines begin with the package's name)
+
+    if not is_there(torch.__version__):
+        from ..fallback import stand_in
+
+        return stand_in(_why_not_there(torch.__version__))
+    spec = importlib.util.spec_from_file_location(name, _file_for(torch.__version__))
+    assert spec is not None and spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise ImportError(
             f"overflow_fast's extension cannot be loaded: {error}.\n"
             f"To build it again, {_how_to_build()}."
-        )
+        ) from error
+    return module
+
+
+def _file_for(torch_version: str) -> Path:
+    return folder_for(torch_version) / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _why_not_there(torch_version: str) -> str:
+    """Returns a message that says what is missing, and how to build it."""
+    found = sorted(HERE.glob("torch*_*/_C.*"))
+    here = [path for path in found if path.parent == folder_for(torch_version)]
     if not found:
         return (
             f"overflow_fast is not built: there is no extension in {HERE}.\n"
@@ -46,7 +70,7 @@ def why_not_imported(torch_version: str, error: ImportError) -> str:
         )
     if here:
         others = ", ".join(path.name for path in here)
-        lack = f"this Python (_C{python}), only {others}"
+        lack = f"this Python ({_file_for(torch_version).name}), only {others}"
     else:
         folders = sorted({path.parent.name for path in found}, key=_release)
         others = ", ".join(".".join(map(str, _release(name))) for name in folders)

@@ -6,14 +6,12 @@ only lists the frame's entries, and leaves the rest to `traced_graph`.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import weakref
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from .. import _C
 from ..core.modules import class_name_of
@@ -22,30 +20,25 @@ from ..torch_internals.compiler import (
     dynamo_translator,
     functional_mode,
     guard_on_hooks,
-    has_compiled,
     is_functional,
     is_split_for_ddp,
     keep_in_order,
     keep_partition,
     open_layouts,
-    recompile_all,
     traced_value,
 )
 from ..torch_internals.running import running_nodes
 from ..torch_internals.tensor_internals import is_batched, is_wrapper, local_tensor
+from .compiled_boundary import CALLS, GRADIENTS, LOSS, ROOT
 from .traced_walk import (
     BACKWARD,
-    CALLS,
     FORWARD,
-    GRADIENTS,
     INPUT,
-    LOSS,
     NAME,
     NOT_SCANNED,
     OUTPUT,
     QUIET_OUTPUT,
     RECORDED,
-    ROOT,
     TENSOR,
     Entries,
     Header,
@@ -327,25 +320,8 @@ _AFTER = "after_root"
 _METHODS = {"before_root": "before", "root_ended": "ended"}  # of CompiledStepBoundary
 
 
-@functools.cache
 def register() -> None:
-    """Registers the hooks with dynamo. Imports dynamo. Never raises.
-
-    Where torch has changed, a line is logged, and dynamo leaves hooks out of compiled
-    code, or breaks its graphs where they run.
-    """
-    try:
-        _register()
-    except Exception as error:
-        _log.warning(
-            "torch has changed: torch.compile cannot trace hooks (%s: %s). Graphs "
-            "break there.",
-            type(error).__name__,
-            error,
-        )
-
-
-def _register() -> None:
+    """Registers the hooks with dynamo; `dynamo` calls it once."""
     guard_on_hooks()
     for function in (emit, emit_call, emit_hidden, watch_gradient):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
@@ -364,18 +340,6 @@ def _register() -> None:
             called, skip_signature_check=True
         )
         substitute(traced if are_kept else trace_nothing)
-
-
-def recompile() -> None:
-    """Discards compiled code, so that it is compiled with the hooks put on since.
-
-    What was compiled before `register()` does not notice a hook on a module that had
-    none then.
-    """
-    if not has_compiled():
-        return
-    recompile_all()
-    _log.info("Hooks were added: compiled code is compiled again at its next call.")
 
 
 # Traced by dynamo.
@@ -460,74 +424,3 @@ def _emit(handle_tensor: Any, owner: Any, header: Header, entries: Entries) -> N
     items = tuple([item for item, _ in entries])
     tensors = [tensor for _, tensor in entries if tensor is not None]
     emit(handle_tensor, owner, header, items, tensors)
-
-
-# The root's hooks, where the root's call is compiled with the code around it.
-
-
-class RootHooks(Protocol):
-    """The owner of a model's hooks; see `hooks.StepHooks`."""
-
-    @property
-    def model(self) -> nn.Module | None: ...
-
-    def before_root(self, module: nn.Module, args: object) -> None: ...
-
-    def root_ended(self, module: nn.Module, args: object, output: object) -> None: ...
-
-    def note_loss(self, has_loss: bool) -> None: ...
-
-    def close_root(self, has_raised: bool = False) -> None: ...
-
-
-class CompiledStepBoundary:
-    """The methods that operators call for the root's hooks; see `traced.trace_root`.
-
-    Args:
-        steps: The owner of the hooks.
-    """
-
-    def __init__(self, steps: RootHooks) -> None:
-        self._steps = steps
-        self._is_running = False
-
-    def before(self) -> None:
-        """Stands for `before_root`."""
-        self._is_running = True
-        model = self._steps.model
-        if model is not None:
-            with torch.enable_grad():  # as in `ended`
-                self._steps.before_root(model, None)
-
-    def returned(self, has_loss: bool) -> None:
-        """Stands for the part of `after_root` behind the recording of the frame.
-
-        Args:
-            has_loss: True if the root has returned a loss.
-        """
-        self._steps.note_loss(has_loss)
-        self._steps.close_root()
-
-    def ended(self) -> None:
-        """Stands for `root_ended`."""
-        # Compiled code runs without autograd.
-        with torch.enable_grad():
-            self._end()
-
-    def evaluation_ended(self) -> None:
-        """Stands for `root_ended`, in code that was compiled without autograd."""
-        with torch.no_grad():
-            self._end()
-
-    def raised(self, is_root: bool) -> None:
-        """Ends the root's call where a frame in its compiled code has raised."""
-        if is_root:
-            self._steps.close_root(has_raised=True)
-        if self._is_running:
-            self.ended()
-
-    def _end(self) -> None:
-        self._is_running = False
-        model = self._steps.model
-        if model is not None:
-            self._steps.root_ended(model, None, None)

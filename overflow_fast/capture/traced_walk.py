@@ -24,6 +24,7 @@ from ..tree import (
     traced_parts,
     type_name,
 )
+from .compiled_boundary import CALLS, PARAMETERS, STRICT
 
 # A traced call as the constant of its operator; see `csrc/record/traced_text.h`.
 
@@ -108,9 +109,6 @@ def _part(mark: str, value: Any) -> str:
 def _quoted(text: str) -> str:
     return quote(text, safe="", errors="surrogatepass")
 
-
-# Flags of an owner's `plan`: the entries of its frames.
-PARAMETERS, CALLS, GRADIENTS, STRICT, ROOT, LOSS = (1 << i for i in range(6))
 
 # Entries with the tensors of those that are one.
 Entries = list[tuple[Item, Any]]

@@ -26,9 +26,10 @@ from ..core.selection import Named, Selection, Wanted, full_name
 from ..core.tensors import loss_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import BUFFERS, PARAMETERS, own_parameters
-from . import traced_walk
-from .hooks import CopiedHooks, StepHooks
+from .compiled_boundary import LOSS, ROOT
+from .hooks import CopiedHooks
 from .inputs import ForwardInputs
+from .steps import StepHooks
 
 # The modules of a watched model, by indices that do not change.
 
@@ -611,8 +612,8 @@ class ModelWatch(StepHooks):
     def _root_plan(self) -> dict[int, bool]:
         model = self.model
         return {
-            traced_walk.ROOT: model is not None and self.modules.needs_hook(0, model),
-            traced_walk.LOSS: self.wanted.loss,
+            ROOT: model is not None and self.modules.needs_hook(0, model),
+            LOSS: self.wanted.loss,
         }
 
     def note_loss(self, has_loss: bool) -> None:

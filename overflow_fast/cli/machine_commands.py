@@ -124,15 +124,12 @@ def environment() -> dict[str, Any]:
     """Collects versions, kernels, devices and libraries, as JSON has them."""
     import torch
 
-    from .. import _C, __version__
+    from .. import __version__
     from ..core.process import settings_of_torch
 
     return {
         "overflow_fast": __version__,
-        "kernels": {
-            "cpu": _C.isa(),
-            **{kind: _C.has_kernels(kind) for kind in ("cuda", "mps")},
-        },
+        "kernels": _kernels(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
@@ -153,6 +150,15 @@ def environment() -> dict[str, Any]:
         },
         "torch_config": torch.__config__.show().strip().splitlines(),
     }
+
+
+def _kernels() -> dict[str, Any]:
+    try:
+        from .. import _C
+    except ImportError as error:
+        return {"error": " ".join(str(error).splitlines())}
+    found = {kind: _C.has_kernels(kind) for kind in ("cuda", "mps")}
+    return {"cpu": _C.isa(), **found}
 
 
 def _gpus() -> list[str]:

@@ -503,7 +503,6 @@ def add_explain(commands: Commands) -> None:
 
 
 def _run_explain(parsed: argparse.Namespace) -> int:
-    from .. import public  # noqa: F401  (the model's code finds all of the package)
     from ..replay.explain import explain_folder, function_at, require_step
     from ..replay.saved_step import UnreadableStepError
 

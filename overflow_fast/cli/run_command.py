@@ -172,7 +172,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from .. import public  # noqa: F401  (the program finds all of the package)
     from ..integrations.script_guard import ScriptGuard
     from .guard_options import guard_arguments, typed_options
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.hooks import unseen
+from ..capture.observers import without_observers
 from ..core.modules import Handles, named_modules, step_of
 from ..core.tensors import devices_of, loss_in
 from ..guard.step_keeper import Ambient
@@ -545,7 +545,10 @@ def batch_for(reference: nn.Module, model: nn.Module, batch: Any) -> Any:
 @contextlib.contextmanager
 def _undisturbed(*models: nn.Module) -> Iterator[None]:
     """Guards do not see the runs, and everything is as before afterwards."""
-    with unseen(models), Snapshot({f"{i}.": m for i, m in enumerate(models)}):
+    with (
+        without_observers(models),
+        Snapshot({f"{i}.": m for i, m in enumerate(models)}),
+    ):
         yield
 
 

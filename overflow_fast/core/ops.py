@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
+from . import callbacks  # noqa: F401  (scans call them)
 from .tensors import NotScanned, reason, resolve
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.hooks import warn_of_scripted
+from ..capture.coverage import warn_of_scripted
 from ..capture.inputs import LoopBatch
 from ..capture.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from ..capture.watch import ModelWatch, models_of

@@ -387,7 +387,7 @@ class StepKeeper:
         ambient = Ambient(model, devices)
         batch = copied_call(args, kwargs)
         is_compiled, called = False, model
-        if "torch._dynamo" in sys.modules and has_compiled():
+        if has_compiled():
             is_compiled, known = compiled_call_of(model)
             called = model if known is None else known
             is_compiled = is_compiled and known is None

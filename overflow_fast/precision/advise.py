@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..capture.hooks import unseen
+from ..capture.observers import without_observers
 from ..capture.watch import ModelWatch
 from ..core.force_eager import run_eagerly
 from ..core.modules import children_of, is_within, named_modules, step_of
@@ -672,7 +672,7 @@ class BatchRuns:
 def _calm(model: nn.Module) -> Iterator[None]:
     """Guards, modes, compiled code and autocast do not take part in a run."""
     with ExitStack() as stack:
-        stack.enter_context(unseen([model]))
+        stack.enter_context(without_observers([model]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(run_eagerly())

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..capture.hooks import unseen
+from ..capture.observers import without_observers
 from ..capture.watch import ModelWatch
 from ..core.force_eager import run_eagerly
 from ..core.modules import (
@@ -407,7 +407,7 @@ class Replayer:
             self.state.begin()
         self._is_at_start = False
         with ExitStack() as stack:
-            stack.enter_context(unseen(self.models.values()))
+            stack.enter_context(without_observers(self.models.values()))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(without_reduction(self.models.values()))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.hooks import unseen
+from ..capture.observers import without_observers
 from ..core.tensors import host_copy, is_readable
 from ..report.explanation import Artifact, Explanation
 from ..state.random import RandomStates
@@ -311,7 +311,7 @@ def _module_fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bo
     args = value_of(saved["args"], given)
     kwargs = value_of(saved["kwargs"], given)
     with ExitStack() as stack:
-        stack.enter_context(unseen([module]))
+        stack.enter_context(without_observers([module]))
         stack.enter_context(RandomStates())
         torch.default_generator.manual_seed(0)  # of the CPU alone
         for device, dtype in saved["autocast"]:

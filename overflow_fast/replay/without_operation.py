@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import flags
-from ..capture.hooks import unseen
+from ..capture.observers import without_observers
 from ..core.modules import (
     Handles,
     is_dropout,
@@ -535,7 +535,7 @@ def compare_devices(call: TracedModule, output: Any) -> DeviceErrors | None:
         return None
     device, dtype = own[0].device, own[0].dtype
     try:
-        with unseen([call.module]), torch.no_grad():
+        with without_observers([call.module]), torch.no_grad():
             again = [_run(call, device, num_drawn=number) for number in (0, 1)]
             same, exact = _run(call, OTHER), _run(call, OTHER, torch.float64)
     except Exception:  # a dtype or device that its code asks for

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from .. import _C
-from ..capture.watch import ModelWatch
 from ..core.ops import scan
 from ..text import printable, printable_lines
 from ..tree import entry_label, label_text
+
+if TYPE_CHECKING:
+    from ..capture.watch import ModelWatch
 
 PREFIX = " " * 17
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"

@@ -66,6 +66,10 @@ def fails_uncompiled(call: FrameType) -> bool:
 )
 def has_compiled() -> bool:
     """Returns True if dynamo has compiled anything in this process."""
+    if "torch._dynamo" not in sys.modules:
+        return False
+    import torch._dynamo  # another thread may still be at that
+
     return bool(torch._dynamo.convert_frame.input_codes.seen)
 
 

@@ -24,7 +24,7 @@ from overflow_fast.verdict.verdict import (
     nonfinite_settings,
 )
 
-STUB = Path(overflow_fast.__file__).parent / "_C.pyi"
+STUB = Path(overflow_fast.__file__).parent / "_C" / "__init__.pyi"
 CLASSES = {
     node.name: node
     for node in ast.parse(STUB.read_text()).body

@@ -140,7 +140,7 @@ def test_version(is_there, capsys, monkeypatch):
 
 
 def test_a_build_without_cuda_kernels_says_so_once(caplog):
-    from overflow_fast.capture.hooks import warn_of_no_kernels
+    from overflow_fast.core.callbacks import warn_of_no_kernels
 
     warn_of_no_kernels.cache_clear()
     warn_of_no_kernels()

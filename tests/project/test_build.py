@@ -229,12 +229,36 @@ for name in [name for name in sys.modules if name.startswith("overflow_fast")]:
     del sys.modules[name]
 import overflow_fast
 """
+FIRST_USE = "overflow_fast.scan"
+SECOND_USE = """
+for name in ("scan", "OverflowGuard", "scan"):
+    try:
+        getattr(overflow_fast, name)
+    except ImportError as error:
+        print(error)
+try:
+    import overflow_fast._C
+except ImportError as error:
+    print(error)
+"""
+ENV = """
+from overflow_fast.__main__ import main
+main(["env"])
+"""
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 FOLDER = folder_for(torch.__version__).name
 
 
 def package_with_binaries(tmp_path, *names, checkout=False):
-    """What importing a copy of the package says that has these (empty) binaries."""
+    """What the first use of a copy of the package says that has these binaries."""
+    done = used_with_binaries(tmp_path, FIRST_USE, *names, checkout=checkout)
+    # The lines of the error, or of the warning that something else scans.
+    said = done.stderr.rpartition("\nImportError: ")[2].strip()
+    return done.returncode, re.sub(r"^(\[overflow_fast\] )+", "", said, flags=re.M)
+
+
+def used_with_binaries(tmp_path, use, *names, checkout=False):
+    """The process that uses a copy of the package with these (empty) binaries."""
     package = tmp_path / "overflow_fast"
     ignored = shutil.ignore_patterns("_C.*", "__pycache__")
     shutil.copytree(ROOT / "overflow_fast", package, ignore=ignored)
@@ -245,11 +269,8 @@ def package_with_binaries(tmp_path, *names, checkout=False):
     if checkout:
         (tmp_path / "setup.py").write_text("")
     script = tmp_path / "script.py"
-    script.write_text(IMPORTS_ANEW)
-    done = python(str(script), cwd=tmp_path)
-    # The lines of the error, or of the warning that something else scans.
-    said = done.stderr.rpartition("\nImportError: ")[2].strip()
-    return done.returncode, re.sub(r"^(\[overflow_fast\] )+", "", said, flags=re.M)
+    script.write_text(IMPORTS_ANEW + use)
+    return python(str(script), cwd=tmp_path)
 
 
 def test_a_checkout_that_is_not_built(tmp_path):
@@ -271,6 +292,46 @@ def test_an_extension_that_cannot_be_loaded(tmp_path):
     assert status == 1
     assert message.startswith("overflow_fast's extension cannot be loaded: ")
     assert "To build it again, run `pip install" in message
+
+
+def test_the_import_alone_asks_for_no_extension(tmp_path):
+    done = used_with_binaries(tmp_path, "", f"{FOLDER}/_C{SUFFIX}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_each_use_says_that_the_extension_cannot_be_loaded(tmp_path):
+    done = used_with_binaries(tmp_path, SECOND_USE, f"{FOLDER}/_C{SUFFIX}")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert (
+        len(said) == 8 and set(said[::2]) == {said[0]} and set(said[1::2]) == {said[1]}
+    )
+    assert said[0].startswith("overflow_fast's extension cannot be loaded: ")
+    assert said[1].startswith("To build it again, run `pip install")
+
+
+def test_env_says_that_the_extension_cannot_be_loaded(tmp_path):
+    done = used_with_binaries(tmp_path, ENV, f"{FOLDER}/_C{SUFFIX}")
+    assert done.returncode == 0, done.stderr
+    kernels, torch_is = done.stdout.splitlines()[1:3]
+    assert kernels.startswith(
+        "kernels: error overflow_fast's extension cannot be loaded: "
+    )
+    assert ". To build it again, run `pip install" in kernels
+    assert torch_is == f"torch: {torch.__version__}"
+
+
+def test_env_says_that_there_is_no_extension(tmp_path):
+    done = used_with_binaries(tmp_path, ENV)
+    assert done.returncode == 0, done.stderr
+    assert "kernels: cpu torch operations, cuda False, mps False" in done.stdout
+    assert "overflow_fast is not built: there is no extension in" in done.stderr
+
+
+def test_an_extension_beside_the_package_is_not_loaded(tmp_path):
+    status, message = package_with_binaries(tmp_path, f"../_C{SUFFIX}")
+    assert status == 0
+    assert message.startswith("overflow_fast is not built: ")
 
 
 def test_extensions_for_other_torches(tmp_path):

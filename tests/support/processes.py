@@ -22,7 +22,7 @@ _PRELOADED = [
     "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
     "torch.utils.cpp_extension",
-    "overflow_fast",
+    "overflow_fast.guard.guard",
     "pytest",
 ]
 

@@ -509,7 +509,7 @@ def test_hooks_are_left_out_of_compiled_code_that_might_drop_them(monkeypatch):
     monkeypatch.setattr(
         torch.compiler, "substitute_in_graph", lambda *_, **__: substitutes.append
     )
-    compiled._register()
+    compiled.register()
     assert substitutes == [compiled.trace_nothing] * 2
 
 

@@ -1,0 +1,316 @@
+"""Importing the package, and each of its names, loads what that needs."""
+
+import ast
+import importlib
+import pickle
+import pydoc
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import overflow_fast
+from overflow_fast import _C
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+PACKAGE = Path(overflow_fast.__file__).parent
+
+
+def fresh(code, *arguments):
+    """What a new Python prints that runs some code."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# The table of names.
+
+
+def checked_names():
+    """The modules of the names that type checkers see."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    found = {}
+    for node in block.body:
+        for alias in node.names:
+            assert alias.asname == alias.name, "handed on only as itself"
+            found[alias.name] = node.module or alias.name
+    return found
+
+
+def test_type_checkers_see_the_table_of_names():
+    assert checked_names() == overflow_fast._MODULES
+    assert sorted(overflow_fast._MODULES) == sorted(overflow_fast.__all__)
+
+
+def test_each_name_is_what_its_module_has():
+    for name, path in overflow_fast._MODULES.items():
+        module = importlib.import_module(f"overflow_fast.{path}")
+        expected = module if path == name else getattr(module, name)
+        assert getattr(overflow_fast, name) is expected, name
+    assert isinstance(overflow_fast.flags, types.ModuleType)
+
+
+def test_another_name_is_not_there():
+    assert not hasattr(overflow_fast, "nope")
+    with pytest.raises(AttributeError, match=r"^module 'overflow_fast' has no attr"):
+        overflow_fast.nope  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'nope'"):
+        from overflow_fast import nope  # noqa: F401
+
+
+def test_names_are_the_same_after_a_reload():
+    before = {name: getattr(overflow_fast, name) for name in overflow_fast.__all__}
+    assert importlib.reload(overflow_fast) is overflow_fast
+    assert before == {name: getattr(overflow_fast, name) for name in before}
+
+
+def test_help_shows_the_names():
+    shown = pydoc.render_doc(overflow_fast, renderer=pydoc.plaintext)
+    for name in overflow_fast.__all__:
+        assert name in shown
+
+
+# What is loaded.
+
+LOADED = "sorted(n for n in sys.modules if n.partition('.')[0] == 'overflow_fast')"
+
+
+def test_the_import_loads_nothing_else():
+    code = f"import sys, overflow_fast; print({LOADED}, 'torch' in sys.modules)"
+    assert fresh(code).strip() == "['overflow_fast'] False"
+
+
+EACH = """
+import os, sys, torch
+for statement in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(statement)
+        os._exit(0)
+    if os.wait()[1]:
+        print(statement)
+"""
+
+
+def test_each_name_can_be_the_first():
+    names = [f"from overflow_fast import {name}" for name in overflow_fast.__all__]
+    assert fresh(EACH, *names) == ""
+
+
+def test_each_module_can_be_the_first():
+    names = [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        # These import trainers, which may not be installed, or run.
+        if not {"integrations", "demo", "__main__.py"} & set(path.parts)
+    ]
+    modules = [f"import {name.removesuffix('.__init__')}" for name in names]
+    assert len(modules) > 100 and fresh(EACH, *modules) == ""
+
+
+STAR = """
+import overflow_fast
+from overflow_fast import _C
+shown = dir(overflow_fast)
+from overflow_fast import *
+assert sorted([*overflow_fast.__all__, "__version__"]) == shown == dir(overflow_fast)
+assert all(globals()[n] is getattr(overflow_fast, n) for n in overflow_fast.__all__)
+import overflow_fast.comparison.recordings, torch
+torch.ops.overflow_fast.scan
+"""
+
+
+def test_a_star_imports_all_names():
+    fresh(STAR)
+
+
+THREADS = """
+import threading, overflow_fast
+names, found = ("scan", "OverflowGuard", "DebugUnderflowOverflow", "explain"), []
+begin = threading.Barrier(8)
+
+def ask(first):
+    begin.wait()
+    for i in range(4):
+        name = names[(first + i) % 4]
+        found.append((name, getattr(overflow_fast, name)))
+
+threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+for each in threads: each.start()
+for each in threads: each.join()
+print(len(found), len(set(found)))
+"""
+
+
+def test_threads_may_ask_for_names_at_once():
+    assert fresh(THREADS) == "32 4\n"
+
+
+def test_pickles_find_what_they_name(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    detector = overflow_fast.DebugUnderflowOverflow(model)
+    stat = overflow_fast.scan([torch.ones(2)])[0]
+    stored = tmp_path / "stored.pkl"
+    stored.write_bytes(pickle.dumps((_C.FrameHook, stat, model)))
+    detector.remove()
+    code = """
+import pickle, sys
+hook, stat, model = pickle.load(open(sys.argv[1], "rb"))
+import overflow_fast, torch
+assert type(stat) is overflow_fast.Stat and stat.abs_max == 1
+model[0].weight.data.fill_(torch.inf)
+try:
+    model(torch.ones(1, 2))
+except ValueError:
+    print("detected")
+"""
+    assert fresh(code, str(stored)).strip().endswith("detected")
+
+
+# Dynamo, whose import takes as long as torch's.
+
+BEGIN = """
+import sys, threading, torch
+from torch import nn
+import overflow_fast as of
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+    def forward(self, x):
+        return self.layer(x)
+
+def detects(call, model):
+    weight, kept = model.layer.weight.data, model.layer.weight.data.clone()
+    call(torch.ones(1, 2))
+    weight.fill_(torch.inf)
+    try:
+        call(torch.ones(1, 2))
+    except ValueError:
+        return True
+    finally:
+        weight.copy_(kept)
+    return False
+
+def is_waiting():
+    return any("overflow_fast" in type(each).__module__ for each in sys.meta_path)
+
+model = Net()
+"""
+
+
+def test_a_detector_and_a_guard_do_without_dynamo():
+    code = """
+detector = of.DebugUnderflowOverflow(model)
+assert detects(model, model)
+detector.remove()
+guard = of.OverflowGuard(model)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+guard.remove()
+assert "torch._dynamo" not in sys.modules and not is_waiting()
+"""
+    fresh(BEGIN + code)
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        "call = torch.compile(model, fullgraph=True, backend='eager')",
+        "model.compile(fullgraph=True, backend='eager'); call = model",
+        "call = torch.compile(lambda x: model(x), fullgraph=True, backend='eager')",
+        "thread = threading.Thread(target=__import__, args=('torch._dynamo',));"
+        "thread.start(); thread.join();"
+        "call = torch.compile(model, fullgraph=True, backend='eager')",
+    ],
+    ids=["model", "in place", "function", "imported by a thread"],
+)
+def test_what_is_compiled_later_has_the_hooks(compiled):
+    code = f"""
+detector = of.DebugUnderflowOverflow(model)
+assert "torch._dynamo" not in sys.modules and is_waiting()
+{compiled}
+assert detects(call, model) and not is_waiting()
+assert torch._dynamo.__loader__ is torch._dynamo.__spec__.loader
+assert type(torch._dynamo.__loader__).__name__ == "SourceFileLoader"
+"""
+    fresh(BEGIN + code)
+
+
+def test_a_copy_that_is_compiled_later_has_the_hooks():
+    code = """
+import copy
+detector = of.DebugUnderflowOverflow(model)
+model_2 = copy.deepcopy(model)
+detector.remove()
+assert is_waiting()
+assert detects(torch.compile(model_2, fullgraph=True, backend="eager"), model_2)
+"""
+    fresh(BEGIN + code)
+
+
+def test_code_of_a_twin_is_not_run_for_a_model_with_hooks():
+    code = """
+detector = of.DebugUnderflowOverflow(model)
+call = torch.compile(lambda model, x: model(x), backend="eager")
+call(Net(), torch.ones(1, 2))
+assert detects(lambda x: call(model, x), model)
+"""
+    fresh(BEGIN + code)
+
+
+def test_what_was_compiled_before_has_the_hooks():
+    code = """
+call = torch.compile(model, backend="eager")
+call(torch.ones(1, 2))
+detector = of.DebugUnderflowOverflow(model)
+assert detects(call, model) and not is_waiting()
+"""
+    fresh(BEGIN + code)
+
+
+def test_dynamo_is_imported_where_hooks_cannot_be_registered():
+    code = """
+detector = of.DebugUnderflowOverflow(model)
+sys.modules["overflow_fast.capture.compiled"] = None  # gone from the disk
+import torch._dynamo
+assert not is_waiting() and detects(model, model)
+"""
+    fresh(BEGIN + code)
+
+
+def test_threads_may_import_dynamo_while_hooks_are_put_on():
+    code = """
+begin = threading.Barrier(5)
+
+def attach():
+    begin.wait()
+    detectors.append(of.DebugUnderflowOverflow(Net()))
+
+def load():
+    begin.wait()
+    import torch._dynamo
+
+of.DebugUnderflowOverflow
+detectors = []
+threads = [threading.Thread(target=f) for f in (load, attach, load, attach)]
+for each in threads: each.start()
+begin.wait()
+for each in threads: each.join()
+detector = of.DebugUnderflowOverflow(model)
+call = torch.compile(model, fullgraph=True, backend="eager")
+assert detects(call, model) and len(detectors) == 2 and not is_waiting()
+"""
+    fresh(BEGIN + code)
