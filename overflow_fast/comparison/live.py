@@ -21,7 +21,10 @@ from ..precision.copies import FLOATS, check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from ..replay.ambient import applied
 from ..replay.op_trace import ModuleStack, OpCall, OpTrace
-from ..replay.places import Frames, code_at
+from ..replay.users_lines import (
+    Frames,
+    code_at,
+)
 from ..state.random import RandomStates
 from ..state.snapshot import Snapshot
 from ..text import dtype_name

@@ -33,6 +33,9 @@ from ..torch_internals.compiler import has_compiled
 from .bad_step import ALL_BAD, NOT_BEHIND, BadStep
 from .calls import Call
 from .finding import first_bad_weight, looked_up
+from .named_tensors import (
+    state_by_name,
+)
 from .optimizer_step import explain_update
 from .own_lines import (
     GradientCode,
@@ -42,7 +45,6 @@ from .own_lines import (
     find_gradient_code,
     find_loss_line,
 )
-from .places import state_by_name
 from .remedies.attempts import find_remedies
 from .remedies.trials import Failure
 from .replay_ranks import BEGIN, NotJoined, RankCoordinator

@@ -17,6 +17,9 @@ from ..text import nonfinite_text, numbered
 from . import bad_step as notes
 from .calls import Call, ModelCall
 from .held_tensors import HeldTensor
+from .named_tensors import (
+    names_of,
+)
 from .op_rows import (
     EMPTY,
     INTERMEDIATE,
@@ -30,8 +33,12 @@ from .op_rows import (
     is_meant,
 )
 from .op_table import OpTable
-from .places import names_of, op_at, place_text, programs_line
 from .tensor_kinds import as_wide, bad_names, inf_signs
+from .users_lines import (
+    op_at,
+    place_text,
+    programs_line,
+)
 
 # Walks back from a bad value to the operation that made it.
 

@@ -12,8 +12,11 @@ import torch
 from ..report.explanation import TensorSummary
 from ..torch_internals.running import autograd_node, next_sequence, sequence_of
 from .op_trace import ModuleStack, OpCall, TracedModule
-from .places import Frames, runs_in_hook
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of
+from .users_lines import (
+    Frames,
+    runs_in_hook,
+)
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
 EMPTY, SINGULAR, NOT_TRIED = "empty", "singular", ""

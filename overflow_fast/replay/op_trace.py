@@ -16,9 +16,12 @@ from ..core.modules import Handles, named_modules
 from ..core.selection import full_name
 from ..torch_internals.running import TorchDispatchMode, autograd_node, schema_of
 from ..tree import CALL_DEPTH, find, tensors_in
-from .places import Frames, UsersFrames
 from .storage_map import memory_of
 from .tensor_kinds import is_float
+from .users_lines import (
+    Frames,
+    UsersFrames,
+)
 
 # A module's call that runs, with what it takes to make it alone.
 

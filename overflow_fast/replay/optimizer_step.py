@@ -20,11 +20,13 @@ from .finding import trace_back
 from .op_rows import NOT_TRIED
 from .op_table import OpTable
 from .op_trace import OpTrace
-from .places import op_at
 from .remedies.line_edit import functions_are_found_once
 from .remedies.line_forms import update_remedies
 from .root_op import details_of
 from .tensor_kinds import inf_signs
+from .users_lines import (
+    op_at,
+)
 
 # A usual eps that the dtype holds.
 _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}

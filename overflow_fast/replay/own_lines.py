@@ -47,7 +47,6 @@ from ..torch_internals.running import no_dispatch
 from ..tree import CALL_DEPTH, find, tensors_in
 from .ambient import with_autocast_of_now
 from .calls import Call, Captured, ModelCall
-from .places import source_lines
 from .remedies.line_edit import (
     NotEditableError,
     forbid_edit,
@@ -65,6 +64,9 @@ from .statement_names import (
     written,
 )
 from .tensor_kinds import floats_in, is_float, kinds_of
+from .users_lines import (
+    source_lines,
+)
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _UNSUITABLE = (

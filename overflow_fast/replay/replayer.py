@@ -42,10 +42,14 @@ from .ambient import applied
 from .calls import Call, loss_and_gradients, part_of
 from .finding import RootOp, masked_whole, trace_back
 from .held_tensors import held_leaves
+from .named_tensors import (
+    names_of,
+    partitions_of,
+    state_by_name,
+)
 from .op_rows import Leaf
 from .op_table import OpTable
 from .op_trace import OpTrace
-from .places import names_of, partitions_of, state_by_name
 from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, OnRank, RankCoordinator
 from .root_op import details_of
 from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of

@@ -22,10 +22,13 @@ from ..report.explanation import Explanation
 from ..text import dtype_name
 from ..tree import mapped, tensors_in
 from .op_rows import Row
-from .places import op_at, place_text
 from .root_op import new_places, run_in_float64
 from .tape import Contents, TapedCall, TapedTensor
 from .tensor_kinds import is_float
+from .users_lines import (
+    op_at,
+    place_text,
+)
 
 UNDERFLOW, ROUNDING = "underflow", "rounding"
 _NEAREST = 12  # operations, which are run before the others

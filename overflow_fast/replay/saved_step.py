@@ -20,7 +20,10 @@ from ..report.explanation import Artifact
 from ..text import dtype_name
 from .ambient import as_plain, of_plain
 from .calls import Call, ModelCall, names_of_inputs
-from .places import names_of, state_by_name
+from .named_tensors import (
+    names_of,
+    state_by_name,
+)
 
 if TYPE_CHECKING:
     from .step_schema import SavedCall, SavedStepFile, Value

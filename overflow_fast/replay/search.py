@@ -18,11 +18,13 @@ from . import bad_step as notes
 from .bad_step import SLOWER, BadStep
 from .calls import Call, batch_size, name_outside, why_whole
 from .finding import OF_LEAVES, ForwardRows, RootOp, explain_root_op, trace_back
+from .named_tensors import (
+    names_of,
+)
 from .op_rows import Leaf, Row, row_of
 from .op_table import OpTable
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
-from .places import names_of
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for

@@ -37,11 +37,16 @@ from . import bad_step as notes
 from .bad_step import BadStep
 from .calls import name_outside
 from .finding import first_bad_weight
+from .named_tensors import (
+    names_of,
+)
 from .op_trace import ModuleStack, OpCall, OpTrace, TracedModule
-from .places import names_of, op_at
 from .replay_ranks import OnRank
 from .replayer import Observer, ReplayCheck, Replayer, ReplayResult
 from .tensor_kinds import floats_in, is_float, summary_of
+from .users_lines import (
+    op_at,
+)
 
 _RATE = 3
 

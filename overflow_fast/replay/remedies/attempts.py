@@ -24,11 +24,17 @@ from ...report.explanation import Remedy
 from ...text import error_line, installed_name
 from ..calls import batch_size
 from ..finding import ForwardRows, explain_root_op
+from ..named_tensors import (
+    names_of,
+)
 from ..op_rows import Row
-from ..places import code_at, names_of, place_text
 from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel
 from ..tensor_kinds import bad_names
+from ..users_lines import (
+    code_at,
+    place_text,
+)
 from .line_edit import NotEditableError, functions_are_found_once
 from .line_forms import (
     cast_rewrites,

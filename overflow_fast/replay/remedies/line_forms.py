@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 
 from ...report.explanation import OVERFLOWS, Explanation, Op, Remedy
 from ..op_rows import Row
-from ..places import Frames, span_of
+from ..users_lines import (
+    Frames,
+    span_of,
+)
 from .exact_forms import exact_forms, functional_name, twice
 from .line_edit import CodePlace, NotEditableError, edited_code
 from .patches import LinePatch

@@ -17,7 +17,9 @@ from ...core.process import has_process_group
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.running import inherited, set_inherited
 from ..calls import Call, part_of
-from ..places import state_by_name
+from ..named_tensors import (
+    state_by_name,
+)
 from ..replayer import Patch
 from .line_edit import CodePlace, edited_code
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...text import source_name
-from ..places import Span
+from ..users_lines import (
+    Span,
+)
 from .line_edit import marked
 
 

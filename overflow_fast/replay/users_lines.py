@@ -1,4 +1,4 @@
-"""The places of operations and tensors: lines of the user's, names of modules."""
+"""The user's lines that run, and that led to an operation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
-from torch import nn
-
-from ..core.modules import named_buffers, named_parameters
 from ..report.explanation import Op
 from ..text import (
     installed_name,
@@ -211,33 +206,3 @@ def span_of(frames: Frames) -> Span | None:
     if first is None or last is None or begin is None or end is None:
         return None
     return first, last, begin, end
-
-
-def state_by_name(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns the parameters and buffers of models by their qualified names."""
-    return {name: tensor for _, name, tensor in names_of(models)}
-
-
-def names_of(models: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Tensor]]:
-    """Lists kind, qualified name and tensor of each parameter and buffer, once."""
-    found: list[tuple[str, str, torch.Tensor]] = []
-    for prefix, model in models.items():
-        parameters, buffers = named_parameters(model), named_buffers(model)
-        found += [("parameter", f"{prefix}{name}", each) for name, each in parameters]
-        found += [("buffer", f"{prefix}{name}", each) for name, each in buffers]
-    return found
-
-
-def partitions_of(
-    models: Mapping[str, nn.Module],
-) -> list[tuple[str, str, torch.Tensor]]:
-    """Lists what parameters hold in attributes, as `names_of()`: partitions of them.
-
-    Such as those of ZeRO-3, from which an engine gathers the weights in each forward.
-    """
-    return [
-        (kind, name, value)
-        for kind, name, parameter in names_of(models)
-        for key, value in getattr(parameter, "__dict__", {}).items()
-        if kind == "parameter" and isinstance(value, torch.Tensor) and "grad" not in key
-    ]
