@@ -105,9 +105,7 @@ def tensors(value: Any, depth: int = MAX_DEPTH) -> list[tuple[Path, torch.Tensor
 
 
 def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
-    """Lists the tensors of a value, as `tensors()` does; also in compiled code."""
-    if torch.compiler.is_compiling():
-        return _traced_tensors(value, depth)
+    """Lists the tensors of a value, as `tensors()` does."""
     parts = _parts_of_call(value) or (value,)
     if depth > 2 and all(map(_is_flat, parts)):  # most calls, and what they return
         return _of_flat(parts)
@@ -173,7 +171,7 @@ def mapped(
     kinds: tuple[type, ...] = (torch.Tensor,),
     anew: bool = False,
 ) -> Any:
-    """Rebuilds a value with its tensors replaced; also in compiled code.
+    """Rebuilds a value with its tensors replaced.
 
     Nothing is written to the value. What holds no replaced tensor is used as it is;
     the rest is copied without `__init__`, `__copy__` or a setter, so that shared parts,
@@ -191,8 +189,6 @@ def mapped(
     Raises:
         NotRebuilt: A tensor was replaced in an object of which no copy can be made.
     """
-    if torch.compiler.is_compiling():
-        return _traced_mapped(value, change, depth)
     return Rebuilding(value, change, depth, kinds, anew).of(value)
 
 
@@ -703,7 +699,7 @@ class Walk:
             for own in contents.groups():
                 self._visit_all(value, own, spot, depth + 1, is_of_object)
         is_silent = contents.is_object and len(self.values) == num_found
-        if is_silent and not is_of_object and not _is_declared(value):
+        if is_silent and not is_of_object and not is_declared(value):
             self.unknown.append((_path_of(spot), kind))
 
     def _add(self, value: Any, spot: _Spot) -> None:
@@ -786,6 +782,14 @@ def _hides(value: Any) -> bool:
     found = gc.get_referents(value)
     # An object without attributes refers to an empty dict.
     return any(layout(type(e)).may_hide for e in found if type(e) is not dict or e)
+
+
+def is_declared(value: Any) -> bool:
+    """True for dataclasses, attrs classes and wrappers of dicts."""
+    kind = type(value)
+    is_class = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")
+    is_object = is_class and not isinstance(value, (type, nn.Module))
+    return is_object or isinstance(value, UserDict)
 
 
 class Rebuilding:
@@ -928,107 +932,3 @@ class Rebuilding:
 def solid_base(kind: type) -> Any:
     """The first of a type's bases that is written in C."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
-
-
-# In code that dynamo traces: it follows pytree and plain attribute access, into one
-# graph, and has neither identities nor descriptors. Shared parts are copied each, and
-# of objects only those of declared fields: what is written to a copy would be lost.
-
-
-def _traced_tensors(value: Any, depth: int) -> list[torch.Tensor]:
-    found = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif depth and _is_declared(leaf):
-            for name in _traced_names(leaf):
-                found += _traced_tensors(getattr(leaf, name), depth - 1)
-    return found
-
-
-def traced_parts(
-    value: Any, wraps: str = ""
-) -> list[tuple[Style, Any, Any, bool]] | None:
-    """Lists what a container or an object holds, as `children()` does.
-
-    In code that dynamo traces; it compiles again where one of the parts has another
-    type, so that objects which do not declare what they hold are not opened.
-
-    Args:
-        value: Any value.
-        wraps: What `layout()` has of its type, where that is known.
-
-    Returns:
-        The style, the key and the value of each part, and whether it is an attribute
-        beside the items of a container or a wrapped dict; None for a leaf.
-    """
-    if isinstance(value, (tuple, list, deque)):
-        if type(value) is torch.Size:
-            return None
-        items = [(INDEX, i, child, False) for i, child in enumerate(value)]
-        return items + traced_attributes(value)
-    if isinstance(value, dict):
-        is_model_output = hasattr(type(value), "__dataclass_fields__")
-        style: Style = ATTRIBUTE if is_model_output else KEY
-        items = [(style, key, child, False) for key, child in dict.items(value)]
-        return items + [
-            part
-            for part in traced_attributes(value)
-            if dict.get(value, part[1]) is not part[2]
-        ]
-    if not _is_declared(value) and wraps == "":
-        return None
-    names = _traced_names(value)
-    if wraps not in names or not isinstance(getattr(value, wraps), dict):
-        return [(ATTRIBUTE, name, getattr(value, name), wraps != "") for name in names]
-    wrapped = getattr(value, wraps)
-    items = [(KEY, key, child, False) for key, child in dict.items(wrapped)]
-    return items + [
-        (ATTRIBUTE, name, getattr(value, name), True) for name in names if name != wraps
-    ]
-
-
-def traced_attributes(value: Any) -> list[tuple[Style, Any, Any, bool]]:
-    """Lists what a container of a subclass holds beside its items."""
-    if type(value) in (tuple, list, deque, dict):
-        return []
-    return [
-        (ATTRIBUTE, name, getattr(value, name), True) for name in _traced_names(value)
-    ]
-
-
-def _traced_mapped(value: Any, change: Callable[[Any], Any], depth: int) -> Any:
-    leaves, spec = pytree.tree_flatten(value)
-    new = [_traced_copy(leaf, change, depth) for leaf in leaves]
-    return pytree.tree_unflatten(new, spec)
-
-
-def _traced_copy(leaf: Any, change: Callable[[Any], Any], depth: int) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return change(leaf)
-    if not _is_declared(leaf) or not _traced_tensors(leaf, depth):
-        return leaf
-    copy = object.__new__(type(leaf))
-    for name in _traced_names(leaf):
-        made = _traced_mapped(getattr(leaf, name), change, depth - 1)
-        object.__setattr__(copy, name, made)
-    return copy
-
-
-def _is_declared(value: Any) -> bool:
-    """True for dataclasses, attrs classes and wrappers of dicts."""
-    kind = type(value)
-    is_class = hasattr(kind, "__dataclass_fields__") or hasattr(kind, "__attrs_attrs__")
-    is_object = is_class and not isinstance(value, (type, nn.Module))
-    return is_object or isinstance(value, UserDict)
-
-
-def _traced_names(value: Any) -> list[str]:
-    names = list(vars(value)) if hasattr(value, "__dict__") else []
-    for base in reversed(type(value).__mro__):
-        slots = getattr(base, "__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else sorted(slots):
-            is_held = name not in ("__dict__", "__weakref__") and hasattr(value, name)
-            if is_held and name not in names:
-                names.append(name)
-    return names

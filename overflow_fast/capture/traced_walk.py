@@ -1,7 +1,7 @@
 """The walk over a call that dynamo traces; the extension has the one of eager mode.
 
 Both follow the rule of `tree`; here objects that do not declare what they hold are not
-opened: see `tree.traced_parts()`. The extension decides how each value is listed, by
+opened: see `_parts_of()`. The extension decides how each value is listed, by
 its path.
 """
 
@@ -15,13 +15,14 @@ from urllib.parse import quote
 import torch
 
 from ..tree import ATTRIBUTE as _ATTRIBUTE
+from ..tree import INDEX as _INDEX
 from ..tree import KEY as _KEY
 from ..tree import (
     MAX_DEPTH,
+    Style,
+    is_declared,
     layout,
     plain_key,
-    traced_attributes,
-    traced_parts,
     type_name,
 )
 from .compiled_boundary import CALLS, PARAMETERS, STRICT
@@ -177,7 +178,7 @@ def _walk_inputs(plan: int, args: Any, kwargs: Any, entries: Entries) -> None:
         if isinstance(value, torch.Tensor):
             entries.append(_flat(value, label))
         elif not _is_plain(value):
-            has_line = traced_parts(value, wraps_of(type(value))) is not None
+            has_line = _parts_of(value, wraps_of(type(value))) is not None
             found, has_tensor = _walk_parts(value, label, 1, entries, opened, False)
             entries += found
             if has_line and not has_tensor:
@@ -211,7 +212,7 @@ def _walk_beside(
     """Lists the tensors in the attributes of a tuple whose items are listed."""
     if plan & STRICT:
         return
-    for _, name, value, _ in traced_attributes(output):
+    for _, name, value, _ in _attributes_beside(output):
         part = ((QUIET_OUTPUT, ""), *label[1:], (ATTRIBUTE, name))
         found, _ = _walk_value(value, part, depth, entries, opened, True)
         entries += [each for each in found if each[1] is not None]
@@ -264,7 +265,7 @@ def _walk_parts(
     if _is_plain(value) or _is_opened(value, opened):
         return [], False
     wraps = wraps_of(type(value))
-    parts = traced_parts(value, wraps)
+    parts = _parts_of(value, wraps)
     if parts is None:
         _note(opaque_name(type(value)), entries)
         return [], False
@@ -323,3 +324,69 @@ def _is_plain(value: Any) -> bool:
 
 def _mark(style: str) -> str:
     return KEY if style == _KEY else ATTRIBUTE if style == _ATTRIBUTE else INDEX
+
+
+# What a value holds: dynamo follows plain attribute access, and has no descriptors.
+
+
+def _parts_of(value: Any, wraps: str = "") -> list[tuple[Style, Any, Any, bool]] | None:
+    """Lists what a container or an object holds, as `tree.children()` does.
+
+    Dynamo compiles again where one of the parts has another type, so that objects which
+    do not declare what they hold are not opened.
+
+    Args:
+        value: Any value.
+        wraps: What `layout()` has of its type, where that is known.
+
+    Returns:
+        The style, the key and the value of each part, and whether it is an attribute
+        beside the items of a container or a wrapped dict; None for a leaf.
+    """
+    if isinstance(value, (tuple, list, deque)):
+        if type(value) is torch.Size:
+            return None
+        items = [(_INDEX, i, child, False) for i, child in enumerate(value)]
+        return items + _attributes_beside(value)
+    if isinstance(value, dict):
+        is_model_output = hasattr(type(value), "__dataclass_fields__")
+        style: Style = _ATTRIBUTE if is_model_output else _KEY
+        items = [(style, key, child, False) for key, child in dict.items(value)]
+        return items + [
+            part
+            for part in _attributes_beside(value)
+            if dict.get(value, part[1]) is not part[2]
+        ]
+    if not is_declared(value) and wraps == "":
+        return None
+    names = names_held(value)
+    if wraps not in names or not isinstance(getattr(value, wraps), dict):
+        return [(_ATTRIBUTE, name, getattr(value, name), wraps != "") for name in names]
+    wrapped = getattr(value, wraps)
+    items = [(_KEY, key, child, False) for key, child in dict.items(wrapped)]
+    return items + [
+        (_ATTRIBUTE, name, getattr(value, name), True)
+        for name in names
+        if name != wraps
+    ]
+
+
+def _attributes_beside(value: Any) -> list[tuple[Style, Any, Any, bool]]:
+    """Lists what a container of a subclass holds beside its items."""
+    if type(value) in (tuple, list, deque, dict):
+        return []
+    return [
+        (_ATTRIBUTE, name, getattr(value, name), True) for name in names_held(value)
+    ]
+
+
+def names_held(value: Any) -> list[str]:
+    """Lists the names of the attributes and slots that an object has."""
+    names = list(vars(value)) if hasattr(value, "__dict__") else []
+    for base in reversed(type(value).__mro__):
+        slots = getattr(base, "__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else sorted(slots):
+            is_held = name not in ("__dict__", "__weakref__") and hasattr(value, name)
+            if is_held and name not in names:
+                names.append(name)
+    return names

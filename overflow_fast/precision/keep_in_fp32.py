@@ -16,9 +16,9 @@ from ..core.modules import check_module, has_base, is_sharded, named_modules
 from ..core.selection import Selection, check_patterns
 from ..torch_internals.module_internals import REPLICATE, replicate
 from ..torch_internals.tensor_internals import is_wrapper
-from ..tree import CALL_DEPTH, tensors_in
+from ..tree import CALL_DEPTH
 from .copies import HALF
-from .loan import Loan
+from .loan import Loan, given_tensors
 
 # A forward that stands in for a module's own, on the instance.
 
@@ -115,7 +115,7 @@ class Float32Forward(ReplacedForward):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward in float32."""
-        given = tensors_in((args, kwargs), CALL_DEPTH)
+        given = given_tensors(args, kwargs)
         dtypes = [tensor.dtype for tensor in given]
         half = next((dtype for dtype in dtypes if dtype in HALF), None)
         loan = None

@@ -8,14 +8,18 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
+from ..capture.traced_walk import names_held
+from ..torch_internals.tensor_internals import pytree
 from ..tree import (
+    CALL_DEPTH,
     MAX_DEPTH,
     Rebuilding,
     attributes,
+    is_declared,
     items_of,
-    mapped,
     set_attribute,
     solid_base,
+    tensors_in,
 )
 
 
@@ -41,7 +45,7 @@ class Loan:
         self._tensors: list[tuple[torch.Tensor, torch.Tensor, int | None]] = []
         self._back: dict[int, Any] = {}
         if torch.compiler.is_compiling():
-            self.value = mapped(value, change, depth)
+            self.value = _traced_mapped(value, change, depth)
             return
         made = Rebuilding(value, change, depth, (torch.Tensor,), is_strict=False)
         self.value = made.of(value)
@@ -99,3 +103,44 @@ def _refill(value: Any, items: list[tuple[Any, Any]]) -> None:
     base.clear(value)
     for key, each in items:
         base.append(value, each) if base is list else base.__setitem__(value, key, each)
+
+
+def given_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Lists the tensors that a call is given; also in code that dynamo traces."""
+    if torch.compiler.is_compiling():
+        return _traced_tensors((args, kwargs), CALL_DEPTH)
+    return tensors_in((args, kwargs), CALL_DEPTH)
+
+
+# In code that dynamo traces: it follows pytree and plain attribute access, into one
+# graph, and has neither identities nor descriptors. Shared parts are copied each, and
+# of objects only those of declared fields: what is written to a copy would be lost.
+
+
+def _traced_tensors(value: Any, depth: int) -> list[torch.Tensor]:
+    found = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif depth and is_declared(leaf):
+            for name in names_held(leaf):
+                found += _traced_tensors(getattr(leaf, name), depth - 1)
+    return found
+
+
+def _traced_mapped(value: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    leaves, spec = pytree.tree_flatten(value)
+    new = [_traced_copy(leaf, change, depth) for leaf in leaves]
+    return pytree.tree_unflatten(new, spec)
+
+
+def _traced_copy(leaf: Any, change: Callable[[Any], Any], depth: int) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return change(leaf)
+    if not is_declared(leaf) or not _traced_tensors(leaf, depth):
+        return leaf
+    copy = object.__new__(type(leaf))
+    for name in names_held(leaf):
+        made = _traced_mapped(getattr(leaf, name), change, depth - 1)
+        object.__setattr__(copy, name, made)
+    return copy
