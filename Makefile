@@ -11,7 +11,7 @@ RUN := $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 CORE := $(wildcard csrc/scan/*.h csrc/scan/cpu/*)
 CUDA := $(wildcard csrc/scan/cuda/*)
-METAL := $(wildcard overflow_fast/metal/*.metal csrc/scan/mps/*)
+METAL := $(wildcard overflow_fast/scanner/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
 .PHONY: build demo docs test test-quick release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean

@@ -21,8 +21,8 @@ from timing import QUICK
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.distributed.agreement import Agreement
-from overflow_fast.verdict.verdict import Verdict
+from overflow_fast.guard.ranks.agreement import Agreement
+from overflow_fast.guard.verdict.verdict import Verdict
 
 CALLS = 50 if QUICK else 3000
 STEPS = 5 if QUICK else 60

@@ -16,10 +16,7 @@ from models import ON_CPU, adam, made, step_of
 from timing import QUICK, race, ratio, summary
 from torch import nn
 
-from overflow_fast import (
-    OverflowGuard,
-    Schedule,
-)
+from overflow_fast import OverflowGuard, Schedule
 
 PROTECTION = ("gradients", "loss", "weights")
 COLUMNS = [

@@ -27,7 +27,7 @@ from overflow_fast import (
     Underflow,
     read_record,
 )
-from overflow_fast.cli.command_line import main as command
+from overflow_fast.tools.cli.command_line import main as command
 
 STEPS = 2_000 if QUICK else 100_000
 ROWS = 10

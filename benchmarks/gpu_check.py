@@ -113,12 +113,12 @@ def pytest(*arguments: str) -> list[str]:
 
 
 def gpu_tests(device: str, is_quick: bool) -> Commands:
-    chosen = ["-m", "cuda", *["tests/scan/test_cuda.py"] * is_quick]
+    chosen = ["-m", "cuda", *["tests/scanner/test_cuda.py"] * is_quick]
     return [pytest(*chosen, *["--require-cuda"] * (device == "cuda"))]
 
 
 def other_tests(device: str, is_quick: bool) -> Commands:
-    chosen = ["-m", "not cuda", *["tests/core/test_names.py"] * is_quick]
+    chosen = ["-m", "not cuda", *["tests/scanner/test_names.py"] * is_quick]
     if importlib.util.find_spec("xdist"):
         chosen += ["-n", "auto", "--maxprocesses", "16"]
         chosen += ["--dist", "loadfile", "--no-loadscope-reorder"]
@@ -136,7 +136,9 @@ def sanitizer(device: str, is_quick: bool) -> Commands:
         raise CannotRunError("compute-sanitizer was not found")
     few = "cuda and (test_layouts or test_planted_values or test_lists_of_any_length)"
     of_torch = ["--kernel-regex", "kns=overflow_fast"]  # torch has kernels of its own
-    of_torch += pytest("-k", few, "tests/scan/test_scan.py", "tests/scan/test_cuda.py")
+    of_torch += pytest(
+        "-k", few, "tests/scanner/test_scan.py", "tests/scanner/test_cuda.py"
+    )
     tools = ("memcheck", "racecheck", "initcheck", "synccheck")
     runs = [(tool, [program(device), "few"]) for tool in tools]
     runs += [(tool, of_torch) for tool in tools[:3]]

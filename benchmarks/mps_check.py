@@ -25,7 +25,7 @@ from overflow_fast import OverflowGuard, scan
 
 SIZES = [1 << 12, 1 << 20, 1 << 26]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]
-TESTS = ["tests/scan/test_scan.py", "tests/scan/test_scan_properties.py"]
+TESTS = ["tests/scanner/test_scan.py", "tests/scanner/test_scan_properties.py"]
 
 
 class Kept(logging.Handler):

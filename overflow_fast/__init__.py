@@ -5,18 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import flags as flags
-    from .capture.coverage import Coverage as Coverage
-    from .comparison.comparison import Comparison as Comparison
-    from .comparison.entry_points import compare as compare
-    from .comparison.entry_points import compare_live as compare_live
-    from .comparison.entry_points import recording as recording
-    from .comparison.entry_points import shadow as shadow
-    from .comparison.recordings import RecordingError as RecordingError
-    from .core.ops import Stat as Stat
-    from .core.ops import scan as scan
-    from .debug import DebugUnderflowOverflow as DebugUnderflowOverflow
-    from .debug import detect_overflow as detect_overflow
-    from .debug import get_abs_min_max as get_abs_min_max
+    from .detector.coverage import Coverage as Coverage
+    from .detector.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
+    from .detector.debug import detect_overflow as detect_overflow
+    from .detector.debug import get_abs_min_max as get_abs_min_max
+    from .explainer.explain import explain as explain
+    from .explainer.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
+    from .explainer.layer_audit import LayerAudit as LayerAudit
+    from .explainer.masked_ops import MaskedOps as MaskedOps
     from .guard.guard import OverflowGuard as OverflowGuard
     from .guard.monitors.magnitudes import Headroom as Headroom
     from .guard.monitors.magnitudes import Saturation as Saturation
@@ -31,21 +27,25 @@ if TYPE_CHECKING:
     from .guard.options import Log as Log
     from .guard.options import Record as Record
     from .guard.options import Schedule as Schedule
+    from .guard.record.record_lines import RecordError as RecordError
+    from .guard.report.explanation import Explanation as Explanation
+    from .guard.report.explanation import Op as Op
+    from .guard.report.report import GuardCoverage as GuardCoverage
+    from .guard.report.report import NonFiniteError as NonFiniteError
+    from .guard.report.report import Report as Report
     from .guard.state_check import assert_finite_state as assert_finite_state
-    from .precision.advise import advise_precision as advise_precision
-    from .precision.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
-    from .precision.precision_advice import PrecisionAdvice as PrecisionAdvice
-    from .record.record_lines import RecordError as RecordError
-    from .record.table import FlightRecord as FlightRecord
-    from .record.table import read_record as read_record
-    from .replay.explain import explain as explain
-    from .replay.layer_audit import LayerAudit as LayerAudit
-    from .replay.masked_ops import MaskedOps as MaskedOps
-    from .report.explanation import Explanation as Explanation
-    from .report.explanation import Op as Op
-    from .report.report import GuardCoverage as GuardCoverage
-    from .report.report import NonFiniteError as NonFiniteError
-    from .report.report import Report as Report
+    from .scanner.ops import Stat as Stat
+    from .scanner.ops import scan as scan
+    from .tools.compare.comparison import Comparison as Comparison
+    from .tools.compare.entry_points import compare as compare
+    from .tools.compare.entry_points import compare_live as compare_live
+    from .tools.compare.entry_points import recording as recording
+    from .tools.compare.entry_points import shadow as shadow
+    from .tools.compare.recordings import RecordingError as RecordingError
+    from .tools.precision.advise import advise_precision as advise_precision
+    from .tools.precision.precision_advice import PrecisionAdvice as PrecisionAdvice
+    from .tools.record.table import FlightRecord as FlightRecord
+    from .tools.record.table import read_record as read_record
 
 __all__ = [
     "Comparison",
@@ -96,48 +96,48 @@ __version__ = "1.0.0rc1"
 # The module of each name. A name is looked up when it is first asked for, and loads
 # what it needs: commands that read files need no torch, `scan` no guard.
 _MODULES = {
-    "Comparison": "comparison.comparison",
-    "Coverage": "capture.coverage",
-    "DebugUnderflowOverflow": "debug",
+    "Comparison": "tools.compare.comparison",
+    "Coverage": "detector.coverage",
+    "DebugUnderflowOverflow": "detector.debug",
     "Evidence": "guard.options",
     "Explain": "guard.options",
-    "Explanation": "report.explanation",
-    "FlightRecord": "record.table",
-    "GuardCoverage": "report.report",
+    "Explanation": "guard.report.explanation",
+    "FlightRecord": "tools.record.table",
+    "GuardCoverage": "guard.report.report",
     "Headroom": "guard.monitors.magnitudes",
-    "LayerAudit": "replay.layer_audit",
+    "LayerAudit": "explainer.layer_audit",
     "Log": "guard.options",
-    "MaskedOps": "replay.masked_ops",
+    "MaskedOps": "explainer.masked_ops",
     "Monitor": "guard.monitors.monitor",
     "MonitoredStep": "guard.monitors.monitor",
-    "NonFiniteError": "report.report",
+    "NonFiniteError": "guard.report.report",
     "Notice": "guard.monitors.monitor",
-    "Op": "report.explanation",
+    "Op": "guard.report.explanation",
     "OverflowGuard": "guard.guard",
-    "PrecisionAdvice": "precision.precision_advice",
+    "PrecisionAdvice": "tools.precision.precision_advice",
     "Record": "guard.options",
-    "RecordError": "record.record_lines",
-    "RecordingError": "comparison.recordings",
+    "RecordError": "guard.record.record_lines",
+    "RecordingError": "tools.compare.recordings",
     "Replicas": "guard.monitors.replicas",
-    "Report": "report.report",
+    "Report": "guard.report.report",
     "Saturation": "guard.monitors.magnitudes",
     "Schedule": "guard.options",
     "Spikes": "guard.monitors.spikes",
-    "Stat": "core.ops",
+    "Stat": "scanner.ops",
     "Underflow": "guard.monitors.magnitudes",
-    "advise_precision": "precision.advise",
+    "advise_precision": "tools.precision.advise",
     "assert_finite_state": "guard.state_check",
-    "compare": "comparison.entry_points",
-    "compare_live": "comparison.entry_points",
-    "detect_overflow": "debug",
-    "explain": "replay.explain",
+    "compare": "tools.compare.entry_points",
+    "compare_live": "tools.compare.entry_points",
+    "detect_overflow": "detector.debug",
+    "explain": "explainer.explain",
     "flags": "flags",
-    "get_abs_min_max": "debug",
-    "keep_in_fp32": "precision.keep_in_fp32",
-    "read_record": "record.table",
-    "recording": "comparison.entry_points",
-    "scan": "core.ops",
-    "shadow": "comparison.entry_points",
+    "get_abs_min_max": "detector.debug",
+    "keep_in_fp32": "explainer.keep_in_fp32",
+    "read_record": "tools.record.table",
+    "recording": "tools.compare.entry_points",
+    "scan": "scanner.ops",
+    "shadow": "tools.compare.entry_points",
 }
 
 if not TYPE_CHECKING:

@@ -25,7 +25,7 @@ from emulation import VARIANTS, emulated_device, emulation
 from gpus import GPUS, Cuda, Emulated
 from processes import serve_from_here
 
-from overflow_fast.replay.remedies import trials
+from overflow_fast.explainer.remedies import trials
 
 # What is tried on a bad step does not depend on what else runs here.
 trials.LEAST_SECONDS = 600.0
@@ -200,7 +200,7 @@ def untried(request, monkeypatch):
     """
     if request.node.get_closest_marker("tries_remedies") is None:
         monkeypatch.setattr(
-            "overflow_fast.replay.search.find_remedies", lambda *_: None
+            "overflow_fast.explainer.search.find_remedies", lambda *_: None
         )
 
 

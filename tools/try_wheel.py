@@ -22,8 +22,8 @@ TESTS = (
     "tests/guard/test_guard.py",
     "tests/guard/test_guard_state.py",
     "tests/guard/test_skip.py",
-    "tests/capture/test_export.py",
-    "tests/scan/test_ops.py",
+    "tests/detector/test_export.py",
+    "tests/scanner/test_ops.py",
 )
 WHERE = """
 import overflow_fast, torch

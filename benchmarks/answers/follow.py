@@ -21,7 +21,7 @@ from facts import table
 from answers.families import FAILURES
 from answers.remedied import Followed, can_be_remedied, followed
 from answers.run import write_result
-from overflow_fast.replay.remedies import trials
+from overflow_fast.explainer.remedies import trials
 
 # What is tried on a bad step does not depend on what else runs here.
 trials.LEAST_SECONDS = 600.0

@@ -25,9 +25,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .failure import Failure
-from .oracle import base_of
-from .tools import Answer
+from overflow_fast.failure import Failure
+from overflow_fast.oracle import base_of
+
+from overflow_fast.tools import Answer
 
 PARTS = ("phase", "cause", "op", "module", "line", "sample", "tensor")
 _CONCLUDED = ("transformers", "msprobe")

@@ -36,10 +36,10 @@ def load_extension(name: str) -> ModuleType:
     """
     import torch  # (first: the extension needs torch's libraries)
 
-    from .. import text  # noqa: F401  (its lines begin with the package's name)
+    from ..scanner import text  # noqa: F401  (its lines begin with the package's name)
 
     if not is_there(torch.__version__):
-        from ..fallback import stand_in
+        from ..scanner.fallback import stand_in
 
         return stand_in(_why_not_there(torch.__version__))
     spec = importlib.util.spec_from_file_location(name, _file_for(torch.__version__))

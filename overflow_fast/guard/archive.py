@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..capture.step_tensors import StepTensors
-from ..capture.watch import ModelWatch
-from ..record.flight import FlightRecorder
-from ..report.report import RankInfo, Report, place_of
-from ..report.run_log import JsonLog, RunIdentity
-from ..verdict.headroom import HeadroomTracker
-from ..verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
 from .config import GuardConfig
 from .isolation import OverheadTimer
 from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
 from .options import exporters_of
 from .outer import outer
+from .record.flight import FlightRecorder
+from .report.report import RankInfo, Report, place_of
+from .report.run_log import JsonLog, RunIdentity
+from .verdict.headroom import HeadroomTracker
+from .verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
+from .watching.step_tensors import StepTensors
+from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
-    from ..report.evidence import EvidenceFolder
-    from ..report.suspects import LoggedIncident
+    from .report.evidence import EvidenceFolder
+    from .report.suspects import LoggedIncident
 
 _log = logging.getLogger("overflow_fast")
 
@@ -161,7 +161,7 @@ class Archive:
         evidence = self._config.evidence
         if evidence is None:
             return None
-        from ..report.evidence import EvidenceFolder
+        from .report.evidence import EvidenceFolder
 
         most = int(evidence.mib * _MIB)
         return EvidenceFolder(evidence.path, self._run, most, evidence.keep)
@@ -300,7 +300,7 @@ class Archive:
     def _earlier(self) -> list[LoggedIncident]:
         if self._config.log is None:
             return []
-        from ..report.suspects import read_incidents
+        from .report.suspects import read_incidents
 
         began = self._run.started.timestamp()
         try:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
-from ..core.selection import Wanted
-from ..report.report import Report
-from ..verdict.rules import Allow
+from ..detector.selection import Wanted
 from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
 from .monitors.spikes import Spikes
@@ -35,6 +33,8 @@ from .options import (
     whole,
 )
 from .policy import plain_action
+from .report.report import Report
+from .verdict.rules import Allow
 
 Policy = str | Callable[[Report], str]
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")

@@ -1,4 +1,4 @@
-"""When a guard has a step explained; what explains it is imported only then.
+"""Decides when a step is explained; the explainer is imported only then.
 
 A clean run never loads what runs steps again. Where that cannot be imported any more,
 because the package was changed or its disk is gone under a run of weeks, the alarm, the
@@ -15,17 +15,17 @@ from typing import Protocol
 
 import torch
 
-from ..capture.watch import ModelWatch
-from ..core.modules import named_parameters
-from ..distributed.agreement import Agreed
-from ..report.explanation import Explanation
-from ..text import error_line
+from ..scanner.modules import named_parameters
+from ..scanner.text import error_line
 from ..torch_internals.tensor_internals import local_part
-from ..verdict.verdict import Verdict
 from .config import GuardConfig
 from .outer import outer
+from .ranks.agreement import Agreed
+from .report.explanation import Explanation
 from .step import Step
 from .step_keeper import LastSteps, StepKeeper
+from .verdict.verdict import Verdict
+from .watching.watch import ModelWatch
 
 USE_RUN = "guard.run(lambda: loss)"
 _STEPS_BETWEEN = 100

@@ -13,27 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.modules import modules_in
-from ..core.process import without_collection
-from ..distributed.joinable import GuardJoinable
-from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
-from ..report.run_log import log_begin, log_end
-from ..text import drop_own_frames
-from ..verdict.headroom import HeadroomTable
-from ..verdict.rules import Allow
+from ..scanner.modules import modules_in
+from ..scanner.text import drop_own_frames
 from .config import EVERYTHING, GuardConfig, Policy
 from .isolation import isolate_errors
-from .loop import (
-    GuardLoop,
-    Models,
-    living_models,
-    named_models,
-    warn_foreign_parameters,
-    warn_of_other_guards,
-)
 from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
-from .optimizers import optimizers_of
+from .optimizers.wrapped import optimizers_of
 from .options import (
     Evidence,
     Explain,
@@ -48,49 +34,63 @@ from .options import (
     reusable,
 )
 from .outer import outer
+from .parts import (
+    GuardParts,
+    Models,
+    living_models,
+    named_models,
+    warn_foreign_parameters,
+    warn_of_other_guards,
+)
+from .process import without_collection
+from .ranks.joinable import GuardJoinable
+from .report.report import Cost, GuardCoverage, NonFiniteError, Report
+from .report.run_log import log_begin, log_end
+from .verdict.headroom import HeadroomTable
+from .verdict.rules import Allow
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..report.suspects import Suspects
-    from ..selftest import Loss, SelfTestResult
+    from ..explainer.selftest import Loss, SelfTestResult
+    from .report.suspects import Suspects
 
 
 # The guards of this process that are on: several may watch the same model.
 
 
-_loops: weakref.WeakSet[GuardLoop] = weakref.WeakSet()
+_guards: weakref.WeakSet[GuardParts] = weakref.WeakSet()
 
 
-def note_enabled(loop: GuardLoop) -> None:
+def note_enabled(parts: GuardParts) -> None:
     """Notes a guard that is switched on, and warns of others on the same models.
 
     Those that give way are switched off.
     """
-    others = [each for each in _loops if each.is_enabled and each is not loop]
-    _loops.add(loop)
-    own = modules_of(loop)
+    others = [each for each in _guards if each.is_enabled and each is not parts]
+    _guards.add(parts)
+    own = modules_of(parts)
     for each in others:
         if each.gives_way and not own.isdisjoint(modules_of(each)):
             each.finish()
     watches = [w for each in others if each.is_enabled for w in each.watches]
-    warn_of_other_guards(loop.watches, watches)
+    warn_of_other_guards(parts.watches, watches)
 
 
-def guards_of(modules: Iterable[nn.Module]) -> list[GuardLoop]:
+def guards_of(modules: Iterable[nn.Module]) -> list[GuardParts]:
     """The guards that are on and watch one of these modules."""
     wanted = set(modules)
     return [
-        loop
-        for loop in list(_loops)
-        if loop.is_enabled and not wanted.isdisjoint(modules_of(loop))
+        parts
+        for parts in list(_guards)
+        if parts.is_enabled and not wanted.isdisjoint(modules_of(parts))
     ]
 
 
-def modules_of(loop: GuardLoop) -> set[nn.Module]:
+def modules_of(parts: GuardParts) -> set[nn.Module]:
     """The modules of the models that a guard watches."""
-    models = [watch.model for watch in loop.watches]
+    models = [watch.model for watch in parts.watches]
     return {each for model in models if model is not None for each in modules_in(model)}
 
 
@@ -156,9 +156,9 @@ class OverflowGuard:
         models, optimizers = named_models(model), optimizers_of(optimizer)
         with without_collection():
             warn_foreign_parameters(models, optimizers)
-            self._loop = GuardLoop(config, models, optimizers, _defer)
+            self._parts = GuardParts(config, models, optimizers, _defer)
             self.enable()
-            log_begin(self._loop.watches, optimizers, on_overflow, self.coverage())
+            log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -181,9 +181,9 @@ class OverflowGuard:
     def enable(self) -> None:
         """Switches the guard on; it sees everything from the next forward on."""
         if not self.enabled:
-            with self._loop.isolation.isolated():
-                note_enabled(self._loop)
-        self._loop.enable()
+            with self._parts.isolation.isolated():
+                note_enabled(self._parts)
+        self._parts.enable()
 
     @isolate_errors
     def disable(self) -> None:
@@ -191,7 +191,7 @@ class OverflowGuard:
 
         Findings that were not judged are forgotten.
         """
-        self._loop.disable()
+        self._parts.disable()
 
     @isolate_errors
     def remove(self) -> None:
@@ -202,10 +202,10 @@ class OverflowGuard:
         """
         was_enabled = self.enabled
         try:
-            self._loop.finish()
+            self._parts.finish()
         finally:
             if was_enabled:
-                num_reports = self._loop.pipeline.num_bad
+                num_reports = self._parts.pipeline.num_bad
                 log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
 
     def __enter__(self) -> OverflowGuard:
@@ -221,7 +221,7 @@ class OverflowGuard:
     @isolate_errors
     def discard(self) -> None:
         """Forgets what was found since the last step, whose batch is given up."""
-        self._loop.discard()
+        self._parts.discard()
 
     @isolate_errors
     def check(self) -> Report | None:
@@ -237,7 +237,7 @@ class OverflowGuard:
         Raises:
             NonFiniteError: If something is bad and the policy is to raise.
         """
-        return self._loop.check()
+        return self._parts.check()
 
     def record(self, **tensors: torch.Tensor) -> None:
         """Adds tensors that no module returns to the step: `guard.record(loss=loss)`.
@@ -255,8 +255,8 @@ class OverflowGuard:
                 raise TypeError(
                     f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
-        with self._loop.isolation.isolated():
-            self._loop.inputs.record(tensors)
+        with self._parts.isolation.isolated():
+            self._parts.inputs.record(tensors)
 
     def run(self, function: Callable[[], _Result]) -> _Result:
         """Calls a function that computes the loss, and can call it again.
@@ -281,7 +281,7 @@ class OverflowGuard:
                 "`lambda: criterion(model(x), y)`"
             )
         try:
-            result: _Result = self._loop.inputs.run(function)
+            result: _Result = self._parts.inputs.run(function)
         except NonFiniteError as error:  # of a forward without autograd
             drop_own_frames(error)
             raise error
@@ -302,16 +302,16 @@ class OverflowGuard:
         check_int("steps", steps, 1)
         from .learning import check_can_learn
 
-        check_can_learn(self._loop.config.wanted)
-        with self._loop.isolation.isolated():
-            self._loop.learn(steps, adopt)
+        check_can_learn(self._parts.config.wanted)
+        with self._parts.isolation.isolated():
+            self._parts.learn(steps, adopt)
 
     # What it has counted, measured and checked; tests of the guard, and of a state.
 
     @property
     def enabled(self) -> bool:
         """True while the guard is on."""
-        return self._loop.is_enabled
+        return self._parts.is_enabled
 
     @property
     def step(self) -> int:
@@ -325,17 +325,17 @@ class OverflowGuard:
         Raises:
             TypeError, ValueError: If it is set to anything but an int of at least 0.
         """
-        return self._loop.clock.step
+        return self._parts.clock.step
 
     @step.setter
     def step(self, number: int) -> None:
         check_int("step", number, 0)
-        self._loop.clock.set_step(number)
+        self._parts.clock.set_step(number)
 
     @property
     def num_skipped(self) -> int:
         """The number of steps that the guard skipped; a round of several is one."""
-        return self._loop.pipeline.rounds.num_skipped
+        return self._parts.pipeline.rounds.num_skipped
 
     @property
     def consecutive_skips(self) -> int:
@@ -343,7 +343,7 @@ class OverflowGuard:
 
         With several optimizers, of the one with the most.
         """
-        return self._loop.pipeline.rounds.consecutive_skips
+        return self._parts.pipeline.rounds.consecutive_skips
 
     @property
     def last_step_skipped(self) -> bool:
@@ -353,7 +353,7 @@ class OverflowGuard:
         under way; see `was_skipped()`. Read it before `scheduler.step()`. With
         `sync="lagged"` it is about the last judged step.
         """
-        return self._loop.pipeline.rounds.is_skipped
+        return self._parts.pipeline.rounds.is_skipped
 
     def was_skipped(self, optimizer: Optimizer) -> bool:
         """Returns True if the last step of one of several optimizers was skipped.
@@ -364,33 +364,33 @@ class OverflowGuard:
         Raises:
             ValueError: If it was not given.
         """
-        return self._loop.pipeline.rounds.was_skipped(optimizer)
+        return self._parts.pipeline.rounds.was_skipped(optimizer)
 
     @property
     def last_report(self) -> Report | None:
         """The report of the last bad step, or None."""
-        return self._loop.pipeline.last_report
+        return self._parts.pipeline.last_report
 
     @property
     def cost(self) -> Cost:
         """The time that the guard took in the last step, and on average."""
-        return self._loop.timer.cost
+        return self._parts.timer.cost
 
     @property
     def num_syncs(self) -> int:
         """The number of times that the guard made the host wait for a device."""
-        return sum(watch.recorder.num_syncs for watch in self._loop.watches)
+        return sum(watch.recorder.num_syncs for watch in self._parts.watches)
 
     @property
     def rules(self) -> dict[str, str | list[str]]:
         """The allowed values, given or learned, as `allow` takes them."""
-        return self._loop.rules.to_dict()
+        return self._parts.rules.to_dict()
 
     def coverage(self) -> GuardCoverage:
         """Returns what was checked so far, and what was not, with the reasons."""
-        with self._loop.isolation.isolated():
-            return self._loop.pipeline.coverage()
-        return GuardCoverage.unknown(self._loop.isolation.num_failures)
+        with self._parts.isolation.isolated():
+            return self._parts.pipeline.coverage()
+        return GuardCoverage.unknown(self._parts.isolation.num_failures)
 
     def headroom(self) -> HeadroomTable:
         """Returns the bits that values have left in their dtype and in float16.
@@ -398,8 +398,8 @@ class OverflowGuard:
         And their trends: of outputs of modules, weights, buffers and gradients, as they
         last were; with `Underflow()` also zeros and subnormals. Does not sync.
         """
-        with self._loop.isolation.isolated():
-            return self._loop.headroom.table()
+        with self._parts.isolation.isolated():
+            return self._parts.headroom.table()
         return HeadroomTable([])
 
     def metrics(self) -> dict[str, float]:
@@ -411,8 +411,8 @@ class OverflowGuard:
         and, with `Underflow()`, the shares `gradient_zeros`, `gradient_subnormals`,
         `activation_zeros` and `activation_subnormals`. Incurs no CPU-GPU sync.
         """
-        with self._loop.isolation.isolated():
-            return self._loop.metrics()
+        with self._parts.isolation.isolated():
+            return self._parts.metrics()
         return {}
 
     def to_html(self, path: str | os.PathLike[str]) -> pathlib.Path:
@@ -424,7 +424,7 @@ class OverflowGuard:
         Raises:
             OSError: If it cannot be written, or is no older page of overflow_fast.
         """
-        pipeline, record = self._loop.pipeline, self._loop.measurements.record
+        pipeline, record = self._parts.pipeline, self._parts.measurements.record
         gaps = pipeline.coverage().gaps()
         page: pathlib.Path = outer("guard_page")(
             path, record, pipeline.last_report, gaps
@@ -454,15 +454,15 @@ class OverflowGuard:
         """
         from .state_check import state_report
 
-        loop = self._loop
+        parts = self._parts
         report = state_report(
-            living_models(loop.watches) if model is None else named_models(model),
-            loop.optimizers if optimizer is None else optimizers_of(optimizer),
-            loop.rules,
-            loop.clock.step,
+            living_models(parts.watches) if model is None else named_models(model),
+            parts.optimizers if optimizer is None else optimizers_of(optimizer),
+            parts.rules,
+            parts.clock.step,
         )
         if joint:
-            report = loop.pipeline.agreement.agree_on(loop.clock.step, report)
+            report = parts.pipeline.agreement.agree_on(parts.clock.step, report)
         if report is not None:
             raise NonFiniteError(report)
 
@@ -508,10 +508,10 @@ class OverflowGuard:
             )
         patterns = reusable(layers)
         check_names("layers", patterns, optional=True)
-        watches = self._loop.new_watches(captures_tensors=False)
-        gather = self._loop.pipeline.agreement.gather
+        watches = self._parts.new_watches(captures_tensors=False)
+        gather = self._parts.pipeline.agreement.gather
         test = outer("self_test")(watches, batch, loss, patterns, max_layers, gather)
-        with self._loop.suspended():
+        with self._parts.suspended():
             result: SelfTestResult = test.run()
         print(result)
         return result
@@ -527,7 +527,7 @@ class OverflowGuard:
             RuntimeError: If the ranks do not decide together in one process group, or
                 with `sync="lagged"`.
         """
-        return self._loop.joinable
+        return self._parts.joinable
 
     def suspects(self) -> Suspects:
         """Counts the incidents of each host and device, across restarts.
@@ -542,9 +542,9 @@ class OverflowGuard:
         Raises:
             RuntimeError: If the guard has no `log`.
         """
-        log = self._loop.config.log
+        log = self._parts.config.log
         if log is None:
             raise RuntimeError("suspects() reads the log: give the guard log=")
-        from ..report.suspects import read_incidents, suspects_of
+        from .report.suspects import read_incidents, suspects_of
 
         return suspects_of(read_incidents(log.path))

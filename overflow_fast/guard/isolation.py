@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from .. import _C
-from ..capture.watch import ModelWatch
-from ..distributed.agreement import Agreement
-from ..report.report import Cost, NonFiniteError
-from ..text import drop_own_frames
+from ..scanner.text import drop_own_frames
+from .ranks.agreement import Agreement
+from .report.report import Cost, NonFiniteError
+from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
 _Argument = TypeVar("_Argument")
@@ -218,12 +218,12 @@ def measured(method: _Method) -> _Method:
 
 
 def isolate_errors(method: _Method) -> _Method:
-    """Isolates errors in a method of an object with a `_loop`; it returns None then."""
+    """Isolates errors in a method of an object with `_parts`; it returns None then."""
 
     @functools.wraps(method)
     def isolated_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with self._loop.isolation.isolated():
+            with self._parts.isolation.isolated():
                 return method(self, *args, **kwargs)
         except NonFiniteError as error:
             drop_own_frames(error)

@@ -8,12 +8,12 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .. import _C
-from ..capture.watch import ModelWatch
-from ..core.selection import Wanted
-from ..distributed.agreement import Agreement
-from ..types import TensorPath
-from ..verdict.rules import KINDS, Rules, kinds_text, tensor_path
-from ..verdict.verdict import FORWARDS, BadFrame
+from ..detector.selection import Wanted
+from ..scanner.types import TensorPath
+from .ranks.agreement import Agreement
+from .verdict.rules import KINDS, Rules, kinds_text, tensor_path
+from .verdict.verdict import FORWARDS, BadFrame
+from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
 

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch.distributed as dist
 
-from ..core.process import has_process_group
-from ..core.selection import Wanted
-from ..core.tensors import check_number
-from ..text import either, nearest
-from ..verdict.rules import Rules
+from ..detector.selection import Wanted
+from ..scanner.tensors import check_number
+from ..scanner.text import either, nearest
 from .policy import ACTIONS
+from .process import has_process_group
+from .verdict.rules import Rules
 
 # Kinds of arguments: which values one takes, and how a command line spells it.
 

@@ -1,4 +1,4 @@
-"""What a guard calls of the layers around it, each imported when it is first called.
+"""The table of outer layers' names that a guard calls, imported at the first call.
 
 A guard that is left on for a month loads none of it while its steps are clean. This
 table is all that the guard's layer, and those within it, know of the outer ones.
@@ -11,10 +11,10 @@ from typing import Any
 
 _PACKAGE = __package__.partition(".")[0]
 _PLACES = {
-    "explainer": "replay.explainer:StepExplainer",
-    "self_test": "selftest:SelfTest",
-    "guard_page": "page.guard_page:write_guard_page",
-    "evidence_page": "page.guard_page:evidence_page",
+    "explainer": "explainer.step_explainer:StepExplainer",
+    "self_test": "explainer.selftest:SelfTest",
+    "guard_page": "tools.page.guard_page:write_guard_page",
+    "evidence_page": "tools.page.guard_page:evidence_page",
 }
 
 

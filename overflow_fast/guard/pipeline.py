@@ -25,21 +25,39 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
-from ..capture.step_tensors import OverflowFlags, ScanLevel, StepTensors
-from ..capture.watch import ModelWatch
-from ..core.engines import LossScaler
-from ..core.modules import parameters_of
-from ..core.ops import scan
-from ..core.process import without_collection
-from ..distributed.agreement import Agreed, Agreement
-from ..report.frames import frame_texts
-from ..report.report import Cost, GuardCoverage, NonFiniteError, Report
-from ..report.run_log import AlarmLog, log_notices
-from ..state.step_start import StepStart
-from ..verdict.attribution import attribute
-from ..verdict.remarks import bad_settings
-from ..verdict.rules import Rules
-from ..verdict.verdict import (
+from ..detector.frames import frame_texts
+from ..scanner.modules import parameters_of
+from ..scanner.ops import scan
+from .archive import Archive, Measurements
+from .config import GuardConfig
+from .explaining import Explaining
+from .isolation import ErrorIsolation, measured
+from .monitors.running import RunningMonitors, clauses_of
+from .monitors.spikes import SPIKE
+from .optimizers import scaler_hook as scalers
+from .optimizers.device_flags import DeviceFlags
+from .optimizers.engines import LossScaler
+from .optimizers.loss_scaling import (
+    SCALER,
+    has_skipped,
+    unknown_scale_notes,
+    will_skip,
+    without_expected,
+    without_gradients,
+)
+from .optimizers.optimizer_hook import OptimizerHook, living
+from .policy import Situation, checked_action, choose, limit_skips
+from .process import without_collection
+from .ranks.agreement import Agreed, Agreement
+from .report.report import Cost, GuardCoverage, NonFiniteError, Report
+from .report.run_log import AlarmLog, log_notices
+from .step import Step, StepClock
+from .step_keeper import StepKeeper
+from .undo.step_start import StepStart
+from .verdict.attribution import attribute
+from .verdict.remarks import bad_settings
+from .verdict.rules import Rules
+from .verdict.verdict import (
     BadFrame,
     Verdict,
     is_of_flag,
@@ -48,26 +66,8 @@ from ..verdict.verdict import (
     take_bad,
     take_evaluated,
 )
-from . import scaler_hook as scalers
-from .archive import Archive, Measurements
-from .config import GuardConfig
-from .device_flags import DeviceFlags
-from .explaining import Explaining
-from .isolation import ErrorIsolation, measured
-from .loss_scaling import (
-    SCALER,
-    has_skipped,
-    unknown_scale_notes,
-    will_skip,
-    without_expected,
-    without_gradients,
-)
-from .monitors.running import RunningMonitors, clauses_of
-from .monitors.spikes import SPIKE
-from .optimizer_hook import OptimizerHook, living
-from .policy import Situation, checked_action, choose, limit_skips
-from .step import Step, StepClock
-from .step_keeper import StepKeeper
+from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
+from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
     from .learning import Learning

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.step_tensors import ScanLevel, StepTensors
-from ..capture.watch import ModelWatch
-from ..core.selection import Selection, Wanted
-from ..report.report import NonFiniteError, Report
-from ..text import some
-from ..verdict.attribution import attribute
-from ..verdict.rules import Allow, Rules
-from ..verdict.verdict import BadFrame, collect, kind_of
-from .loop import Models, named_models
-from .optimizers import innermost, optimizers_of
+from ..detector.selection import Selection, Wanted
+from ..scanner.text import some
+from .optimizers.wrapped import innermost, optimizers_of
+from .parts import Models, named_models
+from .report.report import NonFiniteError, Report
+from .verdict.attribution import attribute
+from .verdict.rules import Allow, Rules
+from .verdict.verdict import BadFrame, collect, kind_of
+from .watching.step_tensors import ScanLevel, StepTensors
+from .watching.watch import ModelWatch
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
 _RECORDER = {"step_mode": True, "memo": False}

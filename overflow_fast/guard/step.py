@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .. import _C
-from ..capture.step_tensors import OverflowFlags, ScanLevel
-from ..capture.watch import ModelWatch
-from ..core.engines import LossScaler
-from ..report.report import Cost
-from ..state.step_start import StepStart
-from ..text import counted
-from ..verdict.verdict import BadFrame, Verdict
+from ..scanner.text import counted
 from .monitors.monitor import Notice
-from .optimizer_hook import OptimizerHook
+from .optimizers.engines import LossScaler
+from .optimizers.optimizer_hook import OptimizerHook
+from .report.report import Cost
+from .undo.step_start import StepStart
+from .verdict.verdict import BadFrame, Verdict
+from .watching.step_tensors import OverflowFlags, ScanLevel
+from .watching.watch import ModelWatch
 
 
 @dataclass(frozen=True)

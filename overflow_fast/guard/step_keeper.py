@@ -1,6 +1,6 @@
-"""What a guard keeps of a step, by reference, so that it can be run again.
+"""Keeps a step by reference, so that it can be run again: all that clean steps pay.
 
-Nothing here runs anything again: this is what clean steps pay for it.
+Nothing here runs anything again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from .. import _C
-from ..capture.watch import ModelWatch
-from ..core.modules import first_parameter_of, parameters_of, stepped_by
-from ..core.tensors import devices_of, loss_in
-from ..state.code_names import attribute_names, global_names
-from ..state.objects import is_taken_from
-from ..state.random import RandomStates
-from ..state.step_start import StepStart
-from ..text import is_of_program, is_of_user
-from ..torch_internals.compiler import compiled_call_of, has_compiled
-from ..torch_internals.running import is_recorded
-from ..tree import (
+from ..scanner.modules import first_parameter_of, parameters_of, stepped_by
+from ..scanner.tensors import devices_of, loss_in
+from ..scanner.text import is_of_program, is_of_user
+from ..scanner.tree import (
     CALL_DEPTH,
     Path,
     copied_call,
@@ -42,7 +35,14 @@ from ..tree import (
     tensors,
     tensors_in,
 )
+from ..torch_internals.compiler import compiled_call_of, has_compiled
+from ..torch_internals.running import is_recorded
 from .config import GuardConfig
+from .undo.code_names import attribute_names, global_names
+from .undo.kept_objects import is_taken_from
+from .undo.random import RandomStates
+from .undo.step_start import StepStart
+from .watching.watch import ModelWatch
 
 # Random states, autocast and training mode at one moment.
 

@@ -83,7 +83,7 @@ class LightningGuardCallback(GuardOwner, Callback):
         """Gives the step the Trainer's number, and notes its batch."""
         for fit in self._fits_of(trainer):
             fit.guard.step = trainer.global_step
-            fit.guard._loop.inputs.note_batch(batch)
+            fit.guard._parts.inputs.note_batch(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any
@@ -93,7 +93,7 @@ class LightningGuardCallback(GuardOwner, Callback):
             if not fit.has_optimizer:
                 fit.guard.check()
             fit.guard.step = trainer.global_step
-            fit.guard._loop.inputs.note_batch(None)
+            fit.guard._parts.inputs.note_batch(None)
             if self._to_loggers and _logs_now(trainer):
                 fit.log_metrics()
 
@@ -155,7 +155,7 @@ class _Fit:
         self.has_optimizer = bool(real)
         self.guard = attach_guard(self._models, real)
         self.guard.disable()
-        self.guard._loop.inputs.name_caller("training_step")
+        self.guard._parts.inputs.name_caller("training_step")
         self._patched_methods = [
             PatchedMethod(trainer, "save_checkpoint", self._check_before_saving),
             PatchedMethod(pl_module, "lr_scheduler_step", self._may_schedule),

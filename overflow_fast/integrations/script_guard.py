@@ -22,21 +22,21 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..capture.hooks import root_hooks
-from ..core.engines import optimizers_in
-from ..core.modules import (
+from ..detector.debug import DebugUnderflowOverflow
+from ..detector.hooks import root_hooks
+from ..detector.selection import NoModuleError
+from ..guard.guard import OverflowGuard, guards_of, modules_of
+from ..guard.optimizers.engines import optimizers_in
+from ..guard.optimizers.wrapped import stepper_of
+from ..guard.parts import living_models
+from ..guard.report.report import NonFiniteError
+from ..scanner.modules import (
     children_of,
     modules_in,
     own_parameters_of,
     parameters_of,
     stepped_by,
 )
-from ..core.selection import NoModuleError
-from ..debug import DebugUnderflowOverflow
-from ..guard.guard import OverflowGuard, guards_of, modules_of
-from ..guard.loop import living_models
-from ..guard.optimizers import stepper_of
-from ..report.report import NonFiniteError
 from ..torch_internals.registry import callers
 from .trainer_support import GuardOwner
 
@@ -452,7 +452,7 @@ class ScriptGuard:
     def _look_at(self, module: nn.Module) -> None:
         if module in self._unrelated:
             return
-        watched = [each for one in self._fresh for each in modules_of(one._loop)]
+        watched = [each for one in self._fresh for each in modules_of(one._parts)]
         is_watched = any(each is module for each in watched)
         if is_watched and not self._pending:
             self._go_over_to_wrappers()
@@ -482,7 +482,7 @@ class ScriptGuard:
     def _new_optimizers(self) -> list[Optimizer]:
         """The optimizers under which no forward has run."""
         pending = [each for one in self._pending if (each := one()) is not None]
-        fresh = [o for guard in self._fresh for o in guard._loop.optimizers]
+        fresh = [o for guard in self._fresh for o in guard._parts.optimizers]
         return [*fresh, *(each for each in pending if each not in fresh)]
 
     def _attach(self) -> None:
@@ -495,9 +495,9 @@ class ScriptGuard:
             self._why_not = f"no torch.nn.Module holds the parameters of {names}"
             return
         self._pending.clear()
-        loops = guards_of([each for model in models for each in modules_in(model)])
-        earlier = [each for each in self._guards if each._loop in loops]
-        if len(earlier) < len(loops) or have_detectors(models):
+        parts = guards_of([each for model in models for each in modules_in(model)])
+        earlier = [each for each in self._guards if each._parts in parts]
+        if len(earlier) < len(parts) or have_detectors(models):
             self._has_own = True
         else:
             self._replace(earlier, models, wrapped)
@@ -510,7 +510,7 @@ class ScriptGuard:
     ) -> None:
         """Makes a guard that goes on where earlier ones have ended."""
         new = {id(inner) for each in optimizers for inner in inside(each)}
-        before = [o for each in earlier for o in each._loop.optimizers]
+        before = [o for each in earlier for o in each._parts.optimizers]
         # Engines step an optimizer once to make its state.
         unused = {id(one): one.coverage().steps for one in self._fresh}
         steps = (each.step - unused.get(id(each), 0) for each in earlier)
@@ -522,7 +522,7 @@ class ScriptGuard:
         model = models[0] if len(models) == 1 else named_by_class(models)
         kept = [each for each in before if id(each) not in new]
         guard = OverflowGuard(model, [*kept, *optimizers], **self._arguments)
-        guard._loop.gives_way = True
+        guard._parts.gives_way = True
         guard.step = step
         self._guards.append(guard)
         self._fresh = [guard]
@@ -534,9 +534,9 @@ class ScriptGuard:
         the place of the one there is; other wrappers of optimizers are noted.
         """
         for guard in list(self._fresh):
-            hooks = [each for each in guard._loop.hooks if each.optimizer is not None]
+            hooks = [each for each in guard._parts.hooks if each.optimizer is not None]
             inner = [each.optimizer for each in hooks if each.optimizer is not None]
-            models = list(living_models(guard._loop.watches).values())
+            models = list(living_models(guard._parts.watches).values())
             roots, wrappers = find_outermost(models, inner)
             pairs = list(zip(hooks, wrappers, strict=True))
             if all(stepper_of(wrapper) is hook.layers[1] for hook, wrapper in pairs):

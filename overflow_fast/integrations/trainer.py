@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ..report.report import NonFiniteError, Report
+from ..guard.report.report import NonFiniteError, Report
 from ..torch_internals.registry import callers
 from .trainer_support import GuardOwner, KeptStep
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.modules import without_reduction
-from ..core.process import has_process_group
 from ..guard.guard import OverflowGuard
 from ..guard.options import reusable
+from ..guard.process import has_process_group
 from ..guard.step_keeper import argument_names
-from ..state.objects import KeptObjects
-from ..tree import CALL_DEPTH, copied, copied_call
+from ..guard.undo.kept_objects import KeptObjects
+from ..scanner.modules import without_reduction
+from ..scanner.tree import CALL_DEPTH, copied, copied_call
 
 
 class GuardOwner:
@@ -102,7 +102,7 @@ def check_before_saving(guard: OverflowGuard) -> None:
     Call it on every rank, before a file is written, or removed to make room. Incurs a
     CPU-GPU sync for each device.
     """
-    has_model = any(watch.model is not None for watch in guard._loop.watches)
+    has_model = any(watch.model is not None for watch in guard._parts.watches)
     if guard.enabled and has_model:
         guard.assert_finite_state(joint=True)
 
@@ -208,7 +208,7 @@ class KeptStep(PatchedMethod):
         names = argument_names(self.__wrapped__, len(args))
         given = dict(zip(names, own_args, strict=True))
         again = functools.partial(call, **given, **own_kwargs)
-        return self._guard._loop.inputs.run(again, self._records_loss)
+        return self._guard._parts.inputs.run(again, self._records_loss)
 
     @contextlib.contextmanager
     def unseen(self, models: Sequence[nn.Module]) -> Iterator[None]:

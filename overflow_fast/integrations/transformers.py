@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.hooks import root_hooks
-from ..debug import DebugUnderflowOverflow
+from ..detector.debug import DebugUnderflowOverflow
+from ..detector.hooks import root_hooks
 
 _NAME = "DebugUnderflowOverflow"
 

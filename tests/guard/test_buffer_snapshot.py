@@ -7,10 +7,7 @@ from guarding import assert_same
 from torch import nn
 from torch.optim import swa_utils
 
-from overflow_fast import (
-    OverflowGuard,
-    Schedule,
-)
+from overflow_fast import OverflowGuard, Schedule
 
 
 def in_place(self, x):

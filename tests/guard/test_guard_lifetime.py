@@ -334,7 +334,7 @@ def test_two_guards_on_one_model_do_not_meet():
 
 
 def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog):
-    from overflow_fast.capture.step_tensors import StepTensors
+    from overflow_fast.guard.watching.step_tensors import StepTensors
 
     def fail(*_):
         raise RuntimeError("a bug")

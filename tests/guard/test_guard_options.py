@@ -6,11 +6,11 @@ from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
 from overflow_fast import OverflowGuard, Schedule
-from overflow_fast.capture import watch as model_watch
-from overflow_fast.capture.step_tensors import ScanLevel
 from overflow_fast.guard.isolation import OverheadTimer
+from overflow_fast.guard.report.report import Cost
 from overflow_fast.guard.step import WatchSchedule
-from overflow_fast.report.report import Cost
+from overflow_fast.guard.watching import watch as model_watch
+from overflow_fast.guard.watching.step_tensors import ScanLevel
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
+from overflow_fast.explainer.layer_audit import LayerAuditor
 from overflow_fast.guard.monitors.monitor import Guarded
-from overflow_fast.replay.layer_audit import LayerAuditor
 
 
 class Net(nn.Module):
@@ -29,7 +29,7 @@ def make(every=2):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
-    guarded = Guarded(guard._loop.watches, None, list, contextlib.nullcontext)
+    guarded = Guarded(guard._parts.watches, None, list, contextlib.nullcontext)
     return model, guard, LayerAuditor(guarded, every)
 
 

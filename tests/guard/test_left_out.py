@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule, Spikes
-from overflow_fast.capture.step_tensors import ScanLevel
 from overflow_fast.guard.step import LeftOut, WatchSchedule
+from overflow_fast.guard.watching.step_tensors import ScanLevel
 
 NAN = float("nan")
 
@@ -146,7 +146,7 @@ def test_a_recorded_number_counts_where_gradients_alone_are_checked(
     with guard:
         for _ in range(5):
             step(model, optimizer)
-        assert guard._loop.clock.level is ScanLevel.GRADIENTS
+        assert guard._parts.clock.level is ScanLevel.GRADIENTS
         guard.record(loss=value)
         step(model, optimizer)
     assert guard.num_skipped == count
@@ -160,7 +160,7 @@ def test_a_spike_is_one_of_the_step_that_has_it(costs):
     )
     with guard:
         for number in range(150):
-            guard._loop.clock.set_level(
+            guard._parts.clock.set_level(
                 ScanLevel.ALL if number <= 120 else ScanLevel.GRADIENTS
             )
             guard.record(loss=torch.tensor(1e6 if number == 120 else 1.0))

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overflow_fast import DebugUnderflowOverflow, Headroom, OverflowGuard, Underflow
-from overflow_fast.core.tensors import loss_in
+from overflow_fast.scanner.tensors import loss_in
 
 X = torch.ones(1, 2)
 
@@ -260,7 +260,7 @@ def test_such_optimizer_state():
     endless.append(endless)
     optimizer.state[parameter] = {"deep": nested("tuple", 2000)(X), "self": endless}
     with OverflowGuard(model, optimizer, "warn", watch=["optimizer_state"]) as guard:
-        guard._loop.pipeline.tensors.scan(optimizer, guard._loop.clock.level)
+        guard._parts.pipeline.tensors.scan(optimizer, guard._parts.clock.level)
         first = guard.check().verdict.first
         assert guard.coverage().failures == 0
     assert first.fqn == "blocks.0.fc1.weight.self.0"
@@ -459,10 +459,10 @@ def test_no_error_of_its_own_comes_out(call, fault):
     guard = OverflowGuard(nn.Linear(2, 2), None, "warn")
     if call == "enable":
         guard.disable()
-    kept = getattr(guard._loop, fault)
-    setattr(guard._loop, fault, Broken())
+    kept = getattr(guard._parts, fault)
+    setattr(guard._parts, fault, Broken())
     CALLS[call](guard)
-    setattr(guard._loop, fault, kept)
+    setattr(guard._parts, fault, kept)
     guard.remove()
 
 
@@ -475,7 +475,7 @@ def test_a_hook_that_fails_stops_no_forward(method, caplog):
     plain, plain_optimizer = make()
     x, y = torch.ones(4, 8), torch.ones(4, 1)
     with OverflowGuard(model, optimizer, "warn") as guard:
-        setattr(guard._loop.watches[0], method, broken)
+        setattr(guard._parts.watches[0], method, broken)
         for each, its in ((model, optimizer), (plain, plain_optimizer)):
             each(x, y=y)["loss"].backward()
             each.blocks[0](x)
@@ -495,7 +495,7 @@ def test_a_round_that_fails_to_end_stops_no_step(part, method, caplog):
     plain, plain_optimizer = make()
     x, y = torch.ones(4, 8), torch.ones(4, 1)
     with OverflowGuard(model, optimizer) as guard:
-        setattr(getattr(guard._loop, part), method, broken)
+        setattr(getattr(guard._parts, part), method, broken)
         for _ in range(2):
             for each, its in ((model, optimizer), (plain, plain_optimizer)):
                 each(x, y=y)["loss"].backward()
@@ -510,7 +510,7 @@ def test_a_round_that_fails_to_end_stops_no_step(part, method, caplog):
 def test_a_rule_that_fails_stops_no_forward():
     model = nn.Sequential(nn.Linear(2, 2))
     with OverflowGuard(model, None, "warn", allow={"*:output": "nan"}) as guard:
-        guard._loop.watches[0].recorder.set_rules(broken)
+        guard._parts.watches[0].recorder.set_rules(broken)
         model(X * INF)
         assert "RuntimeError: a fault of the guard" in guard.coverage().not_scanned
 
@@ -603,10 +603,10 @@ def test_a_copy_of_a_model_with_a_guard(copied):
     with OverflowGuard(model, optimizer, "warn") as guard:
         model(torch.ones(4, 8), y=torch.ones(4, 1))["loss"].backward()
         copy_ = copied(model)
-        frames = guard._loop.watches[0].recorder.total_calls
+        frames = guard._parts.watches[0].recorder.total_calls
         output = copy_(torch.ones(4, 8), y=torch.ones(4, 1))
         assert output["loss"].isfinite()
-        assert guard._loop.watches[0].recorder.total_calls == frames
+        assert guard._parts.watches[0].recorder.total_calls == frames
         optimizer.step()
         assert guard.step == 1
         second = OverflowGuard(copy_, None, "warn")

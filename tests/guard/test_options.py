@@ -25,9 +25,9 @@ from overflow_fast import (
     Spikes,
     Underflow,
 )
-from overflow_fast.cli.guard_options import MONITORS
 from overflow_fast.guard.config import GuardConfig
 from overflow_fast.guard.options import options_of
+from overflow_fast.tools.cli.guard_options import MONITORS
 
 PARAMETERS = inspect.signature(OverflowGuard).parameters
 FIELDS = dataclasses.fields(GuardConfig)

@@ -8,8 +8,8 @@ import torch
 from guarding import INF, assert_same, batches, make, state_of, train_step
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.explainer.step_explainer import StepExplainer
 from overflow_fast.guard import outer
-from overflow_fast.replay.explainer import StepExplainer
 
 OUTER = {
     name: f"overflow_fast.{place.partition(':')[0]}"

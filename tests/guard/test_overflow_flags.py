@@ -8,8 +8,8 @@ from guarding import batches, make, train_step
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, flags
+from overflow_fast.guard.verdict.verdict import is_of_flag
 from overflow_fast.integrations import torch_npu
-from overflow_fast.verdict.verdict import is_of_flag
 
 SENTENCE = (
     "the device's overflow flag was set, and no tensor that was seen is bad: an "

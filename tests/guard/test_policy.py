@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from overflow_fast.guard.policy import Situation, checked_action, choose, limit_skips
-from overflow_fast.report.report import Report
-from overflow_fast.verdict.verdict import Verdict
+from overflow_fast.guard.report.report import Report
+from overflow_fast.guard.verdict.verdict import Verdict
 
 FACTS = list(itertools.product([False, True], repeat=5))
 

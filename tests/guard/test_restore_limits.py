@@ -10,7 +10,7 @@ from overflow_fast import NonFiniteError, OverflowGuard
 
 
 def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
-    from overflow_fast.state import buffers
+    from overflow_fast.guard.undo import buffers
 
     def fail(*_):
         raise NotImplementedError("no such kernel")
@@ -31,7 +31,7 @@ def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
 
 
 def test_large_frozen_parameters_are_not_copied(monkeypatch):
-    from overflow_fast.state import buffers
+    from overflow_fast.guard.undo import buffers
 
     monkeypatch.setattr(buffers, "_MAX_FROZEN", 2**16)
     frozen = nn.Parameter(torch.zeros(LARGE), requires_grad=False)
@@ -40,7 +40,7 @@ def test_large_frozen_parameters_are_not_copied(monkeypatch):
     with guard:
         for _ in range(3):
             step(model, optimizer)
-        starts = guard._loop._start.starts
+        starts = guard._parts._start.starts
         assert all(k.copy is None for s in starts for k in s._known.values())
         model.write = lambda self, x: self.kept.add_(x.sum())
         step(model, optimizer, BAD)
@@ -136,4 +136,4 @@ def test_a_policy_that_only_warns_copies_nothing():
     optimizer, guard = watched(model, "warn", explain=False)
     with guard:
         step(model, optimizer)
-        assert guard._loop._start is None
+        assert guard._parts._start is None

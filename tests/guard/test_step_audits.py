@@ -10,12 +10,7 @@ import torch.distributed as dist
 from guarding import assert_same, state_of
 from torch import nn
 
-from overflow_fast import (
-    LayerAudit,
-    MaskedOps,
-    OverflowGuard,
-    Replicas,
-)
+from overflow_fast import LayerAudit, MaskedOps, OverflowGuard, Replicas
 
 INF = float("inf")
 

@@ -11,11 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from overflow_fast import DebugUnderflowOverflow
-from overflow_fast.integrations.transformers import (
-    TrainerDetector,
-    install,
-    uninstall,
-)
+from overflow_fast.integrations.transformers import TrainerDetector, install, uninstall
 
 pytestmark = pytest.mark.slow
 

@@ -505,7 +505,7 @@ def test_self_test(capsys, code):
 
 
 def test_the_guide_shows_a_report_of_today(capsys):
-    from overflow_fast.demo import forward, push_to_the_limit
+    from overflow_fast.tools.demo import forward, push_to_the_limit
 
     model, batch, settings = t5()
     push_to_the_limit(model, batch, settings)

@@ -126,7 +126,7 @@ shown = dir(overflow_fast)
 from overflow_fast import *
 assert sorted([*overflow_fast.__all__, "__version__"]) == shown == dir(overflow_fast)
 assert all(globals()[n] is getattr(overflow_fast, n) for n in overflow_fast.__all__)
-import overflow_fast.comparison.recordings, torch
+import overflow_fast.tools.compare.recordings, torch
 torch.ops.overflow_fast.scan
 """
 
@@ -284,7 +284,7 @@ assert detects(call, model) and not is_waiting()
 def test_dynamo_is_imported_where_hooks_cannot_be_registered():
     code = """
 detector = of.DebugUnderflowOverflow(model)
-sys.modules["overflow_fast.capture.compiled"] = None  # gone from the disk
+sys.modules["overflow_fast.detector.compiled"] = None  # gone from the disk
 import torch._dynamo
 assert not is_waiting() and detects(model, model)
 """

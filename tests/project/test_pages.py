@@ -16,9 +16,9 @@ from overflow_fast import (
     Record,
     Schedule,
 )
-from overflow_fast.cli.command_line import make_parser
-from overflow_fast.cli.guard_options import MONITORS
 from overflow_fast.guard.monitors.running import DEFAULT_MONITORS
+from overflow_fast.tools.cli.command_line import make_parser
+from overflow_fast.tools.cli.guard_options import MONITORS
 
 
 def linking_pages():

@@ -97,7 +97,7 @@ def test_the_packed_sources_compile_and_pass_tests(tmp_path):
         shown, cwd=tmp_path, env=environment, text=True
     )
     unpacked = tmp_path / f"overflow_fast-{VERSION}"
-    files = ["tests/scan/test_scan.py", "tests/guard/test_guard.py"]
+    files = ["tests/scanner/test_scan.py", "tests/guard/test_guard.py"]
     chosen = ["-q", "-k", "auto or metal or test_guard", *files]
     subprocess.run(
         [sys.executable, "-c", RUNS_TESTS, str(tmp_path / "site"), *chosen],

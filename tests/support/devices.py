@@ -8,9 +8,9 @@ from emulation import emulation_off
 from metal import metal, metal_scan
 
 from overflow_fast import _C, scan
-from overflow_fast.core import ops
-from overflow_fast.core.ops import scan_with
-from overflow_fast.fallback import fallback_module
+from overflow_fast.scanner import ops
+from overflow_fast.scanner.fallback import fallback_module
+from overflow_fast.scanner.ops import scan_with
 
 # The CPU's kernels, torch operations, CUDA's and MPS's kernels emulated, what stands
 # for the extension, and a GPU.

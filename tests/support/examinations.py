@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from processes import context
 
-from overflow_fast.doctor import checks
-from overflow_fast.doctor.examination import Address, Examination, connect
-from overflow_fast.doctor.stage import ExaminationSettings
+from overflow_fast.tools.doctor import checks
+from overflow_fast.tools.doctor.examination import Address, Examination, connect
+from overflow_fast.tools.doctor.stage import ExaminationSettings
 
 PATIENCE = 120  # seconds until a test counts as hung
 

@@ -4,8 +4,8 @@ import array
 import base64
 import sys
 
-from overflow_fast.files.json_text import line_bytes
-from overflow_fast.record.record_lines import KIND, RECORD_SCHEMA
+from overflow_fast.guard.files.json_text import line_bytes
+from overflow_fast.guard.record.record_lines import KIND, RECORD_SCHEMA
 
 NUM_ENTRIES = 4
 

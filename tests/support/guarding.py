@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.capture.hooks import move_hook_to_front
+from overflow_fast.detector.hooks import move_hook_to_front
 
 INF, NAN = float("inf"), float("nan")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from overflow_fast import _C
-from overflow_fast.metal import MetalScan, source
+from overflow_fast.scanner.metal import MetalScan, source
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "emulated_metal.so"
@@ -32,7 +32,7 @@ def library():
 def build():
     sources = [
         SOURCE,
-        *ROOT.glob("overflow_fast/metal/*"),
+        *ROOT.glob("overflow_fast/scanner/metal/*"),
         *ROOT.glob("tests/cpp/metal_emulation/*"),
     ]
     sources += ROOT.glob("tests/cpp/cuda_emulation/*")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from overflow_fast.page.render import page_of
-from overflow_fast.record.record_lines import KIND, RECORD_SCHEMA
-from overflow_fast.record.table import FlightRecord
+from overflow_fast.guard.record.record_lines import KIND, RECORD_SCHEMA
+from overflow_fast.tools.page.render import page_of
+from overflow_fast.tools.record.table import FlightRecord
 
 LIMIT = 65504.0
 HOSTILE = (

@@ -67,7 +67,7 @@ def quiet(lightning):
 def t5():
     """The model of `demo --tiny --batch-size 2 --length 32`, and its batch."""
     pytest.importorskip("transformers")
-    from overflow_fast.demo import DemoSettings, build, read_batch
+    from overflow_fast.tools.demo import DemoSettings, build, read_batch
 
     settings = DemoSettings(batch_size=2, length=32, tiny=True)
     return build(settings), read_batch(settings), settings

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from overflow_fast.failure import Chain, Fn, Run, failure, randn, square
 from torch import nn
-
-from ..failure import Chain, Fn, Run, failure, randn, square
 
 SINGULAR = ("backward", "singular gradient")
 
@@ -220,7 +219,7 @@ def unpacked_gradient_with_a_gap(cured):
     it. Use `torch.zeros`.
     """
 
-    from .memory import garbage
+    from overflow_fast.memory import garbage
 
     class Pack(torch.autograd.Function):
         @staticmethod

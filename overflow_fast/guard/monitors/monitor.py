@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
-from ...capture.step_tensors import NORM
-from ...capture.watch import ModelWatch, models_of
-from ...tree import label_text
-from ...verdict.verdict import where_of
+from ...scanner.tree import label_text
 from ..options import Options
+from ..verdict.verdict import where_of
+from ..watching.step_tensors import NORM
+from ..watching.watch import ModelWatch, models_of
 
 if TYPE_CHECKING:
     from ..step_keeper import StepKeeper

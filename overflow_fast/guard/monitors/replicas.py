@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.engines import optimizers_in
-from ...core.modules import is_ddp, named_modules, parameters_of, tensor_name
-from ...core.process import has_process_group, own_rank
-from ...core.tensors import digest_of, place_of
-from ...distributed.peers import replicating_group
-from ...text import as_lines, numbered
+from ...scanner.modules import is_ddp, named_modules, parameters_of, tensor_name
+from ...scanner.tensors import digest_of, place_of
+from ...scanner.text import as_lines, numbered
+from ...scanner.tree import plain_key, tensors
 from ...torch_internals.module_internals import own_parameters
 from ...torch_internals.tensor_internals import local_part
-from ...tree import plain_key, tensors
+from ..optimizers.engines import optimizers_in
 from ..options import option, whole
+from ..process import has_process_group, own_rank
+from ..ranks.peers import replicating_group
 from .monitor import Guarded, Monitor
 
 _log = logging.getLogger("overflow_fast")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ... import _C
-from ...capture.step_tensors import NORM
-from ...capture.watch import ModelWatch
 from ..options import one_of, option
+from ..watching.step_tensors import NORM
+from ..watching.watch import ModelWatch
 from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
 
 SPIKE = "spike"  # the kind of its notices, which mark the step in the flight record

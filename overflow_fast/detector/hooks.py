@@ -1,0 +1,215 @@
+"""The hooks of an owner on a model: put on, found again, copied, removed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .. import _C
+from ..scanner.modules import modules_in
+from ..scanner.text import drop_own_frames
+from ..torch_internals.module_internals import (
+    forward_hooks,
+    forward_pre_hooks,
+    share_key,
+)
+from ..torch_internals.running import running_modules
+from . import dynamo
+
+
+def modules_once(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yields each module once with its index in `named_modules()`."""
+    yield from enumerate(modules_in(model))
+
+
+def modules_as_applied(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yields a module as often as `model.apply` visits it: once for each parent."""
+    index = {id(module): i for i, module in enumerate(modules_in(model))}
+    visited: list[nn.Module] = []
+    model.apply(visited.append)
+    for module in visited:
+        yield index[id(module)], module
+
+
+class Attachment:
+    """The hooks of one owner on one model. Holds modules weakly.
+
+    Around each call of the root, `before_root(module, args, kwargs)` is called on the
+    owner, `after_root(module, args, kwargs, output)` when it has returned, and
+    `root_ended(module, args, output)`, also when the forward raised.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+
+    def attach(
+        self,
+        owner: Any,
+        model: nn.Module,
+        walk: Callable[[nn.Module], Iterator[tuple[int, nn.Module]]] = modules_once,
+    ) -> None:
+        """Registers a frame hook on the modules that `walk` yields, and the root's.
+
+        Code that was compiled before is compiled again at its next call.
+        """
+        dynamo.register(self)
+        for index, module in walk(model):
+            if module is model or isinstance(module, torch.jit.ScriptModule):
+                continue  # TorchScript has no forward hooks
+            hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
+            self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            share_key(module, self.handles[-1], self.handles[0].id)
+        before, after, ended = (
+            functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
+            for name in ("before_root", "after_root", "root_ended")
+        )
+        self.handles += [
+            model.register_forward_hook(after, with_kwargs=True),
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(ended, always_call=True),
+        ]
+        move_hook_to_front(forward_pre_hooks(model), self.handles[-2].id)
+        dynamo.recompile()
+
+    def adopt(self, handles: list[RemovableHandle]) -> None:
+        """Takes over the hooks that a copy of the model has."""
+        dynamo.register(self)
+        self.handles = handles
+
+    def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
+        """Calls a method of the owner before each call of one more module."""
+        hook = functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
+        self.handles.append(module.register_forward_pre_hook(hook))
+        move_hook_to_front(forward_pre_hooks(module), self.handles[-1].id)
+
+    def remove(self) -> None:
+        """Removes every hook; calling it again does nothing."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        dynamo.unregister(self)
+
+
+class StepBoundaryHook:
+    """Calls a method of its owner, found by name.
+
+    In a copy of the model this is the method of the owner of the copy's hooks; a copied
+    bound method would be the original owner's.
+
+    Args:
+        owner: The object that has the method.
+        name: The method's.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner = owner
+        self.name = name
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.owner.is_paused:
+            return
+        try:
+            getattr(self.owner, self.name)(*arguments)
+        except FloatingPointError as error:  # a NonFiniteError
+            drop_own_frames(error)
+            raise error
+
+
+def root_hooks(model: nn.Module) -> Iterator[StepBoundaryHook]:
+    """Yields the hooks of all owners that have this model as their root."""
+    for hooks in (forward_pre_hooks(model), forward_hooks(model)):
+        for hook in list(hooks.values()):
+            if _is_partial_of(hook, _C.run_paused):
+                yield hook.args[0]
+
+
+def move_hook_to_front(hooks: dict[int, Any], key: int) -> None:
+    """Makes a hook the first of its dict.
+
+    `prepend=True` moves its key in the OrderedDict and not in the dict below, and
+    dynamo of torch 2.11 takes one hook for another then.
+    """
+    for other in list(hooks):
+        if other != key:
+            hooks[other] = hooks.pop(other)
+
+
+def _is_partial_of(hook: object, function: object) -> TypeGuard[functools.partial[Any]]:
+    return isinstance(hook, functools.partial) and hook.func is function
+
+
+class CopiedHooks:
+    """The owner of the hooks in a copy of a model whose original alone is watched.
+
+    The hooks are removed when the copy is first called.
+    """
+
+    is_paused = False
+    plan = 0
+    device = None
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self.recorder = _C.Recorder(0)
+        self.root_hook = _C.FrameHook(self, 0)
+        self.compiled_boundary = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CopiedHooks, (), {"handles": self.handles}
+
+    def before_root(self, *_: object) -> None:
+        """Removes the hooks."""
+        for handle in self.handles:
+            handle.remove()
+
+    after_root = root_ended = on_frame = before_entry = before_root
+    before = returned = ended = evaluation_ended = raised = before_root
+
+    def on_submodule_call(self, *_: object) -> int:
+        """Removes the hooks; returns no flags for the `FrameHook`."""
+        self.before_root()
+        return 0
+
+
+def outermost_call(is_watched: Callable[[nn.Module], bool]) -> tuple[int, nn.Module]:
+    """Finds the outermost running call of a watched module, from the Python stack.
+
+    Args:
+        is_watched: Returns whether a module counts.
+
+    Returns:
+        An identity of that call, equal as long as it runs, and its module.
+
+    Raises:
+        LookupError: If no such call is running.
+    """
+    calls = [call for call in running_modules() or () if is_watched(call[1])]
+    if not calls:
+        raise LookupError("no watched module is running")
+    return calls[-1]
+
+
+def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
+    """Returns the frame hook of an owner on a module, or None."""
+    for hook in forward_hooks(module).values():
+        if _is_partial_of(hook, _C.run_hook) and hook.args[0].owner is owner:
+            found: _C.FrameHook = hook.args[0]
+            return found
+    return None
+
+
+def index_of(owner: object, module: nn.Module) -> int:
+    """Returns the index of a module in its owner's hook, or -1."""
+    hook = hook_of(owner, module)
+    return -1 if hook is None else hook.module
+
+
+def is_running(module: nn.Module) -> bool:
+    """True if another call of a module runs; True if that is not known."""
+    calls = running_modules()
+    return calls is None or sum(each is module for _, each in calls) > 1

@@ -1,0 +1,137 @@
+"""The bad step as a guard saw it, and what an explanation notes where it ends.
+
+The explanation itself is data: see `report/explanation.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..guard.explaining import USE_RUN
+from ..guard.report.explanation import NOT_THE_LOSS, Remedy
+from ..guard.step_keeper import LastSteps
+
+
+@dataclass
+class BadStep:
+    """The step that is explained, as a guard saw it.
+
+    Attributes:
+        kind: Of the first bad entry: see `BadEntry.kind`; "" where nobody watched.
+        module: The name of its module, or "".
+        is_made: Whether that module is known to have made it.
+        reaches_loss: Whether loss, outputs or gradients were bad.
+        gradients: The bad gradients of parameters, by name.
+        weights: The largest magnitudes of weights in the last steps, by name, where
+            they were finite.
+        steps_between: How many steps are between two of these magnitudes.
+        largest_gradient: That of all gradients in the last step.
+        optimizers: The optimizers.
+        last_steps: Their last steps.
+        num_dropped: How many forwards of the step were too many to be kept.
+        hidden_by: Why forwards of the step could not be kept, or "".
+        takes_from: See `StepKeeper`.
+        is_late: Whether the weights may have been stepped since.
+        had_gradients: See `StepKeeper`.
+        left_over: See `StepKeeper`.
+        is_of_flag: Whether a device's overflow flag is all that was seen.
+    """
+
+    kind: str = ""
+    module: str = ""
+    is_made: bool = False
+    reaches_loss: bool = True
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    steps_between: int = 1
+    largest_gradient: float = 0.0
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    last_steps: LastSteps = field(default_factory=LastSteps)
+    is_late: bool = False
+    is_of_flag: bool = False
+    num_dropped: int = 0
+    hidden_by: str = ""
+    takes_from: Sequence[str] = ()
+    had_gradients: bool = False
+    left_over: Mapping[str, int] = field(default_factory=dict)
+
+
+# Of runs that diverge: the step that is replayed comes after the one that did it.
+SLOWER = Remedy(
+    "lower the learning rate, warm it up, or clip gradients",
+    tried=False,
+    why="the weights before the last step are not held (a copy of the model)",
+)
+
+
+# Sentences on what a replay leaves open.
+
+
+OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
+_FEW = 3
+
+
+def effects_text(names: Sequence[str]) -> str:
+    """Returns, as a clause, that what has these names was not put back."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return f"the step changes {first}, which could not be put back"
+
+
+def outside_text(name: str) -> str:
+    """Returns, as a clause, that code outside of `guard.run()` computed a tensor."""
+    return (
+        f"`{name}` was computed outside of the function of `guard.run()`, by code that "
+        "was not replayed with it: call the model within that function"
+    )
+
+
+def set_text(names: Sequence[str]) -> str:
+    """Returns, as a clause, that the program set what has these names in the step."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return (
+        f"the program set {first} in the step, outside of the models' forwards, and a "
+        "replay runs with what was there before (set it within the function of "
+        "`guard.run()`)"
+    )
+
+
+SOME = "Some replays are finite, but {}."
+NOT_REDUCED = (
+    "Each rank's own gradients are finite in the replay; what ranks make of them "
+    "together (DDP's reduction, communication hooks) was not replayed."
+)
+LEFT_OVER = (
+    "left over from step {}: non-finite since then, and not cleared before this step"
+)
+OLD = (
+    "The replay is finite. Gradients were there before the step's first forward, and "
+    "may have been non-finite: clear them where a step is skipped, too."
+)
+NOT_CALLED = (
+    "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
+    "were not called in it, and may have made the gradients non-finite."
+)
+MASKED = "An output holds -inf alone: it may be an intended mask."
+NO_LOSS = (
+    "The forward is finite. Backward was not run: neither `loss` nor the model "
+    "returned a number that requires a gradient."
+)
+GIVEN_BAD = "The gradient that the model's output was given is non-finite."
+_ALL_BAD = (
+    "All gradients are non-finite, and the replayed backward is finite: code between "
+    "it and the optimizer's step (clipping, unscaling, communication) may have made "
+    "them."
+)
+ALL_BAD = f"{_ALL_BAD} It was not replayed."
+NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
+OTHER_WEIGHT = (
+    "The weight is finite in the model, and so is the replay: it was written to since, "
+    "or the forward ran with another tensor in its place, as under functional_call()."
+)
+STOOD_IN = (
+    "The replay is finite. It ran with the model's own weights: the step ran under "
+    "functional_call(), whose tensors were not kept. Use `guard.run(lambda: loss)`."
+)

@@ -1,0 +1,384 @@
+"""The calls of a step, made so that they can be made again, whole or in part."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..guard.step_keeper import (
+    MAX_CALLED,
+    NUM_SAMPLED,
+    Ambient,
+    HeldFunction,
+    KeptCall,
+    argument_names,
+    variables_of,
+)
+from ..scanner.modules import named_modules
+from ..scanner.tensors import has_memory, loss_in
+from ..scanner.text import is_of_user
+from ..scanner.tree import (
+    CALL_DEPTH,
+    NotRebuilt,
+    Path,
+    mapped,
+    path_text,
+    tensors,
+    tensors_in,
+)
+from ..torch_internals.compiler import uncompiled
+from .tensor_kinds import is_float
+
+# A function that a guard has held, called with other data.
+
+
+class Captured(HeldFunction):
+    """A function without arguments, which can be called with other data.
+
+    It is called with what its variables held when it was held: a loop has given them
+    the next batch since. So are the functions of its module that it calls.
+    """
+
+    @classmethod
+    def of(cls, held: HeldFunction) -> Captured:
+        """Makes a function that was held one that can be called again."""
+        captured = cls.__new__(cls)
+        vars(captured).update(vars(held))
+        return captured
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Calls the function, with values in place of its variables'."""
+        is_same = all(values[name] is each for name, each in self.values.items())
+        if is_same and not any(map(self._is_rebound, self.held)):
+            return self.function()
+        function: Any = self.plain
+        args: list[Any] = []
+        keywords: dict[str, Any] = {}
+        if isinstance(self.function, functools.partial):
+            own = self.function
+            function = own.func
+            given = zip(self.names, own.args, strict=True)
+            args = [values.get(name, each) for name, each in given]
+            keywords = {k: values.get(k, each) for k, each in own.keywords.items()}
+        if self.plain is not None:
+            function = self._with(self.plain, values)
+        return function(*args, **keywords)
+
+    @property
+    def around(self) -> dict[str, Any]:
+        called, found = self.called, dict[str, Any]()
+        if isinstance(self.function, functools.partial):
+            found |= zip(self.names, self.function.args, strict=True)
+            found |= self.function.keywords
+        if self.plain is None:
+            found["self"] = getattr(called, "__self__", called)
+        for own in self.held.values():
+            found |= own
+        for each in [getattr(called, "__func__", called), *found.values()]:
+            found = dict(_all_variables(each, 0)) | found
+        return {k: v for k, v in found.items() if k not in self.values}
+
+    def _is_rebound(self, function: types.FunctionType) -> bool:
+        """True if a variable of a function holds another object by now."""
+        now = dict(variables_of(function))
+        held = self.held[function]
+        return any(k not in now or now[k] is not each for k, each in held.items())
+
+    def _with(
+        self,
+        function: types.FunctionType,
+        values: Mapping[str, Any],
+        copies: dict[types.FunctionType, types.FunctionType] | None = None,
+    ) -> types.FunctionType:
+        """A copy of a function with what it held, but for these values."""
+        copies = {} if copies is None else copies
+        code, around = function.__code__, dict(function.__globals__)
+        cells = {name: types.CellType() for name in code.co_freevars}
+        copy = types.FunctionType(
+            code, around, function.__name__, None, tuple(cells.values())
+        )
+        copies[function] = copy
+        for name, each in zip(
+            code.co_freevars, function.__closure__ or (), strict=True
+        ):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                cells[name].cell_contents = each.cell_contents
+        for name, own in self.held[function].items():
+            each = self._instead(name, own, values, copies)
+            if name in cells:
+                cells[name].cell_contents = each
+            else:
+                around[name] = each
+        last = code.co_varnames[: code.co_argcount]
+        defaults = function.__defaults__ or ()
+        names = last[len(last) - len(defaults) :]
+        copy.__defaults__ = tuple(
+            self._instead(name, each, values, copies)
+            for name, each in zip(names, defaults, strict=True)
+        )
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy
+
+    def _instead(
+        self,
+        name: str,
+        held: Any,
+        values: Mapping[str, Any],
+        copies: dict[types.FunctionType, types.FunctionType],
+    ) -> Any:
+        """Returns what a copy of a function reads in place of what it held."""
+        if name in values and held is self.values.get(name):
+            return values[name]
+        if isinstance(held, types.FunctionType) and held in self.held:
+            return copies[held] if held in copies else self._with(held, values, copies)
+        return held
+
+
+def _all_variables(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    """The variables of a user's function, and of functions among them."""
+    if not isinstance(function, types.FunctionType) or depth > MAX_CALLED:
+        return
+    if not is_of_user(function.__code__.co_filename):
+        return
+    for name, each in variables_of(function):
+        yield name, each
+        yield from _all_variables(each, depth + 1)
+
+
+def names_of_inputs(model: nn.Module, count: int) -> list[str]:
+    """The names that a model's forward has for its first positional arguments.
+
+    A wrapper such as DDP or an engine passes on what it is given, under no names of its
+    own: they are those of the model within.
+    """
+    around = [uncompiled(each) for name, each in named_modules(model) if not name]
+    named = [argument_names(each.forward, count) for each in around]
+    return min(named, key=lambda names: sum("[" in name for name in names))
+
+
+# One call of a step, with what it takes to make it again.
+
+
+class Call(KeptCall):
+    """One call that can be made again: of the model, or of a function that calls it.
+
+    Attributes:
+        function: Takes the batch, and returns what the call returned.
+    """
+
+    _kept: KeptCall | None = None
+
+    @property
+    def caller(self) -> int:
+        """Which model it is of; 0 for a function that calls them."""
+        return 0
+
+    def leaves(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the batch with their places, such as `batch['x']`."""
+        return [
+            (f"{name}{path_text(path)}", tensor) for name, path, tensor in self.places()
+        ]
+
+    def places(self) -> Iterator[tuple[str, Path, torch.Tensor]]:
+        """Yields the variable, the path in it and the tensor, for the whole batch."""
+        for name, value in self.variables().items():
+            for path, tensor in tensors(value):
+                yield name, path, tensor
+
+    def variables(self) -> dict[str, Any]:
+        """The values that make up the batch, by the names that code has for them."""
+        is_captured = isinstance(self.function, Captured)
+        return self.batch if is_captured else {"batch": self.batch}
+
+    def around(self) -> dict[str, Any]:
+        """The variables besides the batch that its function reads, by their names."""
+        function = self.function
+        return function.around if isinstance(function, Captured) else {}
+
+    def note_overwritten(self) -> None:
+        """Keeps the answer of `is_overwritten()`: a replay may write, too."""
+        self.was_overwritten = self.is_overwritten()
+        if self._kept is not None:
+            self._kept.was_overwritten = self.was_overwritten
+
+    def with_own_batch(self) -> Call:
+        """The same call with a copy of its batch, for code that writes to it."""
+        return self.with_batch(_as_copy)
+
+    def with_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+        """The same call with another tensor in place of each of its batch's."""
+        batch = mapped(self.batch, change, CALL_DEPTH)
+        copy = type(self)(self.function, batch, self.ambient)
+        copy.returns_loss, copy.held = self.returns_loss, self.held
+        return copy
+
+    def computed_outside(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the batch whose graph, of code outside of it, is not run."""
+        found = self.leaves()
+        return [(name, each) for name, each in found if each.grad_fn is not None]
+
+    def without_graph(self) -> Call:
+        """The same call, whose backward ends at what was computed outside of it."""
+        return self.with_batch(_as_leaf) if self.computed_outside() else self
+
+    def with_held(self, held: dict[int, torch.Tensor]) -> Call:
+        """The same call, whose output gets other gradients."""
+        copy = type(self)(self.function, self.batch, self.ambient)
+        copy.returns_loss, copy.held = self.returns_loss, held
+        return copy
+
+    def is_overwritten(self) -> bool:
+        """True if the batch was written to since.
+
+        Writes that torch does not count, as through NumPy, are seen on the CPU alone,
+        if they change one of a few values.
+        """
+        if self.was_overwritten is not None:
+            return self.was_overwritten
+        tensors = self._tensors
+        if _C.versions_of(tensors) != self._versions:
+            return True
+        return _C.samples_of(tensors, NUM_SAMPLED) != self._samples
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor of the batch was written to since, by torch."""
+        now = _C.versions_of(self._tensors)
+        both = zip(self._tensors, self._versions, now, strict=True)
+        return any(before != after for each, before, after in both if each is tensor)
+
+
+class ModelCall(Call):
+    """A call of a model, with its positional and its keyword arguments."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        batch: tuple[tuple[Any, ...], dict[str, Any]],
+        ambient: Ambient,
+    ) -> ModelCall:
+        """Makes the call of a model with its arguments."""
+        return cls(functools.partial(call_model, model), batch, ambient)
+
+    @property
+    def caller(self) -> int:
+        """Which model it is of."""
+        function: Any = self.function
+        return id(function.args[0])
+
+    def variables(self) -> dict[str, Any]:
+        """The arguments, by the names of the parameters."""
+        return self.around()
+
+    def around(self) -> dict[str, Any]:
+        """The arguments, by the names of the parameters."""
+        function: Any = self.function
+        args, kwargs = self.batch
+        names = names_of_inputs(function.args[0], len(args))
+        return {**dict(zip(names, args, strict=True)), **kwargs}
+
+
+def name_outside(calls: Iterable[Call]) -> str:
+    """The first tensor that a function was given with a graph of outside, or ""."""
+    functions = [each for each in calls if not isinstance(each, ModelCall)]
+    found = (each.computed_outside() for each in functions if each.returns_loss)
+    return next((names[0][0] for names in found if names), "")
+
+
+def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is torch.Tensor and not has_memory(tensor):
+        return tensor
+    copy = tensor.detach().clone()
+    return copy.requires_grad_() if tensor.requires_grad and is_float(tensor) else copy
+
+
+def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    args, kwargs = mapped(batch, _as_leaf, CALL_DEPTH, anew=True)
+    return model(*args, **kwargs)
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that another model made, without the graph of how it was made."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
+
+
+def loss_and_gradients(call: Call, output: Any) -> list[tuple[Any, Any]]:
+    """The tensors that backward begins at, with their gradients.
+
+    Args:
+        call: The kept call.
+        output: What it returned now.
+    """
+    tensors = tensors_in(output)
+    if call.held:
+        places = [place for place in call.held if place < len(tensors)]
+        return [(tensors[place], call.held[place]) for place in places]
+    loss = loss_in(output)
+    loss = tensors[0] if loss is None and call.returns_loss and tensors else loss
+    if loss is None or not loss.requires_grad or not is_float(loss):
+        return []
+    return [(loss, torch.ones_like(loss))]
+
+
+def made_again(kept: KeptCall) -> Call:
+    """Makes a call that a guard has kept one that can be made again."""
+    is_of_model = isinstance(kept.function, nn.Module)
+    call = object.__new__(ModelCall if is_of_model else Call)
+    vars(call).update(vars(kept))
+    call._kept = kept
+    call.function = (
+        functools.partial(call_model, kept.function)
+        if is_of_model
+        else Captured.of(kept.function)
+    )
+    return call
+
+
+# Parts of a batch, along dimension 0.
+
+
+def batch_size(call: Call) -> int | None:
+    """The size of dimension 0 that its tensors share; None if it cannot be cut."""
+    tensors = [tensor for _, tensor in call.leaves() if tensor.dim()]
+    plain = [each for each in tensors if type(each) is torch.Tensor]
+    if not all(map(has_memory, plain)):
+        return None
+    sizes = {len(tensor) for tensor in tensors}
+    return sizes.pop() if len(sizes) == 1 and not why_whole(call) else None
+
+
+def why_whole(call: Call) -> str:
+    """Returns why no part of a batch can be made, as a clause, or ""."""
+    try:
+        mapped(call.batch, torch.Tensor.detach, CALL_DEPTH)
+    except NotRebuilt as error:
+        return str(error)
+    return ""
+
+
+def part_of(call: Call, rows: Sequence[int]) -> Call:
+    """The same call with some of the samples of its batch."""
+    size = batch_size(call) or 0
+    cut = functools.partial(_cut, rows=list(rows), size=size)
+    part = type(call)(call.function, mapped(call.batch, cut, CALL_DEPTH), call.ambient)
+    part.returns_loss = call.returns_loss
+    part.held = {
+        place: held[list(rows)] if held.dim() and len(held) == size else held
+        for place, held in call.held.items()
+    }
+    return part
+
+
+def _cut(tensor: torch.Tensor, rows: list[int], size: int) -> torch.Tensor:
+    if not tensor.dim() or len(tensor) != size:
+        return tensor
+    part = tensor.detach()[rows]
+    wants = tensor.requires_grad and is_float(tensor)
+    return part.requires_grad_() if wants else part

@@ -1,0 +1,549 @@
+"""From an alarm to its explanation: what can be said at once, else by a replay."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..guard.explaining import USE_RUN, taken_text
+from ..guard.files.reading import is_regular
+from ..guard.options import BUDGET
+from ..guard.process import world_size
+from ..guard.report.explanation import Artifact, Explanation
+from ..guard.step_keeper import GRAPH, Ambient
+from ..guard.undo.step_start import StepStart
+from ..scanner.modules import (
+    gradient_taker,
+    module_of_parameter,
+    named_modules,
+    step_of,
+)
+from ..scanner.tensors import devices_of
+from ..scanner.text import error_line
+from ..torch_internals.compiler import has_compiled
+from .bad_step import ALL_BAD, NOT_BEHIND, BadStep
+from .calls import Call
+from .named_tensors import state_by_name
+from .optimizer_step import explain_update
+from .origin import first_bad_weight, looked_up
+from .own_lines import (
+    GradientCode,
+    LossCall,
+    LossLine,
+    advice,
+    find_gradient_code,
+    find_loss_line,
+)
+from .remedies.attempts import find_remedies
+from .remedies.trials import Failure
+from .replay_ranks import BEGIN, NotJoined, RankCoordinator
+from .replayer import Observer, ReplayCheck, Replayer, StepPart
+from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
+from .search import Search
+from .tensor_kinds import bad_names
+
+_OWN_LINES = (
+    "The program's own lines of the loss, up to {}, were run again, too, since it lies "
+    "outside of the models."
+)
+_NOT_ALONE = (
+    "The step was not replayed: there are several ranks, which do not decide together. "
+    "Collectives in it would wait for the others. Pass process_group= to the guard."
+)
+_TAKEN = (
+    "The step was not replayed: its forward was finite, and a second backward would "
+    "write to the gradients that {} keeps."
+)
+_NO_CALLS = (
+    "The step was not replayed: no forward of this step was captured{}. Call the model "
+    "and the loss within `guard.run(lambda: loss)`."
+)
+
+
+def investigate(
+    models: Mapping[str, nn.Module],
+    calls: Sequence[Call],
+    incident: BadStep | None = None,
+    *,
+    start: StepStart | None = None,
+    budget: int = BUDGET,
+    ranks: RankCoordinator | None = None,
+    checkpoints: Sequence[str | os.PathLike[str]] = (),
+    artifact_bytes: int = 0,
+    replay_check: ReplayCheck | None = None,
+) -> Explanation:
+    """Replays a step and says why it is not finite. Everything is put back afterwards.
+
+    Args:
+        models: The models, by what their modules' names begin with.
+        calls: The calls of the step.
+        incident: What a guard saw; None where nobody watched.
+        start: The models as they were when the step began; None for now.
+        budget: How many forwards it may run; as many again for remedies.
+        ranks: The ranks that replay it together, all of which call this; None for this
+            one alone.
+        checkpoints: Files of weights to try where weights are bad, the newest last.
+        artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
+        replay_check: Compares the first replay with the step; None for nothing.
+    """
+    begin = time.perf_counter()
+    ranks = RankCoordinator() if ranks is None else ranks
+    found, replayer = Explanation(), None
+    try:
+        inner = _inner_of(incident) if ranks.is_alone else None
+        keeps_calls = artifact_bytes > 0
+        replayer = Replayer(models, calls, start, ranks, keeps_calls, inner)
+        search = Search(
+            *(replayer, incident, budget, checkpoints, artifact_bytes, replay_check)
+        )
+        if ranks.is_leader:
+            known = (
+                None if incident is None else _without_replay(models, incident, start)
+            )
+            if known is not None and known.phase == "weights":
+                known.evidence += _lookups(models, known.tensor, calls)
+            known = known or _not_replayable(calls, incident, ranks)
+            known = known or _without_backward(models, incident)
+            if known is None:
+                ranks.order(BEGIN)
+            found = known or search.run()
+            if known is not None and checkpoints and calls and ranks.is_alone:
+                with replayer:
+                    failure = Failure(found, None, 0, checkpoints=checkpoints)
+                    find_remedies(failure, replayer, budget, 0.0)
+        elif ranks.receive() == BEGIN:
+            found = search.run()
+    except NotJoined as error:
+        ranks.is_broken = True
+        found.notes.append(str(error))
+    except Exception as error:
+        found.notes.append(f"The explanation ended early: {error_line(error)}.")
+    num_replays = 0 if replayer is None else replayer.num_forwards
+    limits = budget, checkpoints, artifact_bytes
+    # The result of the rank that led has its line.
+    taken = () if incident is None else incident.takes_from
+    if taken and found is not ranks.result:
+        found = _with_advice(found, taken_text(taken))
+    elif found is not ranks.result and _asks_for_loss(found, calls):
+        step = _LossStep(models, calls, incident, start, limits, replay_check)
+        found = step.explained(found, may_run=ranks.is_alone and world_size() == 1)
+        num_replays += step.num_forwards
+    if found is not ranks.result and world_size() == 1:
+        behind = _GradientStep(models, calls, incident, start, limits)
+        found = behind.explained(found)
+        num_replays += behind.num_forwards
+    own = found.artifacts
+    if artifact_bytes and calls:
+        own += _saved(models, calls, start, artifact_bytes, found)
+    if found is not ranks.result:  # which has the numbers of the rank that led
+        found.replays = num_replays
+        found.seconds = time.perf_counter() - begin
+    result = ranks.finish(found)
+    result.artifacts = own
+    return result
+
+
+def _inner_of(incident: BadStep | None) -> str | None:
+    """The module at whose outputs a bad gradient arrived, if that was the alarm."""
+    is_gradient = incident is not None and incident.kind == "grad_output"
+    # Hooks would have compiled code compiled anew.
+    return incident.module if incident and is_gradient and not has_compiled() else None
+
+
+def _with_advice(found: Explanation, text: str) -> Explanation:
+    """The explanation; the note that asks for the loss ends with what to change."""
+    for place, note in enumerate(found.notes):
+        if USE_RUN in note:
+            found.notes[place] = f"{note} {text}".rstrip()
+            break
+    return found
+
+
+def _asks_for_loss(found: Explanation, calls: Sequence[Call]) -> bool:
+    """True if the loss may tell more, and was not replayed."""
+    if any(call.returns_loss for call in calls):
+        return False
+    is_unknown = any(USE_RUN in note for note in found.notes)
+    return is_unknown or (found.phase == "backward" and bool(calls))
+
+
+class _OwnLines:
+    """A step that the program's own lines explain, which are run again, too.
+
+    Args:
+        models: See `investigate()`, as all others.
+        calls: The calls of the step.
+        incident: What a guard saw.
+        start: The models as they were when the step began.
+        limits: The budget, the checkpoints and the bytes of artifacts.
+        replay_check: Compares a replay with the step, or None.
+
+    Attributes:
+        num_forwards: How many forwards were run.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        calls: Sequence[Call],
+        incident: BadStep | None,
+        start: StepStart | None,
+        limits: tuple[int, Sequence[str | os.PathLike[str]], int],
+        replay_check: ReplayCheck | None = None,
+    ) -> None:
+        self._models, self._calls, self._start = models, calls, start
+        self._incident, self._replay_check = incident, replay_check
+        self._limits = limits
+        self.num_forwards = 0
+
+    def _searched(self, replayer: Replayer) -> Explanation:
+        """The explanation of what a replayer runs."""
+        found = Search(
+            *(replayer, self._incident, *self._limits), self._replay_check
+        ).run()
+        self.num_forwards += replayer.num_forwards
+        return found
+
+
+class _GradientStep(_OwnLines):
+    """A step whose gradients code behind backward has written to."""
+
+    def explained(self, found: Explanation) -> Explanation:
+        """The explanation with those lines, where they are it; else what was found."""
+        if ALL_BAD not in found.notes:
+            return found
+        with contextlib.suppress(Exception):
+            code = find_gradient_code()
+            own = None if code is None else self._replayed(code)
+            if own is not None:
+                return own
+        if self.num_forwards:
+            found.notes[found.notes.index(ALL_BAD)] = NOT_BEHIND
+        return found
+
+    def _replayed(self, code: GradientCode) -> Explanation | None:
+        keeps_calls = self._limits[2] > 0
+        given = self._models, self._calls, self._start
+        replayer = Replayer(*given, keeps_calls=keeps_calls, tail=code)
+        with replayer:
+            result = replayer.run()
+        self.num_forwards += replayer.num_forwards
+        names = {} if self._incident is None else self._incident.gradients
+        if result.error is not None or set(result.bad_gradients) != set(names):
+            return None
+        replayer = Replayer(*given, keeps_calls=keeps_calls, tail=code)
+        found = self._searched(replayer)
+        return found if found.phase == "optimizer" else None
+
+
+class _LossStep(_OwnLines):
+    """A step whose loss is computed by the program's own lines."""
+
+    def explained(self, found: Explanation, *, may_run: bool) -> Explanation:
+        """The explanation with those lines; else what was found, with what to change.
+
+        Args:
+            found: What was found without them.
+            may_run: False if other ranks would not run the lines, too.
+        """
+        try:
+            line = find_loss_line()
+        except Exception:
+            line = None  # of source code that is not like Python's
+        if line is None:
+            return found
+        with contextlib.suppress(Exception):
+            own = self._replayed(line) if may_run else None
+            if own is not None:
+                return own
+        text = advice(line, list(self._models.values()))
+        return _with_advice(found, text)
+
+    def _replayed(self, line: LossLine) -> Explanation | None:
+        """The explanation of a replay of the lines, if that is seen to be the step."""
+        if not self._may_run() or not self._models:
+            return None
+        loss_call = LossCall(line, self._models, self._calls)
+        is_same = self._is_same(loss_call)
+        if not is_same and loss_call.leave_out(loss_call.check.num_forwards):
+            is_same = self._is_same(loss_call)
+        if not is_same:
+            return None
+        found = self._searched(self._replayer(loss_call))
+        given = self._incident, self._start, self._limits
+        behind = _GradientStep(self._models, loss_call.calls, *given)
+        found = behind.explained(found)
+        self.num_forwards += behind.num_forwards
+        if found.cause == "not reproducible" and not loss_call.is_only_loss:
+            return None  # another loss may have been bad
+        if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy
+            found.remedies = [each for each in found.remedies if each.is_recommended]
+        found.notes.append(_OWN_LINES.format(loss_call.place))
+        return None if found.cause == "unknown" else found
+
+    def _may_run(self) -> bool:
+        incident = self._incident
+        if self._start is None or incident is None:
+            return False
+        is_partial = incident.hidden_by or incident.num_dropped or incident.is_late
+        has_stand_ins = any(call.has_stand_ins for call in self._calls)
+        return not (is_partial or has_stand_ins)
+
+    def _replayer(self, loss_call: LossCall) -> Replayer:
+        keeps_calls, inner = self._limits[2] > 0, _inner_of(self._incident)
+        given = self._models, loss_call.calls, self._start
+        return Replayer(*given, keeps_calls=keeps_calls, inner=inner)
+
+    def _is_same(self, loss_call: LossCall) -> bool:
+        """Replays the lines; True if that was the step."""
+        replayer, check = self._replayer(loss_call), loss_call.check
+        observers: list[Observer] = [check]
+        if self._replay_check is not None:
+            observers.append(self._replay_check)
+        with replayer:
+            last = len(loss_call.calls) - 1 if has_compiled() else -1
+            part = StepPart(traced=last)  # compiled code runs without hooks
+            result = replayer.run(part, observers=observers)
+            changed = replayer.state.changed_around()
+        self.num_forwards += replayer.num_forwards
+        is_alike = check.is_given_alike and check.has_same_graph
+        if result.error is not None or changed or not is_alike:
+            return False
+        if check.has_same_loss:
+            return True
+        is_other = self._replay_check is not None and self._replay_check.difference()
+        return bool(is_other) and bool(self._calls)
+
+
+def _saved(
+    models: Mapping[str, nn.Module],
+    calls: Sequence[Call],
+    start: StepStart | None,
+    most: int,
+    found: Explanation,
+) -> list[Artifact]:
+    """The files of the step, or a note on why there are none."""
+    try:
+        pairs = [] if start is None else start.pairs()
+        return saved_step(models, calls, pairs, most - found.artifact_bytes)
+    except Exception as error:
+        found.notes.append(f"The step was not saved: {error_line(error)}.")
+        return []
+
+
+def _lookups(
+    models: Mapping[str, nn.Module], name: str, calls: Sequence[Call]
+) -> list[str]:
+    """Describes where batches hold the indices of a bad embedding's bad rows."""
+    for prefix, model in models.items():
+        owner = dict(named_modules(model)).get(
+            module_of_parameter(name.removeprefix(prefix))
+        )
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+            return [text for call in calls for text in looked_up(owner.weight, call)]
+    return []
+
+
+def _not_replayable(
+    calls: Sequence[Call], incident: BadStep | None, ranks: RankCoordinator
+) -> Explanation | None:
+    if ranks.is_alone and world_size() > 1:
+        return Explanation(notes=[_NOT_ALONE])
+    if calls:
+        return None
+    why = "" if incident is None else incident.hidden_by
+    if why == GRAPH:
+        return Explanation(notes=[f"The step was not replayed: it {why}."])
+    return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
+
+
+def _without_backward(
+    models: Mapping[str, nn.Module], incident: BadStep | None
+) -> Explanation | None:
+    """The explanation where only a backward, which cannot be run again, was bad."""
+    is_forward = incident is None or incident.kind not in ("grad_output", "gradient")
+    engine = "" if is_forward else gradient_taker(models.values())
+    if not engine:
+        return None
+    return Explanation(notes=[_TAKEN.format(engine)])
+
+
+def _explain_written_weight(name: str) -> Explanation:
+    """The explanation of a weight that the forward wrote to, without a copy of it."""
+    text = f"the step's forward has written to {name}, which is non-finite now"
+    note = (
+        f"The value of `{name}` before the step is not held: whether it was finite is "
+        "not known, and the step was not replayed."
+    )
+    return Explanation(tensor=name, evidence=[text], notes=[note])
+
+
+def _without_replay(
+    models: Mapping[str, nn.Module], incident: BadStep, start: StepStart | None
+) -> Explanation | None:
+    """The explanation of weights that are bad: no replay is needed for it.
+
+    Unless the step's forward has written to one, and its value of before is held.
+    """
+    if incident.kind not in ("weight", "optimizer_state"):
+        return None
+    found = first_bad_weight(models, "parameter")
+    if found is not None and start is not None:
+        named = state_by_name(models)
+        weight = named[found.tensor]
+        held = start.held(weight)
+        if start.written_in_step(weight):
+            if held is not None and not bad_names([("", held)], masks=False):
+                return None
+            if held is None:
+                return _explain_written_weight(found.tensor)
+    if found is not None and incident.weights.get(found.tensor):
+        return explain_update(models, incident, found)
+    if found is None and incident.kind == "optimizer_state":
+        return Explanation(
+            "optimizer", notes=["Which step made the optimizer's state is not known."]
+        )
+    return found
+
+
+# Explains a step from the folder of its evidence, in another process.
+
+
+_FEW = 3
+
+
+def function_at(argument: str, place: str) -> Callable[..., Any]:
+    """The function of a file.
+
+    Args:
+        argument: The name of the argument, for errors.
+        place: The file and the function, such as "train.py:build".
+
+    Raises:
+        UnreadableStepError: If there is no such file or function, or it cannot be run.
+    """
+    file, _, name = place.rpartition(":")
+    path = Path(file)
+    if not file or not is_regular(path):
+        raise UnreadableStepError(
+            f"{argument} must be FILE.py:FUNCTION, and the file exist, got {place!r}"
+        )
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        found = runpy.run_path(str(path), run_name=path.stem).get(name)
+    except Exception as error:
+        raise UnreadableStepError(f"{path} cannot be run: {error!r}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise UnreadableStepError(f"{path} has no function {name!r}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def require_step(folder: str | os.PathLike[str]) -> None:
+    """Raises UnreadableStepError if a folder has no step; names those below it."""
+    path = Path(folder)
+    if not os.path.isdir(path):
+        what = "is no folder" if os.path.lexists(path) else "does not exist"
+        raise UnreadableStepError(f"{path} {what}")
+    below = sorted(path.glob(f"**/{STEP}")) if not (path / STEP).is_file() else []
+    if below:
+        more = f", or one of {len(below) - 1} more" if len(below) > 1 else ""
+        raise UnreadableStepError(f"give the folder of a step: {below[0].parent}{more}")
+
+
+def explain_folder(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    loss: Callable[..., Any] | None = None,
+    *,
+    any_weights: bool = False,
+    budget: int = BUDGET,
+) -> Explanation:
+    """Explains the step of a folder with a model that has the step's weights.
+
+    Args:
+        folder: The folder of a bad step's evidence: `.../step-00000012`.
+        model: The model with its weights, as they were when the step was bad.
+        loss: Takes the model and the batch, and returns the loss. The batch is the
+            one argument of the model or a dict of them; where the step ran in
+            `guard.run()`, a dict of the variables that its function used. None for the
+            loss that the model returns.
+        any_weights: Explain with weights that are not those of the step, too.
+        budget: How many forwards it may run.
+
+    Raises:
+        UnreadableStepError: If the folder has no step that can be run, or the weights
+            are not those of the step.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnreadableStepError(
+            f"the model must be a torch.nn.Module, got {type(model).__name__}"
+        )
+    require_step(folder)
+    step = SavedStep(Path(folder))
+    models = step.models(model)
+    other = step.differences(models)
+    text = (
+        f"{len(other)} weights and buffers are not those of the step: "
+        f"{', '.join(other[:_FEW])}{' ...' * (len(other) > _FEW)}"
+    )
+    if other and not any_weights:
+        raise UnreadableStepError(f"{text}; load the checkpoint that the step ran with")
+    found = investigate(models, step.calls(model, loss), budget=budget)
+    found.notes[:0] = step.notes + [text] * bool(other)
+    return found
+
+
+# `explain()`: says why a model's step is not finite, without a guard.
+
+
+def explain(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., torch.Tensor] | None = None,
+    *,
+    budget: int = BUDGET,
+    checkpoints: Sequence[str | os.PathLike[str]] = (),
+) -> Explanation:
+    """Runs a step of a model and says which operation makes it non-finite, and why.
+
+    Runs forward and backward; gradients, buffers and random states are put back bit for
+    bit, and nothing is stepped. Incurs a CPU-GPU sync for each operation on a device.
+
+    Args:
+        model: The model.
+        batch: What the model is called with: a tuple or list of arguments, a dict of
+            keyword arguments, or the one argument.
+        loss: Takes the batch, or the model and the batch, calls the model and returns
+            what to call `backward()` on. None: the loss that the model returns.
+        budget: How many forwards it may run to explain, and to try remedies.
+        checkpoints: Files of weights (`torch.save`, safetensors), the newest last. If
+            weights are bad, the step is tried with those that are finite.
+
+    Returns:
+        The explanation; its `cause` is "not reproducible" if the step is finite.
+
+    Raises:
+        TypeError: If the model or the loss cannot be used.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> found = explain(model, torch.zeros(1, 2), lambda x: model(x).sum().log())
+        >>> found.phase
+        'forward'
+    """
+    function = step_of(model, loss)
+    call = Call(function, batch, Ambient(model, devices_of([model])))
+    call.returns_loss = loss is not None
+    return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)

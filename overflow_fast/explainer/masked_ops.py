@@ -1,0 +1,108 @@
+"""Runs a clean step again, and looks inside its operations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..guard.monitors.monitor import Guarded, Monitor, MonitoredStep
+from ..guard.options import option, whole
+from ..guard.process import world_size
+from ..guard.report.explanation import Explanation
+from ..scanner.text import as_lines
+from .calls import made_again
+from .replayer import Replayer
+from .search import find_masked_nonfinite
+from .snapshot import Snapshot
+
+_log = logging.getLogger("overflow_fast")
+
+
+@dataclass(frozen=True)
+class MaskedOps(Monitor):
+    """Operations whose non-finite values were masked, clamped or divided away.
+
+    Not with several ranks, nor with `sync="lagged"`.
+    """
+
+    needs_magnitudes = False
+    replays = True
+
+    every: int = field(
+        default=1000,
+        metadata=option(
+            "Run one clean step in this many again, and log its operations whose "
+            "non-finite values were masked.",
+            whole(1),
+        ),
+    )
+
+    def start(self, guarded: Guarded) -> Monitor:
+        return _MaskedOpsLog(guarded, self.every)
+
+
+class _MaskedOpsLog(Monitor):
+    """Logs each operation once.
+
+    Args:
+        guarded: The training.
+        every: One step in this many is run again.
+    """
+
+    def __init__(self, guarded: Guarded, every: int) -> None:
+        self._guarded = guarded
+        self._every = every
+        self._known: set[tuple[str, int, str]] = set()  # the places that were logged
+        self._num_masked = 0
+        self._has_warned_of_lost = False
+
+    def look(self, step: MonitoredStep) -> tuple[()]:
+        keeper = self._guarded.keeper
+        if step.number % self._every or keeper is None or not keeper.calls:
+            return ()
+        if world_size() > 1:
+            return ()
+        replayer = Replayer(
+            step.models, list(map(made_again, keeper.calls)), keeper.start
+        )
+        found = find_masked_nonfinite(replayer)
+        self._warn_of_lost(replayer.state)
+        self._report(step.number, found)
+        return ()
+
+    def metrics(self) -> dict[str, float]:
+        return {"hidden_failures_total": self._num_masked}
+
+    def _warn_of_lost(self, state: Snapshot) -> None:
+        """Warns once that steps are not replayed, or have left a trace."""
+        texts = state.problems
+        if state.lost:
+            texts = ["MaskedOps(): clean steps are not replayed.", state.lost_text]
+        if texts and not self._has_warned_of_lost:
+            self._has_warned_of_lost = True
+            _log.warning("%s", as_lines([*texts, "Logged once."]))
+
+    def _report(self, step: int, found: Sequence[Explanation]) -> None:
+        lines = []
+        for each in found:
+            op = each.op
+            assert op is not None
+            place = op.file, op.line, op.name
+            if place not in self._known:
+                self._known.add(place)
+                where = f" in {each.module}" if each.module else ""
+                made = each.evidence[0] if each.evidence else each.cause
+                lines.append(f"{op.place}: {op.code} ({op.name}{where}): {made}.")
+        self._num_masked += len(lines)
+        if lines:
+            _log.warning(
+                "%s",
+                as_lines(
+                    [
+                        f"Step {step} is finite, but values inside of it were not:",
+                        *lines,
+                        "They did not reach the loss or a gradient.",
+                    ]
+                ),
+            )

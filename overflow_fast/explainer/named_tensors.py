@@ -1,0 +1,40 @@
+"""Parameters and buffers of models by their qualified names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..scanner.modules import named_buffers, named_parameters
+
+
+def state_by_name(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns the parameters and buffers of models by their qualified names."""
+    return {name: tensor for _, name, tensor in names_of(models)}
+
+
+def names_of(models: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Tensor]]:
+    """Lists kind, qualified name and tensor of each parameter and buffer, once."""
+    found: list[tuple[str, str, torch.Tensor]] = []
+    for prefix, model in models.items():
+        parameters, buffers = named_parameters(model), named_buffers(model)
+        found += [("parameter", f"{prefix}{name}", each) for name, each in parameters]
+        found += [("buffer", f"{prefix}{name}", each) for name, each in buffers]
+    return found
+
+
+def partitions_of(
+    models: Mapping[str, nn.Module],
+) -> list[tuple[str, str, torch.Tensor]]:
+    """Lists what parameters hold in attributes, as `names_of()`: partitions of them.
+
+    Such as those of ZeRO-3, from which an engine gathers the weights in each forward.
+    """
+    return [
+        (kind, name, value)
+        for kind, name, parameter in names_of(models)
+        for key, value in getattr(parameter, "__dict__", {}).items()
+        if kind == "parameter" and isinstance(value, torch.Tensor) and "grad" not in key
+    ]

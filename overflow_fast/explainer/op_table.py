@@ -1,0 +1,331 @@
+"""The operations of a replay, and where their non-finite values came from."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..scanner.tensors import PLAIN, extent_of, is_whole
+from ..scanner.tree import tensors_in
+from ..torch_internals.compiler import has_compiled, is_in_compiled_call
+from ..torch_internals.running import no_dispatch
+from .mask_counts import MaskCounts
+from .op_rows import (
+    UNDEFINED,
+    Details,
+    Leaf,
+    Row,
+    Source,
+    is_meant,
+    returns_meant,
+    row_of,
+)
+from .op_trace import ModuleStack, OpCall
+from .storage_map import StorageMap, memory_of
+from .tape import Tape, TapedCall
+from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float
+
+_MAX_SOURCES = 8
+_MOST_WRITERS = 32
+_MOST_UNDEFINED = 4
+_MAX_DETAILS = 48
+_NAMED = ("parameter", "buffer", "batch")  # leaves that a report names
+# The sources of a tensor, its kinds and its size.
+_Read = list[tuple[list[Source], int, int]]
+
+
+class OpTable:
+    """Records a row for each operation of a trace.
+
+    Non-finite values are followed by the memory that holds them, so that views and
+    writes in place are no matter. Nothing that runs is changed. Incurs a CPU-GPU sync
+    for each operation on a device.
+
+    Args:
+        leaves: The tensors that are there before, by what they are.
+        details_of: Says why an operation made a bad value.
+        keeps_calls: Keep the arguments of operations that made bad values.
+        looks_back: Hold what operations read, for one that turns out undefined.
+
+    Attributes:
+        rows: The operations, in order.
+        bad_modules: The modules' outputs that were bad, with their names, in order.
+        kinds: Knows which kinds of non-finite values tensors hold.
+        undefined: The last operations whose results float64 cannot tell, each with
+            those that it depends on.
+        is_compiled: True if an operation ran in a call of what was compiled.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        details_of: Callable[
+            [OpCall, Sequence[torch.Tensor], Any, MaskCounts], Details
+        ],
+        keeps_calls: bool = False,
+        looks_back: bool = False,
+    ) -> None:
+        self._details_of, self._keeps_calls = details_of, keeps_calls
+        self.rows: list[Row] = []
+        self.bad_modules: list[tuple[str, torch.Tensor]] = []
+        self.is_compiled, self._may_be_compiled = False, has_compiled()
+        self.kinds = Kinds()
+        self._mask_counts = MaskCounts(self.kinds)
+        self._bad: StorageMap[list[Source]] = StorageMap()
+        self._empty: StorageMap[Row] = StorageMap()
+        self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
+        self._leaves = _Leaves(leaves)
+        self._num_details = 0
+        self._tape = Tape(self._writers) if looks_back else None
+        self.undefined: dict[Row, list[TapedCall]] = {}
+
+    def sources(self, tensor: torch.Tensor) -> list[Source]:
+        """The sources of the non-finite values of a tensor."""
+        known, empty = self._bad.get(tensor), self._empty.get(tensor)
+        if known is not None:
+            return known
+        if empty is not None:
+            return [empty]
+        found = self._leaves.overlapping(tensor)
+        if len(found) > 1:  # they share memory, as in an engine's flat buffers
+            bad = [(e, leaf) for e, leaf in found.items() if self._is_bad(leaf)]
+            found = dict(bad or list(found.items())[:_MAX_SOURCES])
+        leaves = _innermost(found)[:_MAX_SOURCES] or [Leaf("unknown", "", tensor)]
+        for leaf in leaves:
+            leaf.is_read = True
+        return list(leaves)
+
+    def _is_bad(self, leaf: Leaf) -> bool:
+        return leaf.tensor is not None and any(self.kinds.of([leaf.tensor]))
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        """The name of the weight, buffer or input that it is or views; "" for none."""
+        leaf = self._leaves.around(tensor)
+        if leaf is None or leaf.tensor is None or leaf.kind not in _NAMED:
+            return ""
+        is_part = tensor.numel() < leaf.tensor.numel()
+        return f"{'part of ' * is_part}`{leaf.name}`"
+
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation, and records its row; see `OpObserver`."""
+        if op.waits:
+            output = op.run()
+            self.kinds.forget(tensors_in(output))
+            return output
+        row = self._begin(op, modules)
+        if op.is_view:
+            output = op.run()
+            if not op.fresh(output):
+                return output  # no value of it is new
+            read = self._read(op, row)
+            call = None if self._tape is None else self._tape.begin(op, row)
+        else:
+            read = self._read(op, row)
+            op.keep_written()
+            call = None if self._tape is None else self._tape.begin(op, row)
+            output = op.run()
+        with torch.no_grad():
+            fresh = op.fresh(output)
+            self._note_written(op, row, fresh)
+            if self._tape is not None:
+                self._tape.end(op, call, output)
+            self._end(op, row, output, fresh, read)
+        if row.call is not None and not row.in_backward:
+            row.module_call = modules.call()
+        return output
+
+    def _read(self, op: OpCall, row: Row) -> _Read:
+        """Notes which operations wrote what one reads; returns what is bad of it."""
+        read = op.read()
+        rows = [each for t in read for each in self._writers.get(t) or ()]
+        row.read_from = tuple(dict.fromkeys(rows))
+        return [
+            (self.sources(tensor), kinds, tensor.numel())
+            for tensor, kinds in zip(read, self.kinds.of(read), strict=True)
+            if kinds
+        ]
+
+    def _note_written(
+        self, op: OpCall, row: Row, fresh: Sequence[torch.Tensor]
+    ) -> None:
+        for tensor in fresh:
+            self._writers.put(tensor, (row,))
+        for tensor in op.written:  # of many writers to the same memory the last ones
+            before = self._writers.get(tensor) or ()
+            self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], row))
+
+    def close(self) -> None:
+        """Lets go of what only operations that are still to come would need."""
+        self._tape = None
+
+    def on_module(self, name: str, output: Any) -> None:
+        """Notes what a module has returned, if it is bad."""
+        floats = floats_in(output)
+        with no_dispatch():
+            found = self.kinds.of(floats)
+        for tensor, kinds in zip(floats, found, strict=True):
+            # A mask's -inf is handed on; any other has an operation that made it.
+            made = (s for s in self._bad.get(tensor) or () if not is_meant(s, kinds))
+            if kinds & ~NEGATIVE_INF or (kinds and any(made)):
+                self.bad_modules.append((name, tensor))
+
+    def _begin(self, op: OpCall, modules: ModuleStack) -> Row:
+        row = row_of(op, modules, len(self.rows))
+        self.rows.append(row)
+        if self._may_be_compiled and not self.is_compiled:
+            self.is_compiled = is_in_compiled_call()
+        return row
+
+    def _end(
+        self,
+        op: OpCall,
+        row: Row,
+        output: Any,
+        fresh: Sequence[torch.Tensor],
+        read: _Read,
+    ) -> None:
+        self.kinds.forget(op.written)
+        if op.is_communication:
+            self._note_communication(op, row, output, read)
+            return
+        if op.is_empty:
+            row.is_empty = True
+            for tensor in fresh:
+                self._empty.put(tensor, row)
+            return
+        self._mask_counts.note(op, fresh)
+        results = [t for t in [*fresh, *op.written] if is_float(t) and t.numel()]
+        bad, found = [], self.kinds.of(results)
+        row.abs_max = self.kinds.stat(results[0]).abs_max if results else None
+        for tensor, kinds in zip(results, found, strict=True):
+            if kinds:
+                bad.append(tensor)
+                row.kinds |= kinds
+            elif (self._bad or self._empty) and is_whole(tensor):  # it is gone there
+                self._bad.drop(tensor)
+                self._empty.drop(tensor)
+        if bad:
+            self._note_bad(op, row, bad, output, read)
+
+    def _note_communication(
+        self, op: OpCall, row: Row, output: Any, read: _Read
+    ) -> None:
+        """Notes that what arrives came from other ranks, or from here.
+
+        It may not have arrived yet, and is not looked at before somebody reads it.
+        """
+        row.is_communication = True
+        row.parents = [s for of, k, _ in read for s in of if not is_meant(s, k)]
+        for tensor in tensors_in((op.args, op.kwargs, output)):
+            self.kinds.forget([tensor])
+            self._empty.drop(tensor)
+            if self._bad.get(tensor) is None:
+                self._bad.put(tensor, [row])
+
+    def _note_bad(
+        self,
+        op: OpCall,
+        row: Row,
+        bad: Sequence[torch.Tensor],
+        output: Any,
+        read: _Read,
+    ) -> None:
+        """Notes where bad results came from, or that they began here."""
+        for of, kinds, _ in read:
+            new = [each for each in of if each not in row.parents]
+            row.parents += [each for each in new if not is_meant(each, kinds)]
+        if not row.parents:
+            given = functools.reduce(operator.or_, (k for _, k, _ in read), 0)
+            row.is_meant = returns_meant(op, row.kinds, given)
+            row.masks = [each for of, _, _ in read for each in of]
+            sizes = [size for _, _, size in read]
+            row.reduces = bool(sizes) and max(t.numel() for t in bad) < min(sizes)
+            if row.reduces or not row.is_meant:
+                self._detail(op, row, bad, output)
+                is_overflow = row.details is not None and row.details.is_overflow
+                row.is_meant = bool(read) and not row.kinds & NAN and not is_overflow
+        for tensor in bad:
+            known = self._bad.get(tensor)
+            if known is None:
+                self._bad.put(tensor, [row])
+            elif len(known) < _MAX_SOURCES and known[-1] is not row:
+                known.append(row)
+
+    def _detail(
+        self, op: OpCall, row: Row, bad: Sequence[torch.Tensor], output: Any
+    ) -> None:
+        if self._num_details < _MAX_DETAILS:
+            self._num_details += 1
+            row.details = details = self._details_of(op, bad, output, self._mask_counts)
+            details.inputs = [
+                replace(summary, name=self._name_of(tensor))
+                for summary, tensor in zip(details.inputs, op.read(), strict=True)
+            ]
+            if self._keeps_calls:
+                row.call = op
+                op.note_versions()
+            is_undefined = details.why == UNDEFINED and details.true_value is not None
+            if is_undefined and self._tape is not None:
+                self.undefined[row] = self._tape.before(row)
+                if len(self.undefined) > _MOST_UNDEFINED:
+                    del self.undefined[next(iter(self.undefined))]
+
+
+# Tensors from before the replay, by where they lie.
+
+
+_Extent = tuple[int, int]  # the bytes of a memory where a tensor begins and ends
+_ALL = (0, sys.maxsize)
+
+
+class _Leaves:
+    """Finds leaves by the part of the memory that they take up.
+
+    Several may lie in one memory: engines put weights into flat buffers.
+    """
+
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
+        self._leaves: dict[int, dict[_Extent, Leaf]] = {}
+        for leaf in leaves:
+            if leaf.tensor is not None:
+                for key in memory_of(leaf.tensor):
+                    own = self._leaves.setdefault(key, {})
+                    own.setdefault(_extent_of(leaf.tensor), leaf)
+
+    def overlapping(self, tensor: torch.Tensor) -> dict[_Extent, Leaf]:
+        """The leaves that have memory in common with a tensor, by where they lie."""
+        begin, end = _extent_of(tensor)
+        return {
+            extent: leaf
+            for key in memory_of(tensor)
+            for extent, leaf in self._leaves.get(key, {}).items()
+            if extent[0] < end and begin < extent[1]
+        }
+
+    def around(self, tensor: torch.Tensor) -> Leaf | None:
+        """The leaf that a tensor is, or else the only one of which it is a part."""
+        (begin, end), found = _extent_of(tensor), self.overlapping(tensor)
+        if (begin, end) in found:
+            return found[begin, end]
+        within = [leaf for (b, e), leaf in found.items() if b <= begin and end <= e]
+        return within[0] if len(within) == 1 else None
+
+
+def _innermost(found: Mapping[_Extent, Leaf]) -> list[Leaf]:
+    """The leaves in which no other one lies."""
+    return [
+        leaf
+        for (begin, end), leaf in found.items()
+        if not any(begin <= b and e <= end for b, e in found if (b, e) != (begin, end))
+    ]
+
+
+def _extent_of(tensor: torch.Tensor) -> _Extent:
+    is_known = type(tensor) in PLAIN and tensor.layout is torch.strided
+    return extent_of(tensor) if is_known else _ALL

@@ -1,0 +1,375 @@
+"""Shows each operation that runs, and the module that calls it, to an observer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..detector.selection import full_name
+from ..scanner.modules import Handles, named_modules
+from ..scanner.tree import CALL_DEPTH, find, tensors_in
+from ..torch_internals.running import TorchDispatchMode, autograd_node, schema_of
+from .storage_map import memory_of
+from .tensor_kinds import is_float
+from .users_lines import Frames, UsersFrames
+
+# A module's call that runs, with what it takes to make it alone.
+
+
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+@dataclass
+class TracedModule:
+    """A module whose call is traced, with what it takes to call it again, by reference.
+
+    Attributes:
+        module: The module.
+        name: Its name.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        autocast: The devices that autocast is on for, with the dtypes.
+    """
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: list[tuple[str, torch.dtype]] = field(default_factory=list)
+    _given: list[torch.Tensor] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def begun(
+        cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> TracedModule:
+        """Notes a call that begins now, in the state of this moment."""
+        devices = [d for d in _DEVICES if torch.amp.is_autocast_available(d)]
+        autocast = [
+            (device, torch.get_autocast_dtype(device))
+            for device in devices
+            if torch.is_autocast_enabled(device)
+        ]
+        given = tensors_in((args, kwargs), CALL_DEPTH)
+        versions = _C.versions_of(given)
+        return cls(module, name, args, kwargs, autocast, given, versions)
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """True if nobody has written to its arguments since it began."""
+        return _C.versions_of(self._given) == self._versions
+
+
+class ModuleStack:
+    """The modules whose forwards run, and the user's lines, while it is entered.
+
+    Args:
+        models: The watched models, by what their modules' names begin with.
+        on_end: Called with the name of each module of theirs that has returned, and its
+            output.
+        keeps_calls: Keep what the modules that run were called with.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], on_end: Any, keeps_calls: bool = False
+    ) -> None:
+        self._names: dict[nn.Module, str] = {}
+        for prefix, model in models.items():
+            for name, module in named_modules(model):
+                self._names.setdefault(module, full_name(prefix, name))
+        self._on_end, self._keeps_calls = on_end, keeps_calls
+        self._running: list[tuple[int, str, bool]] = []
+        self._calls: list[TracedModule] = []
+        self._handles = Handles()
+        self._frames = UsersFrames()
+
+    def __enter__(self) -> ModuleStack:
+        for module in self._names:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # its hooks are compiled
+            self._handles += [  # within the user's hooks is within the call
+                module.register_forward_pre_hook(
+                    self._begin, prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(self._end, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._handles.remove_all()
+        self._frames.forget()
+
+    def lines(self) -> Frames:
+        """The user's lines that run, the innermost first."""
+        return self._frames.now()
+
+    def current(self, in_backward: bool) -> str | None:
+        """The name of the innermost one; None in a backward that runs none again."""
+        for _, name, is_in_backward in reversed(self._running):
+            if is_in_backward or not in_backward:
+                return name
+        return None if in_backward else ""
+
+    def call(self) -> TracedModule | None:
+        """The call of the innermost one that runs, where calls are kept, or None."""
+        return self._calls[-1] if self._calls else None
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        in_backward = autograd_node() is not None
+        name = self._names[module]
+        self._running.append((id(module), name, in_backward))
+        if self._keeps_calls:
+            self._calls.append(TracedModule.begun(module, name, args, kwargs))
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        # One that an exception has left without its hook stands above it.
+        while self._running and self._running[-1][0] != id(module):
+            self._pop()
+        if self._running:
+            self._pop()
+        self._on_end(self._names[module], output)
+
+    def _pop(self) -> None:
+        self._running.pop()
+        if self._keeps_calls:
+            self._calls.pop()
+
+
+# One call of an operation: what it reads and what it writes.
+
+
+# These write to all of their first argument, whatever was in it.
+_OVERWRITE = {
+    *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"),
+    *("exponential_", "set_", "resize_", "log_normal_", "cauchy_", "geometric_"),
+}
+# Whatever they return or write to comes from other ranks, and may not be there yet.
+_COMMUNICATION = ("c10d.", "_c10d_functional", "c10d_functional", "_dtensor.")
+_WAITS = "wait_tensor"
+CONSTANT = "lift_fresh"  # what `torch.tensor(1.0)` ends with: it makes what it is given
+_EMPTY = {
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+    *("empty_permuted", "empty_quantized", "resize_"),
+}
+# Batch norm's schemas do not say that it writes to these.
+_STATISTICS = ("running_mean", "running_var")
+
+
+@functools.cache
+def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]], bool]:
+    """The name of an operation, its base, the arguments that it writes to, if it views.
+
+    Of these arguments the place, the name, and whether what was in it is not read.
+    """
+    name = str(func)
+    base = name.split(".")[1] if "." in name else name
+    schema, writes = schema_of(func), []
+    if schema is not None and (schema.is_mutable or "batch_norm" in base):
+        for place, argument in enumerate(schema.arguments):
+            alias = argument.alias_info
+            is_written = alias is not None and alias.is_write
+            if is_written or argument.name in _STATISTICS:
+                is_over = argument.is_out or (place == 0 and base in _OVERWRITE)
+                writes.append((place, argument.name, is_over))
+    returns = [] if schema is None or writes else schema.returns
+    is_view = bool(returns) and all(each.alias_info is not None for each in returns)
+    return name.removesuffix(".default"), base, writes, is_view
+
+
+class OpCall:
+    """A call of an operation that is about to run.
+
+    Args:
+        func: The operation.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Attributes:
+        name: Its name, such as "aten.div.Tensor".
+        base: The same without namespace and overload, such as "div".
+        written: The tensors that it writes to.
+        kept: What was in those, by their `id`, where it reads it.
+        is_view: Whether what it returns is said to be a view of what it is given.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.name, self.base, writes, self.is_view = _signature(func)
+        self.written: list[torch.Tensor] = []
+        self._overwritten: list[torch.Tensor] = []
+        self.kept: dict[int, torch.Tensor] = {}
+        self._only_read: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        for place, name, is_overwritten in writes:
+            tensors = tensors_in(args[place] if place < len(args) else kwargs.get(name))
+            self.written += tensors
+            self._overwritten += tensors * is_overwritten
+        if self.name.startswith("c10d.") and self._has_output_first():
+            self._overwritten += tensors_in(args[0])
+
+    @functools.cached_property
+    def arguments(self) -> list[torch.Tensor]:
+        """The tensors that it is given."""
+        return tensors_in((self.args, self.kwargs))
+
+    @functools.cached_property
+    def _given_memory(self) -> set[int]:
+        return {key for tensor in self.arguments for key in memory_of(tensor)}
+
+    def run(self) -> Any:
+        """Runs it, and returns what it returned."""
+        return self.func(*self.args, **self.kwargs)
+
+    def _has_output_first(self) -> bool:
+        """True if a collective only writes to its first argument, as most do."""
+        takes_two = len(self.args) > 1 and bool(tensors_in(self.args[1]))
+        return takes_two or self.base.startswith("recv")
+
+    def read(self, floats: bool = True) -> list[torch.Tensor]:
+        """The tensors whose values it reads.
+
+        Args:
+            floats: Whether to leave out those that can hold no nan, or nothing.
+        """
+        if self.base == CONSTANT:
+            return []
+        over = self._overwritten
+        given = self.arguments
+        if over:
+            given = [t for t in given if not any(t is each for each in over)]
+        return [t for t in given if is_float(t) and t.numel()] if floats else given
+
+    def keep_written(self) -> None:
+        """Copies what it reads and then overwrites."""
+        for tensor in self.written:
+            if not any(tensor is each for each in self._overwritten):
+                self.kept[id(tensor)] = tensor.detach().clone()
+
+    def note_versions(self) -> None:
+        """Notes how often what it reads alone was written to."""
+        self._only_read = [
+            tensor
+            for tensor in self.arguments
+            if not any(tensor is each for each in self.written)
+        ]
+        self._versions = _C.versions_of(self._only_read)
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """True if nobody has written to its arguments since it ran."""
+        return _C.versions_of(self._only_read) == self._versions
+
+    def fresh(self, output: Any) -> list[torch.Tensor]:
+        """The results that it returns in memory of their own."""
+        if self.base == CONSTANT:
+            return tensors_in(output)
+        found = [output] if type(output) is torch.Tensor else tensors_in(output)
+        given = self._given_memory
+        return [tensor for tensor in found if given.isdisjoint(memory_of(tensor))]
+
+    @property
+    def is_communication(self) -> bool:
+        """True if it takes part in a collective, or waits for one."""
+        return self.name.startswith(_COMMUNICATION)
+
+    @property
+    def waits(self) -> bool:
+        """True if it waits for a collective, whose result it is given."""
+        return self.is_communication and self.base == _WAITS
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it returns memory that nobody has written to."""
+        return self.base in _EMPTY
+
+    @property
+    def is_constant(self) -> bool:
+        """True if it makes a tensor of a number of Python."""
+        return self.base == CONSTANT
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers of Python among its arguments that are nan or inf."""
+        numbers = [number for _, number in find((self.args, self.kwargs), (float,))]
+        return [number for number in numbers if not math.isfinite(number)]
+
+
+# The one dispatch mode: it shows each operation to an observer.
+
+
+class OpObserver(Protocol):
+    """Sees the operations of a trace, and what modules return."""
+
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation with `op.run()`, and returns what that returned.
+
+        Args:
+            op: The operation, which is about to run.
+            modules: Knows which module runs.
+        """
+
+    def on_module(self, name: str, output: Any) -> None:
+        """Takes in what a module has returned.
+
+        Args:
+            name: The module's name.
+            output: What it returned.
+        """
+
+
+_WRAPPERS = ("DTensor", "AsyncCollectiveTensor")  # of tensors that ranks share
+
+
+class OpTrace(TorchDispatchMode):
+    """Shows all operations to an observer while it is entered.
+
+    Of tensors that ranks share, the operations on this rank's parts.
+
+    Args:
+        models: The models, by what their modules' names begin with; modules of others
+            are not known.
+        observer: Sees the operations.
+        keeps_calls: See `ModuleStack`.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        observer: OpObserver,
+        keeps_calls: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer = observer
+        self._modules = ModuleStack(models, observer.on_module, keeps_calls)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # that would import dynamo, which takes seconds
+
+    def __enter__(self) -> OpTrace:
+        self._modules.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._modules.__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(each.__name__ in _WRAPPERS for each in types):
+            return NotImplemented  # it comes again, with this rank's parts
+        if _signature(func)[0].startswith("profiler."):
+            return func(*args, **kwargs)
+        return self._observer.run(OpCall(func, args, kwargs), self._modules)

@@ -1,0 +1,313 @@
+"""Makes an optimizer's step again, on copies, where it has made weights non-finite."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..guard.report.explanation import Explanation, Op, Remedy
+from ..scanner.modules import module_of_parameter, named_parameters
+from ..scanner.text import dtype_name, nonfinite_text
+from ..scanner.tree import path_text, tensors
+from .bad_step import SLOWER, BadStep
+from .op_rows import NOT_TRIED
+from .op_table import OpTable
+from .op_trace import OpTrace
+from .origin import trace_back
+from .remedies.line_edit import functions_are_found_once
+from .remedies.line_forms import update_remedies
+from .root_op import details_of
+from .tensor_kinds import inf_signs
+from .users_lines import op_at
+
+# A usual eps that the dtype holds.
+_EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
+_BETWEEN = (
+    "{} was finite when the step before was judged: the optimizer's step made it "
+    "non-finite, or code that wrote to it since"
+)
+_STATE = (
+    "A checkpoint may have brought the non-finite state, or a step have made it: "
+    "load one in which the optimizer's state is finite as well "
+    "(`overflow_fast.assert_finite_state(model, optimizer)`)."
+)
+_WRITTEN = (
+    "code outside of the optimizer's step has written to it since: its version counter "
+    "has risen by {}"
+)
+
+
+def explain_update(
+    models: Mapping[str, nn.Module], incident: BadStep, found: Explanation
+) -> Explanation:
+    """Explains a weight that was finite a step before.
+
+    The step is made again with the state as it is now and gradients of 0. That shows
+    what the update divides by; what it was given before is gone.
+
+    Args:
+        models: The models.
+        incident: What the guard saw.
+        found: What is said of the weight so far.
+    """
+    named = {
+        f"{prefix}{name}": parameter
+        for prefix, model in models.items()
+        for name, parameter in named_parameters(model)
+    }
+    parameter = named[found.tensor]
+    found = Explanation(
+        module=found.module,
+        tensor=found.tensor,
+        evidence=[_BETWEEN.format(found.tensor)],
+    )
+    for optimizer in incident.optimizers:
+        place = _group_of(optimizer, parameter)
+        if place is not None:
+            now = optimizer.param_groups[place]
+            group = {**now, **incident.last_steps.settings(optimizer, place)}
+            wrong = _by_settings(optimizer, place, group, parameter, found)
+            made = wrong or _made_again(optimizer, group, parameter, found)
+            times = incident.last_steps.writes_since(optimizer, parameter)
+            found.evidence += [_WRITTEN.format(times)] * bool(times)
+            if made is None:
+                _add_bad_state(optimizer, parameter, found)
+            return made or _too_large(group, incident, found)
+    return found
+
+
+def _group_of(optimizer: Any, parameter: torch.Tensor) -> int | None:
+    """The place of the parameter group that has a parameter, or None."""
+    for place, group in enumerate(optimizer.param_groups):
+        if any(parameter is each for each in group["params"]):
+            return place
+    return None
+
+
+def _by_settings(
+    optimizer: Any,
+    place: int,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    found: Explanation,
+) -> Explanation | None:
+    """The explanation if a nan or inf among the step's settings makes the same again.
+
+    Args:
+        optimizer: The optimizer.
+        place: The place of the parameter's group.
+        group: The settings of its last step.
+        parameter: The parameter.
+        found: What is said of it so far.
+    """
+    wrong = _bad_settings(group)
+    if not wrong:
+        return None
+    twin = _Twin(optimizer, dict(group), parameter, parameter.dtype)
+    twin.step()
+    bad = ~parameter.detach().isfinite()
+    if not bool((bad & ~twin.parameter.isfinite()).any()):
+        return None
+    now = optimizer.param_groups[place]
+    texts = [f"{_named(place, name)} was {value}" for name, value in wrong.items()]
+    since = [
+        f"{_named(place, name)} is {_number(now[name.partition('[')[0]])} now"
+        for name in wrong
+        if "[" not in name and not _bad_settings({name: now[name]})
+    ]
+    text = f"{' and '.join(texts)} in the last step of {type(optimizer).__name__}"
+    made = "that step made again with gradients of 0 is non-finite as well"
+    made = f"{made}; {', '.join(since)}" if since else made
+    return Explanation(
+        "optimizer",
+        "bad setting",
+        module_of_parameter(found.tensor),
+        tensor=found.tensor,
+        evidence=[text, made],
+    )
+
+
+def _named(place: int, name: str) -> str:
+    key, bracket, rest = name.partition("[")
+    return f"param_groups[{place}]['{key}']{bracket}{rest}"
+
+
+def _number(value: Any) -> str:
+    is_number = isinstance(value, (int, float))
+    return f"{value:g}" if is_number else str(value)
+
+
+def _made_again(
+    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, found: Explanation
+) -> Explanation | None:
+    """The explanation if the same elements become non-finite again."""
+    twin = _Twin(optimizer, group, parameter, parameter.dtype)
+    table = OpTable([], details_of)
+    with OpTrace({}, table):
+        twin.step()
+    bad = ~twin.parameter.isfinite()
+    is_same = bool((bad & ~parameter.detach().isfinite()).any())
+    root_op = trace_back(table.sources(twin.parameter)) if bool(bad.any()) else None
+    if not is_same or root_op is None or not hasattr(root_op.source, "frames"):
+        return None
+    row: Any = root_op.source
+    wide = _Twin(optimizer, group, parameter, torch.float64)
+    wide.step()
+    is_finite = bool(wide.parameter.isfinite().all())
+    num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
+    found = Explanation(
+        "optimizer",
+        "range overflow" if is_finite else "undefined",
+        "",
+        _op_of(row),
+        found.tensor,
+        evidence=found.evidence,
+    )
+    dtype = dtype_name(parameter.dtype)
+    width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
+    wrong = _bad_settings(group)
+    if wrong:
+        texts = [f"{name}={value}" for name, value in wrong.items()]
+        found.evidence.append(f"its settings are not finite: {', '.join(texts)}")
+    eps, own = "", group.get("eps")
+    if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
+        eps = f" (eps={own:g} is 0 there)"
+        other = _EPS.get(parameter.dtype, 1e-8)
+        remedy = Remedy(
+            f"use eps={other:g} instead of {own:g} (with gradients of 0)",
+            f"{type(optimizer).__name__}(..., eps={other:g})",
+            is_finite=_is_finite_again(optimizer, {**group, "eps": other}, parameter),
+        )
+        found.remedies = [remedy]
+    with functions_are_found_once():
+        found.remedies += update_remedies(
+            row, found, lambda: _is_finite_again(optimizer, group, parameter)
+        )
+    found.remedies.sort(key=lambda each: not each.is_finite)
+    found.evidence.append(
+        f"the step made again with gradients of 0 makes {num} of these {most} values "
+        f"non-finite; {width or 'in float64 as well'}{eps * is_finite}"
+    )
+    return found
+
+
+def _is_finite_again(
+    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
+) -> bool:
+    """True if the weight is finite after the step is made again."""
+    twin = _Twin(optimizer, group, parameter, parameter.dtype)
+    twin.step()
+    return bool(twin.parameter.isfinite().all())
+
+
+def _bad_settings(group: Mapping[str, Any]) -> dict[str, float]:
+    """Finds the settings of a parameter group that are nan or inf, by name."""
+    named: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, (tuple, list)) and name != "params":
+            named |= {f"{name}[{i}]": each for i, each in enumerate(value)}
+        else:
+            named[name] = value
+    return {
+        name: float(value)
+        for name, value in named.items()
+        if isinstance(value, float)
+        or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if not math.isfinite(value)
+    }
+
+
+def _op_of(row: Any) -> Op:
+    op = op_at(row.name, row.frames)
+    if row.details is not None and row.details.why != NOT_TRIED:
+        op.inputs, op.outputs = row.details.inputs, row.details.outputs
+        op.first_index, op.limit = row.details.first_index, row.details.limit
+    return op
+
+
+def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) -> None:
+    """Adds which parts of the weight's state are non-finite where the weight is."""
+    places = ~parameter.detach().isfinite()
+    texts = []
+    for path, tensor in tensors(dict(optimizer.state.get(parameter, {}))):
+        if tensor.shape != parameter.shape or not tensor.is_floating_point():
+            continue
+        bad = ~tensor.detach().isfinite()
+        if bool((bad & places).any()):
+            values = tensor.detach()
+            counts = int(values.isnan().sum()), int(values.isinf().sum())
+            what = nonfinite_text(*counts, inf_signs(values), values.numel())
+            texts.append(f"{path_text(path)} {what}")
+    if texts:
+        name = type(optimizer).__name__
+        found.evidence.append(
+            f"the state of {name} holds, there too: {'; '.join(texts)}"
+        )
+        found.notes.append(_STATE)
+
+
+def _too_large(
+    group: Mapping[str, Any], incident: BadStep, found: Explanation
+) -> Explanation:
+    """Calls it divergence if the learning rate alone takes the weight out of range."""
+    learning_rate = group.get("lr")
+    gradient = incident.largest_gradient
+    if not isinstance(learning_rate, (int, float)) or not gradient:
+        return found
+    limits = [torch.finfo(each.dtype).max for each in group["params"]]
+    if abs(learning_rate) * gradient > min(limits, default=float("inf")):
+        found.evidence.append(
+            f"the learning rate {learning_rate:.3g} times the largest gradient that "
+            f"was seen before the step, {gradient:.3g}, is beyond the largest number"
+        )
+        return Explanation(
+            "optimizer",
+            "divergence",
+            module_of_parameter(found.tensor),
+            tensor=found.tensor,
+            evidence=found.evidence,
+            remedies=[SLOWER],
+        )
+    return found
+
+
+class _Twin:
+    """An optimizer of the same kind and state for a copy of one parameter."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        value = parameter.detach().to(dtype, copy=True)
+        value[~value.isfinite()] = 0
+        self.parameter = nn.Parameter(value)
+        self.parameter.grad = torch.zeros_like(value)
+        self._optimizer = copy.copy(optimizer)
+        state = {
+            key: _copied(each, parameter.dtype, dtype)
+            for key, each in optimizer.state.get(parameter, {}).items()
+        }
+        settings = {key: each for key, each in group.items() if key != "params"}
+        self._optimizer.param_groups = [{**settings, "params": [self.parameter]}]
+        self._optimizer.state = defaultdict(dict, {self.parameter: state})
+
+    def step(self) -> None:
+        """Makes the class's own step, without hooks."""
+        step: Any = type(self._optimizer).step
+        with torch.no_grad():
+            getattr(step, "__wrapped__", step)(self._optimizer)
+
+
+def _copied(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(new, copy=True) if value.dtype == old else value.clone()

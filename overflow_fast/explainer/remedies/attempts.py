@@ -1,0 +1,602 @@
+"""Tries remedies in order, by the cause of a failure: code, dtypes, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...guard.report.explanation import Remedy
+from ...scanner.modules import (
+    is_normalization,
+    module_of_parameter,
+    named_modules,
+    parameters_of,
+)
+from ...scanner.text import error_line, installed_name
+from ..calls import batch_size
+from ..named_tensors import names_of
+from ..op_rows import Row
+from ..origin import ForwardRows, explain_root_op
+from ..replayer import Patch, Replayer, StepPart
+from ..sentinel import Sentinel
+from ..tensor_kinds import bad_names
+from ..users_lines import code_at, place_text
+from .line_edit import NotEditableError, functions_are_found_once
+from .line_forms import (
+    cast_rewrites,
+    empty_row_rewrites,
+    exact_rewrites,
+    expression_of,
+    line_rewrites,
+    loss_in_float32,
+    lost_value_rewrites,
+    mask_rewrites,
+    product_rewrites,
+    written_cast,
+)
+from .patches import (
+    Bfloat16,
+    Float32Modules,
+    OtherWeights,
+    ScaledGradients,
+    ScaledWeights,
+    SomeSamples,
+    WithoutNumber,
+)
+from .trials import Attempts, Failure, Trial, Trials, loss_of
+
+# Which of the user's checkpoints holds finite weights.
+
+
+_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
+_MAX_TRIED = 3
+
+
+def try_checkpoints(
+    paths: Sequence[str | os.PathLike[str]], trials: Trials
+) -> Attempts:
+    """Yields trials of checkpoints with weights that are all finite, the last first.
+
+    Files are read and not written to; nothing in them is executed.
+
+    Args:
+        paths: Files of `torch.save` or safetensors, the newest last.
+        trials: Runs the step with their weights.
+    """
+    named = {name: tensor for _, name, tensor in names_of(trials.replayer.models)}
+    num_tried = 0
+    for path in reversed([Path(each) for each in paths]):
+        try:
+            weights, code = _weights_in(path, named)
+        except Exception as error:
+            trials.notes.append(f"{path.name} was not read: {error_line(error, 80)}.")
+            continue
+        bad = bad_names(weights.items(), masks=True)
+        if not weights:
+            trials.notes.append(f"{path.name} holds no weight of this model.")
+        elif bad:
+            trials.notes.append(f"{path.name} is not finite either: {bad[0]}.")
+        elif num_tried < _MAX_TRIED:
+            num_tried += 1
+            text = f"load the weights of {path.name}, which are finite"
+            remedy = Remedy(text, f"model.load_state_dict({code})")
+            yield Trial(remedy, OtherWeights(weights))
+
+
+def _weights_in(
+    path: Path, named: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], str]:
+    """The weights of the model in a file, by name, and the code to load them."""
+    held, code = _read(path)
+    for key in _KEYS:
+        inner = held.get(key)
+        if isinstance(inner, Mapping) and _is_state(inner):
+            held, code = inner, f'{code}["{key}"]'
+            break
+    found = {}
+    for name, value in held.items():
+        name = str(name)
+        while name not in named and name.startswith(("module.", "_orig_mod.")):
+            name = name.partition(".")[2]
+        own = named.get(name)
+        if isinstance(value, torch.Tensor) and own is not None:
+            if value.shape != own.shape:
+                raise ValueError(
+                    f"{name} is {tuple(value.shape)} there, {tuple(own.shape)} here"
+                )
+            found[name] = value
+    return found, code
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], str]:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path), f"safetensors.torch.load_file({str(path)!r})"
+    # Of a file in the format before torch 1.6 no parts can be mapped into memory.
+    held = torch.load(
+        path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+    )
+    if not isinstance(held, Mapping):
+        raise TypeError(f"it holds a {type(held).__name__}, not a dict of weights")
+    return held, f"torch.load({str(path)!r})"
+
+
+def _is_state(held: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in held.values())
+
+
+# Tries wider dtypes where float16 has overflowed.
+
+
+def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
+    """Wider dtypes where float16 has overflowed."""
+    models = trials.replayer.models
+    if not failure.is_half:
+        return
+    if len(models) == 1:
+        ((prefix, model),) = models.items()
+        names = _around(model, failure.found.module.removeprefix(prefix))
+        yield from _try_modules(model, names[:1], trials)
+        yield from _try_up_to_norms(failure, model, prefix, trials)
+        yield from _try_modules(model, names[1:], trials)
+    parameters = [each for model in models.values() for each in parameters_of(model)]
+    if any(each.dtype == torch.float16 for each in parameters):
+        yield Trial(Remedy(*_bfloat16_text(failure, trials)), Bfloat16())
+    elif written_cast(failure, trials) is None:  # else it is none of autocast's
+        code = "torch.autocast(device_type, dtype=torch.bfloat16)"
+        yield Trial(Remedy("use bfloat16 for autocast", code), Bfloat16())
+
+
+def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
+    """Describes bfloat16 for the weights and the batch."""
+    names = [
+        name
+        for name, tensor in trials.calls[failure.place].leaves()
+        if tensor.dtype == torch.float16
+    ]
+    casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
+    text = f"use bfloat16 for the model{' and its inputs' * bool(names)}"
+    return text, "; ".join(["model.to(torch.bfloat16)", *casts])
+
+
+def _try_modules(model: torch.nn.Module, names: list[str], trials: Trials) -> Attempts:
+    """The smallest module around the operation that helps in float32, by halving."""
+    if trials.found_remedy:
+        return
+    best: list[Remedy] = []  # the smallest so far stands for all
+    low, high, place = -1, len(names), len(names) - 1
+    while high - low > 1:
+        remedy = Remedy(
+            f"run {names[place]} in float32",
+            f'overflow_fast.keep_in_fp32(model, ["{names[place]}"])',
+        )
+        if (yield Trial(remedy, Float32Modules((names[place],)))):
+            trials.remedies = [each for each in trials.remedies if each not in best]
+            best, high = trials.remedies[-1:], place
+        elif best:
+            low = place
+        else:
+            return
+        place = (low + high) // 2
+
+
+def _try_up_to_norms(
+    failure: Failure, model: torch.nn.Module, prefix: str, trials: Trials
+) -> Attempts:
+    """All from the operation up to normalizations, which make values small again.
+
+    A residual stream stays large beyond the first of them.
+    """
+    modules = dict(named_modules(model))
+    ran = [name.removeprefix(prefix) for name in failure.modules]
+    ran = [name for name in ran if name and name in modules]
+    norms = [name for name in ran if is_normalization(modules[name])]
+    if not norms or trials.found_remedy:
+        return
+    names = ran[: ran.index(norms[0])]
+    for until in ([norms[0]], _patterns(norms, modules)):
+        more = " ..." * (len(until) > 1)
+        remedy = Remedy(
+            f"run in float32 up to {until[0]}{more}",
+            f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
+        )
+        yield Trial(remedy, Float32Modules(tuple(names), tuple(until)))
+        if len(norms) == 1 or trials.found_remedy:
+            return
+
+
+def _patterns(norms: list[str], modules: Mapping[str, torch.nn.Module]) -> list[str]:
+    """Patterns of normalizations by the last parts of their names, or the names."""
+    lasts = dict.fromkeys(name.rpartition(".")[2] for name in norms)
+    alike = [n for n in modules if n.rpartition(".")[2] in lasts]
+    if not all(is_normalization(modules[name]) for name in alike):
+        return norms
+    return [f"*{last}" for last in lasts]
+
+
+def _around(model: torch.nn.Module, name: str) -> list[str]:
+    """A module's name and those of the modules around it that are called."""
+    names, modules = [], dict(named_modules(model))
+    while name:
+        if (
+            getattr(type(modules.get(name)), "forward", None)
+            is not torch.nn.Module.forward
+        ):
+            names.append(name)
+        name = name.rpartition(".")[0]
+    return names
+
+
+# Finds the failure that is left once a remedy is in place.
+
+
+def remaining_failure(
+    failure: Failure, trials: Trials, trial: Trial, place: int
+) -> Failure | None:
+    """Replays the step with a remedy in place; returns the failure that is left.
+
+    Args:
+        failure: The failure that the remedy was tried for.
+        trials: The trials; the remedy is in place.
+        trial: The remedy.
+        place: The place of the call that was bad with it.
+
+    Returns:
+        The failure; None if it is the same one still, or is not known.
+    """
+    if place < 0:
+        return None
+    result = trials.run(trials.applied.patches, traced=place)
+    if result.error is not None or result.table is None:
+        return None
+    models = trials.replayer.models
+    root_op = result.root_op(models)
+    if root_op is None:
+        return None
+    rows = ForwardRows(result.table)
+    found = explain_root_op(root_op, rows, result.is_in_gradients)
+    after = Failure.of(found, root_op, result.table, place)
+    after.checkpoints = failure.checkpoints
+    return None if _is_same(failure, after, trials, trial) else after
+
+
+def _is_same(failure: Failure, after: Failure, trials: Trials, trial: Trial) -> bool:
+    """True if the same expression fails still, as it was or in its new form."""
+    if after.mark != failure.mark:
+        return False
+    if after.row is None or trial.source is None:
+        return True
+    source, node = expression_of(after.row, trials.applied)
+    text = "" if source is None or node is None else source.text_of(node)
+    return not text or any(text in each for each in trial.texts)
+
+
+_LINES = (
+    *("range overflow", "undefined", "singular gradient", "empty reduction"),
+    *("underflow", "rounding", "gradient explosion"),
+)
+_INSTALLED = "Changes of the line were not tried: it is in an installed package."
+_EAGERLY = (
+    "Remedies were tried with compiled code run eagerly; with the compiled code itself "
+    "they were not tried."
+)
+_FEW_NAMES = 4
+_MOST_TOGETHER = 3  # changes that are needed at once
+
+
+def find_remedies(
+    failure: Failure, replayer: Replayer, budget: int, step_seconds: float
+) -> None:
+    """Tries remedies on the step, and adds them to its explanation.
+
+    Where one makes the failure go, and another one in the same step comes to light, the
+    search goes on from there with that remedy in place.
+
+    Args:
+        failure: The failure.
+        replayer: Runs the step; its state is kept.
+        budget: How many forwards may be run, and as many again to go on.
+        step_seconds: How long a plain replay took.
+    """
+    found = failure.found
+    trials = Trials(replayer, budget, step_seconds, failure.is_compiled)
+    edits_lines = failure.row is not None
+    with functions_are_found_once() if edits_lines else nullcontext():
+        _try_all(failure, trials)
+        if not trials.found_remedy:
+            trials.renew()
+            _go_on(failure, trials, _MOST_TOGETHER - 1)
+        _measure_others(failure, trials)
+        _find_hidden(failure, trials)
+    found.remedies = sorted(
+        [*found.remedies, *trials.remedies],
+        key=lambda e: (not e.is_finite, bool(e.hides), e.changes_others),
+    )
+    if failure.is_compiled and any(each.tried for each in found.remedies):
+        found.notes.insert(0, _EAGERLY)
+    found.notes += list(dict.fromkeys(trials.notes))
+
+
+def _measure_others(failure: Failure, trials: Trials) -> None:
+    """Measures how far remedies move the gradients of the samples that did not fail.
+
+    These are run alone, as they are and with each remedy.
+    """
+    sample, size = failure.found.sample, failure.found.num_samples
+    if sample is None or size < 2 or not trials.helped:
+        return
+    rows = tuple(i for i in range(size) if i != sample)
+    others = StepPart(failure.place, rows, has_table=False)
+    plain = failure.others
+    if plain is None and trials.may_run():
+        plain = trials.run_part(others, ())
+    for patches, remedy in trials.helped:
+        if plain is None or not plain.has_backward or not trials.may_run():
+            return
+        if any(type(patch).calls is not Patch.calls for patch in patches):
+            continue  # a part of a call is run without such changes
+        changed = trials.run_part(others, patches)
+        if changed is not None:
+            moved = _distance(changed.gradients, plain.gradients)
+            before, after = loss_of(plain), loss_of(changed)
+            both = None if before is None or after is None else (before, after)
+            _replace(trials, remedy, moved=moved, losses=both)
+
+
+def _find_hidden(failure: Failure, trials: Trials) -> None:
+    """Finds overflows that are left with a remedy, where the loss does not show them.
+
+    Such as that of a divisor: 1 / inf is 0.
+    """
+    for patches, remedy in trials.helped if failure.found.is_overflow else ():
+        if _key(remedy) not in map(_key, trials.remedies):
+            continue
+        if not trials.may_run():
+            return
+        table = trials.run(patches, traced=failure.place).table
+        rows = [] if table is None else table.rows
+        for row in rows:
+            if row.makes_bad and row.details is not None and row.details.is_overflow:
+                place = f"{row.name}{place_text(row.frames)}"
+                _replace(trials, remedy, hides=f"{place} still overflows")
+                break
+
+
+def _replace(trials: Trials, remedy: Remedy, **changes: Any) -> None:
+    """Changes facts of a remedy that was tried."""
+    for i, each in enumerate(trials.remedies):
+        if _key(each) == _key(remedy):
+            trials.remedies[i] = replace(each, **changes)
+
+
+def _key(remedy: Remedy) -> tuple[str, str, int]:
+    return remedy.text, remedy.code, remedy.line
+
+
+def _distance(
+    changed: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
+) -> float | None:
+    """The norm of the difference of gradients, relative to that of the second ones."""
+    if changed.keys() != plain.keys():
+        return None
+    pairs = [(changed[name].double(), plain[name].double()) for name in plain]
+    error = sum(float((one - two).square().sum()) for one, two in pairs)
+    norm = sum(float(two.square().sum()) for _, two in pairs)
+    return math.sqrt(error / norm) if norm > 0 and math.isfinite(error) else None
+
+
+def _try_all(failure: Failure, trials: Trials) -> None:
+    reasons: list[str] = []
+    for attempts in _attempts(failure, trials):
+        try:
+            trial = next(attempts, None)
+            while trial is not None and not trials.is_over:
+                trial = attempts.send(trials.attempt(trial))
+        except StopIteration:
+            pass
+        except NotEditableError as error:
+            reasons.append(str(error))
+        if trials.is_over:
+            break
+    if reasons and not any(each.line for each in trials.remedies):
+        trials.notes.append(f"A change of the line was not tried: {reasons[0]}.")
+
+
+def _go_on(failure: Failure, trials: Trials, most: int) -> None:
+    """Tries further remedies besides those that have uncovered another failure."""
+    applied, failed = trials.applied, trials.failed
+    seen = set[Any]()
+    for trial, place in failed:
+        if trials.is_over or not most:
+            return
+        trials.go_on(applied.after(trial))
+        after = remaining_failure(failure, trials, trial, place)
+        if after is None or after.mark in seen:
+            continue
+        seen.add(after.mark)
+        _try_all(after, trials)
+        if not trials.found_remedy:
+            _go_on(after, trials, most - 1)
+
+
+def _is_own(row: Row) -> bool:
+    """True if an operation's line is in no installed package."""
+    return not installed_name(code_at(row.frames)[0])
+
+
+def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
+    """The patches to try, those that change the least first."""
+    cause, op = failure.found.cause, failure.found.op
+    is_own_line = op is None or not installed_name(op.file)
+    if failure.is_meant:
+        yield empty_row_rewrites(failure, trials)
+        return
+    if cause in _LINES and not is_own_line:
+        trials.notes.append(_INSTALLED)
+    if cause == "bad data":
+        yield _drop_bad_samples(failure, trials)
+    if failure.sentinel is not None:
+        yield _replace_sentinel(failure.sentinel, failure, trials)
+    if cause in ("bad weights", "divergence"):
+        yield try_checkpoints(failure.checkpoints, trials)
+    if cause in _LINES and is_own_line:
+        yield exact_rewrites(failure, trials)
+    is_of_loss = is_own_line and not failure.found.module
+    if failure.found.is_overflow:
+        if is_own_line:
+            yield product_rewrites(failure, trials)
+            yield cast_rewrites(failure, trials)
+        if is_of_loss:  # a line of the loss changes less than the model's dtype
+            yield loss_in_float32(failure, trials)
+            yield line_rewrites(failure, trials)
+        yield try_wider_dtypes(failure, trials)
+        yield _try_smaller_weights(failure, trials)
+    if failure.mask is not None and _is_own(failure.mask):
+        yield mask_rewrites(failure, trials)
+    if failure.lost is not None and _is_own(failure.lost):
+        yield lost_value_rewrites(failure, trials)
+    if (
+        cause in _LINES
+        and is_own_line
+        and not (failure.found.is_overflow and is_of_loss)
+    ):
+        yield line_rewrites(failure, trials)
+    if cause == "undefined":
+        yield _repair_weights(failure, trials)
+    if failure.found.is_overflow and failure.found.phase == "backward":
+        yield _try_loss_scales(failure, trials)
+
+
+def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
+    """The step without the samples that are not finite."""
+    found = failure.found
+    size, bad = batch_size(trials.calls[failure.place]), failure.bad
+    if not trials.replayer.ranks.can_cut(failure.place):
+        return
+    if size is None or bad is None or not bad.dim() or len(bad) != size:
+        return
+    rows = bad.detach().isfinite().reshape(size, -1).all(1).nonzero().flatten().tolist()
+    if not rows:
+        return
+    name = found.tensor
+    remedy = Remedy(
+        f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
+        f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
+    )
+    yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+
+
+def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> Attempts:
+    """The step with 0 in place of a number that looks like a placeholder."""
+    if not sentinel.can_be_replaced or not trials.replayer.ranks.is_alone:
+        return
+    name, number = sentinel.name, sentinel.number
+    code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
+    if name.isidentifier():
+        code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
+    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code)
+    yield Trial(remedy, WithoutNumber(failure.place, number))
+
+
+def _try_smaller_weights(failure: Failure, trials: Trials) -> Attempts:
+    """Smaller weights where results grow with each call, as another init gives them."""
+    growth = failure.growth
+    if growth is None:
+        return
+    names = [
+        name
+        for kind, name, tensor in names_of(trials.replayer.models)
+        if kind == "parameter" and tensor.dim() > 1
+        if module_of_parameter(name) in growth.modules
+    ]
+    if not names or len(trials.replayer.models) > 1:
+        return
+    factor = float(f"{0.95 / growth.factor:.2g}")
+    weights = names[0] if len(names) == 1 else f"{len(names)} weights"
+    remedy = Remedy(
+        f"multiply {weights} by {factor:g}, as a smaller initialization does",
+        _scaling_code(names, factor, trials),
+    )
+    yield Trial(remedy, ScaledWeights(dict.fromkeys(names, factor)))
+
+
+def _repair_weights(failure: Failure, trials: Trials) -> Attempts:
+    """Other values for what a layer holds, and cannot be computed with."""
+    module, op = failure.found.module, failure.found.op
+    if op is None or len(trials.replayer.models) > 1:
+        return
+    for _, name, tensor in names_of(trials.replayer.models):
+        owner, _, own = name.rpartition(".")
+        if "batch_norm" in op.name and owner == module and own == "running_var":
+            is_bad = tensor < 0
+            text = f"set the negative values of {name} to 1, as in a new layer"
+            remedy = Remedy(text, _NEGATIVE.format(name))
+            if bool(is_bad.any()):
+                value = tensor.detach().masked_fill(is_bad, 1)
+                yield Trial(remedy, OtherWeights({name: value}))
+        # A parametrization is a module below what owns the weights.
+        is_near = owner == module or module.startswith(f"{owner}.")
+        if "weight_norm" in op.name and is_near and own in _DIRECTIONS:
+            is_bad = tensor.detach().flatten(1).norm(dim=1) == 0
+            text = f"fill rows of {name} that are 0 with small random numbers"
+            remedy = Remedy(text, _ZERO_ROWS.format(name))
+            if bool(is_bad.any()):
+                value = tensor.detach().clone()
+                generator = torch.Generator().manual_seed(0)  # not the program's
+                rows = torch.randn(value[is_bad].shape, generator=generator)
+                value[is_bad] = 0.02 * rows.to(value)
+                yield Trial(remedy, OtherWeights({name: value}))
+
+
+_NEGATIVE = 'v = model.get_buffer("{}"); v[v < 0] = 1'
+_DIRECTIONS = ("weight_v", "original1")  # of both kinds of weight_norm
+_ZERO_ROWS = (
+    'v = model.get_parameter("{}").data; is_zero = v.flatten(1).norm(dim=1) == 0; '
+    "v[is_zero] = 0.02 * torch.randn_like(v[is_zero])"
+)
+
+
+def _scaling_code(names: list[str], factor: float, trials: Trials) -> str:
+    """The code that multiplies weights: by a pattern, where there are many."""
+    patterns = {re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names}
+    pattern = "|".join(sorted(patterns))
+    all_names = [name for _, name, _ in names_of(trials.replayer.models)]
+    alike = [name for name in all_names if re.fullmatch(pattern, name)]
+    if len(names) > _FEW_NAMES and sorted(alike) == sorted(names):
+        return (
+            "for name, weight in model.named_parameters(): "
+            f'weight.data.mul_({factor:g} if re.fullmatch(r"{pattern}", name) else 1)'
+        )
+    scale = f".data.mul_({factor:g})"
+    if len(names) == 1:
+        return f'model.get_parameter("{names[0]}"){scale}'
+    return f"for name in {names}: model.get_parameter(name){scale}"
+
+
+def _try_loss_scales(failure: Failure, trials: Trials) -> Attempts:
+    """A smaller loss scale where gradients of a scaled loss overflow."""
+    scales = [
+        float(held.abs().max())
+        for call in trials.calls
+        for held in call.held.values()
+        if held.numel() == 1
+    ]
+    if not failure.is_half or not scales or max(scales) <= 1:
+        return
+    for factor in (2**4, 2**10):
+        scale = max(1.0, max(scales) / factor)
+        remedy = Remedy(
+            f"use a loss scale of {scale:g} instead of {max(scales):g}",
+            f"torch.amp.GradScaler(init_scale={scale:g})",
+        )
+        yield Trial(remedy, ScaledGradients(scale / max(scales)))

@@ -1,0 +1,316 @@
+"""Patches that are tried on a step, as data that every rank can make for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from ...guard.process import has_process_group
+from ...scanner.modules import modules_in, tensors_of
+from ...torch_internals.running import inherited, set_inherited
+from ..calls import Call, part_of
+from ..force_eager import run_eagerly
+from ..keep_in_fp32 import keep_in_fp32
+from ..named_tensors import state_by_name
+from ..replayer import Patch
+from .line_edit import CodePlace, edited_code
+
+# Changes of precision and of weights that are undone bit for bit.
+
+
+_KEY = "overflow_fast_bfloat16"  # of what threads inherit
+
+
+@contextmanager
+def in_float32(
+    model: nn.Module, names: Sequence[str], until: Sequence[str] | None = None
+) -> Iterator[None]:
+    """Runs modules in float32, as `keep_in_fp32` does; casts their weights back.
+
+    Args:
+        model: The model.
+        names: The qualified names of the modules.
+        until: See `keep_in_fp32`.
+    """
+    with kept_data([model]), keep_in_fp32(model, names, until):
+        yield
+
+
+@contextmanager
+def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts back the memory of parameters and buffers that were given other memory.
+
+    Raises:
+        RuntimeError: If memory of another dtype would cut hooks off.
+    """
+    tensors = [t for model in models for t in tensors_of(model)]
+    # torch drops a parameter's accumulator when its dtype changes. A wrapper that
+    # reduces gradients, such as DDP or Megatron's, has hooks on the one that was there.
+    if has_process_group() and any(map(_is_held, tensors)):
+        raise RuntimeError("other code may have hooks on the weights' gradients")
+    kept = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, data in kept:
+            if tensor.dtype != data.dtype or tensor.data_ptr() != data.data_ptr():
+                if tensor.is_leaf:
+                    tensor.grad = None  # of the trial; those of the step are set aside
+                tensor.data = data
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """True if anything keeps a parameter's gradient accumulator: hooks, or a loss."""
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return False
+    mark = "overflow_fast"
+    first: Any = get_gradient_edge(tensor).node
+    first.metadata[mark] = True
+    del first  # and with it the mark, unless the node is held
+    again: Any = get_gradient_edge(tensor).node
+    return bool(again.metadata.pop(mark, False))
+
+
+@contextmanager
+def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Runs what is float16, by weights or by autocast, in bfloat16.
+
+    Weights change for all threads; autocast in those alone that work for this one.
+    """
+    models = list(models)
+    with ExitStack() as stack:
+        stack.enter_context(kept_data(models))
+        stack.callback(set_inherited, _KEY, None)
+        set_inherited(_KEY, True)
+        for model in models:
+            for tensor in tensors_of(model):
+                if tensor.dtype == torch.float16:
+                    tensor.data = tensor.data.bfloat16()
+            for module in modules_in(model):
+                handle = module.register_forward_pre_hook(_begin_bfloat16, prepend=True)
+                stack.enter_context(handle)
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
+        yield
+
+
+def _begin_bfloat16(module: nn.Module, args: object) -> None:
+    if not inherited(_KEY):
+        return
+    for device in ("cpu", "cuda", "mps", "xpu"):
+        if not torch.amp.is_autocast_available(device):
+            continue
+        is_half = torch.get_autocast_dtype(device) == torch.float16
+        if torch.is_autocast_enabled(device) and is_half:
+            torch.set_autocast_dtype(device, torch.bfloat16)
+
+
+@contextmanager
+def with_weights(
+    named: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """Gives parameters and buffers other values, and then their own memory again.
+
+    Args:
+        named: The parameters and buffers, by name.
+        other: The values, by name; what is missing there stays.
+    """
+    kept = [(named[name], named[name].data) for name in other if name in named]
+    try:
+        for name, value in other.items():
+            if name in named:
+                own = named[name]
+                own.data = value.to(own.device, own.dtype, copy=True)
+        yield
+    finally:
+        for tensor, data in kept:
+            tensor.data = data
+
+
+_Models = Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class LinePatch(Patch):
+    """The replay runs the code of an edited file.
+
+    Attributes:
+        places: Which code of the file.
+        text: The edited file; see `edited_code`.
+    """
+
+    places: tuple[CodePlace, ...]
+    text: str
+
+    @property
+    def file(self) -> str:
+        """The file."""
+        return self.places[0].file
+
+    def applied(self, models: _Models) -> AbstractContextManager[object]:
+        """See `Patch`."""
+        return edited_code(self.places, self.text)
+
+
+@dataclass(frozen=True)
+class Float32Modules(Patch):
+    """Modules run in float32.
+
+    Attributes:
+        names: Their names within the one model.
+        until: See `keep_in_fp32`; None for none.
+    """
+
+    names: tuple[str, ...]
+    until: tuple[str, ...] | None = None
+
+    def applied(self, models: _Models) -> AbstractContextManager[object]:
+        """See `Patch`."""
+        (model,) = models.values()
+        return in_float32(model, self.names, self.until)
+
+
+@dataclass(frozen=True)
+class Bfloat16(Patch):
+    """Uses bfloat16 in place of float16, in weights, batches and autocast."""
+
+    def applied(self, models: _Models) -> AbstractContextManager[object]:
+        """See `Patch`."""
+        return in_bfloat16(models.values())
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [call.with_batch(_as_bfloat16) for call in calls]
+
+
+@dataclass(frozen=True)
+class ScaledWeights(Patch):
+    """Weights are multiplied.
+
+    Attributes:
+        factors: By how much, by their names.
+    """
+
+    factors: Mapping[str, float]
+
+    @contextmanager
+    def applied(self, models: _Models) -> Iterator[None]:
+        """See `Patch`."""
+        named = state_by_name(models)
+        scaled = {
+            name: named[name].detach() * factor for name, factor in self.factors.items()
+        }
+        with with_weights(named, scaled):
+            yield
+
+
+@dataclass(frozen=True)
+class OtherWeights(Patch):
+    """Weights have other values.
+
+    Attributes:
+        values: The values, by the names of the weights.
+    """
+
+    values: Mapping[str, torch.Tensor]
+
+    def applied(self, models: _Models) -> AbstractContextManager[object]:
+        """See `Patch`."""
+        named = state_by_name(models)
+        return with_weights(named, self.values)
+
+
+@dataclass(frozen=True)
+class SomeSamples(Patch):
+    """A call's batch has some of its samples alone.
+
+    Attributes:
+        place: The call's place.
+        rows: The samples that it has.
+    """
+
+    place: int
+    rows: tuple[int, ...]
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [
+            part_of(call, self.rows) if place == self.place else call
+            for place, call in enumerate(calls)
+        ]
+
+
+@dataclass(frozen=True)
+class WithoutNumber(Patch):
+    """A call's batch has 0 in place of a number.
+
+    Attributes:
+        place: The call's place.
+        number: The number.
+    """
+
+    place: int
+    number: float
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor:
+            is_there = tensor.is_floating_point() and bool(
+                (tensor == self.number).any()
+            )
+            return tensor.masked_fill(tensor == self.number, 0) if is_there else tensor
+
+        return [
+            call.with_batch(replaced) if place == self.place else call
+            for place, call in enumerate(calls)
+        ]
+
+
+@dataclass(frozen=True)
+class ScaledGradients(Patch):
+    """Backward begins with other gradients.
+
+    Attributes:
+        factor: By how much they are multiplied.
+    """
+
+    factor: float
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [
+            call.with_held({p: held * self.factor for p, held in call.held.items()})
+            for call in calls
+        ]
+
+
+@dataclass(frozen=True)
+class Eagerly(Patch):
+    """Compiled code runs eagerly: it may have been compiled without another patch."""
+
+    def applied(self, models: _Models) -> AbstractContextManager[object]:
+        """See `Patch`."""
+        return run_eagerly()
+
+
+@dataclass(frozen=True)
+class FromLoss(Patch):
+    """Backward begins at the losses that are returned, and nowhere else."""
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [call.with_held({}) for call in calls]
+
+
+def _as_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype != torch.float16:
+        return tensor
+    copy = tensor.detach().bfloat16()
+    return copy.requires_grad_() if tensor.requires_grad else copy

@@ -1,0 +1,423 @@
+"""Replays a step with patches in place, and keeps what came of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ...guard.explaining import USE_RUN
+from ...guard.report.explanation import Explanation, Remedy
+from ...scanner.text import error_line, source_name
+from ..bad_step import outside_text
+from ..calls import Call, name_outside
+from ..op_rows import Row
+from ..op_table import OpTable
+from ..origin import (
+    CallGrowth,
+    ForwardRows,
+    RootOp,
+    growth_of,
+    mask_of,
+    named_row,
+)
+from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
+from ..sentinel import Sentinel
+from ..tensor_kinds import kinds_of
+from .line_edit import NotEditableError
+from .patches import Eagerly, FromLoss, LinePatch
+from .source_rewrites import Edit, SourceFile, span_in
+
+# The patches that are in place while further ones are tried, and their sum.
+
+
+_MAX_BLOCK = 40  # lines; edits that are farther from one another are listed alone
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A patch to try.
+
+    Attributes:
+        remedy: It in words and as code.
+        patch: The patch.
+        source: The file as it reads with it; None where it edits none.
+        texts: The expressions that it edits, before and after.
+    """
+
+    remedy: Remedy
+    patch: Patch
+    source: SourceFile | None = None
+    texts: tuple[str, ...] = ()
+
+
+Attempts = Generator[Trial, bool, None]  # is sent whether the step was finite with it
+
+
+@dataclass(frozen=True)
+class AppliedPatches:
+    """The patches that are in place while further ones are tried.
+
+    Attributes:
+        remedies: They in words and as code.
+        patches: The patches; of each file one at most.
+        sources: The files as they read with them, by name.
+    """
+
+    remedies: tuple[Remedy, ...] = ()
+    patches: tuple[Patch, ...] = ()
+    sources: Mapping[str, SourceFile] = field(default_factory=dict)
+
+    def source(self, name: str) -> SourceFile:
+        """A file as it reads now."""
+        return self.sources.get(source_name(name)) or SourceFile.of(name)
+
+    def line_patch(self, patch: LinePatch) -> LinePatch:
+        """A further edit of a file, which holds those that are in place."""
+        before = [
+            each
+            for each in self.patches
+            if isinstance(each, LinePatch) and each.file == patch.file
+        ]
+        places = dict.fromkeys([p for each in before for p in each.places])
+        return replace(patch, places=(*places, *patch.places))
+
+    def with_trial(self, trial: Trial) -> AppliedPatches:
+        """These patches and a further one."""
+        file = trial.patch.file if isinstance(trial.patch, LinePatch) else ""
+        kept = [
+            each
+            for each in self.patches
+            if not (file and isinstance(each, LinePatch) and each.file == file)
+        ]
+        sources = dict(self.sources)
+        if trial.source is not None:
+            sources[trial.source.shown] = trial.source
+        return AppliedPatches(
+            (*self.remedies, trial.remedy), (*kept, trial.patch), sources
+        )
+
+    def after(self, trial: Trial) -> AppliedPatches:
+        """These patches and a further one, to go on from: it runs as it reads."""
+        patch = trial.patch
+        if isinstance(patch, LinePatch) and trial.source is not None:
+            patch = replace(patch, text=trial.source.text)
+        return self.with_trial(replace(trial, patch=patch))
+
+    @property
+    def remedy(self) -> Remedy:
+        """All of the patches as one remedy."""
+        return joined(self.remedies, self.sources)
+
+
+def edited_remedy(text: str, edits: Sequence[Edit], after: SourceFile) -> Remedy:
+    """Makes the remedy of edits of one file.
+
+    Args:
+        text: The edits in words.
+        edits: The edits.
+        after: The file as it reads with them.
+    """
+    parts: list[Remedy] = []
+    for first, last, _, _ in sorted(span_in(edit.node) for edit in edits):
+        code = after.block(first, last)
+        part = Remedy(text, code, file=after.shown, line=first, last_line=last)
+        _add(parts, part, {after.shown: after})
+    return _whole(text, parts, {after.shown: after})
+
+
+def joined(remedies: Sequence[Remedy], sources: Mapping[str, SourceFile]) -> Remedy:
+    """Joins remedies into one.
+
+    Args:
+        remedies: The remedies, in the order in which they were found.
+        sources: The files as they read with all of them, by the names shown.
+    """
+    if len(remedies) == 1:
+        return remedies[0]
+    parts: list[Remedy] = []
+    for remedy in remedies:
+        for part in remedy.parts or (remedy,):
+            _add(parts, part, sources)
+    text = ", and ".join(dict.fromkeys(remedy.text for remedy in remedies))
+    return _whole(text, parts, sources)
+
+
+def _add(parts: list[Remedy], part: Remedy, sources: Mapping[str, SourceFile]) -> None:
+    """Adds a part; what edits the same lines as another becomes one with it."""
+    for i, other in enumerate(parts):
+        is_apart = part.line > other.last_line or other.line > part.last_line
+        if part.file and other.file == part.file and not is_apart:
+            first = min(part.line, other.line)
+            last = max(part.last_line, other.last_line)
+            texts = dict.fromkeys([other.text, part.text])
+            code = sources[part.file].block(first, last)
+            parts[i] = replace(
+                part, text=", and ".join(texts), code=code, line=first, last_line=last
+            )
+            return
+    parts.append(part)
+
+
+def _whole(
+    text: str, parts: Sequence[Remedy], sources: Mapping[str, SourceFile]
+) -> Remedy:
+    """Parts as one remedy: one block of lines, where they are near one another."""
+    if len(parts) == 1:
+        return replace(parts[0], text=text)
+    code = "\n".join(part.code for part in parts)
+    whole = Remedy(text, code, parts=tuple(parts))
+    files = {part.file for part in parts}
+    first, last = parts[0].line, parts[0].last_line
+    for part in parts:
+        first, last = min(first, part.line), max(last, part.last_line)
+    file = parts[0].file
+    if not file or len(files) > 1 or last - first > _MAX_BLOCK:
+        return whole
+    code = sources[file].block(first, last)
+    return replace(whole, code=code, file=file, line=first, last_line=last)
+
+
+STEP_TIMES = 4.0
+LEAST_SECONDS = 5.0
+_ENOUGH = 2  # remedies that help; of changes on top of others, one
+
+
+def seconds_for(step_seconds: float) -> float:
+    """The seconds that experiments on a step may take, by how long a replay takes."""
+    return max(LEAST_SECONDS, STEP_TIMES * step_seconds)
+
+
+class Trials:
+    """The trials on one step.
+
+    Args:
+        replayer: Runs the step.
+        budget: How many forwards may be run.
+        step_seconds: How long a plain replay took.
+        is_eager: Compiled code runs eagerly in the trials.
+
+    Attributes:
+        remedies: What was tried, in order.
+        notes: Why something could not be tried, in sentences.
+        applied: The patches that are in place.
+        failed: What did not help besides them, with the call that was bad then.
+        helped: The patches that made the step finite, each with its remedy.
+    """
+
+    def __init__(
+        self,
+        replayer: Replayer,
+        budget: int,
+        step_seconds: float,
+        is_eager: bool = False,
+    ) -> None:
+        self._is_eager = is_eager
+        self.replayer = replayer
+        self.remedies: list[Remedy] = []
+        self.notes: list[str] = []
+        self.applied = AppliedPatches()
+        self.failed: list[tuple[Trial, int]] = []
+        self.helped: list[tuple[Sequence[Patch], Remedy]] = []
+        self._budget = budget
+        self._most = replayer.num_forwards + budget
+        self._end = time.perf_counter() + seconds_for(step_seconds)
+        bad = [
+            call
+            for call in replayer.calls
+            if any(kinds_of(held) for held in call.held.values())
+        ]
+        self._drops_gradients = bool(bad)
+        self._has_loss = all(call.returns_loss for call in bad)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of the step, with the patches that are in place."""
+        return patched_calls(self.replayer.calls, self.applied.patches)
+
+    @property
+    def found_remedy(self) -> bool:
+        """True if something has made the step finite."""
+        return any(each.is_finite for each in self.remedies)
+
+    @property
+    def is_over(self) -> bool:
+        """True if enough has helped, or the budget is spent."""
+        num_good = sum(each.is_finite for each in self.remedies)
+        enough = 1 if self.applied.patches else _ENOUGH
+        return num_good >= enough or not self.may_run()
+
+    def may_run(self) -> bool:
+        """True if the budget allows one replay more."""
+        is_spent = self.replayer.num_forwards + len(self.replayer.calls) > self._most
+        return not is_spent and time.perf_counter() <= self._end
+
+    def renew(self) -> None:
+        """Allows as many forwards again, within the same time."""
+        self._most = self.replayer.num_forwards + self._budget
+
+    def go_on(self, applied: AppliedPatches) -> None:
+        """Puts other patches in place, on which further ones are tried."""
+        self.applied, self.failed = applied, []
+
+    def attempt(self, trial: Trial) -> bool:
+        """Replays the step with a patch; returns True if it is finite then.
+
+        Args:
+            trial: The patch. It is made besides those that are in place.
+
+        Raises:
+            NotEditableError: If the patch could not be made.
+        """
+        applied = self.applied.with_trial(trial)
+        result = self.run(applied.patches)
+        if isinstance(result.error, NotEditableError):
+            raise result.error
+        if result.error is not None and isinstance(trial.patch, LinePatch):
+            return False  # that form does not fit the line: it is no remedy
+        is_finite = result.is_clean
+        is_tried = result.error is None
+        given = "" if is_finite else self._given_bad(result)
+        if given:  # it is what it was, whatever the remedy has changed
+            note = f"No remedy could be tried: {outside_text(given)}."
+            self.notes += [note] * (note not in self.notes)
+            return False
+        remedy = applied.remedy
+        if result.error is not None:
+            remedy = replace(
+                remedy, why=f"the replay raised {error_line(result.error)}"
+            )
+        if is_finite and not (self._has_loss and result.has_backward):
+            if not self.notes:  # loss and backward were not replayed
+                name = name_outside(self.replayer.calls)
+                why = f" ({outside_text(name)})" if name else f": use `{USE_RUN}`"
+                self.notes.append(
+                    f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; "
+                    f"loss and backward could not be tried{why}."
+                )
+            return False
+        if not is_finite and result.error is None:
+            self.failed.append((trial, result.bad_call))
+        loss = loss_of(result) if is_finite else None
+        remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
+        self.remedies.append(remedy)
+        if is_finite:
+            self.helped.append((applied.patches, remedy))
+        return is_finite
+
+    def _given_bad(self, result: ReplayResult) -> str:
+        """The name of a bad tensor that a call has from code not replayed, or ""."""
+        if result.bad_call < 0:
+            return ""
+        outside = self.replayer.calls[result.bad_call].computed_outside()
+        return next((name for name, tensor in outside if kinds_of(tensor)), "")
+
+    def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
+        """Replays the step with patches; see `Replayer.run()`."""
+        return self._run(StepPart(traced), patches)
+
+    def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult | None:
+        """Replays a part with patches; returns None if that is not finite."""
+        result = self._run(part, patches)
+        is_known = result.error is None and result.is_clean and result.has_backward
+        return result.held() if is_known else None
+
+    def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
+        eagerly = [Eagerly()] * self._is_eager
+        from_loss = [FromLoss()] * self._drops_gradients
+        return self.replayer.run(part, [*eagerly, *patches, *from_loss])
+
+
+def loss_of(result: ReplayResult) -> float | None:
+    """The loss; the mean of those of micro-batches."""
+    losses = [float(loss) for loss in result.losses]
+    if not losses or not all(map(math.isfinite, losses)):
+        return None
+    return sum(losses) / len(losses)
+
+
+# The failure that remedies are tried for.
+
+
+@dataclass
+class Failure:
+    """A failure that is explained.
+
+    Attributes:
+        found: Its explanation.
+        row: The operation that is named, or None.
+        place: The place of the call in which it failed.
+        bad: The tensor of the batch that is non-finite, or None.
+        modules: The names of the modules that ran from the operation on, in order.
+        mask: The operation that made the infs of a mask which the operation was given.
+        lost: The operation whose rounding made it undefined, or None.
+        sentinel: A number of the failing sample that looks like a placeholder, or None.
+        growth: How results grew up to it, where it is an overflow, or None.
+        others: The replay of the other samples than the failing one, if it was run.
+        checkpoints: Files of weights that the user gave, the newest last.
+        is_compiled: True if the step calls code that was compiled.
+    """
+
+    found: Explanation
+    row: Row | None
+    place: int
+    bad: torch.Tensor | None = None
+    modules: Sequence[str] = ()
+    mask: Row | None = None
+    lost: Row | None = None
+    sentinel: Sentinel | None = None
+    growth: CallGrowth | None = None
+    others: ReplayResult | None = None
+    checkpoints: Sequence[str | os.PathLike[str]] = ()
+    is_compiled: bool = False
+
+    @property
+    def is_meant(self) -> bool:
+        """True if its infs are those of a mask alone."""
+        return self.row is not None and self.row.is_meant
+
+    @classmethod
+    def of(
+        cls, found: Explanation, root_op: RootOp, table: OpTable, place: int
+    ) -> Failure:
+        """Makes the failure of an origin that is explained.
+
+        Args:
+            found: The explanation.
+            root_op: The origin.
+            table: The operations of the replay in which it was found.
+            place: The place of the call.
+        """
+        if not isinstance(root_op.source, Row):
+            is_of_batch = root_op.source.kind == "batch"
+            bad = root_op.source.tensor if is_of_batch else None
+            return cls(found, None, place, bad, is_compiled=table.is_compiled)
+        rows = ForwardRows(table)
+        row, made = named_row(root_op.source, rows), mask_of(root_op.source)
+        return cls(
+            *(found, row, place),
+            modules=rows.modules_from(row),
+            mask=made if isinstance(made, Row) else None,
+            growth=growth_of(root_op.source, rows) if found.is_overflow else None,
+            is_compiled=table.is_compiled,
+        )
+
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        """Its phase, operation, module and line, which tell it from others."""
+        found, op = self.found, self.found.op
+        if op is None:
+            return found.phase, found.tensor
+        return found.phase, found.module, op.file, op.line, op.name
+
+    @property
+    def is_half(self) -> bool:
+        """True if the operation works on float16."""
+        op = self.found.op
+        tensors = [] if op is None else [*op.outputs, *op.inputs]
+        return any(each.dtype == "float16" for each in tensors)

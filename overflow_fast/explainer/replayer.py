@@ -1,0 +1,789 @@
+"""Runs a kept step again, with patches in place and under observers.
+
+    with Replayer(models, calls, start, ranks) as replayer:
+        result = replayer.run(StepPart(traced=0), patches, observers)
+
+While it is entered, all that a run may change is kept. Each run begins with it as it
+was when the step began; at the end it is put back bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..detector.observers import without_observers
+from ..detector.selection import full_name
+from ..guard.undo.step_start import StepStart
+from ..guard.watching.watch import ModelWatch
+from ..scanner.modules import (
+    gradient_taker,
+    named_buffers,
+    named_modules,
+    named_parameters,
+    without_reduction,
+)
+from ..scanner.tensors import loss_in
+from ..scanner.tree import entry_label
+from ..torch_internals.running import no_dispatch
+from ..torch_internals.tensor_internals import local_part, sparse_values
+from .ambient import applied
+from .calls import Call, loss_and_gradients, part_of
+from .force_eager import run_eagerly
+from .held_tensors import held_leaves
+from .named_tensors import names_of, partitions_of, state_by_name
+from .op_rows import Leaf
+from .op_table import OpTable
+from .op_trace import OpTrace
+from .origin import RootOp, masked_whole, trace_back
+from .replay_ranks import (
+    BAD,
+    CLEAN,
+    FAILED,
+    GIVEN,
+    NotJoined,
+    OnRank,
+    RankCoordinator,
+)
+from .root_op import details_of
+from .snapshot import Snapshot
+from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
+
+
+class Patch:
+    """A change for one run. It can be pickled, for other ranks to make it, too."""
+
+    def applied(
+        self, models: Mapping[str, nn.Module]
+    ) -> AbstractContextManager[object]:
+        """Makes the change while it is entered; undoes it bit for bit.
+
+        Args:
+            models: The models, by what their modules' names begin with.
+        """
+        return nullcontext()
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """The calls to run in place of those of the step."""
+        return list(calls)
+
+
+class Observer:
+    """Sees a run on this rank, and changes no value of it."""
+
+    def observing(
+        self, models: Mapping[str, nn.Module]
+    ) -> AbstractContextManager[object]:
+        """Sees what runs while it is entered, with the patches in place.
+
+        Args:
+            models: The models, by what their modules' names begin with.
+        """
+        return nullcontext()
+
+    def on_output(self, call: Call, output: Any) -> None:
+        """Sees what a call has returned, before its backward."""
+
+
+class Tail(Protocol):
+    """Code of the program that ran behind the backward of the last call.
+
+    Attributes:
+        variables: What it reads of the function that it is of.
+    """
+
+    variables: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        """Runs it; the gradients are those of the replay."""
+
+
+@dataclass(frozen=True)
+class StepPart:
+    """The part of a step to run: all calls up to the first bad one, if nothing is said.
+
+    Attributes:
+        traced: The place of the last call to run, whose operations are traced; bad
+            calls before it are passed over. -1 for none.
+        rows: The samples of that call's batch to run alone, without the calls before
+            it; None for the whole step.
+        is_whole: Run all calls, each with its backward, as the step did.
+        has_table: Record the traced call's operations; else it is run eagerly alone.
+        looks_back: See `OpTable`.
+    """
+
+    traced: int = -1
+    rows: tuple[int, ...] | None = None
+    is_whole: bool = False
+    has_table: bool = True
+    looks_back: bool = False
+
+
+_UP_TO_BAD = StepPart()
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """The order to run a step, as the rank that leads gives it to the others.
+
+    Attributes:
+        step: The part to run.
+        patches: The changes to make meanwhile.
+    """
+
+    step: StepPart
+    patches: tuple[Patch, ...]
+
+
+@dataclass
+class ReplayResult:
+    """The result of a run.
+
+    Attributes:
+        bad_outputs: What was returned and is non-finite; a loss comes first.
+        bad_held: Whether the gradient that came from outside is non-finite.
+        bad_gradients: The names of parameters whose gradients are non-finite.
+        bad_inner: The non-finite gradients that arrived at the outputs of the module
+            whose gradients are looked at.
+        bad_buffers: Those of buffers that became non-finite.
+        has_backward: Whether there was a backward.
+        has_mask: Whether an output that is no loss has a -inf, which may be meant.
+        bad_call: Which of the kept calls was the first bad one, or -1.
+        gradients: The gradients of the parameters, by their names.
+        table: The operations, if a call was traced.
+        error: What ended it, or None.
+        seconds: The time that it took.
+        bad_ranks: The ranks whose call was the first bad one.
+        losses: What backward was called on, where that is a number.
+        num_before: How many operations of the table ran before the program's lines
+            behind backward; None where those did not run.
+        carried: What the replay has read of bad values that the step itself may have
+            left, as in an attribute of a module. Known where a call was traced.
+    """
+
+    bad_outputs: list[torch.Tensor] = field(default_factory=list)
+    bad_held: bool = False
+    bad_gradients: list[str] = field(default_factory=list)
+    bad_inner: list[torch.Tensor] = field(default_factory=list)
+    bad_buffers: list[str] = field(default_factory=list)
+    has_backward: bool = False
+    has_mask: bool = False
+    bad_call: int = -1
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    table: OpTable | None = None
+    error: Exception | None = None
+    seconds: float = 0.0
+    bad_ranks: list[int] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    num_before: int | None = None
+    carried: list[str] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        """True if outputs, gradients and buffers are finite, on all ranks."""
+        return not (self._is_bad or self.bad_ranks or self.error)
+
+    @property
+    def _is_bad(self) -> bool:
+        is_bad = self.bad_outputs or self.bad_gradients or self.bad_buffers
+        return bool(is_bad or self.bad_inner)
+
+    @property
+    def state(self) -> int:
+        """The state of this rank: CLEAN, GIVEN, BAD or FAILED."""
+        if self.error is not None:
+            return FAILED
+        if not self._is_bad:
+            return CLEAN
+        return GIVEN if self.bad_held and not self.is_forward else BAD
+
+    @property
+    def is_forward(self) -> bool:
+        """True if it was bad before a backward began."""
+        return bool(self.bad_outputs)
+
+    def root_op(self, models: Mapping[str, nn.Module]) -> RootOp | None:
+        """Finds the origin of its bad values, where it made a table.
+
+        Args:
+            models: The models, by what their modules' names begin with.
+        """
+        table = self.table
+        assert table is not None
+        if self.bad_outputs:
+            targets = self.bad_outputs
+            numbers = [s for t in targets if t.numel() == 1 for s in table.sources(t)]
+            found = trace_back([s for t in targets for s in table.sources(t)])
+            return found or masked_whole(numbers)
+        if self.bad_gradients:
+            targets = [self.gradients[name] for name in self.bad_gradients]
+        else:
+            targets = self.bad_inner or [t for _, t in table.bad_modules[:1]]
+            if not targets and self.bad_buffers:
+                named = state_by_name(models)
+                targets = [named[name] for name in self.bad_buffers]
+        return trace_back(
+            [each for tensor in targets for each in table.sources(tensor)]
+        )
+
+    def held(self) -> ReplayResult:
+        """It with gradients of its own, which no further run writes to."""
+        kept = {name: each.clone() for name, each in self.gradients.items()}
+        return replace(self, gradients=kept)
+
+    @property
+    def is_in_gradients(self) -> bool:
+        """True if gradients alone are bad."""
+        is_in_gradients = self.bad_gradients or self.bad_inner
+        return not self.bad_outputs and bool(is_in_gradients)
+
+
+class OutputGradients(Observer):
+    """Keeps the non-finite gradients that arrive at the outputs of one module.
+
+    Args:
+        name: The module's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.bad: list[torch.Tensor] = []
+
+    @contextmanager
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Sees the module's outputs, and the gradients of these."""
+        modules = {
+            full_name(prefix, name): module
+            for prefix, model in models.items()
+            for name, module in named_modules(model)
+        }
+        module = modules.get(self._name)
+        if module is None or isinstance(module, torch.jit.ScriptModule):
+            yield
+            return
+        with module.register_forward_hook(self._on_output):
+            yield
+
+    def _on_output(self, module: nn.Module, args: object, output: Any) -> None:
+        for tensor in floats_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    def _on_gradient(self, gradient: torch.Tensor) -> None:
+        with no_dispatch():
+            if any(map(kinds_of, floats_in(gradient))):
+                self.bad.append(gradient)
+
+
+# Runs the step.
+
+
+class Replayer:
+    """Runs the kept calls of a step again while it is entered.
+
+    Args:
+        models: The models, by what their modules' names begin with.
+        calls: The calls of the step.
+        start: The models as they were when the step began; None for now.
+        ranks: The ranks that run them together, each of which enters its own; None for
+            this one alone.
+        keeps_calls: Keep the arguments of operations that make bad values.
+        inner: The module whose outputs' gradients are looked at, too; None for none.
+        tail: The program's lines behind the last backward, to be run there.
+
+    Attributes:
+        state: All that a run may change, kept.
+        num_forwards: How many forwards were run.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        calls: Sequence[Call],
+        start: StepStart | None = None,
+        ranks: RankCoordinator | None = None,
+        keeps_calls: bool = False,
+        inner: str | None = None,
+        tail: Tail | None = None,
+    ) -> None:
+        self._tail = tail
+        self._last: Call | None = None
+        self._is_at_start = False
+        self._inner = None if inner is None else OutputGradients(inner)
+        self.models, self.calls = models, list(calls)
+        self.ranks = RankCoordinator() if ranks is None else ranks
+        self._keeps_calls = keeps_calls
+        self.num_forwards = 0
+        self._has_backward = not gradient_taker(models.values())
+        variables: dict[str, Any] = {}
+        for call in calls:
+            variables |= call.around() or {"batch": call.batch}
+        if tail is not None:
+            variables |= tail.variables
+        self.state = Snapshot(models, start, variables)
+
+    def __enter__(self) -> Replayer:
+        """Keeps the state; raises on all ranks if one cannot."""
+        error: Exception | None = None
+        try:
+            for call in self.calls:
+                call.note_overwritten()
+            self.state.take()
+            self._is_at_start = True
+            self._written = {id(call) for call in self.calls if call.is_overwritten()}
+            self._bad_before = set(bad_names(self._buffers(), masks=False))
+        except Exception as raised:
+            error = raised
+        try:
+            self.ranks.check(error)
+        except BaseException:
+            self.state.restore()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.state.restore()
+
+    @property
+    def returns_loss(self) -> bool:
+        """True if the calls compute the loss, and not only what it is made of."""
+        return all(call.returns_loss for call in self.calls)
+
+    def run(
+        self,
+        step: StepPart = _UP_TO_BAD,
+        patches: Sequence[Patch] = (),
+        observers: Sequence[Observer] = (),
+    ) -> ReplayResult:
+        """Runs calls from the state in which the step began.
+
+        Called by the rank that leads; all others follow.
+
+        Args:
+            step: The part of the step to run.
+            patches: The changes to make meanwhile, on all ranks.
+            observers: They see this rank's run.
+        """
+        order = RunOrder(step, tuple(patches))
+        self.ranks.order(order)
+        return self.follow(order, observers)
+
+    def follow(
+        self, order: RunOrder, observers: Sequence[Observer] = ()
+    ) -> ReplayResult:
+        """Runs what the rank that leads has ordered; see `run()`."""
+        result = ReplayResult()
+        begin = time.perf_counter()
+        try:
+            result = self._run(order, observers)
+        except NotJoined:
+            raise
+        except Exception as error:
+            result.error = error
+        result.seconds = time.perf_counter() - begin
+        return result
+
+    def _run(self, order: RunOrder, observers: Sequence[Observer]) -> ReplayResult:
+        step, callers = order.step, {call.caller for call in self.calls}
+        is_plain = step.traced < 0 and not step.is_whole
+        if is_plain and len(callers) > 1 and self.ranks.is_alone:
+            # Models may call one another: all forwards come first.
+            with self._begun(order, observers) as calls:
+                result = self._run_forwards(calls, observers)
+            if not result.is_clean:
+                return result
+        with self._begun(order, observers) as calls:
+            if step.is_whole:
+                return self._run_all(calls, observers)
+            return self._run_in_order(calls, observers, step)
+
+    @contextmanager
+    def _begun(
+        self, order: RunOrder, observers: Sequence[Observer]
+    ) -> Iterator[list[Call]]:
+        """Begins the step, out of sight of what watches it; yields the calls to run."""
+        if not self._is_at_start:
+            self.state.begin()
+        self._is_at_start = False
+        with ExitStack() as stack:
+            stack.enter_context(without_observers(self.models.values()))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(without_reduction(self.models.values()))
+            for patch in order.patches:
+                stack.enter_context(patch.applied(self.models))
+            for observer in (*observers, *([self._inner] if self._inner else [])):
+                stack.enter_context(observer.observing(self.models))
+            step = order.step
+            if step.rows is not None:
+                yield [part_of(self.calls[step.traced], step.rows)]
+                return
+            last = len(self.calls) if step.traced < 0 else step.traced + 1
+            calls = patched_calls(self.calls[:last], order.patches)
+            self._last = calls[-1] if calls and last == len(self.calls) else None
+            yield calls
+            self._last = None
+
+    def _run_forwards(
+        self, calls: Sequence[Call], observers: Sequence[Observer]
+    ) -> ReplayResult:
+        """Runs forwards alone, up to the first bad one."""
+        result = ReplayResult()
+        for place, call in enumerate(calls):
+            self._run_call(result, call, observers, has_backward=False)
+            if not result.is_clean:
+                result.bad_call = place
+                break
+        return result
+
+    def _run_all(
+        self, calls: Sequence[Call], observers: Sequence[Observer]
+    ) -> ReplayResult:
+        """Runs all calls, each with its backward, whatever they have come to."""
+        result = ReplayResult()
+        for call in calls:
+            if self._run_call(result, call, observers, stops=False) == FAILED:
+                break
+        return result
+
+    def _run_in_order(
+        self, calls: Sequence[Call], observers: Sequence[Observer], step: StepPart
+    ) -> ReplayResult:
+        """Runs calls up to the first bad one; if one is traced, up to the last.
+
+        One whose backward is given a bad gradient is passed over as long as there are
+        others, one of which may have made that.
+        """
+        result, given, is_traced = ReplayResult(), None, step.traced >= 0
+        for place, call in enumerate(calls):
+            is_last = place + 1 == len(calls)
+            traced = step if is_traced and is_last else None
+            state = self._run_call(result, call, observers, traced)
+            if state == FAILED:
+                return result
+            if state == CLEAN:
+                continue
+            if is_traced and not is_last:
+                result = ReplayResult()
+                self.state.drop_gradients()
+                continue
+            result.bad_call = place
+            if state == BAD:
+                return result
+            if given is None:
+                given = result
+            result = result if is_last else ReplayResult()
+            self.state.drop_gradients()
+        return given if given is not None and not is_traced else result
+
+    def _run_call(
+        self,
+        result: ReplayResult,
+        call: Call,
+        observers: Sequence[Observer],
+        traced: StepPart | None = None,
+        has_backward: bool = True,
+        stops: bool = True,
+    ) -> int:
+        """Runs a call; returns the worst of what it has come to on any rank."""
+        self.num_forwards += 1
+        is_last = call is self._last
+        if self._inner is not None:
+            self._inner.bad = []
+        if id(call) in self._written:  # the user's batch is written to once
+            call = call.with_own_batch()
+        call = call.without_graph()  # which the step's own backward has freed
+        try:
+            with self._traced(result, call, traced) if traced else nullcontext():
+                with applied(call.ambient, self.models.values()):
+                    output = call.function(call.batch)
+                for observer in observers:
+                    observer.on_output(call, output)
+                roots = self._look_at_output(result, call, output)
+                # Where there are others, they may wait for this rank's part in theirs.
+                is_wanted = not (result.is_forward and stops and self.ranks.is_alone)
+                if roots and has_backward and is_wanted and self._has_backward:
+                    result.has_backward = True
+                    torch.autograd.backward(
+                        [root for root, _ in roots], [gradient for _, gradient in roots]
+                    )
+                    if is_last and self._tail is not None:
+                        table = result.table
+                        result.num_before = 0 if table is None else len(table.rows)
+                        self._tail()
+            self._look_at_state(result)
+        except Exception as error:
+            result.error = error
+        state, text, result.bad_ranks = self.ranks.agree(result.state, result.error)
+        if text and result.error is None:
+            result.error = OnRank(text)
+        return state
+
+    @contextmanager
+    def _traced(
+        self, result: ReplayResult, call: Call, step: StepPart
+    ) -> Iterator[None]:
+        """Runs eagerly, and records all operations in the result's table."""
+        if not step.has_table:
+            with run_eagerly():
+                yield
+            return
+        leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
+        named = names_of(self.models) + partitions_of(self.models)
+        leaves += [Leaf(*found) for found in named]
+        leaves += [Leaf("gradient", "", held) for held in call.held.values()]
+        others = held_leaves(self.models, call.around())
+        how = self._keeps_calls, step.looks_back
+        result.table = OpTable([*leaves, *others], details_of, *how)
+        with run_eagerly(), OpTrace(self.models, result.table, self._keeps_calls):
+            yield
+        result.table.close()
+        for leaf in others:
+            leaf.note_written()
+        result.carried = [leaf.name for leaf in others if leaf.is_carried]
+
+    def _look_at_output(
+        self, result: ReplayResult, call: Call, output: Any
+    ) -> list[tuple[Any, Any]]:
+        """Looks at what was returned; says what backward is called on."""
+        with no_dispatch():
+            roots, own = loss_and_gradients(call, output), loss_in(output)
+            losses = [root for root, _ in roots]
+            floats = floats_in(output)
+            if call.returns_loss and losses:
+                floats = losses  # what else it returned may be masked
+            for tensor in floats:
+                kinds = kinds_of(tensor)
+                is_loss = call.returns_loss or tensor is own
+                result.has_mask |= kinds == NEGATIVE_INF and not is_loss
+                if kinds and (is_loss or kinds != NEGATIVE_INF):
+                    result.bad_outputs.append(tensor)
+            result.bad_held = any(kinds_of(gradient) for _, gradient in roots)
+            result.losses += [root.detach() for root in losses if root.numel() == 1]
+        return roots
+
+    def _look_at_state(self, result: ReplayResult) -> None:
+        """Looks at this rank's gradients, of sparse ones at the values, and buffers."""
+        result.gradients = {}
+        for prefix, model in self.models.items():
+            for name, parameter in named_parameters(model):
+                if parameter.grad is None:
+                    continue
+                gradient = local_part(parameter.grad)
+                if gradient.layout is torch.sparse_coo:
+                    gradient = sparse_values(gradient)
+                if gradient.layout is torch.strided:
+                    result.gradients[f"{prefix}{name}"] = gradient
+        result.bad_gradients = bad_names(result.gradients.items(), masks=True)
+        if self._inner is not None and not result.bad_held:
+            result.bad_inner = self._inner.bad  # else it may have come from outside
+        bad = bad_names(self._buffers(), masks=False)
+        result.bad_buffers = [name for name in bad if name not in self._bad_before]
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        found = (
+            (p, *each) for p, m in self.models.items() for each in named_buffers(m)
+        )
+        return [(f"{prefix}{name}", buffer) for prefix, name, buffer in found]
+
+
+def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]:
+    """The calls of a step with patches in place."""
+    for patch in patches:
+        calls = patch.calls(calls)
+    return list(calls)
+
+
+# Compares a run with the step itself: the first value that differs.
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The extremes of an entry in a step.
+
+    Attributes:
+        num_tensors: How many tensors they are of.
+        abs_min: The smallest magnitude; nan where there is a nan.
+        abs_max: The largest magnitude; nan where there is a nan.
+        num_nan: The number of nans.
+        num_inf: The number of infs.
+    """
+
+    num_tensors: int
+    abs_min: float
+    abs_max: float
+    num_nan: int
+    num_inf: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first entry, in execution order, whose extremes differ.
+
+    Attributes:
+        module: The name of its module.
+        label: Its label, such as "output" or "grad_output".
+        step: Its extremes in the step.
+        replay: Those in the replay.
+    """
+
+    module: str
+    label: str
+    step: Stats
+    replay: Stats
+
+    def __str__(self) -> str:
+        """The difference as a clause."""
+        place = f"{self.label} of {self.module or 'the model'}"
+        return f"{place} is the first that differs: {self._what()}"
+
+    def _what(self) -> str:
+        step, replay = self.step, self.replay
+        for kind in ("nan", "inf"):
+            numbers = (getattr(step, f"num_{kind}"), getattr(replay, f"num_{kind}"))
+            if numbers[0] != numbers[1]:
+                return f"{numbers[0]} {kind} in the step, {numbers[1]} in the replay"
+        extreme = "smallest" if step.abs_max == replay.abs_max else "largest"
+        name = "abs_min" if extreme == "smallest" else "abs_max"
+        values = _apart(getattr(step, name), getattr(replay, name))
+        return f"{extreme} magnitude {values[0]} in the step, {values[1]} in the replay"
+
+
+def _apart(one: float, other: float) -> tuple[str, str]:
+    """Writes two numbers with as many digits as tell them apart."""
+    for digits in (3, 6, 9, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+_Key = tuple[str, str, str]  # the module's name, the label, the dtype
+
+
+class ReplayCheck(Observer):
+    """Watches a replay as the step was watched, and compares their extremes.
+
+    Calls are compared, and the gradients of their outputs. Gradients of parameters are
+    not: what clips, unscales and reduces them runs after what is replayed.
+
+    Args:
+        watches: The watches of the step, whose recorders note their rows.
+        make_watches: Makes watches alike.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        make_watches: Callable[[], list[ModelWatch]],
+    ) -> None:
+        self._step = {kind: _stats_of(watches, kind) for kind in _KINDS}
+        self._replay = {kind: dict[_Key, Stats]() for kind in _KINDS}
+        self._make_watches = make_watches
+
+    @contextmanager
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Watches what runs within. Its own errors leave it without a comparison."""
+        watches = self._attached()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Exception):
+                for watch in watches:
+                    watch.frames.send()
+                    watch.frames.receive(is_lagged=False)
+                self._replay = {kind: _stats_of(watches, kind) for kind in _KINDS}
+            for watch in watches:
+                watch.detach()
+
+    def _attached(self) -> list[ModelWatch]:
+        if not any(self._step.values()):
+            return []
+        watches = []
+        with contextlib.suppress(Exception):
+            watches = self._make_watches()
+            for watch in watches:
+                watch.recorder.note_row()
+                watch.attach()
+        return watches
+
+    def difference(self) -> Difference | None:
+        """The first value that differs from the step's, in execution order."""
+        forward = self._differing(_C.FrameKind.FORWARD)
+        if any(forward):
+            return next(filter(None, forward))
+        backward = self._differing(_C.FrameKind.BACKWARD)
+        # If the first differs, so may what the two backwards began with.
+        is_given_alike = bool(backward) and backward[0] is None
+        return next(filter(None, backward), None) if is_given_alike else None
+
+    def _differing(self, kind: _C.FrameKind) -> list[Difference | None]:
+        """For each entry of both: how it differs, or None."""
+        step = self._step[kind]
+        return [
+            None
+            if _are_same(step[key], stats)
+            else Difference(key[0], key[1], step[key], stats)
+            for key, stats in self._replay[kind].items()
+            if key in step and step[key].num_tensors == stats.num_tensors
+        ]
+
+
+_KINDS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
+
+
+def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, Stats]:
+    """The extremes that recorders have noted, by their place, in execution order."""
+    found = {}
+    for watch in watches:
+        names: dict[int, str] = {}
+        row = watch.recorder.running_row()
+        columns = watch.recorder.row_columns(0)[: row.num_entries]
+        for column, stats in zip(columns, _rows(row), strict=True):
+            if column.place.kind == kind and stats.num_tensors:
+                module = column.place.module
+                if module not in names:
+                    names[module] = watch.name_at(module)
+                found[names[module], entry_label(column.place), column.dtype] = stats
+    return found
+
+
+def _rows(row: _C.StepRow) -> Iterator[Stats]:
+    num = row.num_entries
+    columns = [
+        _numbers(row.num_tensors, num),
+        *(_magnitudes(each, num) for each in (row.abs_min, row.abs_max)),
+        *(_numbers(each, num) for each in (row.num_nan, row.num_inf)),
+    ]
+    for values in zip(*columns, strict=True):
+        yield Stats(*values)
+
+
+def _numbers(packed: bytes, num: int) -> list[int]:
+    if not packed:
+        return [0] * num
+    return torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist()
+
+
+def _magnitudes(packed: bytes, num: int) -> list[float]:
+    if not packed:
+        return [math.nan] * num
+    dtype = torch.float32 if len(packed) == 4 * num else torch.float64
+    return torch.frombuffer(bytearray(packed), dtype=dtype).tolist()
+
+
+def _are_same(one: Stats, other: Stats) -> bool:
+    counts = [(each.num_nan, each.num_inf) for each in (one, other)]
+    if counts[0] != counts[1]:
+        return False
+    pairs = (one.abs_min, other.abs_min), (one.abs_max, other.abs_max)
+    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)

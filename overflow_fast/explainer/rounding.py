@@ -1,0 +1,494 @@
+"""Finds the operation whose rounding made a later result undefined, such as log of 0.
+
+The operations that an undefined result depends on are held in the replay's table. They
+are run in float64, from one of them on: if the result is finite from one on and not
+from the next on, the first of the two is where the value was lost.
+
+First the nearest of them alone. Where the result stays undefined, they are run with
+what they read moved by far more than rounding: if it is undefined then, too, rounding
+before them is not what made it so, and no more are run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..guard.report.explanation import Explanation
+from ..scanner.text import dtype_name
+from ..scanner.tree import mapped, tensors_in
+from .op_rows import Row
+from .root_op import new_places, run_in_float64
+from .tape import Contents, TapedCall, TapedTensor
+from .tensor_kinds import is_float
+from .users_lines import op_at, place_text
+
+UNDERFLOW, ROUNDING = "underflow", "rounding"
+_NEAREST = 12  # operations, which are run before the others
+_CHEAP = 2**18  # elements: operations on fewer, up to the first on more, come first
+_NOISE = 0.01  # of a value; rounding is at most 0.004, in bfloat16
+
+
+# Operations that are run again in float64.
+
+
+class _Given:
+    """The memory that operations read, in float64, as it was before them.
+
+    Args:
+        calls: The operations.
+    """
+
+    def __init__(self, calls: Sequence[TapedCall]) -> None:
+        self._written = {each.memory for call in calls for each in call.results}
+        self._wide: dict[Contents, torch.Tensor] = {}
+
+    def wide(self, tensor: TapedTensor) -> torch.Tensor:
+        """The memory of a tensor, for one run."""
+        found = self._wide.get(tensor.contents)
+        if found is None:
+            found = self._wide[tensor.contents] = tensor.whole.double()
+        return found.clone() if tensor.memory in self._written else found
+
+
+class _InFloat64:
+    """Runs operations in float64, one after another.
+
+    What they read that none of them has written is taken as it was.
+
+    Args:
+        given: That.
+        nudged: The operations whose results of exactly 0 and 1 are moved by the least
+            that float64 can.
+        noise: By how much of it, at most, what they read of other operations is moved.
+    """
+
+    def __init__(
+        self, given: _Given, nudged: Sequence[TapedCall] = (), noise: float = 0.0
+    ) -> None:
+        self._given = given
+        self._memory: dict[int, torch.Tensor] = {}
+        self._nudged = nudged
+        self._noise = noise
+        self.failed: list[Row] = []
+
+    def run(self, call: TapedCall) -> None:
+        """Runs an operation; without float64 its results stay as they were."""
+        read = set[int]()
+
+        def widened(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return torch.float64 if value.is_floating_point else value
+            tensor = call.read[id(value)]
+            read.add(tensor.memory)
+            return self._widened(tensor)
+
+        try:
+            kinds = torch.Tensor, torch.dtype
+            args, kwargs = mapped((call.args, call.kwargs), widened, kinds=kinds)
+            output = run_in_float64(call.func, call.base, args, kwargs)
+            found = [t for t in tensors_in(output) if is_float(t)]
+            for own, result in zip(call.results, found, strict=False):
+                if own.memory not in read:
+                    self._put(own, result)
+            if any(call is each for each in self._nudged):
+                own = call.results[0]
+                _nudge(own.of(self._memory[own.memory]), _impossible(call))
+        except Exception:
+            self.failed.append(call.row)
+            for own in call.results:
+                self._memory.pop(own.memory, None)
+
+    def _widened(self, tensor: TapedTensor) -> torch.Tensor:
+        if not tensor.is_float:
+            return tensor.value.clone()
+        if tensor.memory not in self._memory:
+            given = self._given.wide(tensor)
+            if self._noise and tensor.contents.is_made:
+                least = torch.finfo(tensor.dtype).smallest_normal
+                given = _moved(given, self._noise, least)
+            self._memory[tensor.memory] = given
+        return tensor.of(self._memory[tensor.memory])
+
+    def _put(self, own: TapedTensor, result: torch.Tensor) -> None:
+        if result.shape != own.size:
+            raise ValueError("its float64 result has another shape")
+        memory = torch.zeros_like(own.whole, dtype=torch.float64)
+        own.of(memory).copy_(result)
+        self._memory[own.memory] = memory
+
+    def value(self, own: TapedTensor) -> torch.Tensor | None:
+        """The value of a result now, or None."""
+        memory = self._memory.get(own.memory)
+        return None if memory is None else own.of(memory)
+
+
+_DIFFERENCES = ("sub", "sub_", "rsub")
+# Magnitudes that the results of finite numbers never are.
+_NEVER_EXACT: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("exp", "exp2", "_softmax", "erfc", "softplus"), (0.0,)),
+    **dict.fromkeys(("tanh", "erf"), (1.0,)),
+    "sigmoid": (0.0, 1.0),
+}
+
+
+def _impossible(call: TapedCall) -> list[float]:
+    """The values of an operation's result that it cannot have of finite numbers."""
+    values = _NEVER_EXACT.get(call.base.removesuffix("_"), ())
+    read = [each.value for each in call.read.values()]
+    if not values or not all(bool(each.isfinite().all()) for each in read):
+        return []
+    own = call.results[0].value.abs()
+    return [value for value in values if bool((own == value).any())]
+
+
+def _nudge(values: torch.Tensor, impossible: Sequence[float]) -> None:
+    info = torch.finfo(torch.float64)
+    if 0.0 in impossible:
+        values[values == 0] = info.smallest_normal
+    if 1.0 in impossible:
+        values[values.abs() == 1] *= 1 - info.eps / 2
+
+
+def _moved(values: torch.Tensor, share: float, least: float) -> torch.Tensor:
+    """Values moved by up to a share of each, and by up to twice the least."""
+    places = torch.arange(_NUM_SHIFTS, dtype=torch.float64, device=values.device)
+    few = places.mul_(12.9898).add_(1).sin_()  # looks random
+    times = -(-values.numel() // _NUM_SHIFTS)
+    shifts = few.repeat(times)[: values.numel()].view_as(values)
+    by = math.copysign(2 * least, share)
+    return values.addcmul(values, shifts, value=share).add_(shifts, alpha=by)
+
+
+_NUM_SHIFTS = 4099  # a prime: no row of a matrix is moved as the next one is
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The outcome of computing an undefined result in float64.
+
+    Attributes:
+        first: The operation from which on it was in float64.
+        value: The result then; where `is_beyond`, with the nudged results.
+        is_beyond: Whether float64 loses it, too: by an operation that of finite numbers
+            is never exactly 0 or 1, as its result was.
+        is_whole: Whether it depends on nothing that was not in float64 but what was
+            there before the step: weights and the batch.
+        as_they_were: The names of operations between that have no float64.
+        row: The operation whose rounding lost the value; None where `value` is not
+            finite either.
+        is_steady: Whether it is not finite either where what the operations read is
+            moved by far more than rounding.
+        own: A value that this operation returned, as it was.
+        true: The same value in float64, of the same inputs.
+        least: The smallest normal number of its dtype; smaller ones may become 0.
+        dtype: Its dtype.
+    """
+
+    first: Row
+    value: float
+    is_whole: bool = False
+    is_beyond: bool = False
+    as_they_were: Sequence[str] = ()
+    row: Row | None = None
+    is_steady: bool = False
+    own: float = math.nan
+    true: float = math.nan
+    least: float = 0.0
+    dtype: str = ""
+
+    @property
+    def cause(self) -> str:
+        """UNDERFLOW or ROUNDING."""
+        if self.is_beyond:
+            return UNDERFLOW if self.own == 0 else ROUNDING
+        return UNDERFLOW if self.own == 0 and abs(self.true) < self.least else ROUNDING
+
+
+class _Undefined:
+    """One number of what the last of some operations returned, run in float64.
+
+    Args:
+        calls: The operations.
+
+    Attributes:
+        calls: The same.
+        index: The place of the number, which is not finite; None if all are.
+    """
+
+    def __init__(self, calls: Sequence[TapedCall]) -> None:
+        self.calls, self._given = calls, _Given(calls)
+        bad = [e for e in calls[-1].results if not bool(e.value.isfinite().all())]
+        read = [each.value for each in calls[-1].read.values()]
+        places = new_places(bad[0].value, read) if bad else None
+        self.index = None if places is None else places[0]
+        self._bad = bad[0] if bad else None
+
+    def run(
+        self, first: int = 0, nudged: Sequence[TapedCall] = (), noise: float = 0.0
+    ) -> _InFloat64:
+        """Runs the operations from one on; see `_InFloat64`."""
+        run = _InFloat64(self._given, nudged, noise)
+        self.go_on(run, first)
+        return run
+
+    def run_alone(self, place: int) -> _InFloat64:
+        """Runs one operation alone."""
+        run = _InFloat64(self._given)
+        run.run(self.calls[place])
+        return run
+
+    def go_on(self, run: _InFloat64, first: int) -> None:
+        """Runs the operations from one on, after others."""
+        for call in self.calls[first:]:
+            run.run(call)
+
+    def of(self, run: _InFloat64) -> float:
+        """The number that a run has come to; nan where it has none."""
+        assert self._bad is not None and self.index is not None
+        has_failed = self.calls[-1].row in run.failed
+        value = None if has_failed else run.value(self._bad)
+        return math.nan if value is None else float(value[self.index])
+
+    def is_finite(self, *how: Any) -> bool:
+        """True if it is finite in a run; see `run()`."""
+        return math.isfinite(self.of(self.run(*how)))
+
+
+def nearest_first(calls: Sequence[TapedCall]) -> Iterator[Sequence[TapedCall]]:
+    """Yields the last of some operations to run: those of few elements, more, all."""
+    num, numel, seen = 0, 0, set[Contents]()
+    for call in reversed(calls[-_NEAREST:]):
+        new = {each.contents for each in call.tensors} - seen
+        numel += sum(each.numel for each in new)
+        if numel > _CHEAP:
+            break
+        num, seen = num + 1, seen | new
+    for each in sorted({num, min(_NEAREST, len(calls)), len(calls)} - {0}):
+        yield calls[-each:]
+
+
+def lost_value(calls: Sequence[TapedCall]) -> Lost | None:
+    """Finds which operation's rounding made the last of some operations undefined.
+
+    Args:
+        calls: The operations, as a table of operations holds them.
+
+    Returns:
+        None if it is not known.
+    """
+    held = [each for each in calls if each.is_held]
+    if not held or held[-1] is not calls[-1]:
+        return None
+    calls, undefined = held, _Undefined(held)
+    if undefined.index is None:
+        return None
+    run = undefined.run()
+    value, failed = undefined.of(run), run.failed
+    if calls[-1].row in failed:
+        return None
+    first = next(call.row for call in calls if call.row not in failed)
+    as_they_were = list(dict.fromkeys(row.name for row in failed if row.read_from))
+    known = {call.row for call in calls}
+    read = {row for call in calls for row in call.row.read_from}
+    lost = Lost(first, value, read <= known and not as_they_were, False, as_they_were)
+    if not math.isfinite(value):
+        lost = _beyond_float64(undefined, lost)
+        moved = (undefined.is_finite(0, (), each) for each in (_NOISE, -_NOISE))
+        return replace(lost, is_steady=lost.row is None and not any(moved))
+    low, high = 0, len(calls) - 1  # finite from `low` on, and not from `high` on
+    if undefined.is_finite(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if undefined.is_finite(middle) else (low, middle)
+    if _meets_given_numbers(calls[low], calls):
+        return None
+    return _lost_at(undefined, low, lost)
+
+
+def _meets_given_numbers(call: TapedCall, calls: Sequence[TapedCall]) -> bool:
+    """True if a result equals numbers that were given, from which it is subtracted.
+
+    Such as a prediction its target. A target that is no whole number was rounded
+    itself: that the difference is not 0 in float64 does not say that it was lost.
+    """
+    own = {each.memory for each in call.results}
+    made = {result.memory for each in calls for result in each.results}
+    for each in calls:
+        operands = list(each.read.values())
+        results = [tensor for tensor in operands if tensor.memory in own]
+        given = [t for t in operands if t.memory not in made and t.is_float]
+        if each.base not in _DIFFERENCES or not results or not given:
+            continue
+        number = given[0].value
+        is_same = results[0].value == number
+        if bool((is_same & (number != number.round())).any()):
+            return True
+    return False
+
+
+def _beyond_float64(undefined: _Undefined, lost: Lost) -> Lost:
+    """Finds an operation that loses the value in float64, too; see `Lost`."""
+    suspects = [each for each in reversed(undefined.calls[:-1]) if _impossible(each)]
+    # Nearly always there are some, such as masked attention, and it is none of them.
+    if not suspects or not undefined.is_finite(0, suspects):
+        return lost
+    for call in suspects:
+        value = undefined.of(undefined.run(nudged=[call]))
+        if math.isfinite(value):
+            dtype = dtype_name(call.results[0].dtype)
+            found = replace(lost, value=value, row=call.row, is_beyond=True)
+            return replace(found, own=_impossible(call)[0], dtype=dtype)
+    return lost
+
+
+def _lost_at(undefined: _Undefined, place: int, lost: Lost) -> Lost | None:
+    """Compares what an operation returned with its results in float64.
+
+    Args:
+        undefined: The undefined result.
+        place: The operation's place among those before it.
+        lost: The outcome so far.
+    """
+    call = undefined.calls[place]
+    run = undefined.run_alone(place)
+    for own in call.results:
+        true = run.value(own)
+        if true is None or not true.numel():
+            continue
+        values = own.value.double()
+        index = _decisive_place(undefined, place, own, values, true)
+        return replace(
+            lost,
+            row=call.row,
+            own=float(values[index]),
+            true=float(true[index]),
+            least=float(torch.finfo(own.dtype).smallest_normal),
+            dtype=dtype_name(own.dtype),
+        )
+    return None
+
+
+def _decisive_place(
+    undefined: _Undefined,
+    place: int,
+    result: TapedTensor,
+    own: torch.Tensor,
+    true: torch.Tensor,
+) -> tuple[int, ...]:
+    """Finds the element of a result whose rounding makes a later one undefined.
+
+    With the elements up to it as they are in float64 the later result is finite, and
+    without it they do not suffice. The element at the same place is tried first.
+
+    Args:
+        undefined: The later result.
+        place: The place of the result's operation among those before it.
+        result: The result.
+        own: Its values.
+        true: Those in float64.
+    """
+    index = undefined.index
+    assert index is not None
+    changed = ((own != true) & true.isfinite()).flatten().nonzero().flatten()
+    is_there = len(index) == own.dim() and all(
+        i < n for i, n in zip(index, own.shape, strict=True)
+    )
+    if is_there:
+        strides = torch.empty(own.shape, device="meta").stride()
+        is_it = changed == sum(i * n for i, n in zip(index, strides, strict=True))
+        changed = torch.cat([changed[is_it], changed[~is_it]])
+
+    def is_finite(count: int) -> bool:
+        """True if the first of the changed elements suffice."""
+        run, mixed = undefined.run_alone(place), own.flatten().clone()
+        mixed[changed[:count]] = true.flatten()[changed[:count]]
+        value = run.value(result)
+        if value is None:
+            return False
+        value.copy_(mixed.view_as(own))
+        undefined.go_on(run, place + 1)
+        return math.isfinite(undefined.of(run))
+
+    low, high = 0, len(changed)
+    if not high or not is_finite(high):
+        return _most_changed(own, true)
+    if is_there and is_finite(1):
+        high = 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_finite(middle) else (middle, high)
+    return _index_at(int(changed[high - 1]), own)
+
+
+def _most_changed(own: torch.Tensor, true: torch.Tensor) -> tuple[int, ...]:
+    """Where a result was changed most by its rounding: what became 0 comes first."""
+    error = (own - true).abs() / true.abs()
+    error = torch.where((own == true) | ~error.isfinite(), 0.0, error)
+    return _index_at(int(error.flatten().argmax()), own)
+
+
+def _index_at(place: int, of: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), of.shape))
+
+
+# In words.
+
+
+def explain_lost(lost: Lost, found: Explanation) -> None:
+    """Adds to an explanation what a computation in float64 has shown.
+
+    Args:
+        lost: What it has come to.
+        found: The explanation of the undefined result.
+    """
+    on = f"computed in float64 from {_place(lost.first)} on"
+    if lost.as_they_were:
+        on += f", but for {', '.join(lost.as_they_were)}"
+    if lost.row is None:
+        is_sure = "; a wider dtype would not help" * lost.is_whole
+        found.evidence[1:2] = [f"{on}, it is {lost.value:g} as well{is_sure}"]
+        return
+    found.cause = lost.cause
+    if lost.is_beyond:
+        found.lost_by = op_at(lost.row.name, lost.row.frames)
+        verb = "underflowed" if lost.cause == UNDERFLOW else "was rounded"
+        found.evidence[1:2] = [
+            f"{_place(lost.row)} {verb} to {lost.own:g}, in float64 as well: of finite "
+            "numbers it is never that",
+            f"with the float64 number next to {lost.own:g} instead, it is finite",
+        ]
+        return
+    found.lost_by = op_at(lost.row.name, lost.row.frames)
+    found.evidence[1:2] = [
+        f"{_place(lost.row)} {_change(lost)}",
+        f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}, "
+        "it is not",
+    ]
+    if found.op is not None:
+        found.op.true_value = lost.value
+
+
+def _place(row: Row) -> str:
+    return f"{row.name}{place_text(row.frames)}"
+
+
+def _change(lost: Lost) -> str:
+    if lost.cause == UNDERFLOW:
+        least = f"{lost.dtype}'s smallest normal number is {lost.least:.2g}"
+        return f"underflowed: {lost.true:.3g} became 0 ({least})"
+    return "was rounded: {} became {}".format(*_told_apart(lost.true, lost.own))
+
+
+def _told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers with as many digits as tell them apart."""
+    for digits in range(3, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return f"{one:.17g}", f"{other:.17g}"

@@ -1,0 +1,111 @@
+"""Numbers of a sample unlike the others: placeholders such as -9999, and outliers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..scanner.text import dtype_name, rounded
+from .calls import Call
+from .tensor_kinds import as_wide, is_float
+
+# Where the largest number of all others is smaller by so much, any number is one.
+_FAR = 1e6
+# By so much, one that programs use for a missing value: netCDF's, and those of 9s.
+_APART = 100.0
+_KNOWN = (9.969209968386869e36, 1e20, 1e30, -32768.0, 32767.0)
+_NINES = tuple(float(f"{sign}{'9' * num}") for sign in "-+" for num in (3, 4, 5, 6))
+
+
+@dataclass(frozen=True)
+class Sentinel:
+    """A number of one sample that looks like a placeholder.
+
+    Attributes:
+        name: The tensor of the batch that holds it.
+        number: The number.
+        text: It with its place, in words.
+        can_be_replaced: Whether the program can put 0 there: no other tensor of the
+            batch holds it, and it is not that of a mask, whose other numbers are 0.
+    """
+
+    name: str
+    number: float
+    text: str
+    can_be_replaced: bool
+
+
+def sentinel_in(call: Call, sample: int) -> Sentinel | None:
+    """Finds a number of one sample that looks like a placeholder.
+
+    Args:
+        call: The call that failed because of the sample.
+        sample: The sample.
+    """
+    for name, tensor, values in _with_samples(call, sample):
+        own = values[sample]
+        if not own.numel() or not bool(own.isfinite().all()):
+            continue
+        place = int(own.abs().flatten().argmax())
+        number = float(own.flatten()[place])
+        others = values.abs()[values != number]
+        others = others[others.isfinite()]
+        most = float(others.max()) if others.numel() else 0.0
+        what = _what(number, most, tensor.dtype)
+        if what is not None:
+            index = torch.unravel_index(torch.tensor(place), own.shape)
+            at = [sample, *(int(i) for i in index)]
+            size = f"at most {most:.3g} in magnitude" if most else "0"
+            rest = f"its other numbers are {size}"
+            text = f"`{name}` holds {number:.6g} at {at}{what}; {rest}"
+            floats = [each for _, each in call.leaves() if is_float(each)]
+            num = sum(bool((each == number).any()) for each in floats)
+            return Sentinel(name, number, text, num == 1 and most > 0)
+    return None
+
+
+def _with_samples(
+    call: Call, sample: int
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yields name, tensor and values of what holds one sample and others."""
+    for name, tensor in call.leaves():
+        values = as_wide(tensor) if is_float(tensor) else None
+        if values is not None and values.dim() and len(values) > max(1, sample):
+            yield name, tensor, values
+
+
+def outlier_in(call: Call, sample: int) -> str:
+    """Describes the largest value of a sample, if it is far above the other samples'.
+
+    Args:
+        call: The call that failed because of the sample.
+        sample: The sample.
+
+    Returns:
+        The tensor of the batch, the value and the ratio, in words; "" for none.
+    """
+    for name, _, values in _with_samples(call, sample):
+        largest = values.abs().flatten(1).amax(1) if values.dim() > 1 else values.abs()
+        own, others = float(largest[sample]), largest.clone()
+        others[sample] = 0
+        most = float(others.max())
+        if math.isfinite(own) and own > _APART * most > 0:
+            return (
+                f"`{name}` is up to {own:.3g} in magnitude there, "
+                f"{rounded(own / most, 2)} times the largest of the other samples"
+            )
+    return ""
+
+
+def _what(number: float, most: float, dtype: torch.dtype) -> str | None:
+    """Describes a number, with ", " in front; None for one that is like the others."""
+    size, most = abs(number), max(most, 1.0)  # a 1 among zeros is a label
+    if size == torch.finfo(dtype).max and size > _APART * most:
+        return f", {dtype_name(dtype)}'s {'largest' if number > 0 else 'lowest'} number"
+    known = {float(torch.tensor(each, dtype=dtype)) for each in (*_KNOWN, *_NINES)}
+    if number in known and size > _APART * most:
+        return ", as programs write for a missing value"
+    return "" if size > _FAR * most else None

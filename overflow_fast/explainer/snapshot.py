@@ -1,0 +1,301 @@
+"""The snapshot: all that running a model again may change, put back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..guard.undo.buffers import KeptBuffer
+from ..guard.undo.random import RandomStates
+from ..guard.undo.step_start import StepStart
+from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
+from ..scanner.modules import (
+    buffers_of,
+    is_sharded,
+    modules_in,
+    named_modules,
+    own_parameters_of,
+    parameters_of,
+    reshard,
+)
+from ..scanner.tensors import devices_of, is_whole
+from ..scanner.text import some
+from ..torch_internals.tensor_internals import (
+    gradient_hooks,
+    local_tensor,
+    may_step_in_backward,
+)
+from .program_objects import ProgramObjects
+
+_MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
+_MAX_AROUND = 2**20  # bytes of a tensor in a variable; larger ones are data
+_FEW = 3
+_MOST_AROUND = 4000  # objects in the variables of a function, which take 0.05 s
+
+
+class Snapshot:
+    """All that running models again may change, as it is now; restored on exit.
+
+    Parameters, buffers, other tensors, gradients, attributes with all mutable objects
+    in them, and random states. Everything is restored in place, so that identities and
+    aliases stay. Gradients are set aside by reference, and hooks on them that step an
+    optimizer in backward with them: they are not called meanwhile.
+
+    Weights are copied if they are small, or a forward is known to write to them; of
+    the others a write is noticed, and reported by `problems`.
+
+    Args:
+        models: The models, by what their modules' names begin with.
+        start: The beginning of the step that is run again; None for now.
+        around: Variables that the code which is run reads, by their names.
+        calls_hooks: Leave hooks behind gradients where they are; the weights that they
+            may step are copied.
+        on_copies: Other tensors take the place of parameters and buffers meanwhile:
+            these are not copied.
+
+    Attributes:
+        lost: The names of what cannot be restored, such as iterators and files.
+        problems: After the exit, a sentence for each tensor that stays changed.
+        has_hooks: Hooks behind gradients are set aside.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        start: StepStart | None = None,
+        around: Mapping[str, Any] | None = None,
+        calls_hooks: bool = False,
+        on_copies: bool = False,
+    ) -> None:
+        self._models = dict(models)
+        self._start = start
+        self._around = {} if around is None else dict(around)
+        self._calls_hooks = calls_hooks
+        self._on_copies = on_copies
+        self._is_taken = False
+        self._gradients: list[Callable[[], None]] = []
+        self._leaves: list[torch.Tensor] = []
+        self._tensors: list[tuple[str, KeptTensor]] = []
+        self.lost: list[str] = []
+        self.problems: list[str] = []
+        self.has_hooks = False
+
+    def __enter__(self) -> Snapshot:
+        if not self._is_taken:
+            self.take()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+
+    def take(self) -> None:
+        """Keeps everything, and begins the step; what an error has left is restored."""
+        models = list(self._models.values())
+        reshard(models)
+        self._random = RandomStates(devices_of(models))
+        self._objects = objects = ProgramObjects(models)
+        objects.add(  # a wrapper has the name of what it wraps
+            (f"{prefix}{name}", module)
+            for prefix, model in self._models.items()
+            for name, module in named_modules(model)
+        )
+        self._keep_tensors(list(objects.tensors.values()))
+        self._num_own = len(objects.kept), len(objects.tensors)
+        objects.add_around(self._around.items(), _MOST_AROUND)
+        others = list(objects.tensors.values())[self._num_own[1] :]
+        self._tensors += [
+            (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))
+            for name, tensor in others
+        ]
+        self.lost = objects.lost
+        self._is_taken = True
+        try:
+            self._leaves = list(self._find_leaves())
+            for each in self._leaves:
+                self._set_gradient_aside(each)
+            self.begin()
+        except BaseException:
+            self.restore()
+            raise
+
+    def begin(self) -> None:
+        """Makes everything what it was when the step began, and drops gradients."""
+        reshard(self._models.values())
+        self._put_back()
+        if self._start is not None:
+            rewind(self._start)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Sets the gradients to None."""
+        for each in self._leaves:
+            each.grad = None
+
+    def changed_around(self) -> list[str]:
+        """The names of variables that are not as they were when it was taken.
+
+        A run again begins with them as they are after the step, not before it. An
+        iterator whose place cannot be seen counts as changed.
+        """
+        first, objects = self._num_own[0], self._objects
+        changed = [*objects.differences(first), *objects.taken_from(first)]
+        return list(dict.fromkeys(changed))
+
+    def set_meanwhile(self) -> list[str]:
+        """After a run: the names of the models' numbers that it has left as others.
+
+        The step had them as they are when this is taken, so what the run lacks is code
+        outside of the models' forwards that sets them: a flag of the loop's.
+        """
+        names = self._objects.differences(last=self._num_own[0])
+        return [name.removeprefix(".") for name in names]
+
+    def has_stepped(self) -> bool:
+        """True if a weight with a hook behind its gradient is another one now."""
+        return any(
+            kept.has_changed()
+            for _, kept in self._tensors
+            if isinstance(kept.tensor, nn.Parameter)
+            if may_step_in_backward(kept.tensor)
+        )
+
+    def not_restored(self) -> list[str]:
+        """After the exit: sentences about what was not put back, or may not be."""
+        taken = self._objects.taken_from()
+        return [*self.problems, _lost_text(taken)] if taken else self.problems
+
+    @property
+    def lost_text(self) -> str:
+        """A sentence that names what cannot be restored."""
+        return _lost_text(self.lost)
+
+    def restore(self) -> None:
+        """Makes everything what it was when it was taken."""
+        if not self._is_taken:
+            return
+        self._is_taken = False
+        reshard(self._models.values())
+        self.problems = [
+            f"{name} could not be put back ({why})." for name, why in self._put_back()
+        ]
+        for undo in reversed(self._gradients):
+            undo()
+        self._gradients.clear()
+        self._leaves.clear()
+        self._tensors.clear()
+
+    def _put_back(self) -> list[tuple[str, str]]:
+        """Restores all but gradients; returns what stays changed, and why."""
+        problems = self._objects.restore()
+        self._random.restore()
+        pairs = [(name, kept.restore()) for name, kept in self._tensors]
+        return problems + [(name, why) for name, why in pairs if why]
+
+    def _find_leaves(self) -> Iterator[torch.Tensor]:
+        """Yields the tensors that a backward gives gradients to, each once."""
+        seen = set()
+        for model in self._models.values():
+            for parameter in parameters_of(model):
+                seen.add(id(parameter))
+                yield parameter
+        for key, (_, tensor) in self._objects.tensors.items():
+            if key not in seen and tensor.is_leaf and tensor.requires_grad:
+                yield tensor
+
+    def _keep_tensors(self, found: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Keeps the models' tensors, the smallest first."""
+        models = list(self._models.values())
+        left_out = (
+            {id(each) for each in _in_tables(models)} if self._on_copies else set()
+        )
+        is_gathered = any(map(is_sharded, models))  # and freed, by its wrapper
+        known = {id(each) for each in _written_by_torch(models)}
+        left = _MAX_WEIGHTS
+        for name, tensor in sorted(found, key=lambda pair: num_bytes(pair[1])):
+            is_weight = isinstance(tensor, nn.Parameter)
+            is_trained = is_weight and tensor.requires_grad
+            if id(tensor) in left_out or (is_trained and is_gathered):
+                continue
+            size = num_bytes(tensor)
+            is_copied = size <= SMALL or (not is_weight and tensor.grad_fn is None)
+            if is_weight and not is_copied:
+                is_copied = id(tensor) in known or self._is_written(tensor)
+                is_copied |= self._calls_hooks and may_step_in_backward(tensor)
+            if is_weight and not is_copied and size <= left:
+                is_copied, left = True, left - size
+            self._tensors.append((name, KeptTensor(tensor, is_copied)))
+
+    def _is_written(self, tensor: torch.Tensor) -> bool:
+        """True for a weight that a forward was seen to write to, in any step."""
+        starts = () if self._start is None else self._start.starts
+        return any(each.weights.is_known(tensor) for each in starts)
+
+    def _set_gradient_aside(self, leaf: torch.Tensor) -> None:
+        gradient = leaf.grad
+        hooks = {} if self._calls_hooks else gradient_hooks(leaf) or {}
+        saved = dict(hooks)
+        self.has_hooks |= bool(hooks)
+        hooks.clear()
+        is_plain = gradient is not None and local_tensor(gradient) is None
+        if gradient is not None and is_plain and not is_whole(gradient):
+            # DDP may reduce others in there.
+            self._tensors.append(("a gradient", KeptTensor(gradient, True)))
+
+        def undo() -> None:
+            leaf.grad = gradient
+            if saved:
+                hooks.update(saved)
+
+        self._gradients.append(undo)
+
+
+@torch.no_grad()
+def rewind(start: StepStart) -> None:
+    """Makes the models what they were when a step began, as far as is known.
+
+    A snapshot restores them afterwards.
+    """
+    for each in start.starts:
+        if not each.is_taken:
+            continue
+        for attributes in each.attributes:
+            attributes.restore()
+        for buffer in each.buffers:
+            _rewind_buffer(buffer)
+        for weight, copy in each.weights.written():
+            write(weight, copy)
+
+
+def _rewind_buffer(buffer: KeptBuffer) -> None:
+    """Writes to it whoever owns its contents now: a snapshot has these."""
+    tensor, is_gone = buffer.tensor, buffer.module() is None
+    if is_gone or tensor is None or buffer.was_lazy or tensor.is_meta:
+        return
+    buffer.put_in_place()
+    if buffer.copy is not None:
+        write(tensor, buffer.copy)
+
+
+def _lost_text(names: Iterable[str]) -> str:
+    listed = some((f"`{name}`" for name in names), _FEW)
+    return (
+        f"What a replay takes from {listed} is not put back: an iterator, "
+        "file, socket, queue or cached function has no copy."
+    )
+
+
+def _in_tables(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    for model in models:
+        yield from parameters_of(model)
+        yield from buffers_of(model)
+
+
+def _written_by_torch(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yields the weights that torch itself writes to: of embeddings with `max_norm`."""
+    for model in models:
+        for module in modules_in(model):
+            if getattr(module, "max_norm", None) is not None:
+                yield from own_parameters_of(module).values()

@@ -1,0 +1,346 @@
+"""Explains the bad steps of a guard: alone, with other ranks, or by a second look."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _C
+from ..guard.config import GuardConfig
+from ..guard.explaining import ReplayOffer, gradients_of, with_note
+from ..guard.process import world_size
+from ..guard.ranks.agreement import Agreed
+from ..guard.report.explanation import Explanation
+from ..guard.step import Step
+from ..guard.step_keeper import LastSteps, StepKeeper
+from ..guard.verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
+from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
+from ..guard.watching.watch import ModelWatch, models_of
+from ..scanner.modules import gradient_taker, why_not
+from ..scanner.tensors import loss_in
+from ..torch_internals.compiler import has_compiled
+from .bad_step import BadStep
+from .calls import Call, ModelCall, batch_size, made_again
+from .explain import investigate
+from .replay_ranks import NotJoined, RankCoordinator, StoreChannel
+from .replayer import Observer, ReplayCheck, Replayer, StepPart
+
+_UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
+_FORWARD_ALONE = (
+    "The step's forward was run again, and is finite. Its backward was not: it would "
+    "write to the gradients that {} keeps."
+)
+_CLEAN = (
+    "The step was run again with every module watched, and is finite: the fault was "
+    "transient, or outside of the models' forward and backward."
+)
+_PARTLY = (
+    "The models' forward and backward were run again with every module watched: what "
+    "modules receive and return is finite. The loss outside of them was not run again "
+    "for that: use `guard.run(lambda: loss)`."
+)
+_STOOD_IN = (
+    "The models' forward and backward were run again with every module watched and the "
+    "models' own weights, and are finite: the step ran under functional_call(), whose "
+    "tensors were not kept. Use `guard.run(lambda: loss)`."
+)
+_NOT_ALONE = (
+    "The step was not run again: there are several ranks, which do not decide together."
+)
+_NOTHING = "The step was not run again: no forward of this step was captured."
+
+
+class StepExplainer:
+    """Explains the steps of one guard; see `guard.explaining.Explainer`.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+        keeper: Keeps the calls of a step; None if nothing is to be run again.
+        make_watches: Makes watches of the models that look at everything.
+        find_optimizers: Returns the optimizers that still exist.
+        last_steps: The optimizers' last steps.
+        compares: Whether the watches have noted the extremes of the step's entries, so
+            that a replay can be compared with it.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        keeper: StepKeeper | None,
+        make_watches: Callable[[], list[ModelWatch]],
+        find_optimizers: Callable[[], list[torch.optim.Optimizer]],
+        last_steps: LastSteps,
+        compares: bool,
+    ) -> None:
+        self._watches = watches
+        self._keeper = keeper
+        self._make_watches = make_watches
+        self._find_optimizers = find_optimizers
+        self._last_steps = last_steps
+        self._compares = compares
+        self._budget = config.explain.budget
+        self._checkpoints = config.explain.checkpoints
+        self._steps_between = config.weights_every or 1
+        evidence = config.evidence
+        self._artifact_bytes = 0 if evidence is None else int(evidence.mib * 2**20)
+
+    def explain(
+        self, verdict: Verdict, moment: str, ranks: RankCoordinator | None = None
+    ) -> Explanation:
+        """Explains a step.
+
+        Args:
+            verdict: What was found.
+            moment: See `Report.moment`.
+            ranks: The ranks that replay it together; None for this one alone.
+        """
+        models, keeper = models_of(self._watches), self._keeper
+        incident = self._incident(verdict, moment)
+        if keeper is None:
+            found = investigate(models, [], incident)
+            return found if found.phase else Explanation(notes=[_UNSAFE])
+        return investigate(
+            models,
+            self._calls(),
+            incident,
+            start=keeper.start,
+            budget=self._budget,
+            checkpoints=self._checkpoints,
+            artifact_bytes=self._artifact_bytes,
+            ranks=ranks,
+            replay_check=self._replay_check(),
+        )
+
+    def offer(self, is_due: bool, joins: bool) -> ReplayOffer:
+        """This rank's part in a replay of all ranks.
+
+        Args:
+            is_due: Whether this rank wants one, if the report is its own.
+            joins: Whether a `Join` has ranks without batches take part.
+        """
+        keeper = self._keeper
+        assert keeper is not None
+        if joins:
+            return ReplayOffer(is_due, "is within a Join, where others have no batch")
+        calls = self._calls()
+        why = why_not(list(models_of(self._watches).values()))
+        if not why and not calls:
+            why = "kept no forward of it, which " * bool(keeper.hidden_by)
+            why += keeper.hidden_by or "kept no forward of it; use `guard.run()`"
+        shapes = tuple((bool(call.held), call.returns_loss) for call in calls)
+        sizes = tuple(map(batch_size, calls))
+        return ReplayOffer(is_due, why, shapes, sizes, tuple(keeper.takes_from))
+
+    def explain_together(self, agreed: Agreed, moment: str) -> tuple[Explanation, bool]:
+        """Explains a step along with all other ranks that agreed on it.
+
+        Args:
+            agreed: What they agreed on, with a report; all of them can replay it.
+            moment: See `Report.moment`.
+
+        Returns:
+            The explanation, and whether a rank was lost in it.
+        """
+        assert agreed.report is not None
+        ranks = _ranks_of(agreed.offers, agreed.rank)
+        return self.explain(agreed.report.verdict, moment, ranks), ranks.is_broken
+
+    def _calls(self) -> list[Call]:
+        return [] if self._keeper is None else list(map(made_again, self._keeper.calls))
+
+    def _replay_check(self) -> ReplayCheck | None:
+        """Compares a replay with the step, but for compiled code: hooks change that."""
+        if not self._compares or has_compiled():
+            return None
+        return ReplayCheck(self._watches, self._make_watches)
+
+    def _incident(self, verdict: Verdict, moment: str) -> BadStep:
+        first, keeper = verdict.first, self._keeper
+        assert first is not None
+        weights, gradients = self._histories()
+        is_gradient = first.kind in ("gradient", "grad_output", "recorded")
+        return BadStep(
+            kind=first.kind,
+            module=first.fqn if first.class_name else "",
+            is_made=verdict.origin == "made" and bool(first.class_name),
+            reaches_loss=verdict.reaches_loss
+            or is_gradient
+            or bool(verdict.dirty_gradients),
+            weights=weights,
+            steps_between=self._steps_between,
+            largest_gradient=max((r[-1] for r in gradients if r), default=0.0),
+            gradients=gradients_of(self._watches, verdict.dirty_gradients),
+            optimizers=self._find_optimizers(),
+            last_steps=self._last_steps,
+            is_late=moment == "check",
+            num_dropped=0 if keeper is None else keeper.num_dropped,
+            hidden_by="" if keeper is None else keeper.hidden_by,
+            takes_from=[] if keeper is None else keeper.takes_from,
+            is_of_flag=is_of_flag(verdict),
+            had_gradients=keeper is not None and keeper.had_gradients,
+            left_over={} if keeper is None else dict(keeper.left_over),
+        )
+
+    def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:
+        """The largest magnitudes in past steps: of weights, by name, and gradients."""
+        weights: dict[str, list[float]] = {}
+        gradients = []
+        for watch in self._watches:
+            for history in watch.recorder.headroom():
+                place = history.last.place
+                if place.label.role == _C.Role.WEIGHT:
+                    name = place.label.name
+                    if place.kind == _C.FrameKind.FORWARD:
+                        name = f"{watch.name_at(place.module)}.{name}".lstrip(".")
+                    weights[name] = history.recent
+                elif place.kind in GRADIENTS and place.label.role == _C.Role.GRADIENT:
+                    gradients.append(history.recent)
+        return weights, gradients
+
+    # The tripwire's second look: a bad step is run again with everything watched.
+
+    def look_again(self, found: Step) -> Step:
+        """Replaces what the tripwire saw of a bad step by what a full watch sees.
+
+        Args:
+            found: What the tripwire saw, with at least one bad frame.
+        """
+        if not self._calls():
+            return with_note(found, _NOTHING)
+        if world_size() > 1:
+            return with_note(found, _NOT_ALONE)
+        seen, error = self._replayed(found, RankCoordinator())
+        if error is not None:
+            return with_note(found, f"The step was run again, and raised {error}.")
+        if not seen.frames:
+            return with_note(found, self.finite_note())
+        return seen
+
+    def finite_note(self) -> str:
+        """Writes what follows if the step is finite when it is run again."""
+        calls = self._calls()
+        models = [watch.model for watch in self._watches if watch.model is not None]
+        engine = gradient_taker(models)
+        if engine:
+            return _FORWARD_ALONE.format(engine)
+        if any(call.has_stand_ins for call in calls):
+            return _STOOD_IN
+        return _CLEAN if all(call.returns_loss for call in calls) else _PARTLY
+
+    def look_together(self, found: Step, agreed: Agreed) -> tuple[Step, str, bool]:
+        """Runs the step again on all ranks that agreed on it.
+
+        Args:
+            found: See `look()`.
+            agreed: What they agreed on.
+
+        Returns:
+            What this rank has seen; a note, the same on all ranks, if it could not be
+            run, else ""; and whether a rank was lost.
+        """
+        ranks = _ranks_of(agreed.offers, agreed.rank)
+        try:
+            seen, error = self._replayed(found, ranks)
+        except NotJoined as lost:
+            return found, str(lost), True
+        # Each rank's run has agreed on errors: all of them have one.
+        note = "" if error is None else "The step was run again, and raised an error."
+        return seen, note, False
+
+    def _replayed(
+        self, found: Step, ranks: RankCoordinator
+    ) -> tuple[Step, Exception | None]:
+        """Runs the step with everything watched; returns it, and its error."""
+        watches = self._watches_now()
+        models = models_of(watches)
+        full_watch = _FullWatch(watches)
+        assert self._keeper is not None
+        with Replayer(models, self._calls(), self._keeper.start, ranks) as replayer:
+            if ranks.is_leader:
+                result = replayer.run(StepPart(is_whole=True), observers=[full_watch])
+            else:
+                result = replayer.follow(ranks.receive(), [full_watch])
+        frames = full_watch.frames
+        seen = [*_recorded(found, frames), *frames] if frames else []
+        seen_in_full = dataclasses.replace(
+            found, frames=seen, watches=watches, verdict=None
+        )
+        return seen_in_full, result.error
+
+    def _watches_now(self) -> list[ModelWatch]:
+        """Watches that number and name what runs as the tripwire's do."""
+        watches = self._make_watches()
+        for watch, own in zip(watches, self._watches, strict=True):
+            num_calls = len(self._calls())
+            watch.begin_at(max(0, own.batch_number - num_calls))
+            watch.inputs.loop_batches = own.inputs.loop_batches
+            watch.has_seen_loss = own.has_seen_loss
+        return watches
+
+
+def _ranks_of(offers: Mapping[int, ReplayOffer], lead: int) -> RankCoordinator:
+    """The ranks that replay a step.
+
+    Args:
+        offers: What each of them has offered.
+        lead: The rank whose report it is.
+    """
+    sizes: Any = zip(*(offer.sizes for offer in offers.values()), strict=True)
+    can_cut = [len(set(each)) == 1 for each in sizes]
+    return RankCoordinator(
+        StoreChannel(sorted(offers), offers[lead].session), lead, can_cut
+    )
+
+
+class _FullWatch(Observer):
+    """Watches a run as `guard.run()` does, and collects its bad frames."""
+
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+        self._watches = watches
+        self.frames: list[BadFrame] = []
+
+    @contextlib.contextmanager
+    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Watches what runs within."""
+        for watch in self._watches:
+            watch.attach()
+        try:
+            yield
+            self._collect()
+        finally:
+            for watch in self._watches:
+                watch.detach()
+
+    def on_output(self, call: Call, output: Any) -> None:
+        """Records the loss that a function has returned."""
+        loss = None if isinstance(call, ModelCall) else loss_in(output)
+        if loss is not None:
+            self._watches[0].record(_C.FrameKind.RECORDED, (["loss"], [loss]))
+
+    def _collect(self) -> None:
+        StepTensors(self._watches).scan(None, ScanLevel.ALL)
+        for watch in self._watches:
+            watch.frames.send()
+            watch.frames.receive(is_lagged=False)
+        self.frames += take_bad(self._watches, _C.Recorder.num_frames())
+
+
+def _recorded(found: Step, frames: Sequence[BadFrame]) -> list[BadFrame]:
+    """Takes over what the user has recorded, if no forward of the replay is bad."""
+    kinds = {bad.frame.kind for bad in frames}
+    if kinds & {_C.FrameKind.FORWARD, _C.FrameKind.RECORDED}:
+        return []
+    recorded = [b for b in found.frames if b.frame.kind == _C.FrameKind.RECORDED]
+    return [bad for bad in recorded if not _is_norm(bad)]
+
+
+def _is_norm(bad: BadFrame) -> bool:
+    """True if it is the norm of the gradients, which have frames of their own."""
+    return all(entry.label.name == NORM for entry in bad.bad_entries)

@@ -1,0 +1,208 @@
+"""Kinds of non-finite values of tensors, and their magnitudes, by the fused scan."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..guard.report.explanation import TensorSummary
+from ..scanner.ops import Stat, scan
+from ..scanner.tensors import PLAIN, is_whole, real_parts, widened
+from ..scanner.text import dtype_name
+from ..scanner.tree import tensors_in
+from ..torch_internals.tensor_internals import is_in_transform, local_part
+from .storage_map import StorageMap, memory_of
+
+NAN, POSITIVE_INF, NEGATIVE_INF = _C.NAN, _C.POSITIVE_INF, _C.NEGATIVE_INF
+INF = POSITIVE_INF | NEGATIVE_INF
+
+
+def is_float(tensor: torch.Tensor) -> bool:
+    """True if a tensor can hold a nan or an inf, and has memory to look at."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and not tensor.is_meta and not is_in_transform(tensor)
+
+
+def floats_in(value: object) -> list[torch.Tensor]:
+    """Lists the tensors of a value that can hold a nan or an inf, and are not empty."""
+    found = [value] if type(value) is torch.Tensor else tensors_in(value)
+    return [t for t in found if is_float(t) and t.numel()]
+
+
+def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
+    """The kinds in a tensor, counted by torch's own operations.
+
+    Args:
+        tensor: The tensor.
+        stat: Its stat, if it is known: only the sign of infs is not in it.
+    """
+    values = as_wide(tensor)
+    if values is None:
+        return 0 if stat is None else NAN * stat.has_nan | INF * stat.has_inf
+    if stat is not None and not (stat.has_inf or stat.not_scanned):
+        return NAN * stat.has_nan
+    parts = real_parts(values)
+    flags = torch.stack(
+        [parts.isnan().any(), (parts == math.inf).any(), (parts == -math.inf).any()]
+    ).tolist()
+    nan, positive, negative = map(int, flags)
+    return NAN * nan | POSITIVE_INF * positive | NEGATIVE_INF * negative
+
+
+def as_wide(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a plain tensor in a dtype that has all operations, or None."""
+    if type(tensor) not in PLAIN:
+        tensor = local_part(tensor)
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return None
+    return widened(tensor)
+
+
+def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
+    """Counts the non-finite values of a tensor. Incurs a CPU-GPU sync."""
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    values = as_wide(tensor)
+    if values is None or not is_float(tensor):
+        return TensorSummary(dtype, shape, None, None, 0, 0, name)
+    values = real_parts(values)
+    finite = values[values.isfinite()].abs()
+    least = float(finite.min()) if finite.numel() else None
+    most = float(finite.max()) if finite.numel() else None
+    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
+    signs = inf_signs(values)
+    return TensorSummary(dtype, shape, least, most, num_nan, num_inf, name, signs)
+
+
+def inf_signs(values: torch.Tensor) -> str:
+    """The signs of the infs: "+", "-", "+-", or "". Incurs a CPU-GPU sync."""
+    values = real_parts(values)
+    infs = {"+": values.isposinf(), "-": values.isneginf()}
+    return "".join(sign for sign, are in infs.items() if are.any())
+
+
+Index = tuple[int, ...]
+
+
+def bad_places(
+    tensor: torch.Tensor, nan_alone: bool = False
+) -> tuple[Index, Index] | None:
+    """The indices of the first and the last non-finite value, or None.
+
+    Incurs a CPU-GPU sync.
+    """
+    values = as_wide(tensor)
+    if values is None:
+        return None
+    places = (values.isnan() if nan_alone else ~values.isfinite()).nonzero()
+    if not len(places):
+        return None
+    return tuple(places[0].tolist()), tuple(places[-1].tolist())
+
+
+def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[str]:
+    """The names of the tensors that hold a non-finite value. Incurs a CPU-GPU sync.
+
+    Args:
+        named: Names and tensors.
+        masks: Whether -inf counts.
+    """
+    floats = [(name, t) for name, t in named if is_float(t) and t.numel()]
+    stats = scan([tensor.detach() for _, tensor in floats])
+    return [
+        name
+        for (name, tensor), stat in zip(floats, stats, strict=True)
+        if stat.has_nan or stat.has_inf
+        if masks or kinds_of(tensor, stat) != NEGATIVE_INF
+    ]
+
+
+_Writes = tuple[int | None, int, torch.dtype]  # as torch and as this file counts them
+_State = tuple[int, torch.Size, _Writes]
+
+
+class Kinds:
+    """Looks up which kinds of non-finite values tensors hold.
+
+    A tensor that nobody has written to is scanned once, and none that views memory
+    which was seen to be finite as a whole. Incurs a CPU-GPU sync for each scan of
+    tensors on a device.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, _State, int, Stat]] = {}
+        self._num_writes: dict[int, int] = {}  # by memory
+        self._finite: StorageMap[tuple[_Writes, Stat]] = StorageMap()  # as a whole
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """The kinds in each tensor, as a sum of NAN, POSITIVE_INF and NEGATIVE_INF."""
+        found = [self._kinds_if_known(tensor) for tensor in tensors]
+        new = [t for t, each in zip(tensors, found, strict=True) if each is None]
+        if new:
+            scanned = iter(scan([tensor.detach() for tensor in new]))
+            found = [
+                self._remember(tensor, next(scanned))[0] if each is None else each
+                for tensor, each in zip(tensors, found, strict=True)
+            ]
+        return [each for each in found if each is not None]
+
+    def stat(self, tensor: torch.Tensor) -> Stat:
+        """The stat of a tensor."""
+        found = self._look_up(tensor)
+        if found is None:
+            found = self._remember(tensor, scan([tensor.detach()])[0])
+        return found[1]
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forgets tensors, and others that share their memory: they are scanned again.
+
+        Their version is raised only after this, or never: operators of extensions need
+        not raise it.
+        """
+        for tensor in tensors:
+            for key in memory_of(tensor):
+                self._num_writes[key] = self._num_writes.get(key, 0) + 1
+
+    def _kinds_if_known(self, tensor: torch.Tensor) -> int | None:
+        finite = self._finite.get(tensor)
+        if finite is not None and finite[0] == self._writes(tensor):
+            return 0
+        known = self._look_up(tensor)
+        return None if known is None else known[0]
+
+    def _look_up(self, tensor: torch.Tensor) -> tuple[int, Stat] | None:
+        finite = self._finite.get(tensor)
+        if finite is not None and finite[0] == self._writes(tensor):
+            return (0, finite[1]) if is_whole(tensor) else None
+        known = self._known.get(id(tensor))
+        if known is None or tensor.is_inference() or known[0]() is not tensor:
+            return None
+        return known[2:] if known[1] == self._state(tensor) else None
+
+    def _remember(self, tensor: torch.Tensor, stat: Stat) -> tuple[int, Stat]:
+        kinds = kinds_of(tensor, stat) if stat.has_nan or stat.has_inf else 0
+        if tensor.is_inference():
+            return kinds, stat
+        is_scanned = type(tensor) in PLAIN and stat.not_scanned is None
+        if is_scanned and not kinds and is_whole(tensor):
+            self._finite.put(tensor, (self._writes(tensor), stat))
+        else:
+            reference = weakref.ref(tensor)
+            self._known[id(tensor)] = (reference, self._state(tensor), kinds, stat)
+        return kinds, stat
+
+    def _state(self, tensor: torch.Tensor) -> _State:
+        """Identifies the contents of a tensor until somebody writes to it."""
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        pointer = tensor.data_ptr() if is_plain else 0
+        return pointer, tensor.shape, self._writes(tensor)
+
+    def _writes(self, tensor: torch.Tensor) -> _Writes:
+        """Counts the writes to a tensor's memory."""
+        keys = memory_of(tensor) if self._num_writes else ()
+        writes = sum(self._num_writes.get(key, 0) for key in keys)
+        return _C.version_of(tensor), writes, tensor.dtype

@@ -1,0 +1,202 @@
+"""The user's lines that run, and that led to an operation."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+import threading
+import time
+from types import CodeType, FrameType
+from typing import Any
+
+from ..guard.report.explanation import Op
+from ..scanner.text import installed_name, is_of_user, is_own, short_name, source_name
+
+_MAX_FRAMES = 12
+_ENGINE = "_engine_run_backward"
+# Files of torch that the engine calls, but for hooks of the user's.
+_NO_HOOKS = tuple(
+    os.path.join("torch", *parts)
+    for parts in (("autograd", "function.py"), ("utils", "checkpoint.py"))
+)
+_BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
+_ENDS = {_ENGINE, *_BEGINS}
+
+# The code, the line and the instruction of each frame.
+Frames = tuple[tuple[CodeType, int, int], ...]
+Span = tuple[
+    int, int, int, int
+]  # first line, last line, first and last column in UTF-8
+
+
+class UsersFrames:
+    """Reads the running lines of the user's code, at one operation after another.
+
+    What has called a frame that ran at the last look is where it was, and is not read
+    again.
+    """
+
+    def __init__(self) -> None:
+        # Of each thread, outermost first: what ran, and the lines that had called it.
+        self._known: dict[int, dict[FrameType, Frames]] = {}
+
+    def now(self) -> Frames:
+        """The running lines, the innermost first.
+
+        In a backward, those that run inside of autograd's engine only: of a custom
+        Function, a hook, or a checkpoint that computes its forward again. Of a replay,
+        what called the guard is left out.
+        """
+        known = self._known.setdefault(threading.get_ident(), {})
+        new: list[FrameType] = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame not in known:
+            code = frame.f_code
+            if code.co_name in _ENDS and _ends(code):
+                frame = None
+                break
+            if new or not is_own(code.co_filename):  # which hold an operation's tensors
+                new.append(frame)
+            frame = frame.f_back
+        while known and next(reversed(known)) is not frame:
+            known.popitem()
+        lines: Frames = ()
+        if frame is not None:
+            lines = _with_line(frame, known[frame])
+        for each in reversed(new):
+            known[each] = lines
+            lines = _with_line(each, lines)
+        return lines
+
+    def forget(self) -> None:
+        """Lets go of the frames."""
+        self._known.clear()
+
+
+def _with_line(frame: FrameType, callers: Frames) -> Frames:
+    code = frame.f_code
+    if is_of_user(code.co_filename):
+        return ((code, frame.f_lineno, frame.f_lasti), *callers)[:_MAX_FRAMES]
+    return callers
+
+
+def runs_in_hook() -> bool:
+    """True if autograd's engine has called a hook, which runs now.
+
+    A custom Function's backward is none, nor is a checkpoint that runs again.
+    """
+    first, frame = "", sys._getframe(2)
+    while frame is not None and frame.f_code.co_name != _ENGINE:
+        first = frame.f_code.co_filename
+        frame = frame.f_back  # type: ignore[assignment]
+    return bool(first) and not first.endswith(_NO_HOOKS)
+
+
+def _ends(code: CodeType) -> bool:
+    return code.co_name == _ENGINE or is_own(code.co_filename)
+
+
+def stack_of(frames: Frames) -> list[str]:
+    """Frames as text, the outermost first."""
+    return [
+        f"{source_name(code.co_filename)}:{line} in {code.co_name}"
+        for code, line, _ in reversed(frames)
+    ]
+
+
+def code_at(frames: Frames) -> tuple[str, int, str]:
+    """The file, the number and the text of the innermost line."""
+    if not frames:
+        return "", 0, ""
+    code, line, _ = frames[0]
+    return source_name(code.co_filename), line, line_text(code, line)
+
+
+_LOADED_AT = time.time()
+
+
+def line_text(code: CodeType, line: int) -> str:
+    """The text of a line of a code; "" if its file has another one by now."""
+    lines = source_lines(code)
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def source_lines(code: CodeType, around: dict[str, Any] | None = None) -> list[str]:
+    """The lines of a code's file; none if the code was not compiled from these.
+
+    A file may be edited while the program runs.
+
+    Args:
+        code: The code.
+        around: Its global variables, which know where an archive has the file.
+    """
+    lines = linecache.getlines(code.co_filename, around)
+    written_at = 0.0
+    with contextlib.suppress(OSError, ValueError):  # a cell of a notebook
+        written_at = os.stat(code.co_filename).st_mtime
+    is_old = written_at < _LOADED_AT
+    return lines if is_old or _is_compiled_from(code, "".join(lines)) else []
+
+
+def _is_compiled_from(code: CodeType, text: str) -> bool:
+    try:
+        waiting = [compile(text, code.co_filename, "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        return False
+    for each in waiting:  # it grows meanwhile
+        if each == code:
+            return True
+        waiting += [inner for inner in each.co_consts if isinstance(inner, CodeType)]
+    return False
+
+
+def place_text(frames: Frames) -> str:
+    """The file and the number of the innermost line, such as " (train.py:9)", or ""."""
+    file, line, _ = code_at(frames)
+    return f" ({short_name(file)}:{line})" if file else ""
+
+
+def programs_line(frames: Frames, called_at: tuple[str, int]) -> str:
+    """The program's own line that led into an installed package, or "".
+
+    Args:
+        frames: The user's lines that led to an operation, the innermost first.
+        called_at: Where the program called what was replayed.
+    """
+    files = [code.co_filename for code, _, _ in frames]
+    if not files or not installed_name(files[0]):
+        return ""
+    own = [(code, line) for code, line, _ in frames]
+    code, line = next(
+        (each for each in own if not installed_name(each[0].co_filename)), (None, 0)
+    )
+    if code is None:
+        file, line = called_at
+        text = linecache.getline(file, line).strip()
+    else:
+        file, text = code.co_filename, line_text(code, line)
+    return f"{short_name(file)}:{line}{': ' * bool(text)}{text}" if file else ""
+
+
+def op_at(name: str, frames: Frames) -> Op:
+    """An operation with the line that called it, and those that led there."""
+    return Op(name, *code_at(frames), stack_of(frames))
+
+
+def span_of(frames: Frames) -> Span | None:
+    """Where the innermost call stands in its file; None if Python does not tell.
+
+    Python knows it from 3.11 on.
+    """
+    if not frames or not hasattr(frames[0][0], "co_positions"):
+        return None
+    code, _, instruction = frames[0]
+    positions = list(code.co_positions())
+    place = instruction // 2
+    found = positions[place] if 0 <= place < len(positions) else (None,) * 4
+    first, last, begin, end = found
+    if first is None or last is None or begin is None or end is None:
+        return None
+    return first, last, begin, end

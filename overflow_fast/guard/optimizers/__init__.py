@@ -1,0 +1,1 @@
+"""The optimizers of a guard: their hooks, wrappers, engines and GradScalers."""

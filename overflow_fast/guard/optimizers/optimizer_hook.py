@@ -1,0 +1,608 @@
+"""Hooks an optimizer's `step`, so that it can be judged first, and skipped.
+
+Steps come by wrappers, closures, GradScalers, and by ways that pass a hook by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ... import _C
+from ...scanner.modules import Handles, stepped_by
+from ...scanner.text import drop_own_frames
+from ...torch_internals.module_internals import (
+    has_step_hooks,
+    num_step_hooks,
+    reads_found_inf,
+)
+from ..report.report import NonFiniteError
+from ..undo.optimizer import OptimizerSnapshot
+from .engines import (
+    LossScaler,
+    engine_scaler,
+    leave_out,
+    optimizers_in,
+    overflow_flag,
+    shape_of,
+)
+from .scaler_hook import scaler_of
+from .wrapped import innermost, stepper_of
+
+# Steps with a closure: judged inside of it, left from there if they are skipped.
+
+
+class _StepLeft(BaseException):
+    """Leaves an optimizer's step from inside of its closure."""
+
+    def __init__(self, loss: Any, error: BaseException | None = None) -> None:
+        self.loss = loss
+        self.error = error
+
+
+def _run_with_closure(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    place: int | str,
+    judge: Callable[[], bool],
+    snapshot: OptimizerSnapshot | None,
+) -> tuple[Any, bool]:
+    """Calls an optimizer's step, and leaves it if `judge` says so behind the closure.
+
+    Args:
+        step: The step.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        place: The closure's index in `args`, or its name in `kwargs`.
+        judge: Called after each evaluation of the closure; returns True to skip.
+        snapshot: Restored if the step is left; None if it has changed nothing by then.
+
+    Returns:
+        The step's result, or the closure's if it was left, and whether it was.
+    """
+    closure = args[place] if isinstance(place, int) else kwargs[place]
+
+    @functools.wraps(closure)
+    def judged(*given: Any, **named: Any) -> Any:
+        loss = closure(*given, **named)
+        try:
+            is_skipped = judge()
+        except BaseException as error:
+            raise _StepLeft(loss, error) from None
+        if is_skipped:
+            raise _StepLeft(loss)
+        return loss
+
+    if isinstance(place, int):
+        args = (*args[:place], judged, *args[place + 1 :])
+    else:
+        kwargs = {**kwargs, place: judged}
+    try:
+        return step(*args, **kwargs), False
+    except _StepLeft as left:
+        if snapshot is not None:
+            with _C.Hidden():
+                snapshot.restore()
+        if left.error is not None:
+            raise left.error from None
+        return left.loss, True
+
+
+def _place_of_closure(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | str | None:
+    """The place of a closure among a step's arguments: an index, a name, or None."""
+    if callable(kwargs.get("closure")):
+        return "closure"
+    if not any(map(callable, args)):
+        return None
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return 0 if callable(args[0]) else None
+    for place, parameter in enumerate(parameters):
+        is_any = parameter.kind is parameter.VAR_POSITIONAL
+        if is_any or parameter.name == "closure":
+            return place if place < len(args) and callable(args[place]) else None
+    return None
+
+
+def _calls_closure_first(optimizer: Any, step: Any) -> bool:
+    """Returns True if a step evaluates its closure once, before it changes anything.
+
+    All of torch's optimizers do, but LBFGS; of others, and of step hooks, it is not
+    known.
+    """
+    code = getattr(step, "__code__", None)
+    is_wrapped = code is not None and "lr_scheduler" not in code.co_filename
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+    is_torchs = is_torchs and not is_wrapped
+    has_hooks = num_step_hooks(optimizer) > 1  # one is the guard's
+    return is_torchs and not has_hooks and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+# The `found_inf` flag with which an optimizer's kernels skip a step on the device.
+
+
+class FoundInf:
+    """Sets an optimizer's `found_inf` for one step, as a GradScaler does.
+
+    Args:
+        optimizer: Returns the optimizer, or None if it is gone.
+    """
+
+    def __init__(self, optimizer: Callable[[], Any]) -> None:
+        self._optimizer = optimizer
+        self._is_set = False
+
+    @property
+    def is_read(self) -> bool:
+        """True if the optimizer's kernels read the flag.
+
+        torch's fused ones do: torch/optim/{adam,adagrad,sgd}.py.
+        """
+        optimizer = self._optimizer()
+        # Older versions of Adagrad read it too, and do not declare it.
+        if isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults["fused"]:
+            return True
+        return reads_found_inf(optimizer)
+
+    def set(self, flag: torch.Tensor) -> None:
+        """Makes the kernels skip this step where a flag on the device is 1.
+
+        Where a GradScaler has set one, the larger counts. Does not incur a sync.
+        """
+        optimizer = self._optimizer()
+        scalers = getattr(optimizer, "found_inf", None)
+        if isinstance(scalers, torch.Tensor):
+            flag = flag.to(scalers.device, non_blocking=True)
+            torch.maximum(scalers, flag.to(scalers.dtype), out=scalers)
+            return
+        optimizer.found_inf = flag
+        optimizer.grad_scale = None
+        self._is_set = True
+
+    def drop(self) -> None:
+        """Removes the flag from the optimizer, if `set()` has put it there."""
+        if self._is_set:
+            self._is_set = False
+            for name in ("found_inf", "grad_scale"):
+                vars(self._optimizer()).pop(name, None)
+
+
+# Steps that bypass an optimizer hook: by a method or compiled code taken earlier.
+
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StraySteps:
+    """Judges steps that reach an optimizer without its `OptimizerHook`.
+
+    Such a step cannot be left out. One of torch's optimizers does nothing without
+    gradients, so these are hidden; for others a step that has to be skipped raises.
+
+    Args:
+        is_expected: Returns True if a step that begins comes through the hook.
+        judge: Returns True if the step has to be skipped.
+        on_stepped: Called after the step with True if it was skipped.
+    """
+
+    def __init__(
+        self,
+        is_expected: Callable[[], bool],
+        judge: Callable[[], bool],
+        on_stepped: Callable[[bool], None],
+    ) -> None:
+        self._is_expected = is_expected
+        self._judge = judge
+        self._on_stepped = on_stepped
+        self._handles = Handles()
+        self._is_running = False
+        self._is_skipped = False
+        self._snapshot: OptimizerSnapshot | None = None
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def attach(self, optimizers: Iterable[Any]) -> None:
+        """Registers the step hooks, which torch.compile does not compile."""
+        disable: Any = torch.compiler.disable  # not at import: it imports torch._dynamo
+        self._begin_unseen = disable(self._begin)
+        self._end_unseen = disable(self._end)
+        for optimizer in optimizers:
+            if has_step_hooks(optimizer):
+                self._handles += [
+                    optimizer.register_step_pre_hook(self._before),
+                    optimizer.register_step_post_hook(self._after),
+                ]
+
+    def detach(self) -> None:
+        """Removes the hooks."""
+        self._handles.remove_all()
+
+    # The hooks, small enough for torch.compile to turn them into constants.
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        if self._is_expected():
+            return None
+        return self._begin_unseen(optimizer, args, kwargs)  # type: ignore[no-any-return]
+
+    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if self._is_running:
+            self._end_unseen()
+
+    def _begin(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        if self._hidden:  # a subclass's step that calls the one that it overrides
+            return None
+        self._is_skipped = False
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._decide(optimizer)
+            self._is_running = True
+            return None
+
+        if isinstance(optimizer, torch.optim.LBFGS):  # it moves weights meanwhile
+            self._snapshot = OptimizerSnapshot(optimizer)
+
+        def judged() -> Any:
+            loss = closure()
+            self._decide(optimizer)
+            return loss
+
+        self._is_running = True
+        if len(args) > 1:
+            return (args[0], judged, *args[2:]), kwargs
+        return args, {**kwargs, "closure": judged}
+
+    def _decide(self, optimizer: Optimizer) -> None:
+        if not self._judge():
+            return
+        self._is_skipped = True
+        is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+        if self._snapshot is not None or not is_torchs:
+            if self._snapshot is not None:
+                self._snapshot.restore()
+            self._end()
+            raise RuntimeError(
+                f"The step of {type(optimizer).__name__} has to be skipped, but cannot "
+                "be left out: the call came from a method or compiled code that was "
+                "taken before the guard was made. No weight has changed. Call "
+                "optimizer.step(), or make the guard first."
+            )
+        parameters = stepped_by(optimizer)
+        self._hidden = [(p, p.grad) for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def _end(self) -> None:
+        self._is_running = False
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+        self._snapshot = None
+        self._on_stepped(self._is_skipped)
+
+
+# The hook.
+
+
+_MAX_WRAPPED = 100  # a mock's attributes have no end
+
+
+class StepJudge(Protocol):
+    """Judges the steps of optimizers."""
+
+    def before_step(self, hook: OptimizerHook) -> bool:
+        """Judges a step before the optimizer touches a weight; True skips it.
+
+        With a closure, after each evaluation of it.
+        """
+
+    def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
+        """Called after the step, which was made or skipped."""
+
+
+def living(hooks: Sequence[OptimizerHook]) -> list[Optimizer]:
+    """The optimizers of hooks that still exist."""
+    found = [hook.optimizer for hook in hooks]
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
+def outermost(hooks: Sequence[OptimizerHook]) -> list[Any]:
+    """The optimizers that the user gave, wrappers of others among them."""
+    found = (hook.layers[0] for hook in hooks)
+    return [optimizer for optimizer in found if optimizer is not None]
+
+
+# Steps of hooks. A scheduler's function around one has a copy of its attributes.
+_own_steps: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class OptimizerHook:
+    """Takes the place of one optimizer's `step` while it is attached.
+
+    A skipped step calls nothing of the optimizer, and none of its step hooks. A step
+    with a closure calls the closure, is judged, and is left from inside of the closure;
+    changes that it has made by then are undone.
+
+    Args:
+        optimizer: The optimizer, or a wrapper that has it as `optimizer`. It is held
+            weakly.
+        may_skip: The judge may skip the step or raise.
+        models: The watched models as they train; an engine may step the optimizer.
+
+    Attributes:
+        found_inf: The flag with which the optimizer's kernels skip a step.
+        is_skipped_elsewhere: Another guard has skipped the step that is judged.
+        has_snapshot: A skip restores weights that the step has changed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        may_skip: bool,
+        models: Iterable[nn.Module] = (),
+    ) -> None:
+        self._overflow_flag = overflow_flag(stepper_of(optimizer), optimizer, models)
+        self._wrapper = weakref.ref(optimizer)
+        self._stepper = weakref.ref(stepper_of(optimizer))
+        self._optimizer = weakref.ref(innermost(optimizer))
+        self._judge: StepJudge | None = None
+        self._may_skip = may_skip
+        self._is_attached = False
+        self._step: Any = None
+        self._is_running = False
+        self._last: Any = None  # what the last step returned, without values
+        self._inner: list[weakref.ref[Any]] = []
+        self._stray_steps = StraySteps(
+            lambda: self._is_running, self._judge_stray, self._end_stray
+        )
+        self.found_inf = FoundInf(self._optimizer)
+        self.is_skipped_elsewhere = False
+        self.has_snapshot = False
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer that has the parameters, or None if it is gone."""
+        return self._optimizer()
+
+    @property
+    def replaced(self) -> Any:
+        """The function whose place it has taken, or None for the class's."""
+        return None if self._step is None else self._step.replaced
+
+    @property
+    def layers(self) -> list[Any]:
+        """The optimizer that the guard was given, and those inside of it."""
+        return [self._wrapper(), self._stepper(), self._optimizer()]
+
+    @property
+    def all_layers(self) -> list[Any]:
+        """The layers, and all optimizers that an engine's optimizer chains."""
+        found = [*self.layers, *(each() for each in self._inner)]
+        return list({id(each): each for each in found if each is not None}.values())
+
+    @property
+    def is_of_engine(self) -> bool:
+        """True if the step is an engine's, which holds torch's optimizer."""
+        return self._stepper() is not self._optimizer()
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaler that skips the step at hand where it finds infs, or None."""
+        running = scaler_of(self.layers)
+        if running is not None or not self.is_of_engine:
+            return running
+        return engine_scaler(self.all_layers)
+
+    def is_of(self, optimizer: object) -> bool:
+        """Returns True if it hooks this optimizer, or this wrapper."""
+        return any(optimizer is each for each in self.layers)
+
+    def note_wrapper(self, wrapper: Any) -> None:
+        """Notes a wrapper that was made after the hook, such as Accelerate's."""
+        self._wrapper = weakref.ref(wrapper)
+
+    def attach(self, judge: StepJudge) -> None:
+        """Takes the place of `step`, unless it has it."""
+        optimizer = self.optimizer
+        if optimizer is None or self._is_attached:
+            return
+        self._is_attached, self._judge = True, judge
+        _keep_uncompiled(OptimizerHook._run)
+        inner = [each for _, each in optimizers_in(self._wrapper())]
+        self._inner = [weakref.ref(each) for each in inner]
+        self._stray_steps.attach(inner)
+        self.cover()
+
+    def cover(self) -> None:
+        """Takes the place of the present `step`, if it is attached and not there.
+
+        Accelerate sets a new `step` each time that it has a GradScaler.
+        """
+        stepper: Any = self._stepper()
+        if not self._is_attached or not hasattr(stepper, "__dict__"):
+            return
+        replaced = vars(stepper).get("step")
+        if replaced is not self._step or replaced is None:
+            step = self._make_step(stepper, replaced)
+            # Not by setattr(): wrappers may hand that on to what they wrap.
+            vars(stepper)["step"] = self._step = step
+
+    def detach(self) -> None:
+        """Puts the former `step` back.
+
+        Where other code has wrapped it meanwhile, it passes calls on from now on.
+        """
+        self._is_attached = False
+        self._stray_steps.detach()
+        if self._overflow_flag is not None:
+            self._overflow_flag.drop()
+        stepper: Any = self._stepper()
+        is_there = stepper is not None and self._step is not None
+        if is_there and vars(stepper).get("step") is self._step:
+            replaced = self._step.replaced
+            while replaced in _own_steps and not replaced.optimizer_hook._is_attached:
+                replaced = replaced.replaced
+            del vars(stepper)["step"]
+            if replaced is not None:
+                vars(stepper)["step"] = replaced
+        self._step = None
+        self.found_inf.drop()
+
+    def notify_wrapper(self, is_skipped: bool) -> None:
+        """Sets Accelerate's flag for a skipped step: its schedulers then pause."""
+        wrapper: Any = self._wrapper()
+        if hasattr(wrapper, "_is_overflow"):
+            wrapper._is_overflow = is_skipped
+
+    def judge_skipped_elsewhere(self) -> None:
+        """Judges a step that another guard has skipped."""
+        self.is_skipped_elsewhere = True
+        try:
+            self._before_step()
+        finally:
+            self.is_skipped_elsewhere = False
+        self._after_step(True)
+
+    # The function in the place of `step`.
+
+    def _make_step(self, stepper: Any, replaced: Any) -> Any:
+        """Makes a function like `stepper.step`; it does not hold the optimizer."""
+        reference = weakref.ref(stepper)
+        original = stepper.step
+
+        def unbound(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._run(replaced or _class_step(optimizer), args, kwargs)
+            except NonFiniteError as error:
+                drop_own_frames(error)
+                raise error
+
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._run(replaced or _class_step(reference()), args, kwargs)
+            except NonFiniteError as error:
+                drop_own_frames(error)
+                raise error
+
+        for each in (unbound, step):
+            _keep_uncompiled(each)
+            each.optimizer_hook = self  # type: ignore[attr-defined]
+        function: Any = step
+        function.__wrapped__ = getattr(original, "__func__", replaced)
+        with contextlib.suppress(TypeError, ValueError):
+            function.__signature__ = inspect.signature(original)
+        function.__func__ = unbound  # schedulers wrap it as they wrap a method
+        function.replaced = replaced
+        _own_steps.add(function)
+        return function
+
+    def _run(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._is_running or not self._is_attached:
+            return step(*args, **kwargs)
+        self.found_inf.drop()  # of a step that raised
+        self._is_running = True
+        result, is_skipped = None, False
+        try:
+            place = _place_of_closure(step, args, kwargs)
+            if place is not None:
+                snapshot = self._take_snapshot(step)
+                result, is_skipped = _run_with_closure(
+                    step, args, kwargs, place, self._is_skipped, snapshot
+                )
+            elif self._is_skipped():
+                is_skipped = True
+                self._tell_engine(is_skipped)
+                whole = functools.partial(step, *args, **kwargs)
+                result = leave_out(self._stepper(), whole, self._last)
+            else:
+                self._tell_engine(is_skipped)
+                result = step(*args, **kwargs)
+                self._last = shape_of(result)
+        finally:
+            self._is_running = self.has_snapshot = False
+            self.found_inf.drop()
+        _C.run_paused(self._after_step, is_skipped)
+        if is_skipped:
+            _C.run_paused(_judge_in_other_guards, step)
+        return result
+
+    def _tell_engine(self, is_skipped: bool) -> None:
+        if self._overflow_flag is not None:
+            self._overflow_flag.set(is_skipped)
+
+    def _is_skipped(self) -> bool:
+        return bool(_C.run_paused(self._before_step))
+
+    def _before_step(self) -> bool:
+        return self._judge is not None and self._judge.before_step(self)
+
+    def _after_step(self, is_skipped: bool) -> None:
+        if self._judge is not None:
+            self._judge.after_step(self, is_skipped)
+
+    def _take_snapshot(self, step: Callable[..., Any]) -> OptimizerSnapshot | None:
+        """Copies what a step may change before its closure has been judged."""
+        stepper: Any = self._stepper()
+        if not self._may_skip or _calls_closure_first(stepper, step):
+            return None
+        with _C.Hidden():
+            snapshot = OptimizerSnapshot(stepper)
+        self.has_snapshot = True
+        return snapshot
+
+    # A step that does not come through `_run`.
+
+    def _judge_stray(self) -> bool:
+        self.found_inf.drop()
+        return self._before_step()
+
+    def _end_stray(self, is_skipped: bool) -> None:
+        self.found_inf.drop()
+        self._after_step(is_skipped)
+
+
+def _keep_uncompiled(function: Callable[..., Any]) -> None:
+    """Excludes a function from torch.compile, but not the functions that it calls.
+
+    Not at import: that would import torch._dynamo.
+    """
+    disable: Any = torch.compiler.disable
+    disable(function, recursive=False)
+
+
+def _judge_in_other_guards(step: Any) -> None:
+    """Judges a skipped step in other guards, whose hooks it does not reach."""
+    for _ in range(_MAX_WRAPPED):
+        hook = getattr(step, "optimizer_hook", None)
+        if isinstance(hook, OptimizerHook):  # a mock has any attribute
+            hook.judge_skipped_elsewhere()
+            step = hook.replaced
+        else:
+            step = getattr(step, "__wrapped__", None)
+
+
+def _class_step(optimizer: Any) -> Callable[..., Any]:
+    """The class's `step`, bound as Python binds it; a mock of it is not."""
+    step: Any = inspect.getattr_static(type(optimizer), "step")
+    bind = getattr(type(step), "__get__", None)
+    bound: Callable[..., Any] = (
+        step if bind is None else bind(step, optimizer, type(optimizer))
+    )
+    return bound

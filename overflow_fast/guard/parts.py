@@ -1,0 +1,482 @@
+"""Assembles the parts of a guard, and runs them for a training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import _C
+from ..detector.coverage import warn_of_scripted
+from ..detector.selection import Selection, Wanted, check_patterns, full_name
+from ..scanner.modules import modules_in, named_modules, parameters_of
+from ..scanner.tensors import loss_in
+from ..torch_internals import clipping
+from .archive import Measurements
+from .config import EVERYTHING, GuardConfig, wanted_of
+from .isolation import ErrorIsolation, OverheadTimer
+from .monitors.monitor import Guarded
+from .monitors.running import RunningMonitors
+from .optimizers.optimizer_hook import OptimizerHook, living, outermost
+from .optimizers.wrapped import innermost, stepper_of
+from .pipeline import Pipeline
+from .ranks.agreement import Agreement
+from .ranks.joinable import GuardJoinable
+from .report.report import Report
+from .step import StepClock, WatchSchedule
+from .step_keeper import StepKeeper, make_keeper
+from .undo.step_start import StepStart
+from .verdict.rules import Rules
+from .watching.inputs import LoopBatch
+from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
+from .watching.watch import ModelWatch, models_of
+
+# Takes what a training loop hands over: batches, losses, functions to run again.
+
+
+class LoopInputs:
+    """Takes in what the training loop hands over for the step at hand.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+        keeper: Keeps the calls of a step, or None.
+        clock: Has the step's level.
+        tensors: Scans what stands in no module's call.
+        isolation: Isolates the guard's own errors.
+        hooks: The optimizers' hooks.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        keeper: StepKeeper | None,
+        clock: StepClock,
+        tensors: StepTensors,
+        isolation: ErrorIsolation,
+        hooks: Sequence[OptimizerHook],
+    ) -> None:
+        self._config = config
+        self._watches = watches
+        self._keeper = keeper
+        self._clock = clock
+        self._tensors = tensors
+        self._isolation = isolation
+        self._hooks = hooks
+
+    def note_batch(self, batch: object) -> None:
+        """Notes the batch of a trainer's step, which calls the models.
+
+        Args:
+            batch: The batch, in any nesting. It is held weakly. None after the step.
+        """
+        with self._isolation.measured():
+            noted = None if batch is None else LoopBatch(batch)
+            for watch in self._watches:
+                number, num_calls = watch.batch_number, watch.total_calls
+                watch.inputs.loop_batches.note(number, num_calls, noted)
+
+    def name_caller(self, name: str) -> None:
+        """Names the code that calls the models, for reports: "training_step"."""
+        for watch in self._watches:
+            watch.inputs.caller = name
+
+    def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
+        """Calls a function that calls the models; keeps it until the step is judged."""
+        model = self._watches[0].model
+        is_watched = self._clock.level is ScanLevel.ALL
+        if self._keeper is None or model is None or not is_watched:
+            output = function()
+        else:
+            output = self._keeper.run(model, function, self._isolation.isolated)
+        with self._isolation.isolated():
+            loss = loss_in(output)
+            if loss is not None and self._config.wanted.loss and records_loss:
+                self.record({"loss": loss})
+        return output
+
+    def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Adds tensors that no module returns to the step, if it is watched.
+
+        Where gradients alone are watched, only single numbers, such as a loss.
+        """
+        level, watch = self._clock.level, self._watches[0]
+        if level is ScanLevel.GRADIENTS:
+            tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
+        if level is ScanLevel.OFF or not tensors:
+            return
+        watch.note_loss("loss" in tensors)
+        if self._config.is_tripwire and NORM in tensors:
+            self._tensors.note_norm(living(self._hooks))
+        watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
+
+    def on_clipped(
+        self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
+    ) -> None:
+        """Notes a norm that `clip_grad_norm_` has computed; see `clipping.listen`."""
+        if self._clock.level is not ScanLevel.OFF:
+            with self._isolation.measured():
+                # Of float16 it is counted how many stand at its largest number.
+                wider = [p for p in parameters if p.dtype is not torch.float16]
+                self._tensors.note_clipping(wider, norm)
+
+
+# The models that a guard is given, and the watches that it puts on them.
+
+
+_log = logging.getLogger("overflow_fast")
+Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
+
+
+def named_models(model: Models) -> dict[str, nn.Module]:
+    """The models of an argument, by the prefix of their modules' names.
+
+    Raises:
+        TypeError, ValueError: If there is none, or one of them is no module.
+    """
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping):
+        models = {f"{name}." if name else "": each for name, each in model.items()}
+    elif isinstance(model, Iterable) and not isinstance(model, (str, torch.Tensor)):
+        several = list(model)
+        is_one = len(several) == 1  # as Megatron's list of a model's chunks
+        models = {"" if is_one else f"{i}.": each for i, each in enumerate(several)}
+    else:
+        raise _wrong_model(model)
+    for each in models.values():
+        if not isinstance(each, nn.Module):
+            raise _wrong_model(each)
+    if not models:
+        raise ValueError("model must hold at least one torch.nn.Module, got none")
+    return models
+
+
+def _wrong_model(model: object) -> TypeError:
+    return TypeError(
+        "model must be a torch.nn.Module, or a list or a dict of them, got "
+        f"{type(model).__name__}"
+        + ": give the model, and not its state_dict"
+        * isinstance(model, torch.Tensor)
+    )
+
+
+def check_names(config: GuardConfig, models: Mapping[str, nn.Module]) -> None:
+    """Raises ValueError if a pattern of modules to check matches nothing."""
+    names = [
+        full_name(prefix, name)
+        for prefix, model in models.items()
+        for name, _ in named_modules(model)
+    ]
+    check_patterns("include", config.include or (), names)
+    check_patterns("exclude", config.exclude, names)
+
+
+def living_models(watches: Iterable[ModelWatch]) -> dict[str, nn.Module]:
+    """The watched models by the prefix of their modules' names.
+
+    Raises:
+        RuntimeError: If none of them exists any more.
+    """
+    models = models_of(watches)
+    if not models:
+        raise RuntimeError(
+            "the model is gone: the guard holds it weakly, so keep it yourself"
+        )
+    return models
+
+
+def warn_foreign_parameters(
+    models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]
+) -> None:
+    """Logs a warning for each optimizer that steps no watched parameter."""
+    own = {id(each) for model in models.values() for each in parameters_of(model)}
+    for optimizer in optimizers:
+        if stepper_of(optimizer) is not innermost(optimizer):
+            continue  # an engine's: it may step copies
+        groups = innermost(optimizer).param_groups
+        if own and not any(id(p) in own for group in groups for p in group["params"]):
+            _log.warning(
+                "The %s that the guard was given has none of the model's parameters. "
+                "Check that it is the optimizer that steps, and was made from this "
+                "model.",
+                type(innermost(optimizer)).__name__,
+            )
+
+
+def warn_of_other_guards(
+    watches: Sequence[ModelWatch], others: Sequence[ModelWatch]
+) -> None:
+    """Logs a warning if other guards, which are on, watch modules of the same models.
+
+    Args:
+        watches: The guard's.
+        others: Those of the other guards.
+    """
+    own, foreign = (models_of(each).values() for each in (watches, others))
+    for model, other in itertools.product(own, foreign):
+        if other in set(modules_in(model)) or model in set(modules_in(other)):
+            _log.warning(
+                "Another OverflowGuard already watches this %s. Both work, each by "
+                "its own policy. Call remove() on the other to replace it.",
+                type(model).__name__,
+            )
+            return
+
+
+class GuardParts:
+    """The parts of a guard; the hooks of models and optimizers hold it.
+
+    Args:
+        config: The guard's.
+        models: The models, by the prefix of their modules' names.
+        optimizers: The optimizers.
+        defer: Treat the CPU as a device.
+
+    Attributes:
+        pipeline: Judges the steps.
+        clock: The step at hand.
+        inputs: Takes what the training loop hands over.
+        keeper: Keeps a step's calls for an explanation, or None.
+        hooks: The optimizers' hooks.
+    """
+
+    gives_way = False  # to a later guard of the same models
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        models: Mapping[str, nn.Module],
+        optimizers: Sequence[Optimizer],
+        defer: bool,
+    ) -> None:
+        self.config = config
+        self._defer = defer
+        self.is_enabled = False
+        check_names(config, models)
+        self.rules = Rules(config.allow or {})
+        self.watches = watches = self._make_watches(
+            models, config.wanted, config.evidence is not None, self._on_evaluated
+        )
+        self.rules.check(
+            name for watch in watches for name in watch.modules.all_names()
+        )
+        trained = list(models.values())
+        for model in trained:
+            warn_of_scripted(model)
+        self.hooks = hooks = [
+            OptimizerHook(each, config.may_act, trained) for each in optimizers
+        ]
+        is_restored = config.may_restore and bool(hooks)
+        is_kept = is_restored or config.may_replay
+        self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
+        self.keeper = make_keeper(config, watches, start)
+        self.timer = OverheadTimer(watches)
+        self.measurements = Measurements(config, watches, self.timer)
+        self.headroom = self.measurements.headroom
+        find_optimizers = functools.partial(living, hooks)
+        agreement = Agreement(
+            *(config.process_group, watches, config.may_act, find_optimizers),
+            functools.partial(outermost, hooks),
+        )
+        self.isolation = isolation = ErrorIsolation(self.timer, agreement)
+        guarded = Guarded(watches, self.keeper, find_optimizers, isolation.isolated)
+        looks = config.sync != "lagged"
+        monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
+        overflow_flags = OverflowFlags(watches)
+        self.clock = StepClock(
+            _schedule_of(config),
+            watches,
+            start,
+            overflow_flags,
+            acts=config.may_act and bool(hooks),
+        )
+        self.pipeline = Pipeline(
+            config,
+            watches,
+            hooks,
+            self.rules,
+            start,
+            self.keeper,
+            functools.partial(self.new_watches, wanted_of(EVERYTHING)),
+            agreement,
+            isolation,
+            self.clock,
+            overflow_flags,
+            self.measurements,
+            monitors,
+        )
+        tensors = self.pipeline.tensors
+        self.inputs = LoopInputs(
+            *(config, watches, self.keeper, self.clock, tensors, isolation, hooks)
+        )
+        for watch in watches:
+            watch.suppresses = isolation.suppresses
+            watch.needs_buffers = is_restored
+            if start is not None:
+                watch.on_forward = isolation.measured_call(start.before_forward)
+                watch.on_forward_end = isolation.measured_call(start.after_forward)
+
+    # Hooks on and off.
+
+    def enable(self) -> None:
+        """Attaches the hooks that the next step needs."""
+        if self.is_enabled:
+            return
+        self.is_enabled = True
+        if self._start is not None:
+            self._start.begin()
+        self.pipeline.attach()
+        if self.config.hears_clipping:
+            clipping.listen(self.inputs)
+        self.timer.restart()
+        self.clock.start()
+
+    def disable(self) -> None:
+        """Removes all hooks, and forgets what was not judged."""
+        if not self.is_enabled:
+            return
+        self.is_enabled = False
+        clipping.stop_listening(self.inputs)
+        self.pipeline.detach()
+        self.clock.stop()
+        self.pipeline.forget()
+
+    # The training loop's calls.
+
+    def check(self) -> Report | None:
+        """Judges what has run since the last step."""
+        return self.pipeline.check() if self.is_enabled else None
+
+    def finish(self) -> None:
+        """Judges what is on its way, and removes the hooks."""
+        try:
+            if self.is_enabled:
+                self.pipeline.judge_late()
+        finally:
+            self.disable()
+            self.pipeline.close()
+
+    def discard(self) -> None:
+        """Forgets what was found and not judged."""
+        self.pipeline.forget()
+        if self._start is not None:
+            self._start.keep()
+
+    def learn(self, steps: int, adopt: bool) -> None:
+        """Learns from the next clean steps which values are non-finite by design."""
+        from .learning import Learning
+
+        self.pipeline.learning = Learning(
+            steps, adopt, self.rules, self.watches, self.pipeline.agreement
+        )
+
+    def new_watches(
+        self, wanted: Wanted | None = None, captures_tensors: bool = True
+    ) -> list[ModelWatch]:
+        """Makes watches like the guard's, which nothing judges.
+
+        Args:
+            wanted: The tensors to scan; None for those of the guard.
+            captures_tensors: Capture what the evidence is to hold.
+        """
+        config, models = self.config, living_models(self.watches)
+        captures_tensors = captures_tensors and config.evidence is not None
+        made = self._make_watches(
+            models, wanted or config.wanted, captures_tensors, lambda _: None
+        )
+        for watch in made:
+            watch.warnings.is_quiet = True
+        return made
+
+    def _make_watches(
+        self,
+        models: Mapping[str, nn.Module],
+        wanted: Wanted,
+        captures_tensors: bool,
+        on_evaluated: Callable[[ModelWatch], None],
+    ) -> list[ModelWatch]:
+        config = self.config
+        recorder = {
+            "memo": True,
+            "defer": self._defer,
+            "step_mode": True,
+            "lists_parameters": wanted.weights,
+            "lists_calls": wanted.activations,
+            "parameters_once": True,
+            "watches_gradients": wanted.grad_outputs,
+            "captures_tensors": captures_tensors,
+        }
+        watches = [
+            ModelWatch(
+                model,
+                prefix,
+                wanted,
+                Selection(config.include, config.exclude, prefix),
+                config.explain.frames,
+                recorder,
+                on_evaluated,
+            )
+            for prefix, model in models.items()
+        ]
+        for watch in watches:
+            self.rules.put_on(watch)
+        return watches
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Watches nothing within; findings from before are judged as usual."""
+        try:
+            with self.clock.suspended():
+                yield
+        finally:
+            if self.is_enabled:
+                self.timer.restart()
+
+    # What users read.
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that still exist."""
+        return living(self.hooks)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns all numbers. Does not incur a CPU-GPU sync."""
+        return self.measurements.metrics(self.pipeline.counts())
+
+    @property
+    def joinable(self) -> GuardJoinable:
+        """The object that `Join` takes."""
+        if self.config.sync == "lagged":
+            raise RuntimeError(
+                "joinable needs a guard with sync='step': a lagged verdict is too late"
+            )
+        return self.pipeline.agreement.make_joinable(self._judge_others)
+
+    # The hooks' calls.
+
+    def _on_evaluated(self, watch: ModelWatch) -> None:
+        self.pipeline.judge_evaluated(watch)
+
+    def _judge_others(self) -> None:
+        if self.is_enabled:
+            self.pipeline.judge_others()
+
+
+def _schedule_of(config: GuardConfig) -> WatchSchedule:
+    asked = config.schedule
+    return WatchSchedule(
+        asked.every,
+        asked.warmup,
+        asked.ranges,
+        asked.budget,
+        has_gradients=config.wanted.gradients,
+    )

@@ -1,0 +1,95 @@
+"""The plain attributes of one module, kept cheaply when a step begins."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from .kept_objects import ATOMS, BARE, LEFT, Kept, KeptObjects, restore_all
+from .tensors import SMALL, KeptTensor
+
+# Of one attribute. In each step of a model that changes it, these many objects take up
+# to 0.5 ms, and these many items 0.06 ms.
+_MOST_OBJECTS = 64
+_MOST_ITEMS = 1000
+# Wrappers, whose attributes say what they are about to do.
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._")
+
+
+class KeptAttributes:
+    """Numbers, texts, small containers, arrays and tensors, generators, plain objects.
+
+    What is large, or belongs to autograd's graph, is neither held nor restored.
+
+    Args:
+        module: The module. It is held weakly.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self._values: dict[str, Any] = {}
+        self._parts: list[Kept] = []
+        self._tensors: list[KeptTensor] = []
+        for key, value in vars(module).items():
+            if key not in BARE:
+                is_kept = type(value) in ATOMS or self._keep(key, value)
+                self._values[key] = value if is_kept else LEFT
+
+    @staticmethod
+    def are_kept(module: nn.Module) -> bool:
+        """True for a module that is no wrapper of another."""
+        is_script = isinstance(module, torch.jit.ScriptModule)
+        return not is_script and not type(module).__module__.startswith(_WRAPPERS)
+
+    def _keep(self, key: str, value: Any) -> bool:
+        """Keeps what can be reached from an attribute, if that is little."""
+        objects = KeptObjects()
+        objects.add([(key, value)], _MOST_OBJECTS)
+        tensors = [tensor for _, tensor in objects.tensors.values()]
+        is_little = objects.is_whole and not objects.lost
+        if not is_little or objects.num_items > _MOST_ITEMS:
+            return False
+        if not all(map(_is_small_value, tensors)):
+            return False
+        self._parts += objects.kept
+        self._tensors += [KeptTensor(tensor, is_copied=True) for tensor in tensors]
+        return True
+
+    def restore(self) -> None:
+        """Makes the attributes what they were."""
+        module = self.module()
+        if module is None:
+            return
+        own = vars(module)
+        for key in [key for key in own if key not in BARE and key not in self._values]:
+            del own[key]
+        for key, value in self._values.items():
+            if value is not LEFT and own.get(key, LEFT) is not value:
+                own[key] = value
+        if self._parts:
+            restore_all(self._parts)
+        for tensor in self._tensors:
+            tensor.restore()
+
+    def has_changed(self) -> bool:
+        """True if the module has other attributes now. Incurs no CPU-GPU sync."""
+        module = self.module()
+        if module is None:
+            return False
+        own = {k: v for k, v in vars(module).items() if k not in BARE}
+        if own.keys() != self._values.keys():
+            return True
+        values = self._values.items()
+        if any(own[k] is not v for k, v in values if v is not LEFT):
+            return True
+        is_written = any(tensor.is_written() for tensor in self._tensors)
+        return is_written or any(part.has_changed() for part in self._parts)
+
+
+def _is_small_value(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or isinstance(tensor, nn.Parameter):
+        return False
+    return tensor.grad_fn is None and tensor.nbytes <= SMALL

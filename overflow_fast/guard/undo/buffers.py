@@ -1,0 +1,288 @@
+"""Buffers and frozen parameters as they were when a step began.
+
+Frozen parameters are kept with the buffers since they may hold statistics, which a
+forward updates by `.data`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ... import _C
+from ...torch_internals.module_internals import BUFFERS, PARAMETERS
+from ...torch_internals.tensor_internals import copy_all
+from .tensors import SMALL, is_at, is_same_bits, memory_of, num_bytes, write
+
+# Bytes. Larger frozen parameters are not copied before a change has been seen: most are
+# the weights of a model that adapters train, which a copy would hold twice.
+_MAX_FROZEN = 2**20
+
+
+class KeptBuffer:
+    """One of a module's buffers or frozen parameters.
+
+    Args:
+        module: The module. It is held weakly.
+        table: The attribute of the module that holds it: its buffers or parameters.
+        name: Its name there.
+
+    Attributes:
+        slot: Identifies the place: the module's id, and the name.
+        copy: The copy of its contents, or None.
+        tensor: The tensor, from the step's beginning on.
+        was_lazy: It was not initialized then.
+        version: How often the tensor had been written to then.
+        is_written: In place, by this step's forward.
+    """
+
+    def __init__(self, module: nn.Module, table: str, name: str) -> None:
+        self.module = weakref.ref(module)
+        self.slot = id(module), name
+        self.table = table
+        self.name = name
+        self.copy: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None
+        self.version: int | None = None
+        self.is_written = False
+        self._copied: weakref.ref[torch.Tensor] | None = None  # the copy's original
+        self._home: weakref.ref[torch.Tensor] | None = None  # the last step's tensor
+        self._changes = False
+        self._is_replaced = False
+        self._memory: torch.Tensor | None = None  # the tensor's memory
+        self.was_lazy = False
+
+    def begin(self, tensor: torch.Tensor | None) -> None:
+        """Notes which tensor is in its place now."""
+        self.tensor = tensor
+        self.was_lazy = tensor is not None and is_lazy(tensor)
+        self.is_written = False
+        self._memory = None if tensor is None else memory_of(tensor)
+        if self._home is None and tensor is not None:
+            self._home = weakref.ref(tensor)
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a tensor that can be read along with many others."""
+        tensor = self.tensor
+        if tensor is None or self.was_lazy or self._memory is None:
+            return False
+        return not (tensor.is_meta or tensor.is_inference())
+
+    def needs_copy(self) -> bool:
+        """Returns True if the contents have to be copied for this step."""
+        tensor = self.tensor
+        if tensor is None or self.was_lazy or tensor.is_meta:
+            self.copy = self._copied = None
+            return False
+        version = _C.version_of(tensor)
+        if not self.is_certain:
+            is_known = self._copied is not None and self._copied() is tensor
+            if is_known and version is not None and version == self.version:
+                return False
+            if self.table == PARAMETERS and num_bytes(tensor) > _MAX_FROZEN:
+                self._remember(version)
+                self.copy = None
+                return False
+        self._remember(version)
+        return True
+
+    def _remember(self, version: int | None) -> None:
+        assert self.tensor is not None
+        self._copied, self.version = weakref.ref(self.tensor), version
+
+    def end_forward(self) -> None:
+        """Notes whether a forward has written to the tensor."""
+        if self.tensor is not None and not self.was_lazy:
+            self.is_written |= _C.version_of(self.tensor) != self.version
+
+    def end(self, compares: bool) -> None:
+        """Notes whether a step has changed it, and lets go of the tensor.
+
+        Args:
+            compares: Compare the contents with the copy, which syncs.
+        """
+        before, now = self.tensor, self.current()
+        if before is not None and now is before:
+            self.note_change(compares)
+        elif before is not None:
+            self._is_replaced = True
+        self.tensor = self._memory = None
+        self._home = None if now is None else weakref.ref(now)
+
+    def note_change(self, compares: bool) -> None:
+        """Notes whether a step has changed the tensor in place."""
+        tensor = self.tensor
+        if tensor is None or self._changes or self.was_lazy or tensor.is_meta:
+            return
+        is_written = _C.version_of(tensor) != self.version
+        self._changes = is_written or (compares and not self._is_same(tensor))
+
+    def restore(self) -> str:
+        """Restores it. Returns why that failed, or ""."""
+        module, before = self.module(), self.tensor
+        if module is None:
+            return ""
+        if self.was_lazy:
+            return _reset(module)
+        is_same = self.current() is before
+        was_moved = self.put_in_place()
+        if before is None or before.is_meta:
+            return ""
+        if not was_moved and (self._is_replaced or not is_same) and not self.is_written:
+            return ""  # other code owns its contents since: a batch, say
+        return self._restore_contents(module, before)
+
+    def _restore_contents(self, module: nn.Module, before: torch.Tensor) -> str:
+        is_written = _C.version_of(before) != self.version
+        if self.copy is None:
+            return "it is large, and had not changed before" if is_written else ""
+        if self._is_same(before):
+            return ""
+        if not is_written and not self.is_certain:
+            return "it was written to without a version change, now or earlier"
+        try:
+            write(before, self.copy)
+        except Exception:  # a layout that cannot be written to
+            module.__dict__[self.table][self.name] = _like(before, self.copy.clone())
+        self._remember(_C.version_of(before))
+        return ""
+
+    def put_in_place(self) -> bool:
+        """Puts the tensor into the module, and its memory into the tensor.
+
+        Returns:
+            The tensor had other memory: its `.data` was exchanged.
+        """
+        module, now, before = self.module(), self.current(), self.tensor
+        if now is not before and module is not None:
+            # functional_call puts tensors in place for one call, and removes them.
+            is_home = now is not None and self._home is not None and self._home() is now
+            is_plain = all(type(each) is nn.Parameter for each in (now, before))
+            if not is_home and (is_plain or self.table == BUFFERS):
+                module.__dict__[self.table][self.name] = before
+        if before is None or before.is_meta or self._memory is None:
+            return False
+        was_moved = not is_at(before, self._memory)
+        if was_moved:
+            before.data = self._memory
+        return was_moved
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The tensor and what was in it; None if that is not known."""
+        is_known = self.tensor is not None and self.copy is not None
+        return (self.tensor, self.copy) if is_known else None  # type: ignore[return-value]
+
+    @property
+    def is_certain(self) -> bool:
+        """True if the copy is of this step, False if it may be older."""
+        return self._changes or (
+            self.tensor is not None and num_bytes(self.tensor) <= SMALL
+        )
+
+    def restore_where(self, flag: torch.Tensor) -> None:
+        """Restores the contents where a flag on the device is not 0."""
+        now = self.current()
+        if now is None or now is not self.tensor or self.copy is None:
+            return
+        if self._is_replaced or now.is_meta:
+            return
+        if self.is_certain or _C.version_of(now) != self.version:
+            is_bad = flag.to(now.device, non_blocking=True) != 0
+            now.data.copy_(torch.where(is_bad, self.copy, now))
+
+    def current(self) -> torch.Tensor | None:
+        """The tensor that is in its place now."""
+        module = self.module()
+        table = {} if module is None else module.__dict__[self.table]
+        found: torch.Tensor | None = table.get(self.name)
+        return found
+
+    def _is_same(self, tensor: torch.Tensor) -> bool:
+        return self.copy is None or is_same_bits(self.copy, tensor)
+
+
+class SteadyBuffers:
+    """Buffers whose tensors stay the same ones: what is left to do for them in a step.
+
+    Reads of many tensors are single expressions here: they run in each step. What they
+    show is noted here alone until `settle()`, which is to be called before a buffer is
+    asked for its version, or whether it was written to.
+
+    Args:
+        buffers: The buffers; they have begun, and are copied.
+    """
+
+    def __init__(self, buffers: Sequence[KeptBuffer]) -> None:
+        self._buffers = [e for e in buffers if e.tensor is not None]
+        self._tensors = [e.tensor for e in self._buffers if e.tensor is not None]
+        self._is_plain = all(e.is_plain for e in self._buffers)
+        if not self._is_plain:
+            return
+        self._places = self._read_places()
+        self._versions = _C.versions_of(self._tensors)
+        each_step = [e for e in self._buffers if e.is_certain and e.copy is not None]
+        self._sources = [e.tensor for e in each_step if e.tensor is not None]
+        self._copies = [e.copy for e in each_step if e.copy is not None]
+        self._others = [(i, e) for i, e in enumerate(self._buffers) if not e.is_certain]
+        self._after = self._versions  # after the last forward
+
+    def _read_places(self) -> list[tuple[int, torch.Size]]:
+        return [(t.data_ptr(), t.shape) for t in self._tensors]
+
+    def take(self) -> bool:
+        """Copies what is to be copied; returns False if it has to be looked at anew."""
+        if not self._is_plain or self._places != self._read_places():
+            return False
+        versions = _C.versions_of(self._tensors)
+        if any(
+            e.is_certain or versions[i] != self._versions[i] for i, e in self._others
+        ):
+            return False
+        if self._copies:
+            with torch.no_grad():
+                copy_all(self._copies, self._sources)
+        self._versions, self._after = versions, versions
+        return True
+
+    def note_writes(self) -> None:
+        """Notes what a forward has written to."""
+        if not self._is_plain:
+            for buffer in self._buffers:
+                buffer.end_forward()
+            return
+        self._after = _C.versions_of(self._tensors)
+
+    def settle(self) -> None:
+        """Passes to the buffers what was noted for all of them at once."""
+        if self._is_plain:
+            both = zip(self._buffers, self._versions, self._after, strict=True)
+            for buffer, before, after in both:
+                buffer.version, buffer.is_written = before, after != before
+
+    def note_changes(self, compares: bool) -> None:
+        """Notes which of the large tensors a step has changed."""
+        others = enumerate(self._buffers) if not self._is_plain else self._others
+        for place, buffer in others:
+            if self._is_plain:
+                buffer.version = self._versions[place]
+            buffer.note_change(compares)
+
+
+def _like(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, requires_grad=False)
+    return copy
+
+
+def _reset(module: nn.Module) -> str:
+    """Resets lazy statistics that the forward has initialized."""
+    reset = getattr(module, "reset_running_stats", None)
+    if reset is None:
+        return "it was not initialized before this step"
+    reset()
+    return ""

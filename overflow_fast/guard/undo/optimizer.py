@@ -1,0 +1,41 @@
+"""An optimizer with its weights and its state, to undo a step that is skipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..optimizers.engines import is_optimizer
+from .kept_objects import KeptObjects
+from .tensors import KeptTensor
+
+
+class OptimizerSnapshot:
+    """The attributes of an optimizer, with all tensors in them, as they are now.
+
+    Includes parameters, state, groups, all that its containers hold, and the same of
+    optimizers among its attributes. Containers and tensors keep their identity when
+    they are restored. Copies the parameters and their state.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._objects = KeptObjects(
+            opens=lambda value: value is optimizer or is_optimizer(value)
+        )
+        self._objects.add([("", optimizer)])
+        with torch.no_grad():
+            self._tensors = [
+                KeptTensor(tensor, is_copied=True)
+                for _, tensor in self._objects.tensors.values()
+            ]
+
+    def restore(self) -> None:
+        """Restores everything but the gradients, which stay as they are."""
+        self._objects.restore()
+        with torch.no_grad():
+            for kept in self._tensors:
+                kept.restore(is_write=True)

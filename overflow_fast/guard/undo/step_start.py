@@ -1,0 +1,445 @@
+"""The models as they were when a step began, for a skip, a raise or a replay.
+
+A skip and a raise put back here what the step's forwards have changed; a replay, which
+starts from the same beginning, does so by `snapshot.rewind()`.
+
+Buffers, and frozen parameters, which may hold statistics: small ones are copied when a
+step's first forward begins; larger ones once, and again when they have changed. Of
+trained weights the versions are noted: one that a forward writes to, as an embedding
+with `max_norm` does, is copied from the next step on. Small weights and the plain
+attributes of modules are kept in steps 1, 2, 4, 8, ..., and in each step if a forward
+was seen to change them since the last of these but one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ... import _C
+from ...scanner.modules import is_sharded, modules_in, walk
+from ...scanner.tensors import copy_tensors
+from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
+from ...torch_internals.running import graph_task_id, is_recorded
+from .attributes import KeptAttributes
+from .buffers import KeptBuffer, SteadyBuffers
+from .weights import KeptWeights
+
+_TABLES = (MODULES, BUFFERS, PARAMETERS)
+
+
+class Watched(Protocol):
+    """A model that is watched."""
+
+    prefix: str
+    has_submodule_calls: bool
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None if it is gone."""
+
+    @property
+    def is_attached(self) -> bool:
+        """Its hooks are on."""
+
+
+class StepStart:
+    """Models as they were when the first forward of a step began.
+
+    Writes of the user between steps belong to it.
+
+    Args:
+        watches: The watched models.
+        has_optimizers: Their steps end a step; else its judgement does.
+
+    Attributes:
+        starts: The beginning of each model.
+    """
+
+    def __init__(self, watches: Sequence[Watched], has_optimizers: bool) -> None:
+        self._has_optimizers = has_optimizers
+        self.starts = [ModelStart(watch) for watch in watches]
+        self._of_watch = dict(zip(map(id, watches), self.starts, strict=True))
+        self._num_kept = 0
+
+    # The course of a step.
+
+    def begin(self) -> None:
+        """Makes the current state the beginning, until a forward replaces it."""
+        for start in self.starts:
+            start.take(is_firm=False)
+
+    def prepare(self) -> None:
+        """Keeps models whose forwards no hook announces."""
+        for start in self.starts:
+            start.prepare()
+
+    def before_forward(self, watch: Watched) -> None:
+        """Keeps a model, in a step's first forward.
+
+        What a forward without autograd keeps lasts until a forward with it begins.
+        """
+        start = self._of_watch[id(watch)]
+        if not is_recorded():
+            if not start.is_firm:
+                start.take(is_firm=torch.is_grad_enabled())
+            start.weights.begin_forward()
+
+    def before_run(self) -> None:
+        """Keeps all models, where a function begins that calls them."""
+        for start in self.starts:
+            if not (start.is_firm or is_recorded()):
+                start.take(is_firm=True)
+
+    def after_forward(self, watch: Watched) -> None:
+        """Notes what the forward has written to, by its versions."""
+        self._of_watch[id(watch)].end_forward()
+
+    def hold(self, watch: Watched) -> None:
+        """Keeps the beginning before a non-finite forward without autograd."""
+        start = self._of_watch[id(watch)]
+        start.is_firm = start.is_taken
+
+    def end_judgement(self) -> None:
+        """Ends a judged step, unless an optimizer's step has yet to end it.
+
+        A closure may be judged several times in one.
+        """
+        if not self._has_optimizers:
+            self.end()
+
+    def end(self) -> None:
+        """Lets the next forward begin a step: this one was not made."""
+        for start in self.starts:
+            start.is_firm = False
+
+    def keep(self) -> None:
+        """Ends a step that was made.
+
+        Incurs a CPU-GPU sync after steps 1, 2, 4, 8, ... where large buffers have not
+        been seen to change.
+        """
+        self._num_kept += 1
+        compares = self._num_kept & (self._num_kept - 1) == 0
+        for start in self.starts:
+            start.keep(compares)
+
+    # A skipped step, or one that raises.
+
+    def restore(self) -> list[str]:
+        """Restores buffers, and the weights that a forward has written to.
+
+        Incurs a CPU-GPU sync for each. The next forward begins a step. During
+        backward, recomputed checkpoints may change the buffers again.
+
+        Returns:
+            A sentence for each tensor that stays changed.
+        """
+        texts = [text for start in self.starts for text in start.restore()]
+        for start in self.starts:
+            start.release(is_over=graph_task_id() < 0)
+        return texts
+
+    def restore_where(self, flag: torch.Tensor) -> None:
+        """Restores them where a flag on the device is not 0. Does not incur a sync."""
+        for start in self.starts:
+            start.restore_where(flag)
+
+    # What is known of the beginning.
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors that are copied, and what was in them."""
+        return [pair for start in self.starts for pair in start.pairs()]
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor when the step began; None if that is not known."""
+        return next((value for own, value in self.pairs() if own is tensor), None)
+
+    def written_in_step(self, tensor: torch.Tensor) -> bool:
+        """True for a trained weight that this step's forward has written to.
+
+        Incurs a CPU-GPU sync if the weight is copied.
+        """
+        return any(start.weights.is_written(tensor) for start in self.starts)
+
+
+class ModelStart:
+    """The beginning of the step of one model.
+
+    It owns what is kept of the model: a `KeptBuffer` for each place of a buffer or
+    frozen parameter, from step to step, with its copy; one `KeptWeights`; and the
+    attributes, of this step alone. A `SteadyBuffers` owns nothing: it does the work of
+    all buffers of this step at once, and is made anew whenever one of them is looked at
+    by itself, or holds another tensor.
+
+    Attributes:
+        buffers: The buffers and frozen parameters of this step.
+        weights: Its trained weights.
+        attributes: The attributes that are kept in this step.
+        is_taken: It is complete.
+        is_firm: No further forward of this step replaces it.
+    """
+
+    def __init__(self, watch: Watched) -> None:
+        self._watch = watch
+        self._model: weakref.ref[nn.Module] | None = None
+        self._tables: list[dict[str, Any]] = []
+        self._held: list[Any] = []  # what the tables hold
+        self._own_tables: list[dict[str, Any]] = []  # those that hold buffers
+        self._own_held: list[Any] = []
+        self._parameters: list[nn.Parameter] = []
+        self._are_trained: list[bool] = []
+        self._known: dict[tuple[int, str], KeptBuffer] = {}
+        self.buffers: list[KeptBuffer] = []
+        self._steady = SteadyBuffers([])
+        self.weights = KeptWeights()
+        self.attributes: list[KeptAttributes] = []
+        # Modules whose attributes are kept in each step; those seen to change since.
+        self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._was_firm = False
+        self._num_taken = 0
+        self._is_full = False
+        self.is_taken = False
+        self.is_firm = False
+
+    def take(self, is_firm: bool) -> None:
+        """Makes the current state the beginning of the step."""
+        self.is_taken = self.is_firm = False  # until all of it is copied
+        model = self._watch.model
+        if model is None:
+            self._forget()
+            return
+        self._num_taken += 1
+        self._is_full = self._num_taken & (self._num_taken - 1) == 0
+        if not self._is_full and self._holds_same() and self._is_same_model(model):
+            self._retake()
+        else:
+            self._walk(model)
+        self.weights.take(self._is_full)
+        self.attributes = []
+        if self._is_full and self._was_firm:  # without autograd it may not change
+            self._changing, self._changed = self._changed, weakref.WeakSet()
+            self._was_firm = False
+        if self._is_full or len(self._changing):
+            modules = modules_in(model) if self._is_full else list(self._changing)
+            kept = filter(KeptAttributes.are_kept, modules)
+            self.attributes = list(map(KeptAttributes, kept))
+        self.is_taken, self.is_firm = True, is_firm
+        self._was_firm |= is_firm
+
+    def _holds_same(self) -> bool:
+        return _C.hold(self._tables, self._held)
+
+    def _is_same_model(self, model: nn.Module) -> bool:
+        is_same = self._model is not None and self._model() is model
+        return is_same and self._are_trained == self._read_trained()
+
+    def _read_trained(self) -> list[bool]:
+        return _C.require_grad(self._parameters)
+
+    def _retake(self) -> None:
+        """Copies what is copied in each step: the model holds the same tensors."""
+        if self._steady.take():
+            return
+        self._steady.settle()
+        with torch.no_grad():
+            for buffer in self.buffers:
+                buffer.begin(buffer.current())
+            self._copy()
+
+    @torch.no_grad()
+    def _walk(self, model: nn.Module) -> None:
+        """Looks for the tensors of the model."""
+        if self._model is None or self._model() is not model:
+            # Tables hold submodules, which are to go with the model.
+            self._model = weakref.ref(model, self._forget_if_running)
+        slots, self._tables, weights = _slots(model)
+        self._held = _values(self._tables)
+        tables = {id(t): t for m, n, _ in slots if (t := m.__dict__[n]) is not None}
+        self._own_tables = list(tables.values())
+        self._own_held = _values(self._own_tables)
+        self._parameters = [t for t in self._held if isinstance(t, nn.Parameter)]
+        self._are_trained = self._read_trained()
+        self.buffers = [self._begin(*slot) for slot in slots]
+        if len(self._known) > len(self.buffers):
+            self._known = {buffer.slot: buffer for buffer in self.buffers}
+        self._copy()
+        self.weights.set([] if is_sharded(model) else weights)
+
+    def _begin(self, module: nn.Module, table: str, name: str) -> KeptBuffer:
+        buffer = self._known.get((id(module), name))
+        if buffer is None or buffer.module() is not module or buffer.table != table:
+            buffer = self._known[id(module), name] = KeptBuffer(module, table, name)
+        buffer.begin(module.__dict__[table][name])
+        return buffer
+
+    def _copy(self) -> None:
+        """Copies contents into the copies that there are."""
+        wanted = [e for e in self.buffers if e.needs_copy()]
+        tensors = [e.tensor for e in wanted if e.tensor is not None]
+        copies = copy_tensors(tensors, [e.copy for e in wanted])
+        for buffer, copy in zip(wanted, copies, strict=True):
+            buffer.copy = copy
+        self._steady = SteadyBuffers(self.buffers)
+
+    def _forget_if_running(
+        self, _: object, is_finalizing: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
+        if not is_finalizing():  # when it is, names of this file may be gone
+            self._forget()
+
+    def _forget(self) -> None:
+        self._tables, self._held, self._parameters, self.buffers = [], [], [], []
+        self._own_tables, self._own_held = [], []
+        self._steady, self.attributes = SteadyBuffers([]), []
+        self._known.clear()
+        self.weights.set([])
+        self.is_taken = self.is_firm = False
+
+    def end_forward(self) -> None:
+        """Notes what a forward has written to."""
+        if not self.is_taken:
+            return
+        self._steady.note_writes()
+        self.weights.end_forward()
+        for kept in self.attributes:
+            module = kept.module()
+            if module is None or module in self._changed or not kept.has_changed():
+                continue
+            self._changed.add(module)
+            self._changing.add(module)
+
+    @torch.no_grad()
+    def keep(self, compares: bool) -> None:
+        """Ends the step, which was made."""
+        if _C.hold(self._own_tables, self._own_held):
+            self._steady.note_changes(compares)
+        else:
+            self._steady.settle()
+            for buffer in self.buffers:
+                buffer.end(compares)
+            self.buffers, self._held, self._parameters = [], [], []
+            self._steady = SteadyBuffers([])
+        self.is_taken = self.is_firm = False
+        self.prepare()
+
+    def release(self, is_over: bool) -> None:
+        """Lets the next forward begin a step."""
+        self.is_firm = False
+        if is_over:
+            self.is_taken = False
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Keeps the model where no hook announces a forward."""
+        is_announced = self._watch.is_attached and not self._watch.has_submodule_calls
+        if not (self.is_taken or is_announced):
+            self.take(is_firm=False)
+
+    @torch.no_grad()
+    def restore(self) -> Iterator[str]:
+        """Restores the tensors; yields a sentence for each that stays changed."""
+        if not self.is_taken:
+            return
+        self._remove_new()
+        self._steady.settle()
+        for buffer in self.buffers:
+            try:
+                why = buffer.restore()
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+            if why:
+                kind = "buffer" if buffer.table == BUFFERS else "frozen parameter"
+                yield self._sentence(kind, buffer.module(), buffer.name, why)
+        restored = set()
+        for module, name, why in self.weights.restore():
+            restored.add(module)
+            if why:
+                yield self._sentence("weight", module, name, why)
+        for kept in self.attributes:
+            # A flag such as `is_initialized` belongs to the weights.
+            if kept.module() in restored:
+                kept.restore()
+
+    def _remove_new(self) -> None:
+        """Removes buffers that the forward has registered."""
+        model = self._watch.model
+        known = {buffer.slot for buffer in self.buffers}
+        for module, table, name in [] if model is None else _slots(model)[0]:
+            if table == BUFFERS and (id(module), name) not in known:
+                del module.__dict__[table][name]
+
+    @torch.no_grad()
+    def restore_where(self, flag: torch.Tensor) -> None:
+        """Restores the buffers where a flag on the device is not 0."""
+        self._steady.settle()
+        for buffer in self.buffers if self.is_taken else []:
+            buffer.restore_where(flag)
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors that are copied, and what was in them."""
+        if not self.is_taken:
+            return []
+        return [*filter(None, (e.pair() for e in self.buffers)), *self.weights.pairs()]
+
+    def _sentence(
+        self, kind: str, module: nn.Module | None, name: str, why: str
+    ) -> str:
+        watch, model = self._watch, self._watch.model
+        for fqn, each in [] if model is None else walk(model):
+            if each is module:
+                name = f"{watch.prefix}{fqn}{'.' * bool(fqn)}{name}"
+                break
+        return f"The {kind} {name} could not be put back ({why})."
+
+
+_Slot = tuple[nn.Module, str, str]
+
+
+def _slots(
+    model: nn.Module,
+) -> tuple[
+    list[_Slot], list[dict[str, Any]], list[tuple[nn.Module, str, torch.Tensor]]
+]:
+    """Finds the places of a model's buffers and frozen parameters, each once.
+
+    `named_modules()` would take several times as long.
+
+    Returns:
+        The places, the dicts of all modules, and the trained weights.
+    """
+    slots: list[_Slot] = []
+    tables: list[dict[str, Any]] = []
+    weights: dict[int, tuple[nn.Module, str, torch.Tensor]] = {}
+    waiting, seen = [model], {id(model)}
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # TorchScript owns its tensors
+        own = module.__dict__
+        tables += [own[table] for table in _TABLES]
+        slots += [(module, BUFFERS, name) for name in own[BUFFERS]]
+        for name, parameter in own[PARAMETERS].items():
+            if parameter is None:
+                continue
+            if not parameter.requires_grad:
+                slots.append((module, PARAMETERS, name))
+            elif not (is_lazy(parameter) or parameter.is_inference()):
+                weights[id(parameter)] = module, name, parameter
+        for child in own[MODULES].values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return slots, tables, list(weights.values())
+
+
+def _values(tables: list[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, tables)))

@@ -1,0 +1,415 @@
+"""The headroom of values over the steps: its trend, underflow and saturation."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ... import _C
+from ...scanner.text import as_lines, printable, table_html, text_html
+from ..watching.watch import ModelWatch
+from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
+
+# The headroom of the tensors of a run, and their underflow, as a table.
+
+
+_FLOAT16_MAX = 65504.0
+_FEW_ROWS = 24
+_LEAST_STEPS = 4
+
+
+@dataclass(frozen=True)
+class UnderflowCounts:
+    """The numbers of a tensor's values that are 0 or nearly.
+
+    Attributes:
+        numel: How many values there are.
+        zeros: How many are 0.
+        subnormals: How many are not, and nearer to 0 than the smallest normal number.
+    """
+
+    numel: int
+    zeros: int
+    subnormals: int
+
+    def __add__(self, other: UnderflowCounts) -> UnderflowCounts:
+        """The counts of several tensors together."""
+        return UnderflowCounts(
+            self.numel + other.numel,
+            self.zeros + other.zeros,
+            self.subnormals + other.subnormals,
+        )
+
+
+@dataclass(frozen=True)
+class HeadroomHistory(EntryHeadroom):
+    """The headroom of an entry over the steps; `abs_max` is of the last one.
+
+    Attributes:
+        highest: The largest magnitude of all watched steps; inf if it has overflowed,
+            or was a nan (not of gradients, which a GradScaler may scale).
+        recent: The largest magnitude of each of the last watched steps, at most 16.
+        underflow: The last counts, or None if there are none.
+    """
+
+    highest: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    underflow: UnderflowCounts | None = None
+
+    @property
+    def float16_bits(self) -> float:
+        """The bits left for the highest magnitude in float16; negative: too large."""
+        if math.isinf(self.highest):
+            return -math.inf
+        return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
+
+    @property
+    def trend(self) -> float:
+        """The bits that each watched step takes, by a line through the recent ones."""
+        ys = [math.log2(value) for value in self.recent if value]
+        if len(ys) < _LEAST_STEPS:
+            return 0.0
+        mean_x, mean_y = (len(ys) - 1) / 2, sum(ys) / len(ys)
+        covariance = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(ys))
+        return covariance / sum((x - mean_x) ** 2 for x in range(len(ys)))
+
+    @property
+    def steps_left(self) -> float:
+        """The watched steps until the trend reaches the end of the dtype."""
+        return self.bits / self.trend if self.trend > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class HeadroomTable:
+    """The headroom of all that modules made, and of weights and gradients.
+
+    Attributes:
+        rows: A row for each entry, those with the fewest bits left first.
+    """
+
+    rows: list[HeadroomHistory]
+
+    @property
+    def fits_float16(self) -> bool:
+        """True if no magnitude so far exceeded float16's largest number."""
+        return all(row.highest <= _FLOAT16_MAX for row in self.rows)
+
+    def _repr_html_(self) -> str:
+        names = ("bits", "trend", "float16 bits", "abs max", "entry", "dtype")
+        rows = [
+            (
+                *(f"{row.bits:.1f}", f"{_drift(row):+.2f}", f"{row.float16_bits:.1f}"),
+                *(f"{row.abs_max:.3g}", row.where, row.dtype),
+            )
+            for row in self.rows[:_FEW_ROWS]
+        ]
+        *_, last = str(self).splitlines()
+        return table_html(names, rows) + text_html(last, [], str(self))
+
+    def __str__(self) -> str:
+        """The first rows as text, and whether all would fit float16."""
+        if not self.rows:
+            return "Nothing has been checked yet."
+        head = f"{'bits':>6} {'trend':>7} {'float16':>7} {'abs max':>9}"
+        has_counts = any(row.underflow for row in self.rows)
+        lines = [head + " zeros  subnorm." * has_counts + "  entry"]
+        for row in self.rows[:_FEW_ROWS]:
+            counts = _counts_text(row.underflow) if has_counts else ""
+            lines.append(
+                f"{row.bits:6.1f} {_drift(row):+7.2f} {row.float16_bits:7.1f} "
+                f"{row.abs_max:9.2e}{counts}  {printable(row.where)} ({row.dtype})"
+            )
+        if len(self.rows) > _FEW_ROWS:
+            lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
+        beyond = sum(row.highest > _FLOAT16_MAX for row in self.rows)
+        spent = sum(math.isinf(row.highest) for row in self.rows)
+        if spent:
+            lines.append(f"{spent} of {len(self.rows)} have been inf or nan already.")
+        lines.append(
+            f"{beyond} of {len(self.rows)} would overflow in float16."
+            if beyond
+            else "All magnitudes so far would fit float16."
+        )
+        return "\n".join(lines)
+
+
+def _drift(row: HeadroomHistory) -> float:
+    """Returns the bits that a step gives, without the sign of a 0."""
+    return round(-row.trend, 2) + 0.0
+
+
+def _counts_text(counts: UnderflowCounts | None) -> str:
+    if counts is None:
+        return " " * 15
+    zeros, subnormals = counts.zeros / counts.numel, counts.subnormals / counts.numel
+    return f" {zeros:6.1%} {subnormals:7.1%}"
+
+
+# Values at the largest number of their dtype: overflows that leave no inf.
+
+
+_LEAST = 16  # values: scaled formats put their largest value there on purpose
+_MORE = 2.0
+_FEW = 3
+
+
+@dataclass(frozen=True)
+class SaturatedEntry:
+    """The values of an entry that equal the largest number of its dtype.
+
+    Attributes:
+        where: The entry.
+        dtype: Its dtype, such as "float8_e4m3fn".
+        limit: The largest number of the dtype.
+        numel: The number of its values.
+        num_limit: The number of those of that magnitude.
+        num_positive: The number of those of them that are positive.
+    """
+
+    where: str
+    dtype: str
+    limit: float
+    numel: int
+    num_limit: int
+    num_positive: int
+
+    @property
+    def share(self) -> float:
+        """The share of the values at the end of the dtype."""
+        return self.num_limit / self.numel
+
+    @property
+    def may_be_mask(self) -> bool:
+        """True if all are negative in float16: a mask is filled with that number."""
+        return self.dtype == "float16" and self.num_positive == 0
+
+
+class SaturationWatch:
+    """Warns of entries that saturate, once each, and again when the share doubles.
+
+    Args:
+        share: The share of an entry's values from which on it warns; None for never.
+    """
+
+    def __init__(self, share: float | None) -> None:
+        self._share = share
+        self._warned: dict[str, float] = {}
+        self.largest = 0.0
+
+    def note(self, step: int, found: list[SaturatedEntry]) -> None:
+        """Reads the counts of a step, and warns.
+
+        Args:
+            step: The step's number.
+            found: The entries whose values were counted.
+        """
+        self.largest = max((each.share for each in found), default=0.0)
+        new = [each for each in found if self._is_news(each)]
+        for each in new:
+            self._warned[each.where] = each.share
+        if not new:
+            return
+        more = len(new) - _FEW
+        _log.warning(
+            "%s",
+            as_lines(
+                [
+                    f"Step {step} is finite, but casts may have cut values off:",
+                    *(_text(each) for each in new[:_FEW]),
+                    *([f"{more} more entries."] if more > 0 else []),
+                    "Casts to float8, and devices in saturation mode, give the largest "
+                    "number in place of inf.",
+                ]
+            ),
+        )
+
+    def _is_news(self, found: SaturatedEntry) -> bool:
+        is_much = self._share is not None and found.share >= self._share
+        is_news = found.share >= _MORE * self._warned.get(found.where, 0.0)
+        is_few = found.num_limit < _LEAST
+        return is_much and is_news and not is_few and not found.may_be_mask
+
+
+def _text(found: SaturatedEntry) -> str:
+    return (
+        f"{found.share:.1%} of the {found.numel} values of {found.where} are "
+        f"{found.limit:g}, the largest number of {found.dtype}."
+    )
+
+
+_log = logging.getLogger("overflow_fast")
+_FEW_NAMES = 3
+# The kinds of the totals.
+_TOTALS = {
+    _C.Role.GRADIENT: "gradient",
+    _C.Role.GRAD_OUTPUT: "gradient",
+    _C.Role.OUTPUT: "activation",
+}
+_WIDER = (
+    "What to try: bfloat16 or float32 (`overflow_fast.keep_in_fp32`), which hold "
+    "magnitudes up to 3.4e38."
+)
+
+
+class HeadroomTracker:
+    """Warns of values that run out of headroom, and counts underflow when it is due.
+
+    Args:
+        watches: The watched models.
+        bits: Warn of values that have fewer bits left; None for never.
+        underflow_every: Count zeros and subnormals in every N-th watched step;
+            None for never.
+        saturation: Warn if this share of an entry's values equals the largest number of
+            its dtype; None for never.
+        is_lagged: True if stats may arrive one step late.
+    """
+
+    def __init__(
+        self,
+        watches: Sequence[ModelWatch],
+        bits: float | None,
+        underflow_every: int | None,
+        saturation: float | None,
+        is_lagged: bool,
+    ) -> None:
+        self._watches = watches
+        self._or_before = " or the one before" if is_lagged else ""
+        self._every = underflow_every
+        self._bits = bits
+        self._warned: dict[str, float] = {}
+        self._saturation = SaturationWatch(saturation)
+        self._counted: dict[str, UnderflowCounts] = {}
+        self._totals: dict[str, UnderflowCounts] = {}
+        self._least = math.inf
+        self._num_watched = 0
+        if bits is not None:
+            for watch in watches:
+                watch.recorder.set_low_headroom(bits)
+        self._request_counts()
+
+    def _request_counts(self) -> None:
+        """Makes the next watched step count underflow, if it is due."""
+        if self._every is not None:
+            is_due = self._num_watched % self._every == 0
+            for watch in self._watches:
+                watch.recorder.counts_underflow = is_due
+
+    def end_step(self, step: int, has_scaler: bool, is_bad: bool) -> None:
+        """Reads the counts of a step, warns, and begins the next.
+
+        Incurs a CPU-GPU sync if something was counted.
+
+        Args:
+            step: The step's number.
+            has_scaler: True if gradients are scaled up to the end of their dtype.
+            is_bad: True if there is a report of the step already.
+        """
+        peaks = (watch.recorder.least_headroom() for watch in self._watches)
+        bits = (math.log2(p.limit / p.abs_max) for p in peaks if p and p.abs_max)
+        self._least = min(bits, default=math.inf)
+        if any(watch.recorder.is_headroom_spent for watch in self._watches):
+            self._least = 0.0
+        if any(watch.recorder.has_counts for watch in self._watches):
+            self._take_counts(step, has_scaler)
+        self._num_watched += 1
+        self._request_counts()
+        if self._bits is not None and not is_bad:
+            self._warn(step, self._short(has_scaler))
+        for watch in self._watches:
+            watch.recorder.begin_headroom()
+
+    def _take_counts(self, step: int, has_scaler: bool) -> None:
+        totals = dict.fromkeys(_TOTALS.values(), UnderflowCounts(0, 0, 0))
+        saturated: list[SaturatedEntry] = []
+        is_due = any(watch.recorder.counts_underflow for watch in self._watches)
+        for watch in self._watches:
+            for each in watch.recorder.take_underflow():
+                counts = UnderflowCounts(each.numel, each.num_zero, each.num_subnormal)
+                where = where_of(watch, each.place)
+                if is_due:
+                    self._counted[where] = counts
+                kind = _TOTALS.get(each.place.label.role)
+                if kind is not None:
+                    totals[kind] += counts
+                is_scaled = has_scaler and each.place.kind in GRADIENTS
+                if each.num_limit and not is_scaled:
+                    saturated.append(_saturation_of(where, each))
+        self._saturation.note(step, saturated)
+        if is_due:
+            self._totals = totals
+
+    def table(self) -> HeadroomTable:
+        """The headroom of every entry."""
+        rows = [
+            self._row(watch, history)
+            for watch in self._watches
+            for history in watch.recorder.headroom()
+        ]
+        return HeadroomTable(sorted(rows, key=lambda row: (row.bits, row.where)))
+
+    def metrics(self) -> dict[str, float]:
+        """The least headroom of the last step, and the shares that underflowed."""
+        values = {} if math.isinf(self._least) else {"headroom_bits": self._least}
+        for kind, counts in self._totals.items():
+            if counts.numel:
+                values[f"{kind}_zeros"] = counts.zeros / counts.numel
+                values[f"{kind}_subnormals"] = counts.subnormals / counts.numel
+        return values
+
+    def _row(self, watch: ModelWatch, found: _C.HeadroomHistory) -> HeadroomHistory:
+        last = headroom_of(watch, found.last)
+        counted = self._counted.get(last.where)
+        return HeadroomHistory(
+            **vars(last), highest=found.highest, recent=found.recent, underflow=counted
+        )
+
+    def _short(self, has_scaler: bool) -> list[HeadroomHistory]:
+        """Lists what is short of room, unless warned of and not halved since."""
+        short: dict[tuple[float, str], HeadroomHistory] = {}
+        for watch in self._watches:
+            for history in watch.recorder.low_headroom():
+                if has_scaler and history.last.place.kind in GRADIENTS:
+                    continue
+                row = self._row(watch, history)
+                if row.bits <= self._warned.get(row.where, math.inf) / 2:
+                    self._warned[row.where] = row.bits
+                    # A module may return what one within it returned, before it.
+                    short.setdefault((row.abs_max, row.dtype), row)
+        return sorted(short.values(), key=lambda row: row.bits)
+
+    def _warn(self, step: int, short: Sequence[HeadroomHistory]) -> None:
+        if not short:
+            return
+        more = len(short) - _FEW_NAMES
+        sentences = [
+            f"Step {step}{self._or_before} is finite, but close to an overflow:",
+            *(f"{_short_text(row)}." for row in short[:_FEW_NAMES]),
+            *([f"{more} more: see `guard.headroom()`."] if more > 0 else []),
+            *([_WIDER] if any(row.dtype == "float16" for row in short) else []),
+        ]
+        _log.warning("%s", as_lines(sentences))
+
+
+def _saturation_of(where: str, found: _C.Underflow) -> SaturatedEntry:
+    limit = torch.finfo(getattr(torch, found.dtype)).max
+    return SaturatedEntry(
+        where, found.dtype, limit, found.numel, found.num_limit, found.num_positive
+    )
+
+
+def _short_text(row: HeadroomHistory) -> str:
+    text = (
+        f"{row.where} could grow {row.growth} before {row.dtype} overflows (its "
+        f"largest magnitude is {row.abs_max:.3g}, {row.dtype}'s maximum is "
+        f"{row.limit:.5g})"
+    )
+    if math.isinf(row.steps_left):
+        return text
+    return (
+        f"{text}, {row.trend:.2f} bits fewer with each of the last {len(row.recent)} "
+        f"steps: it would overflow in about {math.ceil(row.steps_left)}"
+    )

@@ -1,0 +1,140 @@
+"""Remarks on a bad step: the batch, fill values, variances, settings of optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ... import _C
+from ...scanner.tensors import is_number
+from ...scanner.text import dtype_name
+from ...scanner.tree import entry_label
+from ..watching.inputs import is_batch_first, is_plain
+from .verdict import BadFrame, SettingRemark
+
+# Remarks on the first bad call.
+
+
+# Masks are filled with the lowest finite number, or with nearly that.
+_NEAR_MAX = 0.999  # finds -3.4e38, not values that only come near
+
+
+def remarks_on(first: BadFrame) -> list[str]:
+    """Writes what else was seen at the first bad call, in sentences.
+
+    Incurs a CPU-GPU sync for each running variance on a device.
+    """
+    return [*_sentinels(first), *_negative_variances(first)]
+
+
+def batch_remarks(first: BadFrame) -> list[str]:
+    """Writes where the batch that a trainer has noted is non-finite, in sentences.
+
+    Incurs a CPU-GPU sync for each tensor of the batch.
+    """
+    noted = first.watch.inputs.loop_batches.of(first.frame.batch)
+    if noted is None:
+        return []
+    places = noted.bad_places(is_batch_first(first.watch.model))
+    return [f"The batch is non-finite: {', '.join(places)}."] if places else []
+
+
+def _sentinels(first: BadFrame) -> list[str]:
+    """Lists finite inputs that reach the end of their dtype, as finfo.min does."""
+    sentences = []
+    for entry in first.entries:
+        stat, dtype = entry.stat, entry.dtype
+        if stat is None or entry.role != _C.Role.INPUT:
+            continue
+        limit, abs_max = _limit(dtype), stat.abs_max
+        num_bad = stat.num_nan + stat.num_inf
+        if abs_max is None or limit is None or num_bad or abs_max < _NEAR_MAX * limit:
+            continue
+        label = entry_label(entry.place)
+        sentences.append(
+            f"`{label}` holds a magnitude of {abs_max:.3g}, at the end of {dtype}: a "
+            "fill value such as finfo.min overflows when something is added to it."
+        )
+    return sentences
+
+
+def _limit(dtype: str) -> float | None:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        return None
+    return float(torch.finfo(found).max)
+
+
+def _negative_variances(first: BadFrame) -> list[str]:
+    module = first.watch.module_at(first.frame.module)
+    variance = getattr(module, "running_var", None)
+    if variance is None or not is_plain(variance):
+        return []
+    count = int((variance < 0).sum())
+    name = f"{first.watch.name_at(first.frame.module)}.running_var".lstrip(".")
+    return [f"{count} of {variance.numel()} values of {name} are negative."] * bool(
+        count
+    )
+
+
+# Settings of optimizers that make weights non-finite.
+
+
+# Settings that an optimizer adds to a root that may be 0, and divides by.
+_EPS = ("eps", "epsilon")
+
+
+def bad_settings(
+    optimizers: Sequence[Optimizer], had_finite_gradients: bool = True
+) -> list[str]:
+    """Lists the settings in `param_groups` that can make weights non-finite.
+
+    A number that is non-finite, and an epsilon that is 0 in the dtype of a group's
+    parameters. The latter is listed only where the gradients of the step before were
+    finite. Incurs a CPU-GPU sync for each setting that is a tensor on a device.
+    """
+    sentences: list[str] = []
+    for optimizer in optimizers:
+        for i, group in enumerate(optimizer.param_groups):
+            of = f"of param_groups[{i}] of {type(optimizer).__name__}"
+            sentences += _group_remarks(group, of, had_finite_gradients)
+    return list(dict.fromkeys(sentences))
+
+
+def _group_remarks(
+    group: Mapping[str, Any], of: str, had_finite_gradients: bool
+) -> Iterable[str]:
+    for name, value in group.items():
+        if name == "params":
+            continue
+        for number in _numbers(value):
+            if not math.isfinite(number):
+                remark = SettingRemark(f"It may come from {name}={number} {of}.")
+                remark.setting = f"{name} {of}"
+                yield remark
+            elif name in _EPS and had_finite_gradients:
+                for text in _vanishing(name, number, group["params"]):
+                    yield f"{text} {of}."
+
+
+def _vanishing(name: str, eps: float, parameters: Sequence[torch.Tensor]) -> list[str]:
+    dtypes = dict.fromkeys(p.dtype for p in parameters if p.is_floating_point())
+    return [
+        f"It may come from {name}={eps:g}, which is 0 in {dtype_name(dtype)}, the dtype"
+        for dtype in dtypes
+        if float(torch.tensor(eps, dtype=dtype)) == 0
+    ]
+
+
+def _numbers(value: object) -> Iterable[float]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, torch.Tensor) and value.numel() == 1:
+        yield float(value.detach())
+    elif is_number(value):
+        yield float(value)

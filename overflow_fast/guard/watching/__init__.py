@@ -1,0 +1,1 @@
+"""The models that a guard watches, their inputs, and the tensors of a step."""

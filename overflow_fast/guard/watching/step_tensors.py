@@ -1,0 +1,449 @@
+"""The tensors that are scanned when a step is judged: gradients, weights and more."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+import weakref
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ... import _C, flags
+from ...detector.selection import Named
+from ...scanner import tree
+from ...scanner.modules import parameters_of, stepped_by
+from ...torch_internals.tensor_internals import is_wrapper, local_tensor
+from ..optimizers.engines import LossScaler, engine_gradients, optimizers_in
+from .watch import ModelWatch
+
+NORM = "grad_norm"  # what `record()` calls the norm of all gradients
+_MOST_CLIPPINGS = 1000  # in a step; where nothing is judged, they are not kept
+_Listed = list[tuple[ModelWatch, nn.Module, Named]]
+# A gradient that was scanned, and its version then.
+_Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
+
+
+class ScanLevel(enum.IntEnum):
+    """The part of a step that is checked."""
+
+    OFF = 0
+    GRADIENTS = 1  # enough to protect the weights: no module has a hook
+    ALL = 2
+
+
+class StepTensors:
+    """The tensors of a step that belong to no module's call, one scan for each kind.
+
+    Args:
+        watches: The watched models.
+        weights_every: Scan weights that are not watched in one round of so many; None
+            for never.
+
+    Attributes:
+        without_gradient: How many parameters had none at the last scan.
+        num_gradients: How many gradients there were.
+    """
+
+    def __init__(
+        self, watches: Sequence[ModelWatch], weights_every: int | None = None
+    ) -> None:
+        self._watches = watches
+        self._wanted = watches[0].wanted
+        self._has_scanned_weights = False
+        self._scanned: list[tuple[_C.FrameKind, Named]] = []
+        self._last_gradients: dict[int, _Seen] = {}
+        self._norm: _Norm | None = None
+        self._clippings: deque[_Clipping] = deque(maxlen=_MOST_CLIPPINGS)
+        self.without_gradient = self.num_gradients = 0
+        self._weights_every = weights_every
+        self._num_rounds = 0
+
+    def begin_round(self) -> None:
+        """Makes the next scan include weights and buffers, once for all optimizers."""
+        self._has_scanned_weights = False
+        self._num_rounds += 1
+        for watch in self._watches:
+            watch.recorder.forget_parameters()
+
+    def forget(self) -> None:
+        """Releases the tensors."""
+        self._scanned = []
+        self._norm = None
+        self._clippings.clear()
+
+    def note_norm(self, optimizers: Sequence[Optimizer]) -> None:
+        """Notes that the norm of all gradients is known, which need no scan then.
+
+        Args:
+            optimizers: The optimizers that step; without any, of all parameters.
+        """
+        parameters = [p for each in optimizers for p in stepped_by(each)]
+        if not optimizers:
+            parameters = [p for _, _, (_, listed) in self._listed() for p in listed]
+        self._norm = _Norm(parameters)
+
+    def note_clipping(
+        self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
+    ) -> None:
+        """Notes a norm that was computed. The scan looks at it.
+
+        Args:
+            parameters: The parameters whose gradients were clipped.
+            norm: The norm that they had.
+        """
+        if type(norm) is torch.Tensor and not norm.is_inference():
+            self._clippings.append(_Clipping(parameters, norm))
+
+    def find(self, kind: _C.FrameKind, name: str) -> torch.Tensor | None:
+        """Returns a tensor of the last scan, until `forget()`."""
+        for scanned, (names, tensors) in self._scanned:
+            if scanned == kind and name in names:
+                return tensors[names.index(name)]
+        return None
+
+    def scan(
+        self,
+        optimizer: Optimizer | None,
+        level: ScanLevel,
+        others: Sequence[Optimizer] = (),
+        engine: Sequence[Any] = (),
+    ) -> None:
+        """Scans the wanted tensors. Incurs a CPU-GPU sync for a norm of clipping only.
+
+        Args:
+            optimizer: The optimizer whose parameters' gradients and state to scan;
+                None for the gradients of all parameters.
+            level: How much to scan.
+            others: The optimizers that step next. Those of their parameters' gradients
+                that are new since the last scan are scanned too.
+            engine: The layers of an engine's optimizer. Where torch's within steps
+                copies, all gradients are scanned, and those that the engine keeps.
+        """
+        if level is ScanLevel.OFF:
+            return
+        listed = self._listed()
+        if level is ScanLevel.ALL and not self._has_scanned_weights:
+            self._has_scanned_weights = True
+            self._scan_models(listed)
+        if self._wanted.gradients:
+            self._scan_gradients(optimizer, listed, others, engine)
+        if level is ScanLevel.ALL and self._wanted.optimizer_state and optimizer:
+            state = self._state(optimizer)
+            self._record(self._watches[0], _C.FrameKind.OPTIMIZER_STATE, state)
+
+    def _listed(self) -> _Listed:
+        """Lists the parameters of each watched model that still exists."""
+        return [
+            (watch, model, watch.tensors.parameters(model))
+            for watch in self._watches
+            if (model := watch.model) is not None
+        ]
+
+    def _record(self, watch: ModelWatch, kind: _C.FrameKind, named: Named) -> None:
+        self._scanned.append((kind, named))
+        names, tensors = named
+        if tensors:
+            watch.recorder.record(kind, names, tensors)
+
+    def _scan_models(self, listed: _Listed) -> None:
+        every = self._weights_every
+        is_sampled = every is not None and self._num_rounds % every == 0
+        for watch, model, parameters in listed:
+            if is_sampled or self._wanted.weights:
+                self._record(watch, _C.FrameKind.WEIGHTS, parameters)
+            if self._wanted.buffers:
+                self._record(watch, _C.FrameKind.BUFFERS, watch.tensors.buffers(model))
+
+    def _scan_gradients(
+        self,
+        optimizer: Optimizer | None,
+        listed: _Listed,
+        others: Sequence[Optimizer],
+        engine: Sequence[Any],
+    ) -> None:
+        self.without_gradient = self.num_gradients = 0
+        # Those that are left in the end are no parameters of selected modules.
+        owned = {} if optimizer is None else {id(p): p for p in stepped_by(optimizer)}
+        for other in others:
+            owned.update((id(p), p) for p in stepped_by(other) if self._is_new(p))
+        if others or self._last_gradients:
+            self._last_gradients.update(map(_seen, owned.values()))
+        num_kept = 0
+        if engine and not any(id(p) in owned for _, _, (_, own) in listed for p in own):
+            num_kept = self._scan_kept(engine)
+            optimizer = None  # it steps copies: all gradients are the engine's
+        covered = self._covered(
+            [p for _, _, (_, own) in listed for p in own]
+            if optimizer is None
+            else owned.values()
+        )
+        for watch, _, (names, parameters) in listed:
+            if optimizer is not None:
+                is_own = [owned.pop(id(p), None) is not None for p in parameters]
+                names = list(itertools.compress(names, is_own))
+                parameters = list(itertools.compress(parameters, is_own))
+            named = self._gradients(names, parameters, covered)
+            self._record(watch, _C.FrameKind.GRADIENTS, named)
+        if optimizer is not None and owned:
+            named = self._gradients(*self._foreign(optimizer, set(owned)), covered)
+            self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
+        if num_kept:  # here, or in the part of another rank
+            self.without_gradient = 0
+
+    def _covered(self, parameters: Iterable[torch.Tensor]) -> set[int]:
+        """Returns the identities of parameters whose gradients a norm stands for.
+
+        Norms of clipping count where they stand for all that is to be scanned: they
+        are recorded, and spikes are looked for in them then.
+
+        Args:
+            parameters: Those whose gradients are to be scanned.
+        """
+        covered = set() if self._norm is None else self._norm.covered()
+        if not self._clippings:  # most guards
+            return covered
+        rest = {id(p) for p in parameters if _gradient_of(p) is not None} - covered
+        clipped = [(c.norm, c.covered() & rest) for c in self._clippings]
+        if not rest or not rest <= set().union(*(found for _, found in clipped)):
+            return covered
+        for norm, found in clipped:
+            if found:
+                named = [NORM], [norm]
+                self._record(self._watches[0], _C.FrameKind.RECORDED, named)
+        return covered | rest
+
+    def _scan_kept(self, engine: Sequence[Any]) -> int:
+        """Scans the gradients that an engine's optimizer keeps; returns how many."""
+        named = engine_gradients(engine, self._names())
+        self.num_gradients += len(named[0])
+        self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
+        return len(named[0])
+
+    def _is_new(self, parameter: torch.Tensor) -> bool:
+        """True if a gradient was made, or written to, since its last scan."""
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        last, version = self._last_gradients.get(id(parameter), (None, -1))
+        is_last = last is not None and last() is gradient
+        return not is_last or version != _C.version_of(gradient)
+
+    def _gradients(
+        self,
+        names: list[str],
+        parameters: Sequence[torch.Tensor],
+        covered: Container[int],
+    ) -> Named:
+        """Lists gradients, but for those of the parameters of these identities."""
+        # No tuples: enough of them would start a garbage collection in each step.
+        gradients = list(map(_gradient_of, parameters))
+        both = zip(parameters, gradients, strict=True)
+        missing = [p.requires_grad for p, gradient in both if gradient is None]
+        self.num_gradients += len(gradients) - len(missing)
+        self.without_gradient += sum(missing)
+        both = zip(parameters, gradients, strict=True)
+        is_taken = [g is not None and id(p) not in covered for p, g in both]
+        found = itertools.compress(gradients, is_taken)
+        taken = [gradient for gradient in found if gradient is not None]
+        return list(itertools.compress(names, is_taken)), taken
+
+    def _foreign(self, optimizer: Optimizer, unlisted: set[int]) -> Named:
+        """Lists an optimizer's parameters outside of the models, or new in one."""
+        for watch in self._watches:
+            watch.tensors.refresh()
+        known = self._names()
+        selected = self._names(all_modules=False)
+        found = [
+            (selected.get(id(p), f"param_groups[{i}]['params'][{j}]"), p)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+            if id(p) in unlisted and (id(p) in selected or id(p) not in known)
+        ]
+        return [name for name, _ in found], [parameter for _, parameter in found]
+
+    def _names(self, all_modules: bool = True) -> dict[int, str]:
+        """Returns the names of the models' parameters, by identity."""
+        names: dict[int, str] = {}
+        for watch in self._watches:
+            model = watch.model
+            if model is not None:
+                named = watch.tensors.parameters(model, all_modules)
+                names.update((id(p), name) for name, p in zip(*named, strict=True))
+        return names
+
+    def _state(self, optimizer: Optimizer) -> Named:
+        known = self._names()
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for path, each in optimizers_in(optimizer):
+            for name, state in _states(each, path, known):
+                # Also the parts of a quantized moment, such as its scales.
+                for at, value in tree.tensors(state):
+                    key = "".join(f".{tree.plain_key(part.value)}" for part in at)
+                    for part, tensor in _parts(value):
+                        # A wrapper's state may be that of what it wraps.
+                        found.setdefault(id(tensor), (f"{name}{key}{part}", tensor))
+        return [name for name, _ in found.values()], [t for _, t in found.values()]
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Returns a parameter's gradient; Megatron's are in a buffer, as `main_grad`."""
+    gradient = parameter.grad
+    if gradient is not None:
+        return gradient
+    main = getattr(parameter, "main_grad", None)
+    return main if isinstance(main, torch.Tensor) else None
+
+
+class _Norm:
+    """The gradients that a norm stands for: those that were there, as they were.
+
+    It takes 1 microsecond for each parameter, and saves the read of its gradient.
+
+    Args:
+        parameters: The parameters whose gradients it is of.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        found = [(p, g) for p in parameters if (g := _memory_of(p.grad)) is not None]
+        self._seen = [
+            (parameter, weakref.ref(gradient), version)
+            for (parameter, gradient), version in zip(
+                found, _C.versions_of([gradient for _, gradient in found]), strict=False
+            )
+        ]
+
+    def covered(self) -> set[int]:
+        """Returns the identities of the parameters whose gradients are as they were.
+
+        A later backward writes to a gradient, or puts another in its place.
+        """
+        same = [
+            (parameter, version, gradient)
+            for parameter, reference, version in self._seen
+            if (gradient := reference()) is not None
+            and gradient is _memory_of(parameter.grad)
+        ]
+        versions = _C.versions_of([gradient for _, _, gradient in same])
+        return {
+            id(parameter)
+            for (parameter, before, _), now in zip(same, versions, strict=False)
+            if before == now
+        }
+
+
+class _Clipping:
+    """A norm that clipping has computed, and the gradients that it has clipped.
+
+    Args:
+        parameters: The parameters whose gradients they are.
+        norm: The norm of all of them before.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
+        self.norm = norm
+        self._version = _C.version_of(norm)
+        self._clipped = _Norm(parameters)
+
+    def covered(self) -> set[int]:
+        """Returns what the norm stands for; nothing if it is not finite.
+
+        Incurs a CPU-GPU sync.
+        """
+        # A replay of a graph that is captured would not look again.
+        is_captured = self.norm.is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_captured or _C.version_of(self.norm) != self._version:
+            return set()
+        return self._clipped.covered() if math.isfinite(self.norm.item()) else set()
+
+
+def _memory_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the tensor that writes to a gradient are counted in, or None.
+
+    fully_shard() adds to the local part of a DTensor, past the DTensor itself.
+    """
+    if type(gradient) is not torch.Tensor:
+        return local_tensor(gradient)
+    return None if gradient.is_inference() else gradient
+
+
+def _states(
+    optimizer: Any, path: str, known: dict[int, str]
+) -> Iterator[tuple[str, object]]:
+    """Yields the states that an optimizer keeps, with the names of their parameters."""
+    states = getattr(optimizer, "state", None)
+    if isinstance(states, Mapping):
+        for i, (parameter, state) in enumerate(states.items()):
+            yield known.get(id(parameter), f"{path}state[{i}]"), state
+
+
+def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors that a tensor is made of, with the suffixes of their names."""
+    if not isinstance(value, torch.Tensor):
+        return
+    if not is_wrapper(value) or local_tensor(value) is not None:
+        yield "", value
+        return
+    for key in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+        for behind, part in _parts(getattr(value, key)):
+            yield f".{key}{behind}", part
+
+
+def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
+    gradient = parameter.grad
+    if gradient is None:
+        return id(parameter), (None, -1)
+    return id(parameter), (weakref.ref(gradient), _C.version_of(gradient))
+
+
+# The overflow flags of devices, asked once a step.
+
+
+class OverflowFlags:
+    """The overflow flags of the devices of watched models, where there are any.
+
+    Args:
+        watches: The watched models.
+    """
+
+    def __init__(self, watches: Sequence[ModelWatch]) -> None:
+        self._watches = watches
+
+    def clear(self) -> None:
+        """Clears the flags, when a watched step begins."""
+        for device_type, flag in self._flags().items():
+            flags.attempt(device_type, flag.clear)
+
+    def ask(self, level: ScanLevel, scaler: LossScaler | None = None) -> None:
+        """Reads the flags; one that is set is an entry of the step that is inf.
+
+        Args:
+            level: How much of the step is watched.
+            scaler: The scaler that makes the step, or None. A scaler asks the flag
+                itself, and takes it for a scale that is too large.
+        """
+        if level is ScanLevel.OFF or scaler is not None:
+            return
+        for device_type, flag in self._flags().items():
+            found = flags.attempt(device_type, flag.read)
+            if isinstance(found, torch.Tensor):
+                is_set = found.detach().reshape(-1)[:1] != 0
+                value = torch.zeros_like(is_set, dtype=torch.float32)
+                self._record(device_type, value.masked_fill_(is_set, torch.inf))
+            elif found:
+                self._record(device_type, torch.full((1,), torch.inf, device="cpu"))
+
+    def _record(self, device_type: str, value: torch.Tensor) -> None:
+        named = [flags.label_of(device_type)], [value]
+        self._watches[0].record(_C.FrameKind.RECORDED, named)
+
+    def _flags(self) -> dict[str, flags.DeviceFlag]:
+        if not flags.of_devices:
+            return {}
+        models = [model for w in self._watches if (model := w.model) is not None]
+        return flags.registered(p.device.type for m in models for p in parameters_of(m))

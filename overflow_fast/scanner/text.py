@@ -1,0 +1,359 @@
+"""Text on its way to a terminal, a logger or a page.
+
+Names of modules, tensors and files, and what stands in files, may hold anything:
+sequences that clear a terminal, the end of a line and a line that looks like one of
+ours, marks that turn the direction of what follows, characters that nobody sees and
+that make two names look the same. Such characters are written as Python writes them in
+a string (`\\x1b`, `\\n`, `\\u202e`, `\\u200b`) where names become text. What is for
+programs (`to_dict()`, JSON) has the names as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import functools
+import logging
+import os
+import re
+import sys
+import textwrap
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape as escape_html
+from types import TracebackType
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_WIDTH = 84  # with what each logged line begins with: 100
+_LONGEST = 1003  # characters of a name in a file
+_CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
+_FIXED_SPACE = "\0"
+_CELL = re.compile(r"In\[\d+\]")
+
+
+# Controls, formats (directions, what has no width), halves of surrogate pairs, which no
+# terminal's encoding has, ends of lines and of paragraphs.
+_UNSAFE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+_MAY_BE_UNSAFE = re.compile("[^\x20-\x7e]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Escapes what is no part of a line; escaping twice changes nothing.
+
+    Args:
+        text: A name, a sentence, a line.
+        keep: Characters to leave, such as "\\n" in a text of several lines.
+    """
+    if text.isprintable():
+        return text
+    return _MAY_BE_UNSAFE.sub(lambda found: _escaped(found[0], keep), text)
+
+
+def _escaped(character: str, keep: str) -> str:
+    if character in keep or unicodedata.category(character) not in _UNSAFE:
+        return character
+    return ascii(character)[1:-1]
+
+
+def printable_lines(lines: Iterable[str]) -> list[str]:
+    """Escapes what is no part of a line in each of several."""
+    return [printable(line) for line in lines]
+
+
+def shortened(name: str) -> str:
+    """A name without its middle, where it is too long for a file."""
+    return name if len(name) <= _LONGEST else f"{name[:500]}...{name[-500:]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Writes a number of things: `1 step`, `2 steps`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def some(names: Iterable[str], most: int) -> str:
+    """Lists the first of several names: `a, b and 3 more`."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" * (len(listed) > most)
+    return f"{', '.join(listed[:most])}{more}"
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Writes things by numbers in order: `step 1`, `ranks 0 and 1`, `steps 0 to 9`."""
+    if len(numbers) == 1:
+        return f"{noun} {numbers[0]}"
+    if len(numbers) == 2:
+        return f"{noun}s {numbers[0]} and {numbers[1]}"
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{noun}s {numbers[0]} to {numbers[-1]}"
+    return f"{noun}s {some(map(str, numbers), 6)}"
+
+
+def either(words: Iterable[str], most: int | None = None) -> str:
+    """Lists alternatives: `a, b or c`, or `a, b or one of 3 more`."""
+    listed = list(words)
+    if most is not None and len(listed) > most:
+        return f"{', '.join(listed[:most])} or one of {len(listed) - most} more"
+    return " or ".join([", ".join(listed[:-1]), listed[-1]][len(listed) < 2 :])
+
+
+def capitalized(sentence: str) -> str:
+    """Writes the first letter of a sentence large, and leaves the others."""
+    return f"{sentence[0].upper()}{sentence[1:]}"
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """Writes which name was probably meant: `: did you mean skip?`; "" for none."""
+    found = difflib.get_close_matches(word, list(names), n=1)
+    return f": did you mean {found[0]}?" if found else ""
+
+
+def rounded(number: float, digits: int = 3) -> str:
+    """Writes a factor as people read it: `53,000`, not `5.3e+04`."""
+    return f"{float(f'{number:.{digits}g}'):,.10g}"
+
+
+def error_line(error: BaseException, most: int = 500) -> str:
+    """Writes the class of an error and its first line, of which so many characters."""
+    return f"{type(error).__name__}: {str(error)[:most]}".splitlines()[0]
+
+
+def dtype_name(dtype: object) -> str:
+    """Writes a dtype without its package: "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def nonfinite_text(num_nan: int, num_inf: int, signs: str, numel: int = 0) -> str:
+    """Writes how many values are not finite: `1 nan and 24 -inf of 32 values`.
+
+    Args:
+        num_nan: How many are nan.
+        num_inf: How many are infinite.
+        signs: Those of the infs: "+", "-" or "+-".
+        numel: How many values there are; 0 to leave that out.
+    """
+    both = "infinite" if numel else "infinite values"
+    infs = {"-": "-inf", "+-": both}.get(signs, "inf")
+    counts = [f"{n} {kind}" for n, kind in ((num_nan, "nan"), (num_inf, infs)) if n]
+    return f"{' and '.join(counts)}{f' of {numel} values' * (numel > 0)}"
+
+
+def as_lines(sentences: Iterable[str]) -> str:
+    """Writes a message: one sentence a line, a long one continued in the next line."""
+    return "\n".join(line for each in sentences for line in wrapped(each))
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Writes the rows of a table as lines.
+
+    Args:
+        rows: The cells of each row, all of one length.
+        right: The columns whose cells end together; those of others begin together.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ends = {i: str.rjust for i in right}
+    return [
+        "  ".join(
+            ends.get(i, str.ljust)(cell, widths[i]) for i, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def wrapped(sentence: str) -> list[str]:
+    """Wraps a sentence; code in backticks or braces is not broken."""
+    fixed = _CODE.sub(
+        lambda code: code[0].replace(" ", _FIXED_SPACE), printable(sentence)
+    )
+    lines = textwrap.wrap(
+        fixed,
+        _WIDTH,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_FIXED_SPACE, " ") for line in lines]
+
+
+# The logger `overflow_fast`: each of its lines begins with the package's name.
+
+
+_PREFIX = "[overflow_fast] "
+_formatter = logging.Formatter()
+
+
+# A text of ours that has lines of its own stands in a line of its own; any other value
+# is a part of a line, and cannot end it.
+_OF_LINES = re.compile(r"^%s$", re.MULTILINE)
+_TEXTS = (str, BaseException, os.PathLike)
+
+
+def _prefixed(text: str) -> str:
+    lines = printable(text, keep="\n\t").rstrip("\n").split("\n")
+    return "\n".join(f"{_PREFIX}{line}".rstrip() for line in lines)
+
+
+def _message(record: logging.LogRecord) -> str:
+    if isinstance(record.args, tuple) and not _OF_LINES.search(str(record.msg)):
+        record.args = tuple(map(_in_line, record.args))
+    return record.getMessage()
+
+
+def _in_line(value: Any) -> Any:
+    return printable(str(value)) if isinstance(value, _TEXTS) else value
+
+
+def _begin_lines(record: logging.LogRecord) -> bool:
+    """Begins each line of a record, and of the traceback that comes with it."""
+    try:
+        record.msg, record.args = _prefixed(_message(record)), None
+    except (TypeError, ValueError, KeyError):
+        return True  # logging reports arguments that do not fit the message
+    if record.exc_info and not record.exc_text:
+        record.exc_text = _prefixed(_formatter.formatException(record.exc_info))
+    return True
+
+
+# A filter of this logger alone: how users format and where they write is theirs.
+logging.getLogger("overflow_fast").addFilter(_begin_lines)
+
+
+# HTML that notebooks show instead of a `repr`, escaped, and the names of cells.
+
+
+def escape(text: str, quote: bool = True) -> str:
+    """Escapes what HTML or a reader would take for something else."""
+    return escape_html(printable(text), quote)
+
+
+def text_html(headline: str, lines: Iterable[str], rest: str) -> str:
+    """A headline, lines below it, and a text that unfolds."""
+    whole = escape_html(printable(rest, keep="\n\t"))
+    listed = "".join(f"<div>{escape(line)}</div>" for line in lines)
+    folded = f"<details><summary>all</summary><pre>{whole}</pre></details>"
+    return f"<div><strong>{escape(headline)}</strong>{listed}{folded}</div>"
+
+
+def table_html(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def picture_html(png: bytes, described: str) -> str:
+    """A picture, and what it shows in words."""
+    data = base64.b64encode(png).decode()
+    alt = escape(described, quote=True)
+    return f'<img src="data:image/png;base64,{data}" alt="{alt}"><div>{alt}</div>'
+
+
+def short_name(file: str) -> str:
+    """Shortens a file's path to its name, or to its cell's, such as "In[3]".
+
+    Of an installed package the path begins with the package's.
+    """
+    return installed_name(file) or os.path.basename(source_name(file))
+
+
+def source_name(file: str) -> str:
+    """The name of a notebook's cell, such as "In[3]"; of any other file its path.
+
+    A cell's path is that of a temporary file that does not exist.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    label_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    label = label_of(file) if callable(label_of) else None
+    return file if label is None else str(label[1])
+
+
+def is_cell(name: str) -> bool:
+    """True for what `source_name()` calls a cell, in any process."""
+    return _CELL.fullmatch(name) is not None
+
+
+# Files of the program, of installed packages, and ours.
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_DEMO = os.path.join(_PACKAGE, "tools", "demo") + os.sep
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+@functools.cache
+def installed_name(file: str) -> str:
+    """The path of an installed package's file from the package on; "" for any other.
+
+    Of the standard library's, too. This package's own files are none.
+    """
+    path = os.path.abspath(file)
+    if is_own(path) or path.startswith(_DEMO):
+        return ""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, name = path.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return name
+    is_standard = path.startswith(_STANDARD)
+    return path.removeprefix(_STANDARD) if is_standard else ""
+
+
+@functools.cache
+def is_of_program(file: str) -> bool:
+    """True for a file that is the program's own: no package's, and not ours."""
+    is_frozen = file.startswith("<frozen")
+    return not (is_frozen or is_own(file) or installed_name(file))
+
+
+@functools.cache
+def is_own(file: str) -> bool:
+    """True for a file of this package, but not of its demonstration."""
+    path = os.path.abspath(file)
+    return path.startswith(_PACKAGE) and not path.startswith(_DEMO)
+
+
+@functools.cache
+def is_of_user(file: str) -> bool:
+    """True if a file is neither torch's, which is imported, nor this package's."""
+    torch = os.path.abspath(str(sys.modules["torch"].__file__))
+    is_torchs = os.path.abspath(file).startswith(os.path.dirname(torch) + os.sep)
+    return not (is_own(file) or is_torchs or file.startswith("<frozen"))
+
+
+def drop_own_frames(error: BaseException) -> None:
+    """Removes this package's frames from a traceback, before it is raised again.
+
+    What raises it adds one. Frames of the program and of libraries stay.
+    """
+    kept: TracebackType | None = None
+    for frame in reversed(list(_entries(error.__traceback__))):
+        if not is_own(frame.tb_frame.f_code.co_filename):
+            place = frame.tb_frame, frame.tb_lasti, frame.tb_lineno
+            kept = TracebackType(kept, *place)
+    error.__traceback__ = kept
+
+
+def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+    while entry is not None:
+        yield entry
+        entry = entry.tb_next
+
+
+def with_progress(items: Iterable[_T], unit: str, total: int | None) -> Iterable[_T]:
+    """Iterates, with a progress bar on a terminal from the third second on.
+
+    Args:
+        items: The items.
+        unit: The word for several of them.
+        total: How many there are, or None.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    shown: Iterable[_T] = tqdm(
+        items, total=total, unit=f" {unit}", delay=2, disable=None
+    )
+    return shown

@@ -1,0 +1,1 @@
+"""Tools that run when they are called: comparison, precision, pages, commands."""

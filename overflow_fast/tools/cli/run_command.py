@@ -1,0 +1,235 @@
+"""The command `run`: a program as `python` runs it, under a guard."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import io
+import os
+import pkgutil
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from .subcommand import Commands, add_command, fail, reason
+
+if TYPE_CHECKING:
+    from ...integrations.script_guard import ScriptGuard
+
+
+# Runs a program as `python` runs it.
+
+
+_OURS = str(Path(__file__).parents[2])
+_RUNNERS = ("<frozen runpy>", "<frozen importlib.", _OURS + os.sep)
+
+
+class NoProgramError(Exception):
+    """Raised where there is no program to run; says why.
+
+    Attributes:
+        status: The exit status that `python` has then, or 2 for a wrong path.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def run_as_main(program: str, arguments: Sequence[str], is_module: bool) -> None:
+    """Runs a script or a module as `__main__`, with its own `sys.argv` and `sys.path`.
+
+    Args:
+        program: A script, a folder with a `__main__.py`, or a module's name.
+        arguments: The program's arguments.
+        is_module: Whether it is a module's name.
+
+    Raises:
+        NoProgramError: If there is no such program.
+        BaseException: Whatever the program raises.
+    """
+    sys.argv = [program, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+        sys.path[0] = os.getcwd() if is_module else _folder_of(program)
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        elif _is_source(program):
+            _run_source(program)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except (ImportError, OSError) as error:
+        if _below(error.__traceback__) is not None:
+            raise
+        if is_module:
+            raise NoProgramError(str(error), 1) from error
+        raise NoProgramError(
+            f"program must be a script or a folder with __main__.py: {reason(error)}", 2
+        ) from error
+
+
+def print_traceback(error: BaseException) -> None:
+    """Prints an error of the program as Python does, without the frames above it."""
+    shown = _below(error.__traceback__)
+    if shown is None and not isinstance(error, SyntaxError):
+        shown = error.__traceback__
+    error = error.with_traceback(shown)
+    sys.excepthook(type(error), error, shown)
+
+
+def hide_frames_above(error: BaseException) -> None:
+    """Lets Python end with an error of the program without the frames above it."""
+    shown, hook = _below(error.__traceback__), sys.excepthook
+
+    def print_shown(
+        kind: type[BaseException], raised: BaseException, _: TracebackType | None
+    ) -> None:
+        hook(kind, raised.with_traceback(shown), shown)
+
+    sys.excepthook = print_shown
+
+
+def hide_frames_below(error: BaseException) -> None:
+    """Takes the guard's own frames away from the end of an error's traceback."""
+    last, each = None, error.__traceback__
+    while each is not None:
+        if not each.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
+            last = each
+        each = each.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
+def _folder_of(program: str) -> str:
+    return os.path.dirname(os.path.realpath(program))
+
+
+def _is_source(program: str) -> bool:
+    """Returns True for what is no folder, no archive and no compiled file."""
+    is_compiled = program.endswith(".pyc")
+    return not is_compiled and pkgutil.get_importer(program) is None
+
+
+def _run_source(program: str) -> None:
+    """Runs a script with an absolute `__file__`, and `sys.argv[0]` as it is."""
+    path = os.path.abspath(program)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=path, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _below(traceback: TracebackType | None) -> TracebackType | None:
+    """The frames of the program: None if it did not come so far."""
+    while traceback is not None and _is_above(traceback):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _is_above(traceback: TracebackType) -> bool:
+    """Returns True for a frame of this package, or of what runs programs."""
+    name = traceback.tb_frame.f_code.co_filename
+    return name.startswith(_RUNNERS) or name == runpy.__file__
+
+
+NON_FINITE = 3  # the exit status of a program that the guard has stopped
+
+
+def add_run(commands: Commands) -> None:
+    """Adds the command `run`."""
+    parser = add_command(
+        commands,
+        "run",
+        _run,
+        "run a training script with a guard on its models, without a change to it",
+        """
+        run train.py --lr 3e-4
+        run --on-overflow skip --record run.ofr --log guard.jsonl train.py --lr 3e-4
+        run -m package.train --debug underflow_overflow
+        """,
+        _add_arguments,
+    )
+    parser.usage = f"{parser.prog} [options] program ..."
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    from .guard_options import add_guard_options
+
+    add_guard_options(parser)
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="PROGRAM is a module's name"
+    )
+    parser.add_argument("program", help="a script's path, or a module's name after -m")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the program's own arguments"
+    )
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from ...integrations.script_guard import ScriptGuard
+    from .guard_options import guard_arguments, typed_options
+
+    try:
+        guard = ScriptGuard(guard_arguments(parsed))
+    except (TypeError, ValueError, ImportError) as error:
+        return fail(f"overflow_fast run: {error}")
+    try:
+        status = _run_guarded(guard, parsed)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        status = 0
+    typed = typed_options(parsed)
+    if status or not typed or not guard.is_unused:
+        return status
+    return fail(
+        "overflow_fast run: the program has a guard or a detector of its own, which "
+        f"was not given {', '.join(typed)}: nothing of that was done. Give it to that "
+        "guard, or take that guard out of the program."
+    )
+
+
+def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
+    from ...detector.selection import NoModuleError
+    from ...guard.report.report import NonFiniteError
+    from ...integrations.script_guard import UnusableArgumentsError
+
+    has_program = True
+    try:
+        with guard.watching():
+            run_as_main(parsed.program, parsed.arguments, parsed.is_module)
+    except NoProgramError as error:
+        has_program = False
+        fail(f"overflow_fast run: {error}")
+        return error.status
+    except (UnusableArgumentsError, NoModuleError) as error:
+        if isinstance(error, NoModuleError) and not _has_patterns(parsed):
+            print_traceback(error)  # of a guard that the program has made
+            return 1
+        has_program = False
+        return fail(f"overflow_fast run: {error}")
+    except NonFiniteError as error:
+        hide_frames_below(error)
+        print_traceback(error)
+        return NON_FINITE
+    except KeyboardInterrupt as error:
+        hide_frames_above(error)
+        raise
+    except Exception as error:
+        print_traceback(error)
+        return 1
+    finally:
+        why_not = guard.why_nothing_was_guarded()
+        if has_program and why_not is not None:
+            print(f"overflow_fast: no step was guarded: {why_not}.", file=sys.stderr)
+    return 0
+
+
+def _has_patterns(parsed: argparse.Namespace) -> bool:
+    return any(hasattr(parsed, f"guard_{name}") for name in ("include", "exclude"))

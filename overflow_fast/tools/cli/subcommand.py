@@ -1,0 +1,84 @@
+"""Adds a command to the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ...guard.files.reading import is_regular
+from ...scanner.text import capitalized, printable
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    Commands = object
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Run,
+    summary: str,
+    example: str,
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> argparse.ArgumentParser:
+    """Adds a command, and returns the parser of its arguments.
+
+    Args:
+        commands: What the parser of all commands has made.
+        name: The word that users type.
+        run: Runs the command and returns its exit status; it imports what it needs.
+        summary: A line for `--help`, which begins with a verb in lower case.
+        example: One or more command lines, without the program's name.
+        add_arguments: Adds its arguments when it is chosen, if they take long to make.
+    """
+    lines = textwrap.dedent(example).strip().splitlines()
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{capitalized(summary)}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    prog = parser.prog.removesuffix(name)
+    parser.epilog = "\n".join(["example:", *(f"  {prog}{line}" for line in lines)])
+    parser.set_defaults(run=run)
+    vars(parser)["add_arguments"] = add_arguments
+    return parser
+
+
+def require_content(paths: Iterable[str]) -> None:
+    """Raises ValueError if one of them is an empty file."""
+    for path in paths:
+        if is_regular(path) and not os.path.getsize(path):
+            raise ValueError(f"{path} is empty: it has no steps yet.")
+
+
+def at_least_one(text: str) -> int:
+    """Reads a whole number of at least 1, as the type of an option."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text}")
+    return int(text)
+
+
+def reason(error: Exception) -> str:
+    """Writes an error for readers: of the system's its file and what is wrong."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+def fail(message: str) -> int:
+    """Prints why a command cannot do its work, and returns the exit status 2."""
+    warn(message)
+    return 2
+
+
+def warn(message: str) -> None:
+    """Prints a sentence to stderr."""
+    print(printable(message), file=sys.stderr)

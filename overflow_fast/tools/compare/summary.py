@@ -1,0 +1,659 @@
+"""The summary that stands for a tensor, its fingerprint, and how far two are apart.
+
+A fingerprint is 251 signed sums of a tensor. Element i is added to the sum i % 251 with
+a sign that depends on i alone, so that
+
+- the squared length of the difference of two fingerprints estimates that of the
+  difference of the tensors, with a standard error of about 9 % (a count sketch:
+  Charikar, Chen and Farach-Colton, Finding frequent items in data streams, 2002);
+- they are linear: those of shards, each at its place in the whole tensor, and of
+  partial sums, add up to that of the whole.
+
+Sums are rounded in an order that is part of the format (docs/formats.md), so one tensor
+has one fingerprint on every device, with any number of threads and in any mode.
+
+251 is prime, so no usual hidden size is a multiple of it: channels with large values
+are spread over all sums. Row r of 251 elements has the signs of pattern r % 64, and a
+sign of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import math
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import _C
+from ...scanner.tensors import PLAIN, NotScanned, dtype_named, real_parts, resolve
+from ...torch_internals.tensor_internals import local_tensor
+
+WIDTH = 251
+_PATTERNS = 64
+_PERIOD = WIDTH * _PATTERNS
+_PERIODS = 16  # a pass: 1 MiB of float32, which stays in a core's cache
+_CHUNK = _PERIOD * _PERIODS
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Switches off what of the user's could change, or see, how numbers are computed.
+
+    No function or dispatch mode, no inference mode, no gradients, and no flush of
+    subnormal numbers to 0: of that there is no getter but the arithmetic itself.
+    """
+    flushes = sys.float_info.min / 2 == 0
+    with _C.Hidden(), torch.inference_mode(False), torch.no_grad():
+        if flushes:
+            torch.set_flush_denormal(False)
+        try:
+            yield
+        finally:
+            if flushes:
+                torch.set_flush_denormal(True)
+
+
+def wide_dtype(values: torch.Tensor) -> torch.dtype:
+    """The dtype in which values are summed."""
+    is_long = values.dtype == torch.float64 or not values.dtype.is_floating_point
+    return _float64(values) if is_long else torch.float32
+
+
+def _float64(values: torch.Tensor) -> torch.dtype:
+    return torch.float32 if values.device.type == "mps" else torch.float64
+
+
+def chunks(values: torch.Tensor, start: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yields the parts that are read at once, in a wide dtype, and where they begin."""
+    flat, wide = values.detach().reshape(-1), wide_dtype(values)
+    position = 0
+    while position < len(flat):
+        length = _CHUNK - (start + position) % _PERIOD
+        part = flat[position : position + length].to(wide)
+        yield part, start + position
+        position += len(part)
+
+
+class SignedSums:
+    """The signed sums of parts of a tensor.
+
+    Args:
+        device: The parts' device.
+        dtype: Theirs.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._sums = torch.zeros(_PATTERNS, WIDTH, dtype=dtype, device=device)
+
+    def add(self, part: torch.Tensor, index: int) -> None:
+        """Adds a part that begins at an index of the whole tensor."""
+        period, lead = divmod(index, _PERIOD)
+        self._sums += _sums_by_pattern(part, lead, period)
+
+    def total(self) -> torch.Tensor:
+        """The fingerprint."""
+        sums = self._sums * _pattern_signs(self._sums.device).to(self._sums.dtype)
+        return _halved(sums, _PATTERNS // 2)
+
+
+def _sums_by_pattern(part: torch.Tensor, lead: int, period: int) -> torch.Tensor:
+    """Sums rows of the same pattern, each with its sign.
+
+    Element by element, in an order that docs/formats.md specifies: a product of
+    matrices would round as autocast, TF32 and the device's library please.
+
+    Args:
+        part: At most a chunk of values.
+        lead: How many elements of its first period are before it.
+        period: The number of that period.
+    """
+    behind = -(lead + len(part)) % _PERIOD
+    if lead or behind:
+        part = torch.nn.functional.pad(part, (lead, behind))
+    rows = part.view(-1, _PATTERNS, WIDTH)
+    signs = _row_signs(period, part.device)[: len(rows)].to(part.dtype)
+    half = _PERIODS // 2
+    sums = rows[:half] * signs[:half]
+    if len(rows) > half:  # in one pass with the product, which is exact
+        sums[: len(rows) - half].addcmul_(rows[half:], signs[half:])
+    return _halved(sums, half // 2)
+
+
+def _halved(sums: torch.Tensor, half: int) -> torch.Tensor:
+    """Adds rows up: each to the one that is half of them before it, and again."""
+    while half:
+        if len(sums) > half:
+            sums[: len(sums) - half] += sums[half:]
+            sums = sums[:half]
+        half //= 2
+    return sums[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _row_signs(period: int, device: torch.device) -> torch.Tensor:
+    """The signs of the rows of a chunk, of shape `[periods, patterns, 1]`."""
+    first = period * _PATTERNS
+    rows = torch.arange(first, first + _PERIODS * _PATTERNS, device="cpu")
+    return _signs(rows, 1).view(_PERIODS, _PATTERNS, 1).to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _pattern_signs(device: torch.device) -> torch.Tensor:
+    numbers = torch.arange(_PERIOD, device="cpu")
+    return _signs(numbers, 2).view(_PATTERNS, WIDTH).to(device)
+
+
+def _signs(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """Random signs of integers: the lowest bit of MurmurHash3's 32-bit finalizer."""
+    mask = 0xFFFFFFFF
+    bits = (numbers + seed * 0x9E3779B9) & mask
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & mask
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & mask
+    return ((bits ^ (bits >> 16)) & 1).float() * 2 - 1
+
+
+# Parts of tensors that several ranks share, at their places in the whole.
+
+
+_MAX_SLAB = 2**22  # elements of the whole tensor that are laid out at once
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The place of a rank's part in the whole tensor.
+
+    Attributes:
+        shape: The whole tensor's.
+        offset: The index of the part's first element.
+        partial: The rank's numbers in the mesh dimensions over which parts are summed.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    partial: tuple[int, ...] = ()
+
+    @property
+    def is_partial(self) -> bool:
+        """True if the whole is a sum of parts like this one."""
+        return bool(self.partial)
+
+    def to_plain(self) -> list[list[int]]:
+        """The part as lists of integers."""
+        return [list(self.shape), list(self.offset), list(self.partial)]
+
+
+def part_of(tensor: torch.Tensor) -> Shard | str | None:
+    """The place of this rank's part of a DTensor.
+
+    Returns:
+        None for any other tensor; the reason, if the placement is not understood.
+    """
+    local = local_tensor(tensor)
+    if local is None:
+        return None
+    whole: Any = tensor
+    shape, offset = list(tensor.shape), [0] * tensor.dim()
+    coordinate, partial = whole.device_mesh.get_coordinate(), list[int]()
+    if coordinate is None:
+        return "this rank is not in its mesh"
+    for dim, placement in enumerate(whole.placements):
+        if placement.is_partial():
+            if placement.reduce_op != "sum":
+                return f"parts are combined by {placement.reduce_op}"
+            partial.append(coordinate[dim])
+        elif type(placement).__name__ == "Shard":
+            along = placement.dim
+            size = -(-shape[along] // whole.device_mesh.size(dim))
+            begin = min(coordinate[dim] * size, shape[along])
+            offset[along] += begin
+            shape[along] = min(size, shape[along] - begin)
+        elif not placement.is_replicate():
+            return f"placement {placement}"
+    if tuple(shape) != tuple(local.shape):
+        return f"placement {whole.placements} with a part of {tuple(local.shape)}"
+    return Shard(tuple(tensor.shape), tuple(offset), tuple(partial))
+
+
+def pieces(values: torch.Tensor, part: Shard | None) -> Iterator[tuple[Any, int]]:
+    """Yields what is summed of a tensor, and its flat indices in the whole.
+
+    Args:
+        values: A plain tensor.
+        part: Its place; None for a whole tensor.
+    """
+    if part is None or not values.numel():
+        yield from chunks(values)
+        return
+    rest = part.shape[1:]
+    stride = math.prod(rest)
+    if tuple(values.shape[1:]) == tuple(rest):  # one range of flat indices
+        yield from chunks(values, part.offset[0] * stride if part.shape else 0)
+        return
+    step = max(1, _MAX_SLAB // stride)
+    inner = tuple(
+        slice(begin, begin + size)
+        for begin, size in zip(part.offset[1:], values.shape[1:], strict=True)
+    )
+    for first in range(0, values.shape[0], step):
+        rows = values[first : first + step]
+        slab = rows.new_zeros((rows.shape[0], *rest))
+        slab[(slice(None), *inner)] = rows
+        yield from chunks(slab, (part.offset[0] + first) * stride)
+
+
+# The numbers that a recording keeps of a tensor.
+
+
+@dataclass
+class Summary:
+    """Ranges, counts and the fingerprint of a tensor; of finite values only.
+
+    Attributes:
+        low: The least value, or nan if there is none.
+        high: The greatest value.
+        squares: The sum of their squares.
+        num_nan: How many are nan.
+        num_inf: How many are inf or -inf.
+        sums: The fingerprint, 251 float64 on the CPU.
+        magnitudes: Of a parameter's gradient, how many of a sample of its values are
+            no larger than each of `BOUNDS`, and how many the sample has; else empty.
+    """
+
+    low: float
+    high: float
+    squares: float
+    num_nan: int
+    num_inf: int
+    sums: torch.Tensor
+    magnitudes: tuple[int, ...] = ()
+
+    @property
+    def norm(self) -> float:
+        """The L2 norm of the finite values."""
+        return math.sqrt(self.squares)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The summary as JSON; the fingerprint as 251 float32 (float64) in base64."""
+        sums = self.sums.tolist()
+        try:
+            data = struct.pack(f"<{WIDTH}f", *sums)
+        except OverflowError:  # masks have the lowest number of their dtype many times
+            data = struct.pack(f"<{WIDTH}d", *sums)
+        magnitudes = {"magnitudes": list(self.magnitudes)} if self.magnitudes else {}
+        return {
+            "low": self.low,
+            "high": self.high,
+            "squares": self.squares,
+            "num_nan": self.num_nan,
+            "num_inf": self.num_inf,
+            **magnitudes,
+            "fingerprint": base64.b64encode(data).decode(),
+        }
+
+
+def sums_of(prints: Sequence[bytes]) -> Iterator[torch.Tensor]:
+    """Reads the bytes of fingerprints, all at once: a tensor for each."""
+    found: dict[int, Iterator[torch.Tensor]] = {}
+    for size, dtype in ((4, torch.float32), (8, torch.float64)):
+        data = bytearray().join(p for p in prints if len(p) == size * WIDTH)
+        if data:
+            raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, size)
+            raw = raw if sys.byteorder == "little" else raw.flip(1)
+            table = raw.contiguous().view(dtype).view(-1, WIDTH).double()
+            found[size * WIDTH] = iter(table.unbind())
+    return (next(found[len(each)]) for each in prints)
+
+
+def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
+    """Copies what `summarize()` returned to the CPU, in one copy a device and dtype.
+
+    Incurs a CPU-GPU sync for each.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
+    for i, each in enumerate(numbers):
+        groups.setdefault((each.device, each.dtype, len(each)), []).append(i)
+    found: dict[int, Summary] = {}
+    for indices in groups.values():
+        with without_modes():
+            table = torch.stack([numbers[i] for i in indices]).cpu().double()
+            end = 5 + WIDTH
+            rows = [(r[:5].tolist(), r[5:end].clone(), r[end:].tolist()) for r in table]
+        for i, ((low, high, squares, *counts), sums, rest) in zip(
+            indices, rows, strict=True
+        ):
+            num_nan, num_inf = map(int, counts)
+            sizes = tuple(map(int, rest))
+            found[i] = Summary(low, high, squares, num_nan, num_inf, sums, sizes)
+    return [found[i] for i in range(len(numbers))]
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
+    """The real numbers of a tensor, or why they cannot be read."""
+    values = tensor.detach() if type(tensor) in PLAIN else resolve(tensor)
+    if isinstance(values, NotScanned):
+        return values
+    if type(values) not in PLAIN or values.layout is not torch.strided:
+        return resolve(values)
+    if values.is_meta:
+        return NotScanned("meta tensor")
+    if values.is_quantized:
+        return NotScanned("quantized")
+    return real_parts(values)
+
+
+def summarize(
+    values: torch.Tensor, part: Shard | None = None, has_sums: bool = True
+) -> torch.Tensor:
+    """Computes the numbers of a summary. Does not incur a CPU-GPU sync.
+
+    Args:
+        values: What `values_of()` returned.
+        part: Its place in a tensor that ranks share.
+        has_sums: Whether to compute the fingerprint; else it is 0.
+
+    Returns:
+        The numbers on the tensor's device, for `fetch()`.
+    """
+    with without_modes():
+        wide = wide_dtype(values)
+        numbers = _numbers(values, part, wide, False, has_sums)
+        # Without what is not finite; then, where squares leave float32, in float64.
+        for dtype in (wide, torch.float64):
+            if values.device.type == "cpu" and not numbers[2].isfinite():
+                numbers = _numbers(values, part, dtype, True, has_sums)
+        return numbers
+
+
+def _numbers(
+    values: torch.Tensor,
+    part: Shard | None,
+    wide: torch.dtype,
+    is_slow: bool,
+    has_sums: bool,
+) -> torch.Tensor:
+    """Low, high, squares, counts of nan and inf, and the fingerprint, in one tensor."""
+    device = values.device
+    is_slow = is_slow or device.type != "cpu"
+    sums, found = SignedSums(device, wide), list[torch.Tensor]()
+    for chunk, index in pieces(values, part):
+        chunk = chunk.to(wide)
+        if is_slow:
+            stat, chunk = _cleaned(chunk)
+        else:
+            zero = chunk.new_zeros(())
+            stat = torch.stack([*chunk.aminmax(), _squared(chunk), zero, zero])
+        found.append(stat)
+        if has_sums:
+            sums.add(chunk, index)
+    if not found:
+        empty = torch.zeros(5 + WIDTH, dtype=wide, device=device)
+        empty[:2] = math.nan
+        return empty
+    all_of = torch.stack(found)
+    low, high = all_of[:, 0].min(), all_of[:, 1].max()
+    if part is not None:  # laid out among zeros, which are not its own
+        low, high = _range(values.to(wide))
+    return torch.cat([torch.stack([low, high, *all_of[:, 2:].sum(0)]), sums.total()])
+
+
+def _cleaned(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers of a chunk, and the chunk with 0 for what is not finite."""
+    is_nan, is_finite = chunk.isnan(), chunk.isfinite()
+    low, high = _range(chunk)
+    chunk = chunk.where(is_finite, 0)
+    num_nan = is_nan.sum()
+    num_inf = chunk.numel() - is_finite.sum() - num_nan
+    counts = [num_nan.to(chunk.dtype), num_inf.to(chunk.dtype)]
+    return torch.stack([low, high, _squared(chunk), *counts]), chunk
+
+
+BOUNDS = tuple(2.0**k for k in range(-62, 18, 2))
+_MAX_SAMPLE = 2**11
+
+
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """Counts the values that are no larger than each of `BOUNDS`, and all: of a sample.
+
+    Does not incur a CPU-GPU sync.
+
+    Args:
+        values: What `values_of()` returned.
+
+    Returns:
+        The counts on the tensor's device, behind those of `summarize()` for `fetch()`.
+    """
+    with without_modes():
+        flat = values.reshape(-1)
+        sample = flat[:: -(-flat.numel() // _MAX_SAMPLE) or 1].to(wide_dtype(values))
+        bounds = torch.tensor(BOUNDS, dtype=sample.dtype, device=sample.device)
+        ordered = sample.abs().sort().values
+        counts = torch.searchsorted(ordered, bounds, right=True)
+        return torch.cat([counts, counts.new_full((1,), len(sample))]).to(sample.dtype)
+
+
+def _squared(values: torch.Tensor) -> torch.Tensor:
+    """The sum of squares; `dot()` rounds its factors where products may be coarse."""
+    return values.square().sum()
+
+
+def _range(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the greatest finite value."""
+    is_finite = values.isfinite()
+    low = values.where(is_finite, math.inf).min()
+    return low, values.where(is_finite, -math.inf).max()
+
+
+# The distance of two tensors, from their values or from their fingerprints.
+
+
+_AT_ONCE = 2**18  # elements that are read at once
+_MAX_ULPS = 2**10  # elements whose distances in ULPs are sorted
+
+
+@dataclass(frozen=True)
+class Measures:
+    """The difference of a tensor from its reference; None where it is not known.
+
+    Attributes:
+        relative: The relative L2 difference, of values that are finite in both.
+        cosine: The cosine similarity. Of fingerprints, it has a standard error of
+            (1 - cosine^2) / 16, see `cosine_digits`.
+        max_abs: The largest absolute difference.
+        max_rel: The largest relative difference, each to its own reference value.
+        ulp_median: The median distance in units in the last place of the coarser dtype.
+        ulp_p99: Its 99th percentile.
+        num_one_sided: How many values are finite on one side only; None if not known.
+        is_exact: Whether the values themselves were compared.
+    """
+
+    relative: float
+    cosine: float
+    max_abs: float | None = None
+    max_rel: float | None = None
+    ulp_median: float | None = None
+    ulp_p99: float | None = None
+    num_one_sided: int | None = None
+    is_exact: bool = False
+
+    @property
+    def bits(self) -> float:
+        """The bits that agree: -log2 of the relative difference; inf if all do."""
+        if not self.relative:
+            return math.inf
+        return -math.log2(self.relative) if math.isfinite(self.relative) else -math.inf
+
+    @property
+    def cosine_digits(self) -> int:
+        """The number of decimals of the cosine that are known, up to 7."""
+        error = 0.0 if self.is_exact else (1 - self.cosine**2) / math.sqrt(WIDTH)
+        return 7 if error < 1e-7 else max(1, min(7, math.floor(-math.log10(error))))
+
+
+def estimated(summary: Summary, reference: Summary) -> Measures:
+    """Measures two tensors by their fingerprints, good to about 10 %."""
+    return estimated_all([(summary, reference)])[0]
+
+
+_FEW = 2**12  # pairs of fingerprints that are measured at once: 16 MiB
+
+
+def estimated_all(pairs: Sequence[tuple[Summary, Summary]]) -> list[Measures]:
+    """Measures pairs of tensors; see `estimated()`.
+
+    The cosine is 1 where one fingerprint is a multiple of the other. It estimates that
+    of the tensors with a standard error of (1 - cosine^2) / 16: 251 signed sums are 251
+    correlated samples. Norms of the tensors have no place in it: their own errors would
+    not cancel.
+    """
+    found = [Measures(0.0, 1.0)] * len(pairs)
+    unequal = [i for i, (a, b) in enumerate(pairs) if a.sums is not b.sums]
+    for first in range(0, len(unequal), _FEW):
+        few = unequal[first : first + _FEW]
+        mine, its = _stacked([pairs[i] for i in few])
+        lengths, others = mine.norm(dim=1), its.norm(dim=1)
+        apart = mine / lengths[:, None] - its / others[:, None]
+        for i, is_equal, squares, own, other, angle in zip(
+            few,
+            (mine == its).all(1).tolist(),
+            *((each.tolist()) for each in (_squares_of(mine - its), lengths, others)),
+            _squares_of(apart).tolist(),
+            strict=True,
+        ):
+            if is_equal:
+                continue
+            a, b = pairs[i]
+            cosine = 1.0 if own == other else 0.0
+            if own and other:
+                cosine = max(-1.0, 1 - angle / 2)
+            basic = _measures_from_squares(squares, a.squares, b.squares)
+            found[i] = Measures(basic.relative, cosine)
+    return found
+
+
+def factors_of(
+    pairs: Sequence[tuple[Summary, Summary]],
+) -> list[tuple[float, float]]:
+    """Finds the numbers by which tensors are multiples of others, if they are.
+
+    Returns:
+        Of each pair the number, and the relative difference that it leaves: about 1e-7
+        where one is a multiple of the other in float32.
+    """
+    found = list[tuple[float, float]]()
+    for first in range(0, len(pairs), _FEW):
+        mine, its = _stacked(pairs[first : first + _FEW])
+        squares, products = _squares_of(its), (mine * its).sum(1)
+        factors = products / squares
+        rests = _squares_of(mine - factors[:, None] * its)
+        for square, factor, rest, is_zero in zip(
+            *(squares.tolist(), factors.tolist(), rests.tolist()),
+            (mine == 0).all(1).tolist(),
+            strict=True,
+        ):
+            if not square:
+                found.append((1.0, 0.0) if is_zero else (math.inf, math.inf))
+            elif not factor:
+                found.append((0.0, 0.0 if is_zero else math.inf))
+            else:
+                found.append((factor, math.sqrt(rest / square) / abs(factor)))
+    return found
+
+
+def _stacked(
+    pairs: Sequence[tuple[Summary, Summary]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mine, its = ([pair[side].sums for pair in pairs] for side in (0, 1))
+    return torch.stack(mine), torch.stack(its)
+
+
+def _squares_of(rows: torch.Tensor) -> torch.Tensor:
+    return rows.square().sum(1)
+
+
+def _measures_from_squares(squares: float, own: float, reference: float) -> Measures:
+    if not reference:
+        return Measures(math.inf if squares else 0.0, 0.0 if squares else 1.0)
+    relative = math.sqrt(squares / reference)
+    return Measures(relative, _cosine(squares, own, reference))
+
+
+def _cosine(squares: float, own: float, reference: float) -> float:
+    """The cosine from |a - b|^2, |a|^2 and |b|^2, without cancellation near 1."""
+    product = math.sqrt(own * reference)
+    if not product:
+        return 1.0 if own == reference else 0.0
+    apart = squares - (math.sqrt(own) - math.sqrt(reference)) ** 2
+    return max(-1.0, min(1.0, 1 - max(0.0, apart) / (2 * product)))
+
+
+def measured(values: torch.Tensor, reference: torch.Tensor, dtype: str) -> Measures:
+    """Measures two tensors of the same shape. Incurs CPU-GPU syncs.
+
+    Args:
+        values: The tensor.
+        reference: What it is compared with; may be of another dtype.
+        dtype: The dtype of which ULPs are those, such as "bfloat16".
+    """
+    with without_modes():
+        return _measured(values, reference, dtype)
+
+
+def _measured(values: torch.Tensor, reference: torch.Tensor, dtype: str) -> Measures:
+    values = values.detach().to(reference.device).reshape(-1)
+    reference = reference.detach().reshape(-1)
+    if values.dtype == reference.dtype and torch.equal(values, reference):
+        return Measures(0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0, True)
+    sums = torch.zeros(6, dtype=_float64(reference), device=reference.device)
+    for begin in range(0, len(values), _AT_ONCE):
+        mine, its = (t[begin : begin + _AT_ONCE] for t in (values, reference))
+        _add(sums, mine.to(wide_dtype(mine)), its.to(wide_dtype(its)))
+    squares, own, golden, max_abs, max_rel, odd = sums.tolist()
+    basic = _measures_from_squares(squares, own, golden)
+    median, p99 = _ulps(values, reference, dtype)
+    return Measures(
+        basic.relative, basic.cosine, max_abs, max_rel, median, p99, int(odd), True
+    )
+
+
+def _add(sums: torch.Tensor, mine: torch.Tensor, its: torch.Tensor) -> None:
+    """Adds squares of difference, own and reference; maxima; one-sided values."""
+    difference = mine - its
+    squares = difference.square().sum()
+    if not squares.isfinite():
+        is_finite = mine.isfinite() & its.isfinite()
+        sums[5] += (mine.isfinite() != its.isfinite()).sum()
+        mine, its = (t.double().where(is_finite, 0) for t in (mine, its))
+        difference = mine - its
+        squares = difference.square().sum()
+    sums[:3] += torch.stack([squares, mine.square().sum(), its.square().sum()])
+    distance = difference.abs_()
+    sums[3] = torch.maximum(sums[3], distance.max().to(sums.dtype))
+    relative = distance.div_(its.abs()).nan_to_num_(0.0, posinf=math.inf).max()
+    sums[4] = torch.maximum(sums[4], relative.to(sums.dtype))
+
+
+def _ulps(
+    values: torch.Tensor, reference: torch.Tensor, dtype: str
+) -> tuple[float | None, float | None]:
+    """The median and the 99th percentile of distances in ULPs, of a sample."""
+    kind = dtype_named(dtype)
+    if kind is None or not kind.is_floating_point or not len(values):
+        return None, None
+    step = -(-len(values) // _MAX_ULPS)
+    mine, its = (t[::step].to(_float64(reference)) for t in (values, reference))
+    limits = torch.finfo(kind)
+    exponent = its.abs().clamp(min=limits.smallest_normal).log2().floor()
+    ulps = (mine - its).abs() / (exponent.exp2() * limits.eps)
+    ulps = ulps[ulps.isfinite()]
+    if not len(ulps):
+        return None, None
+    last = len(ulps) - 1
+    ordered = ulps.sort().values
+    return float(ordered[last // 2]), float(ordered[round(last * 0.99)])

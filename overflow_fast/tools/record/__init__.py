@@ -1,0 +1,1 @@
+"""The flight record, read again, without torch."""

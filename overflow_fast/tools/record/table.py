@@ -1,0 +1,402 @@
+"""Reads a flight record: steps, entries, and a number for each of both."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...guard.files.reading import FileError, lines_of, open_regular
+from ...guard.record.record_lines import (
+    BEGINNING,
+    COLUMNS,
+    COUNTS,
+    KIND,
+    RECORD_SCHEMA,
+    Line,
+    RecordEntry,
+    RecordError,
+    RecordStep,
+    as_tensor,
+    bits_left,
+    entries_of,
+    read_numbers,
+    widths_of,
+)
+from ...scanner.text import picture_html, printable
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...guard.record.record_lines import Numbers
+
+_LOSSES = ("output.loss", "output['loss']")
+
+
+def num_cells(steps: Sequence[Line]) -> int:
+    """The number of values in each column of a record: its lines by its entries."""
+    return len(steps) * sum(widths_of(steps))
+
+
+class FlightRecord:
+    """A flight record as `read_record()` reads it.
+
+    Iterating yields a dict for each entry of each step in which it was looked at.
+
+    Attributes:
+        path: The file.
+        run: What is known of the run: `run`, `host`, `rank`, `world_size`, `devices`,
+            `torch`, `overflow_fast` and more; empty if the file is.
+        entries: The entries in the order in which they first came, which is the order
+            of execution.
+        is_truncated: Whether the last line was not written to its end.
+        num_damaged: How many other lines cannot be read.
+    """
+
+    def __init__(
+        self, path: Path, lines: list[Line], is_truncated: bool, num_damaged: int
+    ) -> None:
+        self.path = path
+        self.run: dict[str, Any] = lines[0] if lines else {}
+        self.is_truncated = is_truncated
+        self.num_damaged = num_damaged
+        self._lines = [line for line in lines if line.get("kind") == "steps"]
+        self._heads = heads = [x for x in lines if x.get("kind") == "entries"]
+        widths = widths_of(self._lines)
+        self._begins = [0, *itertools.accumulate(widths)]
+        self.entries: list[RecordEntry] = entries_of(heads, widths)
+
+    def __len__(self) -> int:
+        """The number of lines of steps."""
+        return len(self._lines)
+
+    def __repr__(self) -> str:
+        """Writes the file, and how many steps of how many entries it has."""
+        steps = sum(line["count"] for line in self._lines)
+        of = ", ".join(self.run.get("models", [])) or "a run"
+        num = len(self.entries)
+        return printable(f"{self.path}: {of}, {steps} steps of {num} entries")
+
+    def tail(self, num: int) -> FlightRecord:
+        """The record of the last lines of steps alone."""
+        lines = [self.run, *self._heads, *self._lines[-num:]]
+        return FlightRecord(self.path, lines, self.is_truncated, self.num_damaged)
+
+    def followed_by(self, lines: list[Line]) -> FlightRecord:
+        """The record with further lines."""
+        whole = [self.run, *self._heads, *self._lines, *lines]
+        return FlightRecord(self.path, whole, self.is_truncated, self.num_damaged)
+
+    @functools.cached_property
+    def steps(self) -> list[RecordStep]:
+        """The steps, the oldest first; the newest have a line each."""
+        scalars = {
+            "loss": self._losses(),
+            "loss_scale": self._recorded("loss_scale"),
+            "grad_norm": self._recorded("grad_norm"),
+        }
+        return [
+            RecordStep(
+                line["first"],
+                line["last"],
+                line["count"],
+                line["time"],
+                line["seconds"],
+                line["guard_seconds"],
+                _number(line["learning_rate"]),
+                line["actions"],
+                line["skipped"],
+                **{name: self._scalar(line, where) for name, where in scalars.items()},
+            )
+            for line in self._lines
+        ]
+
+    @functools.cached_property
+    def values(self) -> Mapping[str, torch.Tensor | None]:
+        """Tensors of shape `[len(steps), len(entries)]` by the name of their column.
+
+        "abs_min" and "abs_max" (float64; nan: not looked at, or a nan where "num_nan"
+        is not 0), "num_nan", "num_inf", "num_saturated" and "num_zero" (int64; -1: not
+        counted). None where a column was never counted. Of several steps it is the
+        least "abs_min" and the most of everything else.
+        """
+        return {name: self._column(name) for name in COLUMNS}
+
+    def headroom_bits(self) -> torch.Tensor:
+        """The number of times that each magnitude could double in its dtype.
+
+        Returns:
+            float64 of shape `[len(steps), len(entries)]`; -inf where a value was inf or
+            nan, nan where the entry was not looked at, inf where all values were 0.
+        """
+        import torch
+
+        high = self.values["abs_max"]
+        assert high is not None
+        limits = torch.tensor(
+            [each.limit for each in self.entries], dtype=high.dtype, device="cpu"
+        )
+        bits = torch.log2(limits / high)
+        return bits.masked_fill(self.is_nonfinite(), -math.inf)
+
+    def to_image(self, max_columns: int = 1000) -> torch.Tensor:
+        """Draws the heatmap of headroom: a pixel for each entry of each step.
+
+        `SummaryWriter.add_image("headroom", record.to_image())` shows it.
+
+        Args:
+            max_columns: Steps share a column where there are more; it has the least.
+
+        Returns:
+            uint8 of shape `[3, len(entries), columns]`: red for few bits, white for 4,
+            blue for many, black for inf or nan, grey where nothing was looked at.
+        """
+        from .heatmap import heatmap_pixels
+
+        return heatmap_pixels(self.headroom_bits(), max_columns)
+
+    def _repr_html_(self) -> str:
+        from .heatmap import png_of
+
+        shown = f"{len(self)} lines of steps of {len(self.entries)} entries: headroom"
+        shown += ", from red (none) and white (4 bits) to blue; black: not finite"
+        pixels = self.to_image()
+        png = png_of(pixels, 2 if pixels.shape[1] < 300 else 1) if len(self) else b""
+        return picture_html(png, shown)
+
+    def is_nonfinite(self) -> torch.Tensor:
+        """Where a nan or an inf was: bool of shape `[len(steps), len(entries)]`."""
+        nans, infs = self.values["num_nan"], self.values["num_inf"]
+        assert nans is not None and infs is not None
+        return (nans > 0) | (infs > 0)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        names = [name for name in COLUMNS if self._has(name)]
+        for i, step in enumerate(self.steps):
+            rows: dict[str, Any] = dict.fromkeys(COLUMNS)
+            rows |= {name: self.row(name, i) for name in names}
+            columns = rows["abs_max"], rows["num_nan"], rows["num_inf"]
+            for j, (high, nans, infs) in enumerate(zip(*columns, strict=True)):
+                if math.isnan(high) and nans <= 0 and infs <= 0:
+                    continue
+                yield {
+                    "step": step.first,
+                    "last_step": step.last,
+                    **vars(self.entries[j]),
+                    **{name: _cell(name, row, j) for name, row in rows.items()},
+                }
+
+    def row(self, name: str, i: int) -> list[float]:
+        """The numbers of line i as `values[name][i]` has them, without torch."""
+        whole = [_absent(name)] * len(self.entries)
+        for begin, numbers in self._numbers(name, self._lines[i]):
+            whole[begin : begin + len(numbers)] = numbers
+        return whole
+
+    def headroom_row(self, i: int) -> list[float]:
+        """The bits of line i as `headroom_bits()[i]` has them, without torch."""
+        rows = (self.row(name, i) for name in ("abs_max", "num_nan", "num_inf"))
+        return [
+            -math.inf if nan > 0 or inf > 0 else bits_left(entry.limit, high)
+            for entry, high, nan, inf in zip(self.entries, *rows, strict=True)
+        ]
+
+    def to_dataframe(self) -> Any:
+        """The record as a `pandas.DataFrame`: a row for each dict of iterating.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise ImportError(
+                f"to_dataframe needs pandas: run `pip install pandas` ({error})"
+            ) from error
+        names = ("step", "last_step", *RecordEntry.__dataclass_fields__, *COLUMNS)
+        return pandas.DataFrame(iter(self), columns=list(names))
+
+    # How lines become numbers and tensors.
+
+    def _has(self, name: str) -> bool:
+        """True if a column was ever counted; the others are always there."""
+        may_lack = name in ("num_saturated", "num_zero")
+        return not may_lack or any(
+            name in columns for line in self._lines for columns in line["models"]
+        )
+
+    def _numbers(self, name: str, line: Line) -> Iterator[tuple[int, Numbers]]:
+        """The numbers of each model, and the index of its first entry."""
+        byteorder = self.run.get("byteorder", "little")
+        for begin, columns in zip(self._begins, line["models"], strict=False):
+            numbers = read_numbers(columns, name, byteorder)
+            if numbers is not None:
+                yield begin, numbers
+
+    def _column(self, name: str) -> torch.Tensor | None:
+        import torch
+
+        if not self._has(name):
+            return None
+        whole = torch.full(
+            (len(self._lines), len(self.entries)),
+            _absent(name),
+            dtype=torch.int64 if name in COUNTS else torch.float64,
+            device="cpu",
+        )
+        for i, line in enumerate(self._lines):
+            for begin, numbers in self._numbers(name, line):
+                whole[i, begin : begin + len(numbers)] = as_tensor(numbers)
+        return whole
+
+    def _losses(self) -> list[int]:
+        """The entries that are a loss: one that was recorded, else the root's."""
+        named = self._recorded("loss") or self._outputs_of_root(_LOSSES)
+        return named or self._outputs_of_root(("output", "output[0]"))
+
+    def _outputs_of_root(self, labels: Sequence[str]) -> list[int]:
+        return [
+            i
+            for i, each in enumerate(self.entries)
+            if each.kind == "output" and not each.module
+            if each.numel == 1 and each.label in labels
+        ]
+
+    def _recorded(self, label: str) -> list[int]:
+        return [
+            i
+            for i, each in enumerate(self.entries)
+            if each.kind == "recorded" and each.label == label
+        ]
+
+    def _scalar(self, line: Line, indices: list[int]) -> float | None:
+        """The largest magnitude of some entries; nan if one held a nan."""
+        if not indices:
+            return None
+        if any(number > 0 for number in self._some("num_nan", line, indices)):
+            return math.nan
+        found = self._some("abs_max", line, indices)
+        return max((number for number in found if number >= 0), default=None)
+
+    def _some(self, name: str, line: Line, indices: list[int]) -> Iterator[float]:
+        for begin, numbers in self._numbers(name, line):
+            end = begin + len(numbers)
+            yield from (numbers[i - begin] for i in indices if begin <= i < end)
+
+
+def _absent(name: str) -> float:
+    return -1 if name in COUNTS else math.nan
+
+
+def _number(value: float | str | None) -> float | None:
+    """A number of a line, where one that is not finite is a string."""
+    return None if value is None else float(value)
+
+
+def _cell(name: str, row: list[Any] | None, index: int) -> Any:
+    if row is None or (name in COUNTS and row[index] < 0):
+        return None
+    return row[index]
+
+
+# Reads the file of a flight record.
+
+
+# A record has nearly all of its entries in nearly all of its steps. A file with one
+# wide step among many narrow ones asks for memory out of proportion to its size.
+_MAX_SPARSE = 16
+_FREE_CELLS = 2**22
+
+
+def read_record(path: str | os.PathLike[str]) -> FlightRecord:
+    """Reads a flight record, also while it is written, or of a process that died.
+
+    Args:
+        path: The file that `OverflowGuard(record=...)` has written.
+
+    Returns:
+        Its steps, entries and values. Damaged lines are left out, and counted.
+
+    Raises:
+        OSError: If the file cannot be read, or is no regular file.
+        RecordError: If it is no flight record, one of a newer version, or damaged so
+            that nothing in it can be trusted.
+        ImportError: If msgspec is not installed.
+
+    Example:
+        >>> record = overflow_fast.read_record("run.ofr")  # doctest: +SKIP
+        >>> record.to_dataframe().query("num_nan > 0")  # doctest: +SKIP
+    """
+    where = Path(path)
+    lines, num_damaged, rest = list[Line](), 0, b""
+    with open_regular(where) as file:
+        for i, text in enumerate(lines_of(file)):
+            if text is not None and not text.endswith(b"\n"):
+                rest = text
+            elif i == 0:
+                lines.append(_run_of(text, where))
+            else:
+                try:
+                    line = None if text is None else _parsed(text)
+                    num_damaged += text is None
+                except FileError:
+                    num_damaged += 1
+                else:
+                    lines += [] if line is None else [line]
+    if not lines and not (rest.startswith(BEGINNING) or BEGINNING.startswith(rest)):
+        raise _no_record(where)
+    _check_size(where, [line for line in lines if line["kind"] == "steps"])
+    return FlightRecord(where, lines, bool(rest), num_damaged)
+
+
+def _parsed(text: bytes) -> Line | None:
+    """A line; None for one of a kind that this version does not know.
+
+    Raises:
+        FileError: If it is damaged.
+    """
+    from ...guard.files.schema import plain
+    from .record_schema import LINES
+
+    found = LINES.decode(text)
+    return None if found is None else plain(found)
+
+
+def _run_of(text: bytes | None, path: Path) -> Line:
+    """The first line of a record.
+
+    Raises:
+        RecordError: If it is not that of a record that can be read.
+    """
+    from ...guard.files.schema import head_of
+
+    head = head_of(text)
+    if text is None or head.kind != KIND:
+        raise _no_record(path)
+    try:
+        head.check_schema(RECORD_SCHEMA)
+        run = _parsed(text)
+    except FileError as error:
+        raise RecordError(f"{path} cannot be read: {error}.") from error
+    assert run is not None
+    return run
+
+
+def _check_size(path: Path, steps: Sequence[Line]) -> None:
+    """Raises RecordError where a table of the steps would be mostly empty."""
+    held = sum(columns["num"] for line in steps for columns in line["models"])
+    cells = num_cells(steps)
+    if cells > _FREE_CELLS + _MAX_SPARSE * held:
+        raise RecordError(
+            f"{path} is damaged: its {len(steps)} lines of steps have {held} values, "
+            f"of {cells} that its widest lines ask for."
+        )
+
+
+def _no_record(path: Path) -> RecordError:
+    return RecordError(f"{path} is no flight record of overflow_fast.")

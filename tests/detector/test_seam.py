@@ -1,0 +1,186 @@
+"""What C++ hands to Python has names: no position and no text is read."""
+
+import ast
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from guarding import INF, batches, make, plant, train
+from torch import nn
+
+import overflow_fast
+from overflow_fast import _C, OverflowGuard
+from overflow_fast.detector.frames import BackwardFrame, frames_text
+from overflow_fast.guard.report.report import Report, who_made_it
+from overflow_fast.guard.verdict import headroom, remedy
+from overflow_fast.guard.verdict.remarks import bad_settings
+from overflow_fast.guard.verdict.verdict import (
+    BadEntry,
+    BadFrame,
+    NonModuleOrigin,
+    Verdict,
+    nonfinite_settings,
+)
+
+STUB = Path(overflow_fast.__file__).parent / "_C" / "__init__.pyi"
+CLASSES = {
+    node.name: node
+    for node in ast.parse(STUB.read_text()).body
+    if isinstance(node, ast.ClassDef)
+}
+RECORDS = ["LabelPart", "Label", "Stat", "Place", "Entry", "Peak", "HeadroomHistory"]
+
+
+def attributes_of(stub):
+    """The public names in a class of the stub."""
+    fields = [n.target.id for n in stub.body if isinstance(n, ast.AnnAssign)]
+    functions = [n.name for n in stub.body if isinstance(n, ast.FunctionDef)]
+    return {name for name in fields + functions if not name.startswith("_")}
+
+
+class Scaled(nn.Module):
+    """Has parameters that are called as what a call is given and returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.input = nn.Parameter(torch.full((4,), 2.0))
+        self.output = nn.Parameter(torch.full((4,), 3.0))
+
+    def forward(self, x):
+        return {"x": [x * self.input * self.output, None]}
+
+
+@pytest.fixture
+def watch():
+    """The watch of a guard in whose step the output of a call is inf."""
+    model = nn.Sequential(Scaled(), nn.Identity())
+    watched = []
+    with OverflowGuard(model, sync="lagged") as guard:
+        watched += guard._parts.watches
+        model(torch.full((2, 4), 3e38))
+        results = watched[0].recorder.take_step_results()
+    return watched[0], results.bad
+
+
+def all_records(watch, frames):
+    entries = [each for f in frames for each in watch.recorder.entries(f)]
+    histories = watch.recorder.headroom()
+    labels = [entry.label for entry in entries]
+    return [
+        *entries,
+        *labels,
+        *(part for label in labels for part in label.parts),
+        *(entry.place for entry in entries),
+        *(entry.stat for entry in entries if entry.stat is not None),
+        *histories,
+        *(history.last for history in histories),
+    ]
+
+
+def test_no_tuple_stands_in_the_stub():
+    assert "tuple" not in STUB.read_text().lower()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_stub_has_what_the_class_has(name):
+    bound = getattr(_C, name)
+    has = {each for each in vars(bound) if not each.startswith("_")}
+    enum = {"name", "value"} if hasattr(bound, "__members__") else set()
+    assert attributes_of(CLASSES[name]) >= has - enum
+    assert all(hasattr(bound, each) for each in attributes_of(CLASSES[name]))
+
+
+def test_records_have_names_alone(watch):
+    records = all_records(*watch)
+    assert {type(each).__name__ for each in records} == set(RECORDS)
+    for each in records:
+        with pytest.raises(TypeError):
+            each[0]
+        with pytest.raises(TypeError):
+            iter(each)
+        with pytest.raises(TypeError):
+            pickle.dumps(each)
+        for name in attributes_of(CLASSES[type(each).__name__]):
+            with pytest.raises(AttributeError):
+                setattr(each, name, None)
+
+
+def test_records_show_their_attributes(watch):
+    for each in all_records(*watch):
+        kind = type(each).__name__
+        assert repr(each).startswith(f"{kind}(")
+        assert all(f"{name}=" in repr(each) for name in attributes_of(CLASSES[kind]))
+
+
+def test_a_role_is_no_name(watch):
+    watch, bad = watch
+    found = [(e.label.name, e.role) for e in watch.recorder.entries(bad[0])]
+    assert found == [
+        ("input", _C.Role.WEIGHT),
+        ("output", _C.Role.WEIGHT),
+        ("input", _C.Role.INPUT),
+        ("output", _C.Role.OUTPUT),
+        ("output", _C.Role.OUTPUT),
+    ]
+
+
+def test_a_parameter_called_output_is_no_output(watch):
+    watch, bad = watch
+    finite = {history.last.place.label.name for history in watch.recorder.headroom()}
+    assert "output" in finite  # the parameter; what was returned is inf
+    assert list(headroom._output_histories(watch)) == []
+    assert [size for size, _ in remedy._bad_outputs(BadFrame(watch, bad[0]))] == [8]
+
+
+def test_labels_are_equal_by_role_and_parts(watch):
+    watch, bad = watch
+    labels = [entry.label for entry in watch.recorder.entries(bad[0])]
+    again = [entry.label for entry in watch.recorder.entries(bad[0])]
+    for i, label in enumerate(labels):
+        assert [label == other for other in again] == [i == j for j in range(5)]
+
+
+def test_frames_of_gradients_are_not_known_by_their_text():
+    assert "Last 1 forward frames:" in frames_text(0, ["b (backward) Linear"])
+    assert "Last 1 frames:" in frames_text(0, [BackwardFrame("b Linear")])
+
+
+def test_a_report_that_was_pickled_says_the_same():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, on_overflow="warn") as guard:
+        with plant(model.blocks[0], backward=True):
+            train(model, optimizer, batches(1))
+    report = guard.last_report
+    assert "forward frames:" not in str(report)
+    other = pickle.loads(pickle.dumps(report))
+    assert str(other) == str(report)
+    assert other.to_json() == report.to_json()
+
+
+def test_the_training_loop_is_no_module_of_that_name():
+    first = BadEntry("input", "head", "Linear", "input[0]", "float32", 1, 0, 4)
+    found = {"first": first, "origin": "passed_on", "source": "caller"}
+    name = "the training loop"
+    of_loop = Verdict(**found, maker=name, candidates=[NonModuleOrigin(name)])
+    of_module = replace(of_loop, candidates=[name])
+    assert "from the training loop." in who_made_it(first, of_loop)
+    assert "from the training loop." in who_made_it(
+        first, pickle.loads(pickle.dumps(of_loop))
+    )
+    assert "code in module the training loop itself produced it." in who_made_it(
+        first, of_module
+    )
+
+
+def test_settings_are_not_known_by_their_text():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=INF)
+    remarks = bad_settings([optimizer])
+    assert remarks == ["It may come from lr=inf of param_groups[0] of SGD."]
+    assert nonfinite_settings(remarks) == ["lr of param_groups[0] of SGD"]
+    assert nonfinite_settings([str(each) for each in remarks]) == []
+    report = Report(0, "warn", Verdict(remarks=remarks))
+    remarks = pickle.loads(pickle.dumps(report)).verdict.remarks
+    assert nonfinite_settings(remarks) == ["lr of param_groups[0] of SGD"]

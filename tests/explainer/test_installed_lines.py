@@ -1,0 +1,137 @@
+"""Lines of installed packages, and losses to which no label has added anything."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.scanner.text import installed_name, short_name
+
+pytestmark = pytest.mark.usefixtures("untried")
+
+LIBRARY = """
+import torch
+
+def ratio(loss, count):
+    return loss / count
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 3)
+
+    def forward(self, x, count):
+        return ratio(self.head(x).sum() * 0, count)
+"""
+
+
+@pytest.fixture
+def lossy(tmp_path, monkeypatch):
+    folder = tmp_path / "lib" / "site-packages" / "lossy" / "parts"
+    folder.mkdir(parents=True)
+    (folder / "ratios.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path / "lib" / "site-packages"))
+    yield importlib.import_module("lossy.parts.ratios")
+    for name in [each for each in sys.modules if each.split(".")[0] == "lossy"]:
+        del sys.modules[name]
+
+
+class Model(nn.Module):
+    def __init__(self, divide):
+        super().__init__()
+        self.head, self.divide = nn.Linear(4, 3), divide
+
+    def forward(self, x, count):
+        return self.divide(self.head(x).sum() * 0, count)
+
+
+def explained(model, *inputs, run):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer) as guard:
+        call = lambda: model(*inputs)  # noqa: E731  # the program's own line, in run
+        loss = guard.run(call) if run else model(*inputs)  # the program's own line
+        loss.backward()
+        with pytest.raises(NonFiniteError) as raised:
+            optimizer.step()
+    return raised.value
+
+
+@pytest.mark.tries_remedies
+@pytest.mark.parametrize("run", [True, False])
+@pytest.mark.parametrize("is_own_model", [True, False])
+def test_a_line_of_a_package_comes_with_that_of_the_program(lossy, is_own_model, run):
+    model = Model(lossy.ratio) if is_own_model else lossy.Model()
+    error = explained(model, torch.ones(2, 4), torch.tensor(0.0), run=run)
+    found = error.report.explanation
+    assert found.op.place == "lossy/parts/ratios.py:5"
+    assert found.op.called_from.startswith("test_installed_lines.py:")
+    own = "self.divide(" if is_own_model else "the program's own line"
+    assert own in found.op.called_from
+    assert (", in run" in found.op.called_from) == (run and not is_own_model)
+    assert f"your line {found.op.called_from}" in str(error).splitlines()
+    assert not any(each.file for each in found.remedies)
+    assert "it is in an installed package" in str(error)
+
+
+@pytest.mark.tries_remedies
+def test_a_line_of_the_program_is_changed_as_ever():
+    def divide(loss, count):
+        return loss / count
+
+    error = explained(Model(divide), torch.ones(2, 4), torch.tensor(0.0), run=True)
+    found = error.report.explanation
+    assert found.op.called_from == "" and any(each.file for each in found.remedies)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("/v/lib/python3.11/site-packages/a/b.py", "a/b.py"),
+        ("/usr/lib/python3/dist-packages/a/b.py", "a/b.py"),
+        ("/v/site-packages/x/site-packages/a.py", "a.py"),
+        (importlib.__file__, "importlib/__init__.py"),
+        ("/home/me/site-packages.py", ""),
+        ("/home/me/train.py", ""),
+        ("<string>", ""),
+    ],
+)
+def test_installed_files(file, name):
+    assert installed_name(file) == name
+    assert short_name(file) == (name or file.rpartition("/")[2])
+
+
+class Labeled(nn.Module):
+    def __init__(self, reduction):
+        super().__init__()
+        self.head, self.reduction = nn.Linear(4, 3), reduction
+
+    def forward(self, x, labels, count):
+        scores = self.head(x)
+        loss = functional.cross_entropy(scores, labels, reduction=self.reduction)
+        return (loss.sum() * 1.0) / count
+
+
+@pytest.mark.parametrize("number", [0, 0.0, torch.tensor(0)])
+def test_a_sum_over_no_label_is_an_empty_reduction(number):
+    labels = torch.full((4,), -100)
+    count = torch.as_tensor(number)
+    error = explained(Labeled("sum"), torch.ones(4, 4), labels, count, run=True)
+    found = error.report.explanation
+    assert found.cause == "empty reduction"
+    (sentence,) = [e for e in found.evidence if "no label of the batch counts" in e]
+    assert "every sample" in sentence and "collator" in sentence
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_labels_that_count_are_not_blamed(reduction):
+    model, labels = Labeled(reduction), torch.tensor([0, 1, -100, 2])
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.copy_(torch.tensor([0.0, 0.0, 0.0]))
+    count = torch.tensor(0.0)
+    error = explained(model, torch.ones(4, 4), labels, count, run=True)
+    assert error.report.explanation.cause == "undefined"

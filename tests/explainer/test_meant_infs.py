@@ -1,0 +1,74 @@
+"""Infs that are meant: those of masks, and of what passes them on."""
+
+import pytest
+import torch
+
+from overflow_fast.explainer.op_rows import Leaf
+from overflow_fast.explainer.op_table import OpTable
+from overflow_fast.explainer.op_trace import OpTrace
+from overflow_fast.explainer.origin import trace_back
+from overflow_fast.explainer.root_op import details_of
+
+INF = float("inf")
+LARGE = torch.full((3, 3), 3e38)
+UPPER = torch.ones(3, 3).triu(1).bool()
+
+
+def mask(value=-INF):
+    return torch.zeros(3, 3).masked_fill(UPPER, value)
+
+
+def traced(run, leaves=()):
+    table = OpTable(list(leaves), details_of)
+    with OpTrace({}, table):
+        result = run()
+    return table, result
+
+
+# What is run, and the operations that make what is not meant.
+CASES = {
+    "a mask": (mask, []),
+    "a mask that is used": (lambda: (mask() + 1).softmax(-1), []),
+    "a mask of nan": (lambda: mask(float("nan")), ["aten.masked_fill.Scalar"]),
+    "another sign": (lambda: mask().neg(), []),
+    "a constant of another sign": (lambda: mask(INF), ["aten.masked_fill.Scalar"]),
+    "a nan of a mask": (lambda: mask() * 0, ["aten.mul.Tensor"]),
+    "a row that is masked": (lambda: mask().sum(-1), []),
+    "an overflow beside a mask": (lambda: (LARGE + mask()) * 2, ["aten.mul.Tensor"]),
+    "an overflow of a masked row": (
+        lambda: (mask() - LARGE).sum(0),
+        ["aten.sum.dim_IntList"],
+    ),
+    "no mask": (lambda: torch.zeros(3).log(), ["aten.log"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operations_make_what_is_not_meant(case):
+    run, makers = CASES[case]
+    table, _ = traced(run)
+    assert [row.name for row in table.rows if row.makes_bad] == makers
+
+
+def test_a_row_that_is_masked_reduces():
+    table, _ = traced(lambda: mask().sum(-1))
+    assert [row.name for row in table.rows if row.reduces] == ["aten.sum.dim_IntList"]
+
+
+@pytest.mark.parametrize("values", [[-INF, 0.0], [-INF, 1.0], [INF, 0.0]])
+@pytest.mark.parametrize("kind", ["buffer", "batch", "unknown"])
+def test_a_tensor_from_before_is_a_mask_by_what_it_holds(kind, values):
+    held = torch.tensor(values)
+    leaves = [Leaf(kind, "held", held)] * (kind != "unknown")
+    table, result = traced(held.clone, leaves)
+    found = trace_back(table.sources(result))
+    is_meant = values[0] == -INF and (values[1] == 0 or kind != "batch")
+    assert (found is None) == is_meant
+
+
+def test_an_unknown_tensor_at_the_end_of_a_search_is_the_origin():
+    held = mask()
+    table, _ = traced(lambda: None)
+    found = trace_back(table.sources(held))
+    assert found is not None
+    assert found.source.tensor is held

@@ -1,0 +1,289 @@
+"""What a bad step leaves runs elsewhere: the operation alone, and the whole step."""
+
+import collections
+import json
+
+import pytest
+import torch
+from failing_modules import Config, Gate, Holder, Local, Overflows
+from processes import python
+from safetensors.torch import save_file
+from torch import nn
+
+from overflow_fast import Explanation
+from overflow_fast.explainer.calls import Call, ModelCall
+from overflow_fast.explainer.explain import explain_folder, investigate
+from overflow_fast.explainer.saved_step import UnreadableStepError
+from overflow_fast.guard.step_keeper import Ambient
+
+pytestmark = pytest.mark.usefixtures("untried")
+
+ROOM = 2**20
+
+
+class Net(nn.Module):
+    """Divides 0 by 0 where its mask is empty, and draws random numbers before."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, mask, *, scale=1.0, extra=None):
+        hidden = self.drop(self.norm(self.layer(x))) * scale
+        mean = (hidden * mask).sum() / mask.sum()
+        return {"loss": mean, "hidden": hidden}
+
+
+def batch():
+    return torch.randn(3, 4), torch.zeros(3, 4)
+
+
+def model_call(model, *args, **kwargs):
+    return ModelCall.of(model, (args, kwargs), Ambient(model, []))
+
+
+def run_call(model, values, function):
+    call = Call(function, values, Ambient(model, []))
+    call.returns_loss = True
+    return call
+
+
+def left_by(tmp_path, model, call, room=ROOM):
+    found = investigate({"": model}, [call], artifact_bytes=room)
+    for each in found.artifacts:
+        if each.tensors:
+            save_file(each.tensors, tmp_path / each.name)
+        else:
+            (tmp_path / each.name).write_text(each.text)
+    return found
+
+
+def place(found):
+    op = found.op
+    return found.phase, found.cause, found.module, op and (op.name, op.code)
+
+
+@pytest.mark.tries_remedies
+def test_a_step_of_the_model_is_explained_from_its_folder(tmp_path):
+    model = Net()
+    found = left_by(tmp_path, model, model_call(model, *batch(), scale=2.0))
+    again = explain_folder(tmp_path, Net())
+    assert isinstance(again, Explanation)
+    assert place(again) == place(found)
+    assert again.cause == "empty reduction"
+    assert again.remedies[0].is_recommended
+    assert again.remedies[0].loss == found.remedies[0].loss  # the same dropout
+
+
+def test_a_step_of_a_function_needs_its_loss(tmp_path):
+    model = Net()
+    x, mask = batch()
+    call = run_call(model, {"x": x, "mask": mask}, lambda b: model(**b)["loss"])
+    found = left_by(tmp_path, model, call)
+    with pytest.raises(
+        UnreadableStepError, match="takes the model and a dict of x, mask"
+    ):
+        explain_folder(tmp_path, Net())
+    loss = lambda model, b: model(b["x"], b["mask"])["loss"]  # noqa: E731
+    again = explain_folder(tmp_path, Net(), loss)
+    assert (again.cause, again.module) == (found.cause, found.module)
+
+
+@pytest.mark.tries_remedies
+def test_weights_of_another_step_are_refused(tmp_path):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    other = Net()
+    with torch.no_grad():
+        other.layer.weight[0, 0] += 1
+        other.norm.running_var[1] = 2
+    with pytest.raises(
+        UnreadableStepError,
+        match=r"2 weights and buffers are not those of the step: layer.weight, norm.r",
+    ):
+        explain_folder(tmp_path, other)
+    found = explain_folder(tmp_path, other, any_weights=True)
+    assert "not those of the step" in found.notes[0]
+    with pytest.raises(UnreadableStepError, match="not those of the step"):
+        explain_folder(tmp_path, nn.Linear(2, 2))
+
+
+def broken(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda d: (d / "replay.json").unlink(), "replay.json is missing"),
+        (lambda d: (d / "replay.safetensors").unlink(), "holds the step's batch"),
+        (lambda d: broken(d, "replay.json", "{"), "replay.json cannot be read"),
+        (lambda d: broken(d, "replay.safetensors", "x"), "safetensors cannot be read"),
+        (lambda d: broken(d, "replay.json", '{"schema": 99}'), "has schema 99"),
+    ],
+)
+def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, says):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    spoil(tmp_path)
+    with pytest.raises(UnreadableStepError, match=says):
+        explain_folder(tmp_path, Net())
+
+
+@pytest.mark.tries_remedies
+def test_another_torch_is_noted(tmp_path):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    step = json.loads((tmp_path / "replay.json").read_text())
+    step["torch"] = "2.9.1"
+    broken(tmp_path, "replay.json", json.dumps(step))
+    assert "ran with torch 2.9.1" in explain_folder(tmp_path, Net()).notes[0]
+
+
+def test_an_argument_that_cannot_be_saved_is_named(tmp_path):
+    model = Net()
+    call = model_call(model, *batch(), extra={"cache": object()})
+    left_by(tmp_path, model, call)
+    with pytest.raises(
+        UnreadableStepError, match=r"\['extra'\]\['cache'\] was a object"
+    ):
+        explain_folder(tmp_path, Net())
+
+
+def test_what_is_too_large_is_left_out(tmp_path):
+    model = Net()
+    assert left_by(tmp_path, model, model_call(model, *batch()), room=4).artifacts == []
+
+
+# The operation alone.
+
+OPS = {
+    "softmax": lambda x: torch.softmax(x * 0 - torch.inf, -1).sum(),
+    "log": lambda x: (x - x).log().sum(),
+    "derivative": lambda x: (x - x).sqrt().sum(),
+    "in place": lambda x: (x * 1.0).div_(x - x).sum(),
+    "matrix product": lambda x: (x.half() * 300) @ (x.half().T * 900),
+    "several outputs": lambda x: torch.var_mean(x[:1, :1], dim=1)[0].sum(),
+    "list": lambda x: torch.logsumexp(x * 1e38 * 10, [0, 1]).sum(),
+    "embedding": lambda x: nn.functional.cross_entropy(x, torch.full((3,), -100)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_operation_fails_alone(name, tmp_path):
+    model = nn.Linear(1, 1)
+    compute = lambda b: OPS[name](b["x"] * model.weight).float().sum()  # noqa: E731
+    call = run_call(model, {"x": torch.ones(3, 4)}, compute)
+    found = left_by(tmp_path, model, call)
+    assert found.op is not None
+    script = tmp_path / "repro.py"
+    spec = {"__file__": str(script), "__name__": "__main__"}
+    with pytest.raises(AssertionError, match="not finite"):
+        exec(compile(script.read_text(), str(script), "exec"), spec)
+
+
+def test_the_script_runs_by_itself(tmp_path):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    done = python(str(tmp_path / "repro.py"))
+    assert done.returncode == 1
+    assert "AssertionError: not finite" in done.stderr
+    assert "torch.float32: 1 of 1 values not finite" in done.stdout
+
+
+# The module alone.
+
+
+def fails_alone(script):
+    spec = {"__file__": str(script), "__name__": "__main__"}
+    with pytest.raises(AssertionError, match="not finite"):
+        exec(compile(script.read_text(), str(script), "exec"), spec)
+
+
+def test_the_module_fails_alone(tmp_path):
+    gate = Gate(4, Config(eps=0.0), must_be_given=True)
+    call = model_call(Holder(gate), torch.randn(3, 4), mask=torch.ones(3, 4))
+    found = left_by(tmp_path, call.function.args[0], call)
+    assert found.module == "inner"
+    script = tmp_path / "repro_module.py"
+    assert "inner (failing_modules.Gate) alone makes" in script.read_text()
+    fails_alone(script)
+    gate.shift.zero_()
+    assert gate(torch.ones(3, 4), mask=torch.ones(3, 4))["out"].isfinite().all()
+    fails_alone(script)  # it has a state of its own
+
+
+def test_a_module_under_autocast_fails_alone(tmp_path):
+    model = Holder(Overflows())
+
+    def compute(batch):
+        with torch.autocast("cpu", torch.float16):
+            return model(batch["x"]).float().sum()
+
+    batch = {"x": torch.full((3, 4), 200.0)}
+    found = left_by(tmp_path, model, run_call(model, batch, compute))
+    assert (found.cause, found.module) == ("range overflow", "inner")
+    fails_alone(tmp_path / "repro_module.py")
+
+
+@pytest.mark.parametrize("inner, room", [(Local, ROOM), (Gate, 16)])
+def test_a_module_that_cannot_be_written_is_left_out(tmp_path, inner, room):
+    if inner is Gate:
+        model = Holder(Gate(4, Config(eps=0.0), must_be_given=True))
+        call = model_call(model, torch.randn(3, 4), mask=torch.ones(3, 4))
+    else:
+        model = Holder(Local())
+        call = model_call(model, torch.randn(3, 4))
+    found = left_by(tmp_path, model, call, room)
+    assert (found.module, found.cause) == ("inner", "undefined")
+    assert not (tmp_path / "repro_module.py").exists()
+
+
+Point = collections.namedtuple("Point", "x mask")
+
+
+class Mixed(Net):
+    def forward(self, point, by_number, *, options):
+        assert point._fields == ("x", "mask") and list(by_number) == [0, (1, "a")]
+        loss = super().forward(point.x, point.mask, scale=by_number[0])["loss"]
+        return {"loss": loss * options["scale"]}
+
+
+@pytest.mark.tries_remedies
+def test_types_that_are_not_json_come_back_or_are_named(tmp_path):
+    x, mask = batch()
+    options = collections.OrderedDict(scale=1.0)
+    model = Mixed()
+    call = model_call(model, Point(x, mask), {0: 1.0, (1, "a"): x}, options=options)
+    here = left_by(tmp_path, model, call)
+    found = explain_folder(tmp_path, Mixed())
+    assert place(found) == place(here) and found.op is not None
+    notes = " ".join(found.notes)
+    assert "batch[0][0] was a Point in the step; it is a plain named tuple" in notes
+    assert (
+        "batch[1]['options'] was a OrderedDict in the step; it is a plain dict" in notes
+    )
+
+
+@pytest.mark.parametrize(
+    "made_up",
+    [
+        {"named": {"class": {"value": 1}}, "was": "Point"},
+        {"named": {"__init__": {"value": 1}}, "was": "Point"},
+        {"named": {"x": {"value": 1}}, "was": "a\nb(); import os"},
+        {"named": {"x": {"value": 1}}},
+        {"items": [[{"list": []}, {"value": 1}]]},
+        {"items": [[{"value": 1}]]},
+    ],
+)
+def test_a_made_up_type_is_damage(made_up, tmp_path):
+    model = Net()
+    left_by(tmp_path, model, model_call(model, *batch()))
+    step = json.loads((tmp_path / "replay.json").read_text())
+    step["calls"][0]["batch"] = made_up
+    broken(tmp_path, "replay.json", json.dumps(step))
+    with pytest.raises(UnreadableStepError, match=r"is damaged|cannot be read"):
+        explain_folder(tmp_path, Net())

@@ -1,0 +1,586 @@
+"""A guard's alarms are explained by a replay, of which nothing is left afterwards."""
+
+import json
+import pickle
+import random
+
+import numpy
+import pytest
+import torch
+from guarding import assert_same, hooks_of, state_of
+from torch import nn
+
+from overflow_fast import Explain, Explanation, NonFiniteError, OverflowGuard
+
+INF, NAN = float("inf"), float("nan")
+
+
+FAULT = {}  # of the machine: what a module holds is put back for a replay
+
+
+class Scale(nn.Module):
+    """Multiplies by a number that a test sets, and leaves traces of each call."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.factor = 1.0
+        FAULT.clear()
+        self.num_calls = 0
+        self.seen = []
+        self.register_buffer("total", torch.zeros(width))
+        self.sum = torch.zeros(())  # as metrics keep their state
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.seen.append(len(self.seen))
+        self.last = x.detach()
+        self.sum += self.last.sum()
+        self.total += x.detach().abs().mean(0) + random.random()
+        self.total += numpy.random.rand()
+        factor = FAULT.pop("factor", self.factor)
+        return x * factor
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 4), Scale(), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def data(seed=1):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def step(guard, model, optimizer, x, runs=True):
+    optimizer.zero_grad()
+    compute = lambda: model(x).pow(2).mean()  # noqa: E731
+    loss = guard.run(compute) if runs else compute()
+    loss.backward()
+    optimizer.step()
+
+
+def explained(guard, *arguments, **options):
+    with pytest.raises(NonFiniteError) as error:
+        step(guard, *arguments, **options)
+    return error.value.report.explanation
+
+
+def place(found):
+    op = None if found.op is None else found.op.name
+    return found.phase, found.cause, op, found.module
+
+
+# What it says.
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_an_alarm_is_explained(runs):
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    step(guard, model, optimizer, data(), runs=runs)
+    model[1].factor = 1e38
+    found = explained(guard, model, optimizer, 1e3 * data(), runs=runs)
+    expected = ("forward", "range overflow", "aten.mul.Tensor", "1")
+    assert place(found) == expected
+    assert found.op.code == "return x * factor"
+    report = guard.last_report
+    assert str(found) in str(report)
+    assert json.loads(report.to_json())["explanation"]["cause"] == "range overflow"
+    assert pickle.loads(pickle.dumps(report)).explanation.op == found.op
+
+
+def test_nothing_is_kept_or_explained_where_it_is_not_asked_for():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, explain=False)
+    model[1].factor = NAN
+    assert explained(guard, model, optimizer, data()) is None
+    assert guard._parts.keeper is None
+
+
+def test_a_batch_is_let_go_when_its_step_is_judged():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    for runs in (True, False):
+        step(guard, model, optimizer, data(), runs=runs)
+        assert guard._parts.keeper.calls == []
+
+
+def test_auto_explains_each_place_once_and_one_in_100_steps():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, "skip")
+    had = []
+    for i in range(4):
+        model[1].factor = NAN if i < 3 else 1.0
+        guard.step = i if i < 2 else 100 + i
+        x = data()
+        x[0] = NAN if i == 3 else x[0]
+        step(guard, model, optimizer, x)
+        had.append(guard.last_report.explanation is not None)
+    assert had == [True, False, False, True]
+
+
+def test_true_explains_always():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, "skip", explain=True)
+    for _ in range(3):
+        model[1].factor = NAN
+        step(guard, model, optimizer, data())
+        assert guard.last_report.explanation.cause == "undefined"
+
+
+def test_a_callable_policy_is_given_the_explanation():
+    model, optimizer = make()
+    seen = []
+    guard = OverflowGuard(
+        model, optimizer, lambda report: seen.append(report.explanation) or "skip"
+    )
+    model[1].factor = NAN
+    step(guard, model, optimizer, data())
+    assert isinstance(seen[0], Explanation)
+
+
+def test_what_happens_once_is_not_reproducible():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    step(guard, model, optimizer, data())
+    FAULT["factor"] = NAN
+    found = explained(guard, model, optimizer, data())
+    assert place(found) == ("forward", "not reproducible", None, "1")
+    assert found.replays == 4
+    assert "0 of 3 replays" in str(found)
+
+
+def flip_exponent(gradient):
+    """Sets the exponent of one value in [1, 2) to ones; returns its index."""
+    index = int(((gradient.abs() >= 1) & (gradient.abs() < 2)).flatten().nonzero()[0])
+    gradient.view(-1).numpy().view("int32")[index] ^= 1 << 30
+    return index
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_bit_that_flips_in_a_gradient(clips):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = OverflowGuard(model, optimizer)
+    x = torch.randn(4, 8)
+    guard.run(lambda: (model(x) - 2).pow(2).sum()).backward()
+    index = flip_exponent(model[0].weight.grad)
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert all(p.grad.isnan().all() for p in model.parameters())
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert place(found) == ("backward", "not reproducible", None, "0")
+    assert found.tensor == "0.weight"
+    assert (f"at {index}" in str(found)) == clips
+
+
+def test_an_epsilon_that_is_0_in_float16():
+    model = nn.Linear(4, 1).half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    guard = OverflowGuard(model, optimizer)
+    x = data().half()
+    x[:, 1] = 0  # a weight without a gradient
+    step(guard, model, optimizer, x)
+    found = explained(guard, model, optimizer, x)
+    assert place(found) == ("optimizer", "range overflow", "aten.addcdiv_", "")
+    assert found.tensor == "weight"
+    assert "eps=1e-08 is 0 there" in str(found)
+
+
+@pytest.mark.parametrize("rate", [3.0, 1e30])
+def test_a_learning_rate_that_is_too_high(rate):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    guard = OverflowGuard(model, optimizer)
+    with pytest.raises(NonFiniteError) as error:
+        for _ in range(60):
+            step(guard, model, optimizer, 10 * data())
+    found = error.value.report.explanation
+    assert found.cause == "divergence"
+    assert "largest weight went from" in str(found) or "learning rate" in str(found)
+
+
+def test_a_weight_that_was_bad_from_the_start():
+    model, optimizer = make()
+    with torch.no_grad():
+        model[4].weight[0, 2] = NAN
+    found = explained(OverflowGuard(model, optimizer), model, optimizer, data())
+    assert place(found) == ("weights", "bad weights", None, "4")
+    assert (found.tensor, found.replays) == ("4.weight", 0)
+
+
+def test_gradients_that_overflow_as_they_are_added_up():
+    model = nn.Linear(4, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer)
+    x = torch.full((2, 4), 1e4).half()
+    for _ in range(3):
+        guard.run(lambda: 4 * model(x).float().mean()).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert (found.cause, found.tensor) == ("range overflow", "weight")
+    assert found.op.name == "aten.add_.Tensor"
+
+
+def test_a_scaled_loss():
+    model = nn.Linear(4, 4).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer)
+    x = data().half()
+    (1e6 * guard.run(lambda: model(x).float().pow(2).sum())).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert (found.phase, found.cause) == ("backward", "range overflow")
+
+
+def test_models_that_call_each_other():
+    torch.manual_seed(0)
+    models = {"a": nn.Linear(4, 4), "b": nn.Sequential(nn.Linear(4, 4), Scale())}
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models.values()]
+    guard = OverflowGuard(models, optimizers)
+    models["b"][1].factor = 3e38
+    models["b"](models["a"](100 * data())).sum().backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizers[0].step()
+    found = error.value.report.explanation
+    assert place(found)[1:] == ("range overflow", "aten.mul.Tensor", "b.1")
+    assert guard.num_skipped == 0
+
+
+def test_what_compiled_code_alone_gives():
+    def backend(graph, inputs):
+        return lambda *args: tuple(NAN * each for each in graph(*args))
+
+    model = nn.Sequential(Scale(), nn.Linear(4, 1))
+    model[0].compile(backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer)
+    found = explained(guard, model, optimizer, data())
+    assert (found.phase, found.cause) == ("forward", "only in compiled code")
+
+
+# What it does not say.
+
+
+@pytest.mark.parametrize("nan", [True, False])
+def test_a_loss_that_cannot_be_replayed_is_not_blamed_on_anything(nan):
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    assert guard.enabled
+    out = model(data())
+    loss = (out * NAN).sum() if nan else out.sum() + (0 * model[0].weight).norm(p=0.5)
+    loss.backward()
+    model[0].weight.grad[0] = NAN
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert (found.cause, found.op) == ("unknown", None)
+    assert "guard.run(lambda: loss)" in str(found)
+
+
+def test_a_batch_that_was_written_to_is_told():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    x = data()
+    x[0] = NAN
+    loss = guard.run(lambda: model(x).sum())
+    loss.backward()
+    with torch.no_grad():
+        x[0] = 0
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert (found.cause, found.phase) == ("unknown", "")
+    assert "the batch was written to" in str(found)
+
+
+def test_what_a_module_does_once_it_does_in_a_replay_too():
+    class Once(nn.Module):
+        is_first = True
+
+        def forward(self, x):
+            factor, self.is_first = NAN if self.is_first else 1.0, False
+            return x * factor
+
+    model = nn.Sequential(nn.Linear(4, 4), Once())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found = explained(OverflowGuard(model, optimizer), model, optimizer, data())
+    assert place(found) == ("forward", "undefined", "aten.mul.Tensor", "1")
+    assert not model[1].is_first
+
+
+def test_a_forward_that_was_not_kept_is_not_said_to_be_finite():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    FAULT["factor"] = NAN
+    for _ in range(10):
+        guard.run(lambda: model(data()).sum()).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert found.cause == "unknown"
+    assert "2 earlier forwards of the step were not kept" in str(found)
+
+
+def test_a_replay_that_raises_is_a_sentence():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    once = [None]
+    model[1].factor = NAN
+    loss = guard.run(lambda: (once.pop(), model(data()).sum())[1])
+    loss.backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert found.cause == "unknown"
+    assert "The replay raised IndexError: pop from empty list" in str(found)
+
+
+def test_nothing_is_replayed_where_other_ranks_would_not_join(monkeypatch):
+    monkeypatch.setattr("overflow_fast.explainer.explain.world_size", lambda: 2)
+    model, optimizer = make()
+    model[1].factor = NAN
+    found = explained(OverflowGuard(model, optimizer), model, optimizer, data())
+    assert (found.cause, found.replays) == ("unknown", 0)
+    assert "there are several ranks" in str(found)
+
+
+@pytest.mark.parametrize("budget", [2, 3, 8])
+def test_the_budget(budget):
+    model, optimizer = make()
+    model[1].factor = NAN
+    guard = OverflowGuard(model, optimizer, explain=Explain(budget=budget))
+    found = explained(guard, model, optimizer, data())
+    assert (found.cause, found.op.name) == ("undefined", "aten.mul.Tensor")
+    assert found.replays <= budget
+
+
+# What is left of it: nothing.
+
+
+def whole_state(model, optimizer):
+    attributes = {
+        key: value if not isinstance(value, list) else list(value)
+        for key, value in vars(model[1]).items()
+        if isinstance(value, (int, float, list, torch.Tensor))
+    }
+    numpys = numpy.random.get_state()
+    return {
+        **state_of(model, optimizer),
+        "gradients": [
+            p.grad if p.grad is None else p.grad.clone() for p in model.parameters()
+        ],
+        "random": [
+            torch.get_rng_state(),
+            list(random.getstate()[1]),
+            numpys[1].tolist(),
+        ],
+        "attributes": attributes,
+        "training": [module.training for module in model.modules()],
+        "versions": [t._version for t in [*model.parameters(), *model.buffers()]],
+    }
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),
+    "Adagrad": torch.optim.Adagrad,
+    "NAdam": torch.optim.NAdam,
+    "Rprop": torch.optim.Rprop,
+}
+
+
+def run_bad(explain, make_optimizer, policy, factor, flaky):
+    for each in (torch.manual_seed, random.seed, numpy.random.seed):
+        each(0)
+    model, _ = make()
+    optimizer = make_optimizer(model.parameters())
+    guard = OverflowGuard(model, optimizer, policy, explain=explain)
+    step(guard, model, optimizer, data())
+    if flaky:
+        FAULT["factor"] = factor
+    else:
+        model[1].factor = factor
+    step(guard, model, optimizer, data())
+    model[1].factor = 1.0
+    after = whole_state(model, optimizer)
+    if policy == "skip":
+        step(guard, model, optimizer, data(2))
+    state = after, whole_state(model, optimizer), hooks_of(model, optimizer)
+    numbers = guard.num_skipped, guard.step, guard.coverage().steps_watched
+    return state, numbers, guard
+
+
+@pytest.mark.parametrize("flaky", [True, False])
+@pytest.mark.parametrize("policy", ["skip", "warn"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_everything_is_put_back(optimizer, policy, flaky):
+    arguments = OPTIMIZERS[optimizer], policy, NAN, flaky
+    state, numbers, guard = run_bad(True, *arguments)
+    expected, expected_numbers, _ = run_bad(False, *arguments)
+    assert guard._parts.keeper is not None
+    assert numbers == expected_numbers
+    for each, other in zip(state, expected, strict=True):
+        assert_same(each, other)
+
+
+def test_gradients_are_the_same_objects_and_nothing_steps_in_backward():
+    model, _ = make()
+    stepped = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped.append)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer, "skip")
+    loss = guard.run(lambda: (model(data()) * 0).abs().sqrt().sum())
+    loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    count = len(stepped)
+    optimizer.step()
+    assert guard.last_report.explanation.cause == "singular gradient"
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert len(stepped) == count
+    model(data()).sum().backward()
+    assert len(stepped) == 2 * count
+
+
+def test_another_guard_sees_nothing_of_it():
+    model, optimizer = make()
+    first = OverflowGuard(model, optimizer, "skip")
+    second = OverflowGuard(model, optimizer, "skip")
+    model[1].factor = NAN
+    step(first, model, optimizer, data())
+    model[1].factor = 1.0
+    step(first, model, optimizer, data())
+    assert not first.last_step_skipped
+    assert not second.last_step_skipped
+
+
+# guard.run().
+
+
+def test_run_returns_what_the_function_returns():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    assert guard.run(lambda: "anything") == "anything"
+    guard.disable()
+    assert guard.run(lambda: 3) == 3
+
+
+def test_run_hands_on_an_exception():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    with pytest.raises(ZeroDivisionError):
+        guard.run(lambda: 1 / 0)
+    step(guard, model, optimizer, data())
+    assert guard.last_report is None
+
+
+def test_run_sees_a_loss_whose_gradients_are_finite():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer)
+    guard.run(lambda: model(data()).sum() + torch.tensor(NAN)).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    assert error.value.report.explanation.phase == "forward"
+
+
+def test_run_takes_a_function():
+    with pytest.raises(TypeError, match="function must be callable, got Tensor"):
+        OverflowGuard(*make()).run(torch.ones(1))
+
+
+# What a function reads is what it read in the step.
+
+ACCUMULATED = """
+import torch
+from torch import nn
+
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = [torch.ones(3, 2) for _ in range(4)]
+batches[1][2] = float("nan")
+scale = 1.0
+
+
+def loss_of():
+    return (model(x) * scale).mean()
+
+
+def train(guard, way):
+    global x, scale
+    for i, x in enumerate(batches):
+        scale = float(i == 1)
+        if way == "globals":
+            loss = guard.run(lambda: (model(x) * scale).mean())
+        elif way == "function":
+            loss = guard.run(loss_of)
+        elif way == "nested":
+            loss = guard.run(lambda: loss_of() / 4)
+        elif way == "index":
+            loss = guard.run(lambda: sum(model(batches[i]).mean() for _ in range(1)))
+        loss.backward()
+    if way != "index":
+        del x
+    optimizer.step()
+
+
+def train_cells(guard):
+    for x in batches:
+        inner = lambda: model(x).mean()
+        guard.run(lambda: inner() / 4).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("way", ["globals", "function", "nested", "index", "cells"])
+def test_a_loop_that_has_gone_on_does_not_change_the_replay(way, tmp_path):
+    path = tmp_path / "accumulated.py"
+    path.write_text(ACCUMULATED)
+    space = {"__name__": "accumulated"}
+    exec(compile(ACCUMULATED, str(path), "exec"), space)
+    guard = OverflowGuard(space["model"], space["optimizer"])
+    with pytest.raises(NonFiniteError) as error:
+        if way == "cells":
+            space["train_cells"](guard)
+        else:
+            space["train"](guard, way)
+    found = error.value.report.explanation
+    assert (found.phase, found.cause) == ("data", "bad data"), found
+    assert found.sample == 2 or way == "index"
+
+
+@pytest.mark.parametrize("watch", ["tripwire", None])
+def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_out(
+    watch,
+):
+    """Rows of 0 over their norm: nan that a finite loss masks, and backward meets."""
+
+    class Unit(nn.Module):
+        def forward(self, x):
+            return x / x.norm(dim=-1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Unit(), nn.Linear(4, 1))
+    x = torch.ones(3, 4)
+    x[1] = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {} if watch is None else {"watch": watch}
+    guard = OverflowGuard(model, optimizer, **options)
+    loss = guard.run(lambda: model(x)[[0, 2]].mean())
+    assert loss.isfinite()
+    loss.backward()
+    with pytest.raises(NonFiniteError, match="`output` of 1 ") as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    named = found.phase, found.cause, found.module, found.op.name
+    assert named == ("forward", "undefined", "1", "aten.div.Tensor")
+    assert "in backward" not in str(found)
+    assert any("The forward ends finite all the same" in note for note in found.notes)

@@ -1,0 +1,53 @@
+"""A loss outside of the model, which was not given: backward begins at the output."""
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard import step_keeper
+
+
+class Root(nn.Module):
+    def forward(self, x):
+        return x + 0 * (x * 0).abs().sqrt()
+
+
+def explained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    OverflowGuard(model, optimizer)
+    output = model(torch.randn(3, 4))
+    (output - 1).pow(2).mean().backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    return error.value.report.explanation
+
+
+def test_backward_is_replayed_from_the_gradient_of_the_output():
+    found = explained()
+    assert (found.phase, found.cause) == ("backward", "singular gradient")
+    assert (found.op.name, found.module) == ("aten.sqrt", "1")
+
+
+def test_a_gradient_that_is_too_large_is_not_held(monkeypatch):
+    monkeypatch.setattr(step_keeper, "_MAX_HELD_BYTES", 11)  # the output has 12
+    found = explained()
+    assert (found.phase, found.cause, found.op) == ("backward", "unknown", None)
+    assert "were too large to hold" in str(found)
+    assert "guard.run(lambda: loss)" in str(found)
+
+
+def test_the_largest_gradient_that_is_held():
+    assert step_keeper._MAX_HELD_BYTES == 64 * 2**20  # as the guide says
+
+
+def test_a_gradient_is_held_by_reference():
+    model = nn.Linear(4, 2)
+    guard = OverflowGuard(model)
+    output = model(torch.randn(3, 4))
+    gradient = torch.randn(3, 2)
+    output.backward(gradient)
+    (held,) = guard._parts.keeper.calls[0].held.values()
+    assert held.data_ptr() == gradient.data_ptr()

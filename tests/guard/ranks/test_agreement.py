@@ -1,0 +1,668 @@
+"""Ranks that train together act on one verdict."""
+
+import contextlib
+import functools
+import io
+import itertools
+import json
+import logging
+import tempfile
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from guarding import INF, flat, plant, state_of, train_step
+from ranks import device
+from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_ways
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+from overflow_fast import NonFiniteError, OverflowGuard, Schedule, flags
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+# How ranks replay together is in test_replay_ranks.py.
+Unexplained = functools.partial(OverflowGuard, explain=False)
+
+
+def train_one(model, optimizer, batch):
+    """The message of what a step raised, or None."""
+    try:
+        train_step(model, optimizer, batch)
+    except NonFiniteError as error:
+        return str(error)
+    return None
+
+
+class Masked(nn.Module):
+    """A branch that overflows and reaches no loss: no gradient tells of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 1)
+        self.side = nn.Linear(8, 8)
+        self.is_bad = False
+
+    def forward(self, x, y=None):
+        side = self.side(x) * (INF if self.is_bad else 1.0)
+        side = torch.where(torch.zeros_like(side, dtype=torch.bool), side, 0.0)
+        out = self.head(x + nn.functional.relu(side).detach())
+        return {
+            "loss": ((out - y) ** 2).mean()
+            + 0 * (self.side.weight.sum() + self.side.bias.sum())
+        }
+
+
+# What runs on each rank.
+
+
+def one_rank_raises():
+    model = ddp(make())
+    optimizer = sgd(model)
+    OverflowGuard(model, optimizer)
+    if dist.get_rank() == 2:
+        plant(model.module.blocks[1].fc1, INF).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def one_rank_skips():
+    torch.manual_seed(0)
+    inner = Masked().to(device())
+    inner.side.register_forward_hook(
+        lambda module, args, out: out * (INF if inner.is_bad else 1.0)
+    )
+    model = ddp(inner)
+    optimizer = sgd(model)
+    guard = Unexplained(model, optimizer, "skip")
+    train_step(model, optimizer, data()[0])
+    before = state_of(model)
+    inner.is_bad = dist.get_rank() == 1
+    train_step(model, optimizer, data()[0])
+    is_same = all(torch.equal(a, b) for a, b in pairs(before["model"], model))
+    return guard.num_skipped, is_same, str(guard.last_report)
+
+
+def pairs(state, model):
+    return [(state[name], tensor) for name, tensor in model.state_dict().items()]
+
+
+def what_a_clean_step_costs():
+    sent = []
+    original = dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        return original(tensor, *args, **kwargs)
+
+    model = ddp(make())
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer):
+        dist.all_reduce = counted
+        for batch in data(3):
+            train_step(model, optimizer, batch)
+        dist.all_reduce = original
+    return sent
+
+
+def sharded(wrap, **arguments):
+    model = wrap(make())
+    optimizer = sgd(model)
+    Unexplained(model, optimizer, **arguments)
+    if dist.get_rank() == 3:
+        plant(model.blocks[2].act, INF).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def a_mesh():
+    mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
+    return plain_with(mesh)
+
+
+def a_group():
+    return plain_with(dist.group.WORLD)
+
+
+def plain_with(group):
+    """Models that nothing wraps, and a group that is given."""
+    model = make()
+    optimizer = sgd(model)
+    Unexplained(model, optimizer, process_group=group)
+    if dist.get_rank() == 1:
+        plant(model.blocks[0].fc2, INF).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def lagged():
+    model = make()
+    optimizer = sgd(model)
+    guard = OverflowGuard(
+        model, optimizer, process_group=dist.group.WORLD, sync="lagged", _defer=True
+    )
+    messages = []
+    for step in range(3):
+        if dist.get_rank() == 3 and step == 1:
+            with plant(model.head, INF):
+                messages.append(train_one(model, optimizer, data()[0]))
+        else:
+            messages.append(train_one(model, optimizer, data()[0]))
+    try:
+        guard.remove()
+    except NonFiniteError as error:
+        messages.append(str(error))
+    return [message and message[:60] for message in messages]
+
+
+def budgets_that_differ():
+    """Ranks look at different steps, and none waits for ever."""
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, "skip", schedule=Schedule(budget=0.5))
+    for step in range(6):
+        is_off = (step + dist.get_rank()) % 2 == 0
+        guard._parts.clock.set_level(
+            guard._parts.clock.level.OFF if is_off else guard._parts.clock.level.ALL
+        )
+        train_step(model, optimizer, data()[0])
+    guard.remove()
+    return guard.step
+
+
+def different_steps():
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(str(record.exc_info[1]))
+    logging.getLogger("overflow_fast").addHandler(handler)
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    guard._parts.clock.step = dist.get_rank()
+    train_step(model, optimizer, data()[0])
+    logging.getLogger("overflow_fast").removeHandler(handler)
+    return messages, guard.coverage().failures
+
+
+def a_callable():
+    asked = []
+
+    def policy(report):
+        asked.append(report)
+        return "skip"
+
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = Unexplained(model, optimizer, policy)
+    if dist.get_rank() == 0:
+        plant(model.module.head, INF).__enter__()
+    train_step(model, optimizer, data()[0])
+    return len(asked), guard.num_skipped
+
+
+def only_gradients_are_bad():
+    """All ranks see bad gradients; the one whose backward made them is to blame."""
+    model = ddp(make())
+    optimizer = sgd(model)
+    OverflowGuard(model, optimizer)
+    if dist.get_rank() == 2:
+        plant(model.module.blocks[1].fc1, INF, backward=True).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
+def batches_that_run_out():
+    model = ddp(make())
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer) as guard, model.join():
+        for batch in data(2 + dist.get_rank()):
+            train_step(model, optimizer, batch)
+    return guard.step, guard.coverage().failures
+
+
+def join_without_the_guard():
+    model = ddp(make())
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer), logged() as messages, model.join():
+        for batch in data(1 + dist.get_rank()):
+            train_step(model, optimizer, batch)
+    return messages
+
+
+def joined(policy, bad_step=None, wrap=ddp):
+    """Ranks run out of batches one after another; the last one's turns bad."""
+    model = wrap(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, policy, process_group=dist.group.WORLD)
+    message = None
+    try:
+        with Join([*([model] if wrap is ddp else []), guard.joinable]):
+            for step, batch in enumerate(data(2 + dist.get_rank())):
+                if step == bad_step:
+                    plant(getattr(model, "module", model).head, INF).__enter__()
+                train_step(model, optimizer, batch)
+    except NonFiniteError as error:
+        message = str(error)
+    guard.remove()
+    return guard.step, guard.num_skipped, guard.coverage().failures, message
+
+
+def joined_the_wrong_way():
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    try:
+        with Join([guard.joinable, model]):
+            train_step(model, optimizer, data()[0])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class Shallow(nn.Module):
+    """One rank leaves its second layer out in every other step."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 1)
+        self.calls = 0
+
+    def forward(self, x, y=None):
+        self.calls += 1
+        x = self.first(x)
+        if dist.get_rank() != 1 or self.calls % 2:
+            x = self.second(x)
+        return {"loss": ((self.head(x) - y) ** 2).mean()}
+
+
+def one_rank_skips_a_layer():
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(
+        Shallow().to(device()), find_unused_parameters=True
+    )
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    messages = [train_one(model, optimizer, batch) for batch in data(4)]
+    if dist.get_rank() == 2:
+        plant(model.module.second, INF).__enter__()
+    messages.append(train_one(model, optimizer, data()[0]))
+    return guard.step, messages
+
+
+class Filled(nn.Module):
+    def __init__(self, fills):
+        super().__init__()
+        self.linear, self.fills = nn.Linear(8, 8), fills
+
+    def forward(self, x):
+        scores = self.linear(x)
+        is_top = scores == scores.max()
+        return scores.masked_fill(is_top, -INF) if self.fills else scores
+
+
+def learned():
+    """Ranks see different things; what one has learned all know."""
+    rank = dist.get_rank()
+    model = nn.ModuleList(Filled(i == rank) for i in range(3)).to(device())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer, process_group=dist.group.WORLD)
+    guard.learn(2)
+    for _ in range(4):
+        out = sum(each(torch.ones(2, 8, device=device())) for each in model)
+        out.clamp(-10, 10).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    guard.remove()
+    return guard.rules
+
+
+def bad_state(joint):
+    model = ddp(make())
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    messages = []
+    for _ in range(2):
+        try:
+            guard.assert_finite_state(joint=joint)
+            messages.append(None)
+        except NonFiniteError as error:
+            messages.append(str(error))
+        if dist.get_rank() == 3:
+            model.module.blocks[0].fc1.weight.data[0] = INF
+    return messages
+
+
+def bad_state_where_it_warns(wrap):
+    """The policy is to warn, and nobody says what shares the model."""
+    model = wrap(make())
+    guard = OverflowGuard(model, sgd(model), "warn")
+    if dist.get_rank() == 1:
+        getattr(model, "module", model).head.weight.data[0] = INF
+    try:
+        guard.assert_finite_state(joint=True)
+    except NonFiniteError as error:
+        return str(error)
+    return None
+
+
+def tried_with_a_bad_batch():
+    model = ddp(make())
+    guard = OverflowGuard(model, sgd(model))
+    x, y = data()[0]
+    if dist.get_rank() == 1:
+        x = x * INF
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        guard.self_test({"x": x, "y": y}, max_layers=2)
+    return out.getvalue()
+
+
+def a_policy_that_raises(report):
+    raise KeyError("no such host")
+
+
+def a_policy_without_an_answer(report):
+    return None
+
+
+def a_callable_that_fails(policy):
+    model = ddp(make())
+    optimizer = sgd(model)
+    Unexplained(model, optimizer, policy)
+    if dist.get_rank() == 2:
+        plant(model.module.head, INF).__enter__()
+    try:
+        train_step(model, optimizer, data()[0])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def joined_lagged():
+    model = ddp(make())
+    guard = OverflowGuard(model, sgd(model), sync="lagged")
+    try:
+        return str(guard.joinable)
+    except RuntimeError as error:
+        return str(error)
+
+
+def tried():
+    model = ddp(make())
+    guard = OverflowGuard(model, sgd(model))
+    x, y = data()[0]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return guard.self_test({"x": x, "y": y}, max_layers=4).has_passed
+
+
+def paths():
+    """What each rank writes to one folder."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    model = ddp(make())
+    optimizer = sgd(model)
+    arguments = {"log": folder / "guard.jsonl", "evidence": folder / "evidence"}
+    with Unexplained(model, optimizer, "skip", **arguments):
+        with plant(model.module.head, INF):
+            train_step(model, optimizer, data()[0])
+    dist.barrier()
+    headers = [
+        json.loads(path.read_text().partition("\n")[0])
+        for path in sorted(folder.glob("*.jsonl"))
+    ]
+    runs = [path.name for path in folder.glob("evidence/overflow_fast/*")]
+    return [path.name for path in sorted(folder.glob("*.jsonl"))], headers, runs
+
+
+def one_rank_has_a_flag():
+    """The device of rank 1 says that an operation overflowed; no tensor is bad."""
+    is_set = False
+    flags.register(device().type, clear=lambda: None, read=lambda: is_set)
+    try:
+        model = ddp(make())
+        optimizer = sgd(model)
+        guard = Unexplained(model, optimizer, "skip")
+        first, second = data()[:2]
+        train_step(model, optimizer, first)
+        before = model.module.head.weight.detach().clone()
+        is_set = dist.get_rank() == 1
+        train_step(model, optimizer, second)
+        is_as_before = torch.equal(model.module.head.weight, before)
+        return guard.last_report.headline(), guard.num_skipped, is_as_before
+    finally:
+        flags.unregister(device().type)
+
+
+SCENARIOS = {
+    "flag": one_rank_has_a_flag,
+    "joined": functools.partial(joined, "raise"),
+    "joined, bad": functools.partial(joined, "raise", 4),
+    "joined, skipped": functools.partial(joined, "skip", 3),
+    "joined alone": functools.partial(joined, "raise", 4, wrap=lambda model: model),
+    "joined the wrong way": joined_the_wrong_way,
+    "join alone": join_without_the_guard,
+    "a layer": one_rank_skips_a_layer,
+    "learned": learned,
+    "state": functools.partial(bad_state, True),
+    "own state": functools.partial(bad_state, False),
+    "tried": tried,
+    "paths": paths,
+    "state, warn": functools.partial(bad_state_where_it_warns, ddp),
+    "state, alone": functools.partial(bad_state_where_it_warns, lambda model: model),
+    "tried, bad": tried_with_a_bad_batch,
+    "raising": functools.partial(a_callable_that_fails, a_policy_that_raises),
+    "no answer": functools.partial(a_callable_that_fails, a_policy_without_an_answer),
+    "joined, lagged": joined_lagged,
+    "raise": one_rank_raises,
+    "skip": one_rank_skips,
+    "cost": what_a_clean_step_costs,
+    "fsdp2": functools.partial(sharded, fsdp2),
+    "fsdp2 and tp": functools.partial(sharded, sharded_in_two_ways),
+    "switched off": functools.partial(sharded, fsdp2, process_group=False),
+    "mesh": a_mesh,
+    "group": a_group,
+    "no group": functools.partial(plain_with, None),
+    "lagged": lagged,
+    "budgets": budgets_that_differ,
+    "steps": different_steps,
+    "callable": a_callable,
+    "gradients": only_gradients_are_bad,
+    "join": batches_that_run_out,
+}
+
+
+all_of = functools.partial(ranks.all_of, "test_agreement")
+
+
+@pytest.mark.parametrize(
+    "scenario, rank, module",
+    [
+        ("raise", 2, "blocks.1.fc1"),
+        ("fsdp2", 3, "blocks.2.act"),
+        ("fsdp2 and tp", 3, "blocks.2.act"),
+        ("mesh", 1, "blocks.0.fc2"),
+        ("group", 1, "blocks.0.fc2"),
+        ("gradients", 2, "blocks.1.fc1"),
+    ],
+)
+def test_all_ranks_raise_what_one_has_found(scenario, rank, module):
+    first, *others = all_of(scenario)
+    assert f"is not finite on rank {rank} of 4 (" in flat(first), first
+    assert f"of {module} (" in flat(first)
+    assert all(other == first for other in others)
+
+
+def test_all_ranks_skip_what_no_gradient_tells_of():
+    for num_skipped, is_same, report in all_of("skip"):
+        assert (num_skipped, is_same) == (1, True)
+        assert "on rank 1 of 4" in flat(report)
+
+
+def test_a_flag_of_one_ranks_device_skips_on_all():
+    for headline, num_skipped, is_same in all_of("flag"):
+        assert "Step 1 has overflowed on rank 1 of 4 (" in headline
+        assert headline.endswith(f": the {device_type()} overflow flag is set.")
+        assert (num_skipped, is_same) == (1, True)
+
+
+def device_type():
+    return "cuda" if ranks.backend() == "nccl" else "cpu"
+
+
+def test_a_clean_step_costs_one_collective_of_64_bytes():
+    assert all_of("cost") == [[64] * 3] * 4
+
+
+def test_without_a_group_each_rank_decides_for_itself():
+    for scenario, rank in (("no group", 1), ("switched off", 3)):
+        messages = all_of(scenario)
+        assert messages[rank]
+        assert " on rank " not in messages[rank]
+    assert [bool(message) for message in all_of("no group")] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_lagged_verdicts_are_agreed_on_in_the_same_step():
+    first, *others = all_of("lagged")
+    assert [bool(message) for message in first] == [False, False, True], first
+    assert "Step 1 is not finite on rank 3 of 4" in first[2]
+    assert all(other == first for other in others)
+
+
+def test_ranks_that_watch_different_steps_wait_for_nobody():
+    assert all_of("budgets") == [6] * 4
+
+
+def test_ranks_at_different_steps_are_told_of():
+    for messages, failures in all_of("steps"):
+        assert failures == 1
+        assert "the ranks judge different steps, from 0 to 3" in messages[0]
+
+
+def test_a_rank_that_runs_out_of_batches_keeps_nobody_waiting():
+    assert all_of("join") == [(2, 0), (3, 0), (4, 0), (5, 0)]
+
+
+def test_ranks_without_batches_go_on_deciding():
+    assert all_of("joined") == [(5, 0, 0, None)] * 4
+
+
+@pytest.mark.parametrize("scenario", ["joined, bad", "joined alone"])
+def test_ranks_without_batches_raise_with_the_others(scenario):
+    found = all_of(scenario)
+    assert all(each == found[0] for each in found), found
+    assert "Step 4 is not finite on rank 3 of 4 (" in found[0][3]
+    assert "of head (Linear)" in found[0][3]
+
+
+def test_ranks_without_batches_count_what_others_skip():
+    found = all_of("joined, skipped")
+    # Ranks 2 and 3 have a fourth batch, which is bad; rank 3's fault stays.
+    assert [each[1] for each in found] == [2] * 4
+    assert [each[0] for each in found] == [5] * 4
+
+
+def test_the_model_comes_before_the_guard():
+    for message in all_of("joined the wrong way"):
+        assert "Join must be given the model before the guard" in message
+
+
+def test_join_without_the_guard_is_told_of():
+    for messages in all_of("join alone"):
+        assert len(messages) == 1
+        assert "Use `with Join([model, guard.joinable]):`" in messages[0]
+
+
+def test_a_rank_that_leaves_a_layer_out_waits_for_nobody():
+    for step, messages in all_of("a layer"):
+        assert messages[:4] == [None] * 4
+        assert "Step 4 is not finite on rank 2 of 4 (" in messages[4]
+        assert step == 5
+
+
+def test_what_one_rank_has_learned_all_know():
+    rules = {f"{layer}:output": "-inf" for layer in range(3)}
+    assert all_of("learned") == [rules] * 4
+
+
+def test_all_ranks_refuse_a_state_that_is_bad_on_one():
+    first, *others = all_of("state")
+    assert first[0] is None
+    assert "not finite on rank 3 of 4 (" in first[1]
+    assert "weight `blocks.0.fc1.weight`" in first[1]
+    assert all(other == first for other in others)
+
+
+def test_a_state_may_be_asked_for_on_one_rank():
+    assert [bool(messages[1]) for messages in all_of("own state")] == [
+        *(False, False, False, True)
+    ]
+
+
+@pytest.mark.parametrize("scenario", ["state, warn", "state, alone"])
+def test_a_joint_state_is_joint_whatever_the_policy(scenario):
+    first, *others = all_of(scenario)
+    assert "on rank 1 of 4 (" in first and "weight `head.weight`" in first
+    assert all(other == first for other in others)
+
+
+def test_no_rank_plants_faults_where_one_has_a_bad_batch():
+    texts = all_of("tried, bad")
+    assert all(text.startswith("Nothing was planted: input[0] of") for text in texts)
+
+
+@pytest.mark.parametrize(
+    "what, error",
+    [
+        ("raising", "KeyError: 'no such host'"),
+        (
+            "no answer",
+            "TypeError: on_overflow must return 'raise', 'warn' or 'skip', got None",
+        ),
+    ],
+)
+def test_a_callable_that_fails_keeps_nobody_waiting(what, error):
+    found = all_of(what)
+    assert found[2] == error
+    others = [text for rank, text in enumerate(found) if rank != 2]
+    assert all(error in text for text in others), others
+
+
+def test_a_lagged_guard_cannot_be_joined():
+    for message in all_of("joined, lagged"):
+        assert "joinable needs a guard with sync='step'" in message
+
+
+def test_the_self_test_works_on_ranks():
+    assert all_of("tried") == [True] * 4
+
+
+def test_each_rank_writes_to_files_of_its_own():
+    for names, headers, runs in all_of("paths"):
+        assert names == [f"guard.rank{rank}.jsonl" for rank in range(4)]
+        assert [each["rank"] for each in headers] == [0, 1, 2, 3]
+        assert {each["world_size"] for each in headers} == {4}
+        assert len({each["run"] for each in headers}) == 4
+        # All skip, and the one that was first to see it has the tensors.
+        assert runs == [headers[0]["run"]]
+        assert "-rank0-" in runs[0]
+
+
+def test_without_ranks_there_is_nothing_to_join():
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="joinable needs a guard whose ranks"):
+        _ = OverflowGuard(model).joinable
+
+
+def test_a_callable_is_asked_on_one_rank():
+    assert all_of("callable") == [(1, 1), (0, 1), (0, 1), (0, 1)]
+
+
+def test_a_group_that_cannot_be_used_is_an_error():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="init_process_group"):
+        OverflowGuard(model, process_group=object())
+    assert not any(itertools.chain(model._forward_hooks, model._forward_pre_hooks))

@@ -1,0 +1,65 @@
+"""The numbers of a record are the same with torch and without."""
+
+import math
+
+import pytest
+import torch
+from flight_records import head_lines, packed, step_line
+
+from overflow_fast import read_record
+from overflow_fast.guard.files.json_text import line_bytes
+from overflow_fast.guard.record.record_lines import COLUMNS, bits_left
+
+NAN, INF = math.nan, math.inf
+LIMIT = 65504.0
+
+
+@pytest.fixture
+def record(tmp_path):
+    """Steps with wide and narrow numbers, of one model and of two."""
+    wide = {
+        "num": 2,
+        "abs_min": packed("d", [0.0, NAN]),
+        "num_inf": packed("q", [0, 1]),
+    }
+    wide |= {"num_inf": packed("q", [0, 1])}
+    wide |= {"abs_max": packed("d", [1e-320, INF]), "num_nan": packed("q", [-1, 0])}
+    lines = [
+        step_line(0, high=[0.0, 6e-8, LIMIT, NAN]),
+        step_line(1, high=[INF, NAN, 3e38, 1.0], num_nan=packed("q", [0, 3, 0, 0])),
+        step_line(2, num_zero=packed("q", [7, 0, -1, 2])),
+    ]
+    lines[2]["models"].append(wide)
+    path = tmp_path / "run.ofr"
+    path.write_bytes(head_lines() + b"".join(map(line_bytes, lines)))
+    return read_record(path)
+
+
+def same(row, tensor):
+    both = torch.tensor(row, dtype=tensor.dtype), tensor
+    return torch.equal(*(each.double().nan_to_num(nan=-7.0) for each in both))
+
+
+def test_rows_are_those_of_the_tensors(record):
+    assert len(record) == 3 and len(record.entries) == 6
+    for name in COLUMNS:
+        tensor = record.values[name]
+        assert (tensor is None) == (name == "num_saturated")
+        for i in range(3) if tensor is not None else ():
+            assert same(record.row(name, i), tensor[i]), (name, i)
+
+
+def test_rows_of_headroom_are_those_of_the_tensor(record):
+    for i in range(3):
+        assert same(record.headroom_row(i), record.headroom_bits()[i]), i
+
+
+VALUES = (0.0, 1e-300, 6e-8, 1.0, LIMIT, 1e300, INF, NAN, -1.0)
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 3.4e38, 1.8e308, 0.0, -1.0, INF, NAN])
+def test_bits_of_one_magnitude_are_those_of_a_tensor(limit):
+    found = [bits_left(limit, value) for value in VALUES]
+    expected = torch.log2(limit / torch.tensor(VALUES, dtype=torch.float64))
+    found = torch.tensor(found, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-15, atol=0, equal_nan=True)

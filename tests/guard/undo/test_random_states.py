@@ -1,0 +1,122 @@
+"""Random numbers are the same ones in a replay, and in runs that are compared."""
+
+import random
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+from failed_runs import failed
+from torch import nn
+
+from overflow_fast import advise_precision, compare_live, shadow
+from overflow_fast.guard.undo.random import RandomStates
+
+DRAWS = {
+    "torch": (torch.manual_seed, lambda: float(torch.rand(()))),
+    "python": (random.seed, random.random),
+    "numpy": (numpy.random.seed, lambda: float(numpy.random.rand())),
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.linear, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x):
+        keep = 0.0 if self.draw() < 0.3 else 1.0
+        return (self.linear(x) * keep / keep).sum()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_global_generator_draws_the_same_in_a_replay(name):
+    seed, draw = DRAWS[name]
+    for number in range(2000):  # one bad draw, and only good ones after it
+        seed(number)
+        drawn = [draw() for _ in range(12)]
+        if drawn[0] < 0.3 < min(drawn[1:]):
+            break
+    model = Drawing(draw)
+    seed(number)
+    found = failed(model, lambda: model(torch.ones(3, 4))).explanation
+    assert (found.cause, found.op.name) == ("undefined", "aten.div.Tensor")
+
+
+def test_the_second_of_two_normal_numbers_is_drawn_again():
+    numpy.random.seed(0)
+    states = [RandomStates()]
+    drawn = []
+    for _ in range(4):
+        drawn.append(numpy.random.randn())
+        states.append(RandomStates())
+    for place, expected in enumerate(drawn):
+        states[place].restore()
+        assert not states[place].drawn()
+        assert numpy.random.randn() == expected
+        assert states[place].drawn() == ["numpy"]
+    numpy.random.seed(1)
+    assert states[-1].drawn() == ["numpy"]
+
+
+class Scaled(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.first, self.drop, self.last = (
+            nn.Linear(16, 16),
+            Times(draw),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x):
+        return self.last(self.drop(self.first(x)))
+
+
+class Times(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return x * self.draw()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_make_no_difference_between_runs(name):
+    seed, draw = DRAWS[name]
+    seed(0)
+    torch.manual_seed(0)
+    model, twin, x = Scaled(draw), Scaled(draw), torch.randn(8, 16)
+    twin.load_state_dict(model.state_dict())
+    assert not compare_live(model, twin, x).differs
+    assert "keep_in_fp32" not in str(advise_precision(model, [x]))
+    shadowed = shadow(model.to(torch.bfloat16), x.bfloat16())
+    assert "computes differently" not in str(shadowed)
+
+
+FIRST_DRAW = """
+import sys
+import numpy, torch, overflow_fast
+from torch import nn
+
+assert "numpy.random" not in sys.modules or {loads}
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) * numpy.random.rand()
+
+model = Dropped()
+print(overflow_fast.compare_live(model, model, torch.ones(2, 4)).first)
+"""
+
+
+def test_a_generator_whose_first_draw_is_in_the_forward_is_restored():
+    loads = numpy.__version__.startswith("1.")  # it imports all at once
+    command = [sys.executable, "-c", FIRST_DRAW.format(loads=loads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None"]

@@ -1,0 +1,159 @@
+"""What a run again has changed is restored; what cannot be is named."""
+
+import functools
+import itertools
+import logging
+import queue
+import sys
+
+import numpy
+import pytest
+import torch
+from failed_runs import failed
+from torch import nn
+
+from overflow_fast import MaskedOps, OverflowGuard
+from overflow_fast.explainer.snapshot import Snapshot
+
+
+def test_a_wrapper_has_its_attributes_again():
+    """It has the name of what it wraps."""
+
+    class DistributedDataParallel(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module, self.number, self.items = module, 0, []
+
+        def forward(self, x):
+            self.number += 1
+            self.items.append(1)
+            return self.module(x)
+
+    DistributedDataParallel.__module__ = "torch.nn.parallel.distributed"
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    with Snapshot({"": model}):
+        model(torch.ones(1, 4))
+    assert model.number == 0 and model.items == []
+
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.stream = nn.Linear(4, 1), iter(range(100))
+
+    def forward(self, x):
+        self.last = next(self.stream)
+        return self.linear(x).sum()
+
+
+def test_clean_steps_with_an_iterator_are_not_replayed(caplog):
+    model = Reading()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        caplog.at_level(logging.WARNING, "overflow_fast"),
+        OverflowGuard(model, optimizer, monitors=[MaskedOps(1)]),
+    ):
+        for _ in range(5):
+            model(torch.ones(2, 4)).backward()
+            optimizer.step()
+    assert model.last == 4
+    assert sum("`stream`" in message for message in caplog.messages) == 1
+
+
+def test_a_report_names_an_iterator_that_a_replay_may_have_used():
+    model = Reading()
+    report = failed(model, lambda: (model(torch.ones(2, 4)) - 1e9).sqrt())
+    assert any("`stream`" in note for note in report.explanation.notes)
+
+
+class Replacing(nn.Module):
+    """Holds what a forward must not lose or break: other weights, nested tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+    def forward(self, x):
+        y = self.linear(x).sum() * 0 / (self.nested.values().sum() - 3)
+        self.linear.weight = nn.Parameter(self.linear.weight.detach() + 1)
+        self.nested.mul_(2)
+        return y
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_weight_that_the_forward_has_replaced_is_in_its_place_again(policy):
+    model = Replacing()
+    weight = model.linear.weight
+    failed(model, lambda: model(torch.ones(3, 4)), policy)
+    assert model.linear.weight is weight
+
+
+def test_a_replay_leaves_nested_tensors_as_they_are():
+    model = Replacing()
+    with Snapshot({"": model}) as state:
+        model(torch.ones(3, 4))
+    assert state.problems == []
+    assert model.nested.values().tolist() == [1, 1, 1]
+
+
+def test_what_cannot_be_restored_does_not_stop_the_rest():
+    model = nn.Linear(4, 4)
+    model.array, model.items = numpy.zeros(2), []
+    with Snapshot({"": model}) as state:
+        model.array.flags.writeable = False
+        model.items.append(1)
+    assert model.items == []
+    assert len(state.problems) == 1 and "array" in state.problems[0]
+
+
+@pytest.mark.parametrize("held", [queue.Queue(), functools.lru_cache(len)])
+def test_queues_and_cached_functions_are_named(held):
+    model = nn.Linear(4, 4)
+    model.held = held
+    with Snapshot({"": model}) as state:
+        assert state.lost == ["held"]
+
+
+def filled():
+    held = queue.Queue()
+    held.put(1)
+    return held
+
+
+def yielding():
+    while True:
+        yield 1
+
+
+# How each is made, how one takes from it, and whether its place can be seen.
+TAKEN = {
+    "a cached function": (lambda: functools.lru_cache(abs), lambda f: f(-1), True),
+    "a counter": (itertools.count, next, True),
+    "an iterator of a list": (lambda: iter([1, 2]), next, True),
+    "an iterator of a dict": (lambda: iter({1: 2}), next, True),
+    "a queue": (filled, queue.Queue.get, True),
+    "a generator": (yielding, next, False),
+    "a zip": (lambda: zip([1], [2], strict=True), next, False),
+}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+@pytest.mark.parametrize("is_used", [True, False])
+def test_what_a_replay_took_is_named_where_it_may_have_taken_some(kind, is_used):
+    make, take, is_seen = TAKEN[kind]
+    model = nn.Linear(4, 4)
+    model.held = make()
+    with Snapshot({"": model}) as state:
+        assert state.lost == ["held"]
+        if is_used:
+            take(model.held)
+    assert bool(state.not_restored()) == (is_used or not is_seen)
+    assert all("What a replay takes from `held`" in e for e in state.not_restored())
+
+
+def test_what_is_written_to_the_terminal_is_no_state():
+    model = nn.Linear(4, 4)
+    model.out = sys.stderr
+    with Snapshot({"": model}) as state:
+        assert state.lost == state.not_restored() == []

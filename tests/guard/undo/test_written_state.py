@@ -1,0 +1,130 @@
+"""Steps whose forward writes to what it reads: buffers of any size, weights, flags."""
+
+import logging
+
+import pytest
+import torch
+from failed_runs import failed
+from torch import nn
+
+from overflow_fast import LayerAudit, MaskedOps, OverflowGuard, assert_finite_state
+
+
+class Codebook(nn.Module):
+    def __init__(self, size, is_trained=False):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("ema", torch.zeros(size))
+        if is_trained:
+            del self.ema
+            self.ema = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        y = self.linear(x) * 0 / self.ema.sum()
+        with torch.no_grad():
+            self.ema += 1
+        return y.sum()
+
+
+@pytest.mark.parametrize("size", [1000, 2**14 + 1, 2**18, 2**18 + 1, 2**20])
+def test_buffers_of_every_size_are_those_of_the_beginning_in_a_replay(size):
+    model = Codebook(size)
+    report = failed(model, lambda: model(torch.ones(3, 4)))
+    assert report.explanation.cause == "undefined"
+    assert not model.ema.any()
+
+
+def test_a_weight_that_the_forward_adds_to_is_that_of_the_beginning_in_a_replay():
+    model = Codebook(1000, is_trained=True)
+    report = failed(model, lambda: model(torch.ones(3, 4)))
+    assert report.explanation.cause == "undefined"
+    assert not model.ema.any()
+
+
+class ActNorm(nn.Module):
+    """Initializes its weight by its first batch."""
+
+    def __init__(self, by_data=False, size=4):
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros(size))
+        self.is_done, self.by_data = False, by_data
+
+    def forward(self, x):
+        if not self.is_done:
+            with torch.no_grad():
+                own = self.log_scale.data if self.by_data else self.log_scale
+                own.copy_((-torch.log(x.std(0))).repeat(len(own) // 4))
+            self.is_done = True
+        return x * self.log_scale[:4].exp()
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_weight_that_the_forward_has_written_is_no_bad_weight(by_data, policy):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), ActNorm(by_data))
+    model[0].weight.data[2] = 0
+    assert_finite_state(model)
+    x = torch.randn(8, 4)
+    report = failed(model, lambda: model(x).mean(), policy)
+    found = report.explanation
+    assert (found.phase, found.cause, found.module) == ("forward", "undefined", "1")
+    assert found.op.name == "aten.log" and "torch.log(x.std(0))" in found.op.code
+    assert "before the step" not in " ".join(found.evidence)
+    assert not model[1].log_scale.any() and not model[1].is_done
+    assert "not known" not in str(report) and "initialize" not in str(report)
+
+
+def test_a_large_weight_that_the_forward_has_written_is_said_to_be_unknown():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), ActNorm(size=2**16))
+    model[0].weight.data[2] = 0
+    x = torch.randn(8, 4)
+    report = failed(model, lambda: model(x).mean())
+    found = report.explanation
+    assert found.cause == "unknown" and found.tensor == "1.log_scale"
+    assert "forward has written to 1.log_scale" in found.evidence[0]
+    assert "before the step is not held" in found.notes[0]
+    assert "The weight 1.log_scale could not be put back" in str(report)
+
+
+def test_a_weight_that_was_bad_before_the_step_is_one():
+    model = nn.Sequential(nn.Linear(4, 4), ActNorm())
+    model[1].is_done = True
+    model[1].log_scale.data[0] = float("inf")
+    found = failed(model, lambda: model(torch.ones(8, 4)).mean()).explanation
+    assert found.cause == "bad weights"
+    assert "held 1 inf of 4 values before the step" in found.evidence[0]
+
+
+@pytest.mark.parametrize("size", [9, 2**13])  # copied in the first steps, and not
+@pytest.mark.parametrize("monitors", [[LayerAudit(1)], [MaskedOps(1)]])
+def test_weights_that_embeddings_renormalize(size, monitors, caplog):
+    def trained(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(size, 16, max_norm=0.3), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        guard = OverflowGuard(model, optimizer, **options) if options else None
+        for i in range(20):
+            generator = torch.Generator().manual_seed(i)
+            x = torch.randint(0, size, (30,), generator=generator)
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if guard is not None:
+            guard.remove()
+        return model[0].weight.detach()
+
+    with caplog.at_level(logging.WARNING, "overflow_fast"):
+        assert trained().equal(trained(monitors=monitors))
+    assert "corruption" not in caplog.text and "put back" not in caplog.text
+
+
+def test_scripted_layers_are_not_audited():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.LayerNorm(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, monitors=[LayerAudit(1)]) as guard:
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert guard.coverage().failures == 0

@@ -1,0 +1,163 @@
+"""Advice is given where it is known to help, and nowhere else."""
+
+from unittest import mock
+
+import pytest
+import torch
+from guarding import INF, NAN, batches, make, plant, train_step, warned
+from torch import nn
+
+from overflow_fast import Explanation, OverflowGuard
+from overflow_fast.guard.report.report import answers
+
+
+def advice_of(report):
+    """The lines of a report that say what to try."""
+    return [text for text in report.sentences() if "What to try" in text]
+
+
+def of_weight(step):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        for i, batch in enumerate(batches(step + 1)):
+            if i == step:
+                model.head.weight.data[0, 0] = NAN
+            train_step(model, optimizer, batch)
+    return guard.last_report
+
+
+def test_weights_that_were_bad_from_the_start_are_not_for_a_checkpoint():
+    (text,) = advice_of(of_weight(0))
+    assert text == "What to try: initialize `head.weight` or load it again."
+    (text,) = advice_of(of_weight(1))
+    assert text.endswith("load a checkpoint in which `head.weight` is finite.")
+
+
+def test_a_buffer_is_no_name_of_a_module():
+    model, optimizer = make()
+    model.eval()
+    model.norm.running_mean[0] = INF
+    report = warned(model, optimizer, batches(1)[0])
+    assert report.verdict.source == "buffer"
+    assert advice_of(report) == []  # it may have been initialized, and written since
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_a_bad_batch(value):
+    model, optimizer = make()
+    x, y = batches(1)[0]
+    x[2, 3] = value
+    report = warned(model, optimizer, (x, y))
+    assert report.verdict.batch_places == ["`input[0]`, sample 2 of 4 (from 0)"]
+    assert "sample    2 of 4 (counted from 0)" in str(report)
+    assert advice_of(report) == []  # a replay without the sample has answered
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_bad_batch_of_float8(dtype):
+    """float8 has no `isfinite`: the sample is found all the same."""
+    model = nn.Sequential(Widened(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(4, 4)
+    x[2, 1] = NAN
+    batch = x.to(dtype)
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
+        model(batch).sum().backward()
+        optimizer.step()
+    assert guard.last_report.verdict.batch_places == [
+        "`input[0]`, sample 2 of 4 (from 0)"
+    ]
+
+
+class Widened(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+class Tower(nn.Module):
+    def __init__(self, is_batchnorm):
+        super().__init__()
+        self.batchnorm = nn.Linear(8, 8)
+        self.is_batchnorm = is_batchnorm
+
+    def forward(self, x, y):
+        return ((self.batchnorm(x) * (NAN if self.is_batchnorm else 1)) - y).mean()
+
+
+def test_a_module_with_batch_in_its_name_is_no_batch():
+    model = Tower(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
+        model(*batches(1)[0]).backward()
+        optimizer.step()
+    assert advice_of(guard.last_report) == []
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_what_is_not_known_is_not_advised(value, backward):
+    model, optimizer = make()
+    with plant(model.blocks[1].fc2, value, backward=backward):
+        report = warned(model, optimizer, batches(1)[0])
+    text = str(report)
+    assert advice_of(report) == []
+    for word in ("learning rate", "clip", "logarithm", "division", "checkpoint"):
+        assert word not in text
+
+
+def test_a_gradient_in_float16_says_nothing_of_scaling():
+    model = nn.Sequential(nn.Linear(2, 2)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        (model(torch.ones(1, 2).half()).sum().float() * 1e9).backward()
+        optimizer.step()
+    assert guard.last_report.verdict.num_bad_frames
+    assert advice_of(guard.last_report) == []
+
+
+def test_a_buffer_that_a_skip_puts_back_needs_no_checkpoint():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for scale in (1.0, 1e30):
+            model(torch.randn(8, 4) * scale).sum().backward()
+            optimizer.step()
+    assert guard.last_report.verdict.source == "buffer"
+    assert model[1].running_var.isfinite().all()
+    (text,) = advice_of(guard.last_report)
+    assert "if `1.running_var` is still non-finite after this step, load a" in text
+
+
+def test_a_learning_rate_is_made_finite_before_a_checkpoint_is_loaded():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        for i, batch in enumerate(batches(3)):
+            optimizer.param_groups[0]["lr"] = NAN if i else 0.1
+            train_step(model, optimizer, batch)
+    (text,) = advice_of(guard.last_report)
+    assert "set lr of param_groups[0] of " in text
+    assert "to a finite number first; load a checkpoint in which" in text
+
+
+@pytest.mark.parametrize("has_bad_gradient", [False, True])
+def test_eps_is_not_blamed_for_gradients_that_were_let_through(has_bad_gradient):
+    model = nn.Sequential(nn.Linear(2, 2)).half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+    x = torch.zeros(1, 2).half()
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = model(x).float().sum()
+            (loss * NAN if has_bad_gradient and step == 0 else loss).backward()
+            optimizer.step()
+    report = guard.last_report
+    assert report.verdict.source == "weight"
+    assert ("eps=1e-08" in str(report)) == (not has_bad_gradient)
+
+
+def test_an_overflow_to_minus_inf_is_no_mask():
+    first = mock.Mock(signs="-", num_nan=0)
+    overflow, other = Explanation(cause="range overflow"), Explanation()
+    assert [answers(each, first) for each in (None, other, overflow)] == [0, 0, 1]
+    assert not answers(overflow, mock.Mock(signs="+-", num_nan=0))

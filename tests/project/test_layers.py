@@ -1,0 +1,221 @@
+"""Five layers: none knows an outer one, and none loads more than it needs.
+
+scan < detector < guard < explain < tools. The lines that each use loads are counted in
+a fresh process: an always-on guard stays small only where something counts it.
+"""
+
+import ast
+import functools
+import graphlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import overflow_fast
+from overflow_fast.guard import outer
+
+PACKAGE = Path(overflow_fast.__file__).parent
+
+LAYERS = {
+    "scan": ("_C", "binaries", "flags", "scanner", "torch_internals"),
+    "detector": ("detector",),
+    "guard": ("guard",),
+    "explain": ("explainer",),
+    "tools": ("tools", "integrations"),
+}
+ORDER = tuple(LAYERS)
+LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
+# `__init__` is a table of names, and `__main__` the command line.
+FACE = ("__init__", "__main__")
+# What the guard's layer calls of outer ones: all of it stands in guard/outer.py.
+OUTER = {
+    "explainer.step_explainer:StepExplainer",
+    "explainer.selftest:SelfTest",
+    "tools.page.guard_page:write_guard_page",
+    "tools.page.guard_page:evidence_page",
+}
+
+
+def _name_of(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)
+
+
+MODULES = {_name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+INNER = [name for name in MODULES if name not in FACE]
+
+
+@functools.cache
+def _tree_of(name):
+    return ast.parse(MODULES[name].read_text())
+
+
+def _nodes(tree):
+    """All nodes, but for what type checkers alone read."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+@functools.cache
+def imports_of(name):
+    """The modules of the package that a module imports, wherever it does."""
+    own = name.split(".")
+    is_package = MODULES[name].name == "__init__.py"
+    found = set()
+    for node in _nodes(_tree_of(name)):
+        if isinstance(node, ast.Import):
+            plain = [each.name.split(".") for each in node.names]
+            found |= {".".join(p[1:]) for p in plain if p[0] == PACKAGE.name and p[1:]}
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        if node.level:
+            base = own[: len(own) - node.level + is_package]
+        elif node.module.split(".")[0] == PACKAGE.name:
+            base = []
+        else:
+            continue
+        module = (node.module or "").removeprefix(PACKAGE.name).strip(".")
+        base = [*base, *filter(None, module.split("."))]
+        for alias in node.names:
+            whole = ".".join([*base, alias.name])
+            found.add(whole if whole in MODULES or whole == "_C" else ".".join(base))
+    return found - {""}
+
+
+def named_in(name):
+    """The modules of the package that stand as text in a module's code."""
+    tree = _tree_of(name)
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    docs = {
+        id(node.body[0].value)
+        for node in _nodes(tree)
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+    }
+    texts = [
+        node.value
+        for node in _nodes(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if id(node) not in docs
+    ]
+    found = set()
+    for text in texts:
+        if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+(:\w+)?", text):
+            path = text.partition(":")[0].removeprefix(f"{PACKAGE.name}.")
+            parts = path.split(".")
+            heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
+            found.add(max((h for h in heads if h in MODULES), key=len, default=""))
+    return found - {""}
+
+
+def layer_of(name):
+    return ORDER.index(LAYER_OF[name.split(".")[0]])
+
+
+def test_each_module_has_a_layer():
+    assert {name.split(".")[0] for name in INNER} | {"_C"} == set(LAYER_OF)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_no_layer_knows_an_outer_one(name):
+    version = {"__init__"}  # some ask for it
+    outward = {
+        used
+        for used in (imports_of(name) | named_in(name)) - version
+        if layer_of(used) > layer_of(name)
+    }
+    allowed = {each.partition(":")[0] for each in OUTER}
+    assert outward <= (allowed if name == "guard.outer" else set())
+
+
+def test_what_a_guard_calls_of_outer_layers_is_listed():
+    assert set(outer._PLACES.values()) == OUTER
+
+
+def test_no_module_is_in_a_circle():
+    graph = {name: imports_of(name) & set(INNER) for name in INNER}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+# What is really loaded.
+
+CODE = """
+import contextlib, io, json, logging, os, sys
+import torch
+logging.disable(logging.CRITICAL)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+x = torch.ones(2, 4)
+optimizer = torch.optim.AdamW(model.parameters()) if {has_optimizer} else None
+had_dynamo = "torch._dynamo" in sys.modules  # torch's optimizers import it
+import overflow_fast as of
+def steps(count, **arguments):
+    with of.OverflowGuard(model, optimizer, "skip", **arguments):
+        for _ in range(count):
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+{use}
+names = [name for name in sys.modules if name.split(".")[0] == "overflow_fast"]
+has_dynamo = "torch._dynamo" in sys.modules and not had_dynamo
+print(json.dumps([names, has_dynamo]), file=sys.__stdout__)
+"""
+FILES = "log='run.jsonl', record='run.ofr'"
+BAD = "x[0, 0] = float('inf')"
+READ = """
+sys.stdout = io.StringIO()
+from overflow_fast.tools.cli.command_line import main
+main(["log", "run.jsonl"])
+"""
+# The layer that is the last to be loaded, and at most so many lines: the first three
+# are what the design asks for, the others what was measured, and a tenth.
+USES = {
+    "import overflow_fast": ("", None, 300),
+    "scan([x])": ("of.scan([x])", "scan", 4_000),
+    "a detector's forward": (
+        *("of.DebugUnderflowOverflow(model); model(x)", "detector", 7_500),
+    ),
+    "a guard without an optimizer": (
+        *("guard = of.OverflowGuard(model); model(x).mean().backward()", "guard"),
+        20_000,
+    ),
+    "a guard's clean steps": (f"steps(3, {FILES})", "guard", 20_000),
+    "a bad step without explanation": (
+        *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 20_000),
+    ),
+    "a bad step": (f"{BAD}; steps(1, {FILES})", "explain", 40_000),
+}
+
+
+def _lines_of(names):
+    paths = [
+        MODULES.get(name.partition(".")[2] or "__init__")
+        for name in names
+        if name.partition(".")[2] != "_C"
+    ]
+    return sum(len(path.read_text().splitlines()) for path in paths if path)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_what_a_use_loads(use, tmp_path):
+    code, last, most = USES[use]
+    whole = CODE.replace("{has_optimizer}", str("steps(" in code))
+    command = [sys.executable, "-W", "ignore", "-c", whole.replace("{use}", code)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names, has_dynamo = json.loads(done.stdout.splitlines()[-1])
+    own = {name.partition(".")[2] for name in names} - {""}
+    layers = {LAYER_OF[name.split(".")[0]] for name in own}
+    inner = () if last is None else ORDER[: ORDER.index(last) + 1]
+    assert layers <= {*inner, *(["scan"] if last is None else [])}
+    assert last is None or last in layers
+    assert _lines_of(names) <= most
+    assert not has_dynamo

@@ -1,0 +1,312 @@
+"""python -m overflow_fast, as a user calls it."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+from processes import python
+
+from overflow_fast import (
+    Evidence,
+    Explain,
+    Headroom,
+    LayerAudit,
+    Log,
+    Record,
+    Saturation,
+    Schedule,
+    Spikes,
+    __version__,
+)
+from overflow_fast.__main__ import main
+from overflow_fast.guard.options import options_of, snake_case
+from overflow_fast.tools.cli.command_line import make_parser
+from overflow_fast.tools.cli.guard_options import MONITORS, guard_arguments
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+SCRIPT = """
+import sys
+from transformers.debug_utils import DebugUnderflowOverflow
+print(DebugUnderflowOverflow.__module__, __name__, sys.argv[1:])
+import neighbour
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def commands():
+    """The parser of each command."""
+    found = make_parser()._subparsers._group_actions[0].choices
+    for parser in found.values():
+        parser.complete()
+    return found
+
+
+def command(*arguments, cwd=None):
+    return python("-m", "overflow_fast", *arguments, cwd=cwd)
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "neighbour.py").write_text("print('found the neighbour')")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_runs_a_script_as_python_would(script):
+    done = command("run", str(script), "3", "--debug", "underflow_overflow")
+    assert done.returncode == 3
+    assert done.stdout.splitlines() == [
+        "overflow_fast.integrations.transformers __main__ "
+        "['3', '--debug', 'underflow_overflow']",
+        "found the neighbour",
+    ]
+
+
+def test_runs_a_module_as_python_would(script):
+    done = command("run", "-m", "train", "0", cwd=script.parent)
+    assert done.returncode == 0, done.stderr
+    assert "overflow_fast.integrations.transformers __main__ ['0']" in done.stdout
+
+
+def test_a_traceback_comes_through(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("1 / 0")
+    done = command("run", str(path))
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "why"),
+    [
+        (("none.py",), 2, "program must be a script or a folder with __main__.py"),
+        (("folder",), 2, "can't find '__main__' module in 'folder'"),
+        (("-m", "none"), 1, "No module named none"),
+        (("-m", "folder"), 1, "'folder' is a package and cannot be directly executed"),
+    ],
+)
+def test_a_program_that_is_not_there_is_one_sentence(tmp_path, arguments, status, why):
+    (tmp_path / "folder").mkdir()
+    done = command("run", *arguments, cwd=tmp_path)
+    assert done.returncode == status
+    assert why in done.stderr and done.stderr.count("\n") == 1
+
+
+WHERE = "import os, sys; os.chdir('/'); print(__file__, sys.argv[0])"
+
+
+def test_a_script_has_an_absolute_file_and_its_name_as_given(tmp_path):
+    (tmp_path / "train.py").write_text(WHERE)
+    done = command("run", "train.py", cwd=tmp_path)
+    assert done.stdout == f"{tmp_path / 'train.py'} train.py\n", done.stderr
+
+
+@pytest.mark.parametrize("name", commands())
+def test_the_examples_of_help_can_be_typed(name):
+    shown = commands()[name].format_help().partition("example:\n")[2].splitlines()
+    assert shown
+    for line in shown:
+        words = shlex.split(line)
+        assert words[:3] == ["python", "-m", "overflow_fast"]
+        assert make_parser().parse_args(words[3:]).command == name
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("/usr/bin/overflow-fast", "overflow-fast"),
+        ("/site/overflow_fast/__main__.py", "python -m overflow_fast"),
+    ],
+)
+def test_help_names_the_program_as_it_was_called(called, name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [called])
+    assert make_parser().prog == name
+    assert commands()["run"].prog == f"{name} run"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_version(is_there, capsys, monkeypatch):
+    monkeypatch.setattr("overflow_fast.binaries.is_there", lambda torch: is_there)
+    with pytest.raises(SystemExit) as status:
+        main(["--version"])
+    assert status.value.code == 0
+    shown = f"overflow_fast {__version__}, torch {torch.__version__}"
+    lack = "" if is_there else ", no extension for it (see `env`)"
+    assert capsys.readouterr().out == f"{shown}{lack}\n"
+
+
+def test_a_build_without_cuda_kernels_says_so_once(caplog):
+    from overflow_fast.scanner.callbacks import warn_of_no_kernels
+
+    warn_of_no_kernels.cache_clear()
+    warn_of_no_kernels()
+    warn_of_no_kernels()
+    assert len(caplog.records) == 1 and "OVERFLOW_FAST_CUDA=1" in caplog.text
+
+
+def test_no_command_says_what_there_is(capsys):
+    with pytest.raises(SystemExit) as status:
+        main([])
+    assert status.value.code == 2
+    asked = capsys.readouterr().err
+    assert all(name in asked for name in commands())
+
+
+def test_the_demo_without_transformers_says_what_to_install(monkeypatch, capsys):
+    for name in [n for n in sys.modules if n.startswith("overflow_fast.tools.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("overflow_fast.tools.demo", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["demo"]) == 2
+    assert "pip install transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        ("--on-overflow skip", {"on_overflow": "skip"}),
+        ("--include h.*,ln", {"include": ["h.*", "ln"]}),
+        ("--watch tripwire", {"watch": "tripwire"}),
+        ("--watch loss,weights", {"watch": ["loss", "weights"]}),
+        ("--explain never", {"explain": Explain("never")}),
+        (
+            "--no-replay-safe --checkpoints a.pt,b.pt --explain-budget 3",
+            {
+                "explain": Explain(
+                    replay_safe=False, checkpoints=["a.pt", "b.pt"], budget=3
+                )
+            },
+        ),
+        ("--record r --record-mib 8", {"record": Record("r", mib=8.0)}),
+        ("--log l --log-ranks node", {"log": Log("l", ranks="node")}),
+        ("--every 3 --budget 0.5", {"schedule": Schedule(3, budget=0.5)}),
+        ("--spikes none", {"monitors": [Saturation()]}),
+        ("--spikes skip", {"monitors": [Spikes("skip"), Saturation()]}),
+        ("--saturation none", {"monitors": [Spikes()]}),
+        ("--saturation none --spikes none", {"monitors": []}),
+        ("--saturation 0.5", {"monitors": [Spikes(), Saturation(0.5)]}),
+        (
+            "--headroom-bits 2 --layer-audit-every 9",
+            {"monitors": [Spikes(), Saturation(), Headroom(2.0), LayerAudit(9)]},
+        ),
+    ],
+)
+def test_options_of_the_guard_are_read(typed, given):
+    parsed = make_parser().parse_args(["run", *shlex.split(typed), "train.py"])
+    assert guard_arguments(parsed) == given
+
+
+def test_every_field_that_can_be_typed_has_an_option_of_its_own():
+    flags = [
+        flag for each in commands()["run"]._actions for flag in each.option_strings
+    ]
+    assert len(flags) == len(set(flags))
+    for options in (Evidence, Explain, Log, Record, Schedule, *MONITORS):
+        for name, each in options_of(options):
+            typed = each.typed or f"{snake_case(options.__name__)}-{name}"
+            is_typed = f"--{typed.replace('_', '-')}" in flags
+            assert is_typed == (name != "ranges" or options is not Schedule), name
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ("--record-mib 3", "--record-mib needs --record PATH"),
+        ("--log-keep 3", "--log-keep needs --log PATH"),
+        ("--every 0", "--every must be at least 1, got 0"),
+        ("--explain-budget 0", "--explain-budget must be at least 1, got 0"),
+        ("--headroom-bits=-1", "--headroom-bits must be more than 0, got -1.0"),
+        ("--watch wights", "--watch must hold names out of"),
+        ("--watch tripwir", "--watch must hold names out of"),
+        (
+            "--spikes skip --sync lagged",
+            "monitors must hold none that skips",
+        ),
+    ],
+)
+def test_a_wrong_option_is_named_as_it_is_typed(typed, why, capsys):
+    assert main(["run", *shlex.split(typed), "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"overflow_fast run: {why}") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--spikes", "must be warn, skip or none"),
+        ("--saturation", "must be a number or none"),
+    ],
+)
+def test_another_word_than_none_is_refused(option, why, capsys):
+    with pytest.raises(SystemExit) as status:
+        make_parser().parse_args(["run", option, "never", "train.py"])
+    assert status.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["report", "compare", "doctor", "export"])
+def test_a_file_to_write_has_one_name_in_all_commands(name):
+    options = [each.option_strings for each in commands()[name]._actions]
+    assert ["-o", "--output"] in options
+
+
+def test_help_of_run_has_defaults_and_no_python():
+    text = " ".join(commands()["run"].format_help().split())
+    assert "such as `h.*.mlp*` (default: all)" in text and "(default: 8)" in text
+    assert "None" not in text
+
+
+@pytest.mark.parametrize("name", ["watch", "include", "exclude", "checkpoints"])
+def test_help_says_what_is_separated_by_commas(name):
+    actions = commands()["run"]._actions
+    (option,) = [each for each in actions if f"--{name}" in each.option_strings]
+    assert option.help.endswith("separated by commas")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("run --on-overflow skipp a.py", "got 'skipp': did you mean skip?"),
+        ("run --recrod r.ofr a.py", "there is no --recrod: did you mean --record?"),
+        ("run --xyzzy a.py", "there is no --xyzzy ("),
+        ("rnu a.py", "got 'rnu': did you mean run?"),
+        ("log --folow a", "there is no --folow: did you mean --follow?"),
+        (
+            "run --headroom-bits much a.py",
+            "--headroom-bits must be a number, got 'much'",
+        ),
+        ("watch a --interval soon", "--interval must be a number, got 'soon' ("),
+        ("log a --rank first", "--rank must be a whole number, got 'first' ("),
+        ("compare a", "reference is missing ("),
+        ("run", "program is missing ("),
+        ("run --spikes skp a.py", "got 'skp': did you mean skip?"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(typed, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(typed.split())
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and said in err and err.count("\n") == 1, err
+
+
+WITHOUT_COMPILER = """
+import sys
+import overflow_fast
+from overflow_fast.__main__ import main
+for arguments in (["--version"], ["report", "--help"], ["run", "--help"], ["env"]):
+    try:
+        main(arguments)
+    except SystemExit:
+        pass
+    assert "torch._dynamo" not in sys.modules, arguments
+"""
+
+
+def test_commands_without_a_model_do_not_import_the_compiler():
+    arguments = [sys.executable, "-c", WITHOUT_COMPILER]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,443 @@
+"""watch, log, export and env: what machines and readers get of a run's files."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+from flight_records import head_lines, step_line
+
+from overflow_fast.__main__ import main
+from overflow_fast.guard.files.json_text import line_bytes
+
+RUN = {"models": ["Net"], "host": "a", "policy": "skip"}
+
+
+def write_record(path, steps=3, high=4.0, **run):
+    lines = [step_line(i, high=[high * 2**i] * 4) for i in range(steps)]
+    for line in lines[1:2]:
+        line.update(actions={"skip": 1}, skipped=1)
+    heads = head_lines(**{**RUN, **run})
+    path.write_bytes(heads + b"".join(map(line_bytes, lines)))
+    return str(path)
+
+
+def write_log(path, rank=0, **run):
+    run = {
+        "kind": "run",
+        "schema": 1,
+        "run": f"r{rank}",
+        "time": 1e9,
+        "rank": rank,
+        **run,
+    }
+    step = {"kind": "step", "run": f"r{rank}", "time": 1e9, "action": None}
+    lines = [
+        {"overflow_fast": "0.1", "models": ["Net"], "policy": "skip", **run},
+        {
+            **step,
+            "step": 0,
+            "is_clean": True,
+            "headroom_bits": 3.5,
+            "headroom_at": "h.0",
+        },
+        {
+            **step,
+            "step": 1,
+            "is_clean": False,
+            "action": "skip",
+            "first": "h.0: output",
+        },
+        {**step, "step": 2, "is_clean": True},
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(path)
+
+
+def output_of(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+# watch
+
+
+def test_watch_lists_the_worst_entries_of_all_ranks(tmp_path, capsys):
+    files = [
+        write_record(tmp_path / f"{i}.ofr", high=4.0 * 2**i, rank=i, world_size=2)
+        for i in range(2)
+    ]
+    found = json.loads(output_of(capsys, "watch", *files, "--once", "--json", "-n1"))
+    assert [(each["rank"], each["step"]) for each in found["ranks"]] == [(0, 2), (1, 2)]
+    (worst,) = found["worst"]
+    assert (worst["rank"], worst["module"], worst["trend"]) == (1, "h.0", -1.0)
+    assert worst["headroom_bits"] == pytest.approx(11.0, abs=0.01)  # 32 in float16
+    assert [(i["rank"], i["step"]) for i in found["incidents"]] == [(0, 1), (1, 1)]
+
+
+def test_watch_draws_it_where_there_is_no_terminal(tmp_path, capsys):
+    shown = output_of(capsys, "watch", write_record(tmp_path / "run.ofr"))
+    assert "Net on a, 1 of 1 rank, on_overflow=skip" in shown
+    assert "h.0: output[0]" in shown and "(output)" not in shown
+    assert "12.0" in shown and "-1.00" in shown and "skip" in shown
+
+
+def test_watch_of_a_run_that_has_no_step_yet(tmp_path, capsys):
+    path = write_record(tmp_path / "run.ofr", steps=0)
+    assert "No steps yet." in output_of(capsys, "watch", path, "--once")
+    found = json.loads(output_of(capsys, "watch", path, "--once", "--json"))
+    assert (found["worst"], found["ranks"][0]["step"]) == ([], None)
+
+
+@pytest.mark.parametrize("command", [["watch", "--once"], ["report", "-o", "o.html"]])
+def test_an_empty_record_is_one_sentence(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.ofr").write_bytes(b"")
+    assert main([*command, "run.ofr"]) == 2
+    assert "run.ofr is empty: it has no steps yet." in capsys.readouterr().err
+    assert not (tmp_path / "o.html").exists()
+
+
+def test_watch_does_not_name_what_a_record_does_not_say(tmp_path, capsys):
+    path = tmp_path / "run.ofr"
+    path.write_text('{"kind": "flight_record", "schema": 1}\n')
+    assert main(["watch", "--once", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("a run, 1 of 1 rank\n") and "None" not in shown
+
+
+def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["watch", write_record(tmp_path / "run.ofr")]) == 2
+    assert "pip install rich" in capsys.readouterr().err
+
+
+# log
+
+
+def steps_of(capsys, *arguments):
+    lines = output_of(capsys, "log", *arguments, "--json").splitlines()
+    return [(line["rank"], line.get("step")) for line in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ((), [(0, None), (0, 0), (0, 1), (0, 2), (1, None), (1, 0), (1, 1), (1, 2)]),
+        (("--step", "1"), [(0, 1), (1, 1)]),
+        (("--step", "1:", "--rank", "1"), [(1, 1), (1, 2)]),
+        (("--step", ":1"), [(0, 0), (1, 0)]),
+        (("--action", "skip"), [(0, 1), (1, 1)]),
+        (("--kind", "run"), [(0, None), (1, None)]),
+        (("--bad", "--rank", "0"), [(0, 1)]),
+    ],
+)
+def test_log_is_filtered(tmp_path, capsys, options, found):
+    files = [write_log(tmp_path / f"{i}.jsonl", rank=i) for i in range(2)]
+    assert steps_of(capsys, *files, *options) == found
+
+
+def test_log_for_readers(tmp_path, capsys):
+    shown = output_of(capsys, "log", write_log(tmp_path / "g.jsonl")).splitlines()
+    assert shown[0].endswith("rank 0 run r0: Net, on_overflow=skip")
+    assert shown[1].endswith("rank 0 step 0 clean, 3.5 bits left at h.0")
+    assert shown[2].endswith("rank 0 step 1 NOT FINITE skip: h.0: output")
+
+
+def test_log_follows_a_file_that_grows_and_is_renamed(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "g.jsonl"
+    write_log(path)
+    looks = iter(range(3))
+
+    def pause(_):
+        look = next(looks)
+        if look == 0:
+            with open(path, "a") as file:
+                step = {"kind": "step", "run": "r0", "step": 3, "is_clean": True}
+                file.write(f'{json.dumps(step)}\n{{"kind": "st')
+        elif look == 1:
+            path.rename(tmp_path / "g.jsonl.1")
+            write_log(path)
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", pause)
+    found = steps_of(capsys, str(path), "-f", "--kind", "step")
+    assert [step for _, step in found] == [0, 1, 2, 3, 0, 1, 2]
+
+
+# export
+
+
+def test_export_writes_csv(tmp_path, capsys):
+    path, record = tmp_path / "run.csv", write_record(tmp_path / "run.ofr", rank=3)
+    shown = output_of(capsys, "export", record, "-o", str(path), "--json")
+    assert json.loads(shown) == {"path": str(path), "rows": 12}
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [rows[4][name] for name in ("rank", "step", "label", "abs_max")] == [
+        *("3", "1", "output[0]", "8.0")
+    ]
+    assert rows[0]["num_zero"] == ""  # not counted
+
+
+def test_export_writes_parquet_of_steps_and_of_values(tmp_path, capsys):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    record = write_record(tmp_path / "run.ofr")
+    for options, column, values in (
+        (("--steps",), "action", [None, "skip", None]),
+        ((), "abs_max", [4.0] * 4 + [8.0] * 4 + [16.0] * 4),
+    ):
+        path = tmp_path / f"{column}.parquet"
+        output_of(capsys, "export", record, *options, "-o", str(path))
+        assert parquet.read_table(path)[column].to_pylist() == values
+
+
+def test_export_overwrites_nothing_and_leaves_nothing_half(
+    tmp_path, capsys, monkeypatch
+):
+    record = write_record(tmp_path / "run.ofr")
+    (tmp_path / "mine.csv").write_text("mine")
+    assert main(["export", record, "-o", str(tmp_path / "mine.csv")]) == 2
+    assert (tmp_path / "mine.csv").read_text() == "mine"
+    assert main(["export", record, "-o", str(tmp_path / "run.xlsx")]) == 2
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert main(["export", record, "-o", str(tmp_path / "run.parquet")]) == 2
+    shown = capsys.readouterr().err
+    assert "is there already" in shown and "pip install pyarrow" in shown
+    assert not (tmp_path / "run.parquet").exists()
+
+
+# Files that cannot be read.
+
+
+def wrong_files(folder):
+    (folder / "folder").mkdir()
+    (folder / "notes.txt").write_text("my notes\nand more\n")
+    (folder / "newer.ofr").write_bytes(head_lines(schema=99))
+    write_log(folder / "newer.jsonl", schema=99)
+
+
+@pytest.mark.parametrize("command", ["watch", "export", "log"])
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("missing", "No such file"),
+        ("folder", "Is a directory"),
+        ("notes.txt", "is no "),
+        ("newer", "pip install -U overflow_fast"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence(command, name, why, tmp_path, capsys):
+    wrong_files(tmp_path)
+    if name == "newer":
+        name = "newer.jsonl" if command == "log" else "newer.ofr"
+    more = ["-o", str(tmp_path / "o.csv")] if command == "export" else []
+    assert main([command, str(tmp_path / name), *more]) == 2
+    shown = capsys.readouterr().err
+    assert why in shown and shown.count("\n") == 1
+    assert not (tmp_path / "o.csv").exists()
+
+
+def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys):
+    assert main(["log", write_log(tmp_path / "g.jsonl", schema="x")]) == 2
+    assert "it has schema 'x'" in capsys.readouterr().err
+
+
+def test_doctor_ends_with_2_where_its_page_cannot_be_written(capsys, monkeypatch):
+    from overflow_fast.tools.cli import machine_commands
+    from overflow_fast.tools.doctor import diagnosis
+
+    def save(*_):
+        raise FileExistsError("d.html is not a page of overflow_fast")
+
+    monkeypatch.setattr(diagnosis, "save_diagnosis", save)
+    assert machine_commands._tell("fine", False, "d.html") == 2
+    assert "The page cannot be written" in capsys.readouterr().err
+
+
+def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys):
+    assert main(["log", write_record(tmp_path / "run.ofr")]) == 2
+    assert "is a flight record: see `overflow-fast export`" in capsys.readouterr().err
+    (tmp_path / "g.jsonl").write_bytes(b"")
+    assert main(["log", str(tmp_path / "g.jsonl")]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("build", "replay.json cannot be read: Object missing required field"),
+        ("model", "--model must name a function that takes no arguments and returns"),
+    ],
+)
+def test_explain_names_what_it_cannot_use(place, why, tmp_path, capsys):
+    (tmp_path / "replay.json").write_text("{}")
+    path = tmp_path / "made.py"
+    path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\nbuild = model.float")
+    assert main(["explain", str(tmp_path), "--model", f"{path}:{place}"]) == 2
+    shown = capsys.readouterr().err
+    assert why in shown and shown.count("\n") == 1
+
+
+def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys):
+    record, log = tmp_path / "run.ofr", tmp_path / "g.jsonl"
+    write_record(record), write_log(log)
+    for path in (record, log):
+        path.write_bytes(path.read_bytes()[:-5])
+    assert json.loads(output_of(capsys, "watch", str(record), "--once", "--json"))[
+        "ranks"
+    ][0]["is_truncated"]
+    assert main(["export", str(record), "-o", str(tmp_path / "o.csv")]) == 0
+    assert main(["log", str(log)]) == 0
+    shown = capsys.readouterr()
+    assert "has lines that are not whole" in shown.err
+    assert f"The last line of {log} is not whole." in shown.err
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    log = write_log(tmp_path / "g.jsonl")
+    with open(log, "a") as file:
+        file.write(
+            '{"kind": "step", "run": "r0", "step": 3, "is_clean": true}\n' * 9999
+        )
+    command = f"{sys.executable} -m overflow_fast log {log} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert "run r0" in done.stdout and done.stderr == ""
+
+
+# env
+
+
+def test_env_has_what_a_bug_report_needs(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setenv("OVERFLOW_FAST_CUDA", "1")
+    found = json.loads(output_of(capsys, "env", "--json"))
+    assert found["torch"] == torch.__version__
+    assert found["kernels"].keys() == {"cpu", "cuda", "mps"}
+    assert found["variables"]["OVERFLOW_FAST_CUDA"] == "1"
+    shown = output_of(capsys, "env")
+    assert f"torch: {torch.__version__}\n" in shown and "kernels: cpu " in shown
+
+
+def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
+    from overflow_fast.scanner.text import with_progress
+
+    assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
+
+
+# What was asked for, and is not there.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["watch", "-n", "0"], "must be a number from 1 on, got 0"),
+        (["watch", "-n=-3"], "must be a number from 1 on, got -3"),
+        (["watch", "--interval", "0"], "must be above 0 and at most 86400, got 0"),
+        (["watch", "--interval", "nan"], "must be above 0 and at most 86400, got nan"),
+        (["watch", "--interval", "1e300"], "at most 86400, got 1e300"),
+        (["log", "--step", "x"], "must be N or A:B, got x"),
+        (["log", "--step", "5:3"], "5:3 has no step"),
+        (["demo", "--rounds", "0"], "must be a number from 1 on, got 0"),
+        (["demo", "--batch-size", "0"], "must be a number from 1 on, got 0"),
+    ],
+)
+def test_a_number_that_cannot_be_used_is_named(arguments, why, capsys):
+    with pytest.raises(SystemExit) as status:
+        main([*arguments, *([] if arguments[0] == "demo" else ["run.ofr"])])
+    assert status.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_filter_that_leaves_no_line_says_so(tmp_path, capsys):
+    assert main(["log", write_log(tmp_path / "g.jsonl"), "--rank", "7"]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "None of the 4 lines is such a line.\n")
+
+
+def test_a_log_for_readers_has_the_cause(tmp_path, capsys):
+    path = tmp_path / "g.jsonl"
+    write_log(path)
+    text = path.read_text()
+    path.write_text(text.replace('"first"', '"cause": "divergence", "first"'))
+    shown = output_of(capsys, "log", str(path), "--bad")
+    assert shown.endswith("NOT FINITE skip: h.0: output, divergence\n")
+
+
+def test_a_record_is_not_exported_twice(tmp_path, capsys):
+    path = write_record(tmp_path / "run.ofr")
+    assert main(["export", path, path, "-o", str(tmp_path / "o.csv")]) == 2
+    assert "given twice" in capsys.readouterr().err
+    assert not (tmp_path / "o.csv").exists()
+
+
+def test_a_missing_file_is_named_without_numbers_of_the_system(tmp_path, capsys):
+    path = str(tmp_path / "nope.ofr")
+    assert main(["report", path, "-o", str(tmp_path / "o.html")]) == 2
+    shown = capsys.readouterr().err
+    assert f"{path}: No such file or directory" in shown and "Errno" not in shown
+
+
+@pytest.mark.parametrize(
+    ("folder", "why"),
+    [
+        ("nope", "nope does not exist"),
+        ("made.py", "made.py is no folder"),
+        (
+            "evidence",
+            "give the folder of a step: {}/run/step-00000003, or one of 1 more",
+        ),
+    ],
+)
+def test_explain_says_which_folder_before_it_makes_a_model(
+    folder, why, tmp_path, capsys
+):
+    for number in (3, 4):
+        step = tmp_path / f"evidence/run/step-0000000{number}"
+        step.mkdir(parents=True)
+        (step / "replay.json").write_text("{}")
+    path = tmp_path / "made.py"
+    path.write_text("def build():\n    raise AssertionError")
+    where = str(tmp_path / folder)
+    assert main(["explain", where, "--model", f"{path}:build"]) == 2
+    assert why.format(where) in capsys.readouterr().err
+
+
+def test_a_function_that_takes_arguments_makes_no_model(tmp_path, capsys):
+    (tmp_path / "replay.json").write_text("{}")
+    path = tmp_path / "made.py"
+    path.write_text("def loss(model, batch): ...")
+    assert main(["explain", str(tmp_path), "--model", f"{path}:loss"]) == 2
+    shown = capsys.readouterr().err
+    assert "--model must name a function that takes no arguments" in shown
+    assert "'model'" in shown
+
+
+def test_report_tells_machines_what_is_in_the_page(tmp_path, capsys):
+    record = write_record(tmp_path / "run.ofr")
+    folder = tmp_path / "step-00000012"
+    folder.mkdir()
+    (folder / "overflow_fast.json").write_text('{"schema": 1, "step": 12}')
+    (folder / "report.json").write_text('{"summary": "Step 12 is not finite."}')
+    (folder / "explanation.json").write_text('{"cause": "divergence"}')
+    output = str(tmp_path / "o.html")
+    found = json.loads(
+        output_of(capsys, "report", record, str(folder), "--json", "-o", output)
+    )
+    assert (found["schema"], found["kind"], found["path"]) == (1, "page", output)
+    (about,) = found["records"]
+    assert (about["path"], about["rank"], about["steps"]) == (record, 0, 3)
+    assert (about["last_step"], about["is_truncated"]) == (2, False)
+    (incident,) = found["incidents"]
+    assert incident == {
+        "step": 12,
+        "sentence": "Step 12 is not finite.",
+        "cause": "divergence",
+        "module": None,
+        "folder": str(folder),
+    }

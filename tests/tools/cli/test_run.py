@@ -1,0 +1,457 @@
+"""overflow-fast run: scripts that know nothing of the guard."""
+
+import concurrent.futures
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from processes import python
+
+import overflow_fast
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+
+MODEL = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+"""
+PLAIN = f"""{MODEL}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+bad = int(sys.argv[1])
+for step in range(3):
+    x = torch.full((8, 4), float("inf") if step == bad else 1.0)
+    loss = model(x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("after step", step)
+sys.exit(7)
+"""
+
+
+def run(tmp_path, script, *arguments, options=(), environment=None):
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    return python(
+        "-m",
+        *("overflow_fast", "run", *options, str(path), *arguments),
+        cwd=tmp_path,
+        environment=environment,
+    )
+
+
+def test_the_first_step_of_a_plain_loop_is_guarded_and_explained(tmp_path):
+    done = run(tmp_path, PLAIN, "0")
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert "NonFiniteError: Step 0 is not finite" in done.stderr
+    assert "bad data: `input`" in done.stderr
+    # As with `python train.py`, the first frame of the traceback is the script's.
+    first = done.stderr.split("Traceback (most recent call last):\n")[1]
+    assert first.lstrip().startswith(f'File "{tmp_path / "train.py"}", line')
+    assert first.count("  File ") == 1  # and the last one, too
+
+
+def test_a_finite_run_ends_as_without_the_guard(tmp_path):
+    done = run(tmp_path, PLAIN, "-1")
+    assert done.returncode == 7
+    assert done.stdout.splitlines() == [f"after step {i}" for i in range(3)]
+    assert done.stderr == ""
+
+
+def test_options_are_the_guards_arguments(tmp_path):
+    options = ("--on-overflow", "skip", "--record", "run.ofr", "--log", "log.jsonl")
+    done = run(tmp_path, PLAIN, "1", options=options)
+    assert done.returncode == 7
+    assert "Step 1 is not finite" in done.stderr
+    record = overflow_fast.read_record(tmp_path / "run.ofr")
+    assert [step.action for step in record.steps] == [None, "skip", None]
+    assert (tmp_path / "log.jsonl").read_text().count('"kind": "step"') == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--every", "0"), "every must be at least 1, got 0"),
+        (("--watch", "wights"), "watch must hold names out of"),
+    ],
+)
+def test_a_wrong_option_is_named_before_the_script_runs(tmp_path, options, why):
+    done = run(tmp_path, PLAIN, "-1", options=options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert why in done.stderr
+
+
+GAN = """
+import torch
+from torch import nn
+generator, critic = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 1))
+of_generator = torch.optim.Adam(generator.parameters())
+of_critic = torch.optim.Adam(critic.parameters())
+for step in range(3):
+    z = torch.full((8, 3), float("nan") if step == 1 else 0.5)
+    of_critic.zero_grad()
+    critic(generator(z).detach()).mean().backward()
+    of_critic.step()
+    of_generator.zero_grad()
+    critic(generator(z)).mean().backward()
+    of_generator.step()
+print(all(p.isfinite().all() for m in (generator, critic) for p in m.parameters()))
+"""
+
+
+def test_two_models_and_two_optimizers_share_a_guard(tmp_path):
+    done = run(tmp_path, GAN, options=("--on-overflow", "skip"))
+    assert done.stdout == "True\n", done.stderr
+    assert "Step 1 is not finite: `input[0]` of Linear (Linear)" in done.stderr
+    assert "3 of 3 steps watched" in done.stderr
+
+
+OWN_GUARD = f"""{MODEL}
+import overflow_fast
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+guard = overflow_fast.OverflowGuard(model, optimizer, on_overflow="skip")
+for _ in range(2):
+    model(torch.full((8, 4), float("nan"))).mean().backward()
+    optimizer.step()
+print(guard.num_skipped)
+"""
+OWN_DETECTOR = f"""{MODEL}
+from overflow_fast import DebugUnderflowOverflow
+detector = DebugUnderflowOverflow(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(8, 4)).mean().backward()
+optimizer.step()
+"""
+
+
+def test_a_script_with_a_guard_of_its_own_has_no_second_one(tmp_path):
+    done = run(tmp_path, OWN_GUARD)
+    assert (done.returncode, done.stdout) == (0, "2\n")
+    assert "Another OverflowGuard" not in done.stderr
+    assert "no step was guarded" not in done.stderr
+
+
+def test_a_script_with_a_detector_of_its_own_has_no_guard(tmp_path):
+    done = run(tmp_path, OWN_DETECTOR)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("print('hello')", "it made no torch.optim.Optimizer in this process"),
+        (
+            f"{MODEL}\noptimizer = torch.optim.SGD(model.parameters())\nmodel(torch."
+            "ones(1, 4))",
+            "its optimizers made no step",
+        ),
+        (
+            "import torch\nw = torch.ones(2, requires_grad=True)\n"
+            "optimizer = torch.optim.SGD([w])\nw.sum().backward()\noptimizer.step()",
+            "no torch.nn.Module holds the parameters of SGD",
+        ),
+    ],
+)
+def test_a_run_without_a_guarded_step_says_why(tmp_path, script, why):
+    done = run(tmp_path, script)
+    assert done.returncode == 0
+    assert f"overflow_fast: no step was guarded: {why}" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+LATE_MODEL = f"""{MODEL}
+first = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(8, 4)).mean().backward()
+first.step()
+other = nn.Linear(4, 4)
+second = torch.optim.SGD([*other.parameters(), *model.parameters()], lr=0.1)
+raise RuntimeError
+"""
+
+
+def test_steps_count_whose_guard_gave_way_to_a_new_one(tmp_path):
+    done = run(tmp_path, LATE_MODEL)
+    assert "no step was guarded" not in done.stderr
+    assert "RuntimeError" in done.stderr
+
+
+def test_an_interrupt_is_shown_as_python_shows_it(tmp_path):
+    (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-m", "overflow_fast", "run", "train.py"]
+    package = os.path.dirname(os.path.dirname(overflow_fast.__file__))
+    found = {"capture_output": True, "text": True, "cwd": tmp_path}
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": package}, **found)
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+    assert done.stderr.count("  File ") == 1, done.stderr
+
+
+def test_a_wrong_syntax_is_shown_as_python_shows_it(tmp_path):
+    done = run(tmp_path, "f(\n")
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr and done.stderr.count("  File ") == 1
+
+
+def test_a_pattern_of_no_module_ends_the_run_before_a_step(tmp_path):
+    done = run(tmp_path, PLAIN, "-1", options=("--include", "zzz*"))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "overflow_fast run: include must hold names" in done.stderr
+    assert "'zzz*' matches none" in done.stderr
+
+
+LATER_MODEL = f"""{MODEL}
+first = torch.optim.SGD(model.parameters(), lr=0.1)
+other = nn.Sequential()
+other.later = nn.Linear(4, 1)
+second = torch.optim.SGD(other.parameters(), lr=0.1)
+other(torch.full((8, 4), float("nan"))).mean().backward()
+second.step()
+"""
+
+
+def test_a_pattern_may_be_that_of_a_later_model(tmp_path):
+    done = run(tmp_path, LATER_MODEL, options=("--include", "later"))
+    assert done.returncode == 3
+    assert "later (Linear)" in done.stderr
+
+
+COPIED = f"""{MODEL}
+import copy
+model, optimizer = copy.deepcopy((model, torch.optim.SGD(model.parameters(), 0.1)))
+for value in (1.0, 1.0, float("nan")):
+    model(torch.full((8, 4), value)).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_an_optimizer_that_was_copied_is_guarded_from_its_second_step_on(tmp_path):
+    done = run(tmp_path, COPIED)
+    assert done.returncode == 3
+    assert "Step 1 is not finite" in done.stderr
+
+
+COMPILED = f"""{MODEL}
+@torch.compile(fullgraph=True, backend="eager")
+def loss_of(x):
+    return model(x).pow(2).mean()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for value in (1.0, float("nan")):
+    loss_of(torch.full((8, 4), value)).backward()
+    optimizer.step()
+"""
+
+
+def test_a_loss_that_is_compiled_as_a_whole_stays_one_graph(tmp_path):
+    done = run(tmp_path, COMPILED)
+    assert done.returncode == 3
+    assert "Step 1 is not finite" in done.stderr
+
+
+ACCELERATE = f"""{MODEL}
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+for value in (1.0, float("nan"), 1.0):
+    accelerator.backward(model(torch.full((8, 4), value)).mean())
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+print(schedule.scheduler.last_epoch)
+"""
+
+
+def test_a_script_with_accelerate(tmp_path):
+    done = run(tmp_path, ACCELERATE, options=("--on-overflow", "skip"))
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert "3 of 3 steps watched: 1 report, 1 step skipped" in done.stderr
+
+
+ENGINE = f"""{MODEL}
+class Sharing:  # steps copies of the weights, and leaves out what is not finite
+    def __init__(self, optimizer):
+        self.optimizer, self.num_overflows = optimizer, 0
+        group, = optimizer.param_groups
+        self.weights = group["params"]
+        group["params"] = [w.detach().double() for w in self.weights]
+        for copy in group["params"]:
+            copy.grad = torch.zeros_like(copy)
+        optimizer.step()  # makes its state
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    def step(self):
+        if not all(w.grad.isfinite().all() for w in self.weights):
+            self.num_overflows += 1
+            return
+        pairs = zip(self.weights, self.param_groups[0]["params"])
+        for weight, copy in pairs:
+            copy.grad = weight.grad.double()
+        self.optimizer.step()
+        for weight, copy in zip(self.weights, self.param_groups[0]["params"]):
+            weight.data.copy_(copy)
+class Engine(nn.Module):
+    def __init__(self, module, optimizer):
+        super().__init__()
+        self.module, self.sharing = module, Sharing(optimizer)
+    def forward(self, x):
+        return self.module(x)
+    def backward(self, loss):
+        loss.backward()
+    def step(self):
+        self.sharing.step()
+        self.zero_grad()
+engine = Engine(model, torch.optim.Adam(model.parameters()))
+for step in range(4):
+    x = torch.full((8, 4), float("nan") if step == 2 else 1.0)
+    engine.backward(engine(x).mean())
+    before = next(model.parameters()).detach().clone()
+    engine.step()
+    print(int(torch.equal(before, next(model.parameters()))), end="")
+print(engine.sharing.num_overflows)
+"""
+
+
+def test_a_script_with_an_engine_that_steps_on_its_own_terms(tmp_path):
+    done = run(tmp_path, ENGINE, options=("--on-overflow", "skip"))
+    assert (done.returncode, done.stdout) == (0, "00100\n"), done.stderr
+    assert "Step 2 is not finite" in done.stderr
+    assert "4 of 4 steps watched: 1 report, 1 step skipped" in done.stderr
+    assert "module." not in done.stderr
+
+
+RANKS = f"""{MODEL}
+import torch.distributed as dist
+dist.init_process_group("gloo")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # before DDP
+model = nn.parallel.DistributedDataParallel(model)
+for step in range(2):
+    is_bad = step == 1 and dist.get_rank() == 1
+    model(torch.full((8, 4), float("nan") if is_bad else 1.0)).mean().backward()
+    optimizer.step()
+"""
+
+
+def test_two_ranks_with_the_environment_of_torchrun_decide_together(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    of_all = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def rank(i):
+        environment = {**os.environ, **of_all, "RANK": str(i), "LOCAL_RANK": str(i)}
+        (tmp_path / str(i)).mkdir()
+        return run(tmp_path / str(i), RANKS, environment=environment)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(rank, range(2)))
+    for done in ranks:
+        assert done.returncode == 3, done.stderr
+        assert "Step 1 is not finite on rank 1 of 2" in done.stderr
+
+
+TRAINER = f"""{MODEL}
+from transformers import Trainer, TrainingArguments, PretrainedConfig, PreTrainedModel
+class Model(PreTrainedModel):
+    config_class = PretrainedConfig
+    def __init__(self):
+        super().__init__(PretrainedConfig())
+        self.body = model
+    def forward(self, x, labels=None):
+        y = self.body(x)
+        return {{"loss": y.mean(), "y": y}}
+data = [dict(x=torch.full((4,), v)) for v in (1.0, float(sys.argv[1]), 1.0)]
+arguments = TrainingArguments("out", per_device_train_batch_size=1, use_cpu=True,
+    report_to="none", save_strategy="no", debug=sys.argv[2], disable_tqdm=True,
+    remove_unused_columns=False, seed=0)
+Trainer(Model(), arguments, train_dataset=data).train()
+"""
+
+
+def test_a_trainer_gets_the_callback(tmp_path):
+    done = run(tmp_path, TRAINER, "nan", "", options=("--on-overflow", "skip"))
+    assert done.returncode == 0, done.stderr
+    assert "9 of 9 steps watched: 3 reports, 3 steps skipped" in done.stderr
+    assert "no step was guarded" not in done.stderr
+
+
+def test_a_pattern_of_no_module_ends_a_trainer_too(tmp_path):
+    done = run(tmp_path, TRAINER, "1", "", options=("--include", "zzz*"))
+    assert done.returncode == 2
+    assert "overflow_fast run: include must hold names" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_guard_of_the_script_with_such_a_pattern_has_its_traceback(tmp_path):
+    made = "import overflow_fast\noverflow_fast.OverflowGuard(model, include=['zzz'])"
+    done = run(tmp_path, f"{MODEL}\n{made}")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "'zzz' matches none" in done.stderr
+
+
+def test_a_trainer_that_asks_for_the_detector_gets_no_guard(tmp_path):
+    done = run(tmp_path, TRAINER, "nan", "underflow_overflow")
+    assert done.returncode == 1
+    assert "DebugUnderflowOverflow: inf/nan detected" in done.stderr
+    assert "no step was guarded" not in done.stderr
+    assert "overflow_fast/detector/debug.py" in done.stderr
+
+
+LIGHTNING = f"""{MODEL}
+import lightning.pytorch as lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = model
+    def training_step(self, batch, index):
+        return self.body(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+data = torch.ones(3, 4)
+data[1] = float("nan")
+lightning.Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+).fit(Module(), torch.utils.data.DataLoader(data))
+"""
+
+
+def test_lightning_gets_the_callback(tmp_path):
+    pytest.importorskip("lightning.pytorch")
+    done = run(tmp_path, LIGHTNING, options=("--on-overflow", "skip"))
+    assert done.returncode == 0, done.stderr
+    assert "3 of 3 steps watched: 1 report, 1 step skipped" in done.stderr
+    assert "no step was guarded" not in done.stderr
+
+
+OWN = f"""{MODEL}
+import overflow_fast
+own = sys.argv[1]
+if own == "detector":
+    detector = overflow_fast.DebugUnderflowOverflow(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if own == "guard":
+    guard = overflow_fast.OverflowGuard(model, optimizer)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(8, 4)).sum().backward()
+    optimizer.step()
+sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else None)
+"""
+
+
+@pytest.mark.parametrize("ends", [(), ("0",), ("7",)])
+@pytest.mark.parametrize("own", ["guard", "detector", "none"])
+def test_options_that_a_guard_of_the_programs_does_not_get(tmp_path, own, ends):
+    options = ("--record", "r.ofr", "--log", "l.jsonl")
+    done = run(tmp_path, OWN, own, *ends, options=options)
+    is_refused = own != "none" and ends != ("7",)
+    assert done.returncode == (7 if ends == ("7",) else 2 * is_refused), done.stderr
+    assert ("not given --log, --record: nothing" in done.stderr) == is_refused
+    assert (tmp_path / "r.ofr").exists() == (own == "none")
+    assert run(tmp_path, OWN, own).returncode == 0

@@ -1,0 +1,94 @@
+"""Modules of other names are aligned, however many there are."""
+
+import pytest
+import torch
+
+import overflow_fast
+from overflow_fast.tools.compare import matching
+
+
+class Chain(torch.nn.Module):
+    def __init__(self, names, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(4, 4) for _ in names]
+        self.layers = torch.nn.ModuleDict(dict(zip(names, layers, strict=True)))
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x).tanh()
+        return x
+
+
+def compared(folder, *models):
+    for name, model in zip("ab", models, strict=True):
+        with overflow_fast.recording(folder / name, model):
+            model(torch.ones(2, 4)).sum().backward()
+    return overflow_fast.compare(folder / "a", folder / "b")
+
+
+@pytest.fixture
+def few_cells(monkeypatch):
+    monkeypatch.setattr(matching, "_MAX_CELLS", 6)
+
+
+def test_equal_results_align_what_is_too_long(few_cells, tmp_path):
+    diff = compared(tmp_path, Chain("abcdefgh"), Chain("stuvwxyz"))
+    assert diff.first is None and diff.num_alone == 0, diff
+    assert diff.counts()["equal"] == len(diff.rows) > 50
+    assert "too many modules have other names" in str(diff)
+
+
+def test_a_layer_that_differs_is_between_equal_ones(few_cells, tmp_path):
+    mine, its = Chain("abcdefgh"), Chain("stuvwxyz")
+    mine.layers["f"].register_forward_hook(lambda m, args, output: output * 1.1)
+    diff = compared(tmp_path, mine, its)
+    assert (diff.first.module, diff.first.kind) == ("layers.f", "forward"), diff
+
+
+def test_a_layer_more_leaves_one_alone(few_cells, tmp_path):
+    mine, its = Chain("abcdefgh"), Chain("stuvwxyz")
+    its.layers["v"] = torch.nn.Identity()
+    diff = compared(tmp_path, mine, its)
+    renamed = " ".join(diff.said)
+    assert "layers.a = layers.s, layers.b = layers.t, layers.c = layers.u" in renamed
+
+
+def test_without_equal_results_the_order_decides(few_cells, tmp_path):
+    diff = compared(tmp_path, Chain("abcdefgh"), Chain("stuvwxyz", seed=1))
+    names = {str(r.place): r.reference_name for r in diff.rows}
+    assert names["layers.a: output"] == "layers.s: output"
+    assert names["layers.h: output"] == "layers.z: output"
+    assert diff.first.kind == "weights"
+
+
+def test_few_are_aligned_each_with_each(tmp_path):
+    diff = compared(tmp_path, Chain("abc"), Chain("xyz"))
+    assert diff.first is None and "too many" not in str(diff)
+
+
+class Routed(torch.nn.Module):
+    """Calls one of two experts."""
+
+    def __init__(self, which):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self._which = which
+
+    def forward(self, x):
+        return self.experts[self._which](x)
+
+
+def test_a_module_of_both_runs_is_no_twin_of_another(tmp_path):
+    diff = compared(tmp_path, Routed(0), Routed(1))
+    said = " ".join(diff.said)
+    assert "paired by order" not in said
+    assert "of experts.0, of the first run alone" in said
+    assert "of experts.1, of the reference run alone" in said
+
+
+def test_one_module_of_another_name_is_counted_as_one(tmp_path):
+    diff = compared(tmp_path, Chain("a"), Chain("x"))
+    (said,) = [each for each in diff.said if "paired by order" in each]
+    assert "1 module was paired by order and shape: layers.a = layers.x" in said

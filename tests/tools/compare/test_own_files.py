@@ -1,0 +1,47 @@
+"""What a comparison may be written over."""
+
+import pytest
+from compared_models import batch, tower
+
+import overflow_fast
+from overflow_fast.tools.cli.command_line import main
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("a", "b"):
+        model = tower()
+        with overflow_fast.recording(tmp_path / name, model):
+            model(batch())
+    return [str(tmp_path / name) for name in ("a", "b")]
+
+
+@pytest.mark.parametrize("kind", ["json", "xlsx", "html"])
+@pytest.mark.parametrize("text", ["mine\n", '{"kind": "comparison"}', "[]", ""])
+def test_a_file_of_the_user_is_not_written_over(folders, tmp_path, capsys, kind, text):
+    file = tmp_path / f"u.{kind}"
+    file.write_text(text)
+    if kind == "xlsx":
+        pytest.importorskip("xlsxwriter")
+    assert main(["compare", *folders, "-o", str(file)]) == 2
+    assert "is not written over" in capsys.readouterr().err
+    assert file.read_text() == text
+
+
+def test_a_workbook_of_the_user_is_not_written_over(folders, tmp_path):
+    xlsxwriter = pytest.importorskip("xlsxwriter")
+    file = tmp_path / "u.xlsx"
+    with xlsxwriter.Workbook(file) as book:
+        book.add_worksheet("mine")
+    before = file.read_bytes()
+    with pytest.raises(FileExistsError, match="is not written over"):
+        overflow_fast.compare(*folders).to_xlsx(file)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["json", "xlsx", "html"])
+def test_an_older_comparison_is_written_over(folders, tmp_path, kind):
+    if kind == "xlsx":
+        pytest.importorskip("xlsxwriter")
+    for _ in range(2):
+        assert main(["compare", *folders, "-o", str(tmp_path / f"u.{kind}")]) == 0

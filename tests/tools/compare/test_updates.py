@@ -1,0 +1,254 @@
+"""What made an update differ: settings of optimizers, gradients that were not cleared,
+and rounding that an optimizer divides by a gradient's size."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import overflow_fast
+from overflow_fast.tools.compare.matching import _added
+from overflow_fast.tools.compare.summary import BOUNDS, fetch, magnitudes, summarize
+
+
+class Attention(nn.Module):
+    """The gradient of the keys' part of its fused bias is rounding alone."""
+
+    def __init__(self, is_fused):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.out = nn.Linear(16, 4)
+        self._is_fused = is_fused
+
+    def forward(self, x):
+        return self.out(self.attention(x, x, x, need_weights=not self._is_fused)[0])
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def attention(is_fused):
+    torch.manual_seed(0)
+    return Attention(is_fused)
+
+
+def adamw(model, **options):
+    return [torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})]
+
+
+def sgd(model, **options):
+    return [torch.optim.SGD(model.parameters(), **{"lr": 1e-2, **options})]
+
+
+def clear(optimizers, step):
+    for each in optimizers:
+        each.zero_grad()
+
+
+def train(folder, model, make, num=3, clears=clear, after=lambda *_: None):
+    optimizers = make(model)
+    with overflow_fast.recording(folder, model) as run:
+        for step in range(num):
+            if step:
+                run.step()
+            x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean()
+            clears(optimizers, step)
+            loss.backward()
+            for each in optimizers:
+                each.step()
+            after(model, optimizers, step)
+
+
+@pytest.fixture
+def compared(tmp_path):
+    def compare(mine, its):
+        train(tmp_path / "a", **mine)
+        train(tmp_path / "b", **its)
+        return overflow_fast.compare(tmp_path / "a", tmp_path / "b")
+
+    return compare
+
+
+def two_groups(rate):
+    return lambda model: [
+        torch.optim.SGD(
+            [
+                {"params": model[0].parameters()},
+                {"params": model[2].parameters(), "lr": rate},
+            ],
+            lr=1e-2,
+        )
+    ]
+
+
+def two_optimizers(rate):
+    return lambda model: [
+        torch.optim.SGD(model[0].parameters(), lr=1e-2),
+        torch.optim.AdamW(model[2].parameters(), lr=rate),
+    ]
+
+
+def made(make, **options):
+    return lambda model: make(model, **options)
+
+
+def plain_adam(model):
+    return [torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.01)]
+
+
+SETTINGS = {
+    "lr": (made(adamw, lr=2e-2), adamw, "The optimizer: lr is 0.02, against 0.01"),
+    "a tensor": (
+        made(sgd, lr=torch.tensor(0.5)),
+        *(made(sgd, lr=0.25), "The optimizer: lr is 0.5, against 0.25"),
+    ),
+    "betas": (
+        made(adamw, betas=(0.9, 0.9)),
+        *(adamw, "The optimizer: betas is (0.9, 0.9), against (0.9, 0.999)"),
+    ),
+    "momentum": (made(sgd, momentum=0.5), sgd, "momentum is 0.5, against 0"),
+    "class": (plain_adam, adamw, "class is 'Adam', against 'AdamW'"),
+    "group": (
+        two_groups(0.5),
+        *(two_groups(0.25), "The optimizer, group 2: lr is 0.5, against 0.25"),
+    ),
+    "second": (
+        two_optimizers(0.5),
+        *(two_optimizers(0.25), "The optimizer 2: lr is 0.5, against 0.25"),
+    ),
+    "left out": (
+        lambda model: [torch.optim.SGD(model[0].parameters(), lr=1e-2)],
+        *(sgd, "parameters left out is 2, against 0"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS.values(), ids=SETTINGS)
+def test_the_setting_of_an_optimizer_is_the_answer(compared, case):
+    mine, its, text = case
+    diff = compared({"model": linear(), "make": mine}, {"model": linear(), "make": its})
+    assert diff.first.kind == "update", diff
+    assert f"{text} in the reference" in str(diff.first)
+    assert "makes it" not in str(diff.first)
+    assert any(text.partition(": ")[2] in each for each in diff.said)
+
+
+def test_equal_settings_are_said_to_be(compared):
+    def after(model, optimizers, step):
+        optimizers[0].state.clear()
+
+    mine = {"model": linear(), "make": made(sgd, momentum=0.9), "after": after}
+    diff = compared(mine, {**mine, "model": linear(), "after": lambda *_: None})
+    text = "The settings of the optimizers are equal: their state, or other code"
+    assert (diff.first.kind, diff.first.row.step) == ("update", 2), diff
+    assert text in str(diff.first) and "rounding makes" not in str(diff.first)
+
+
+def test_a_schedule_is_one_difference(compared):
+    def schedule(factor):
+        def after(model, optimizers, step):
+            optimizers[0].param_groups[0]["lr"] *= factor
+
+        return after
+
+    mine = {"model": linear(), "make": made(sgd, lr=0.5), "num": 6}
+    diff = compared(
+        {**mine, "after": schedule(0.5)},
+        {**mine, "model": linear(), "after": schedule(0.25)},
+    )
+    said = [each for each in diff.said if "lr is" in each]
+    assert said == [
+        "Step 1: lr is 0.25, against 0.125 in the reference: the optimizer."
+    ]
+    assert diff.first.row.step == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_rounding_that_is_divided_by_its_size_is_no_difference(compared, options):
+    mine = {"model": attention(True), "make": made(adamw, **options)}
+    diff = compared(mine, {"model": attention(False), "make": adamw})
+    assert diff.first is None, diff
+    row = next(
+        r for r in diff.rows if r.name == "attention.in_proj_bias: parameter" and r.step
+    )
+    assert row.verdict == "propagated" and row.relative > 1e-3
+    assert row.notes == [
+        "the rounding of gradients, which the optimizer divides by their size"
+    ]
+
+
+def forgets(model, optimizers, step):
+    """Each step is the first one of Adam, as long as its rate."""
+    optimizers[0].state.clear()
+
+
+def writes(model, optimizers, step):
+    with torch.no_grad():
+        model.out.weight += 1e-3
+
+
+ROUNDED = {
+    "state": ({"after": forgets}, adamw, {}, "or rounding"),
+    "weight": ({"after": writes}, adamw, {}, "or rounding"),
+    "rate": ({"make": made(adamw, lr=1.2e-2)}, adamw, {}, "lr is 0.012"),
+    "linear": ({"after": writes}, sgd, {}, "are equal"),
+}
+
+
+@pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
+def test_what_is_more_than_divided_rounding_is_named(compared, case):
+    change, make, options, text = case
+    mine = {"model": attention(True), "make": make, **change}
+    diff = compared(mine, {"model": attention(False), "make": make, **options})
+    assert diff.first.kind == "update", diff
+    assert text in str(diff.first)
+
+
+def test_older_recordings_leave_rounding_open(compared, tmp_path):
+    for name, is_fused in (("a", True), ("b", False)):
+        train(tmp_path / name, attention(is_fused), adamw)
+        path = tmp_path / name / "rank-0.jsonl"
+        lines = [json.loads(each) for each in path.read_text().splitlines()]
+        for line in lines:
+            line.pop("magnitudes", None)
+            settings = line.get("settings", {})
+            settings.pop("the optimizer", None)
+        path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+    diff = overflow_fast.compare(tmp_path / "a", tmp_path / "b")
+    assert diff.first.kind == "update"
+    assert "The optimizer, its state, its settings, or other code" in str(diff.first)
+    assert "makes it; or rounding: " in str(diff.first)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_gradients_that_one_run_does_not_clear(compared, is_first):
+    runs = [
+        {"model": linear(), "make": sgd, "clears": lambda *_: None},
+        {"model": linear(), "make": sgd},
+    ]
+    diff = compared(*(runs if is_first else runs[::-1]))
+    assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
+    run = "the first run" if is_first else "the reference run"
+    assert f"In {run} alone parameters had gradients when backward began" in str(
+        diff.first
+    )
+
+
+def test_magnitudes_are_counts_of_a_sample():
+    torch.manual_seed(0)
+    x = torch.randn(3000) * 10.0 ** torch.randint(-20, 6, (3000,))
+    x[::7], x[1] = 0.0, float("nan")
+    found = fetch([torch.cat([summarize(x), magnitudes(x)])])[0]
+    sample = x[::2].double().abs()
+    expected = [int((sample <= bound).sum()) for bound in BOUNDS]
+    assert found.magnitudes == (*expected, 1500)
+    assert torch.equal(found.sums, fetch([summarize(x)])[0].sums)
+    assert fetch([summarize(x)])[0].magnitudes == ()
+    empty = torch.zeros(0)
+    (none,) = fetch([torch.cat([summarize(empty), magnitudes(empty)])])
+    assert none.magnitudes == (0,) * (len(BOUNDS) + 1)
+    assert _added([(1, 2), (3, 4)]) == (4, 6) and _added([(1, 2), ()]) == ()

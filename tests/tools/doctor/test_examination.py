@@ -1,0 +1,262 @@
+"""The doctor, with real processes: each planted fault is named, and by its rank."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from examinations import begin, examine, frozen, killed, planted, replaced
+
+from overflow_fast.tools.doctor import checks
+from overflow_fast.tools.doctor.checks import (
+    AGREEMENT,
+    ARITHMETIC,
+    BARRIER,
+    COLLECTIVES,
+    STORAGE,
+)
+from overflow_fast.tools.doctor.diagnosis import Diagnosis
+from overflow_fast.tools.doctor.examination import STAGES
+from overflow_fast.tools.doctor.links import LINKS
+from overflow_fast.tools.doctor.roll_call import ROLL_CALL
+
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(),
+    reason="no gloo: torch was built without it",
+)
+
+
+def findings(results, stage=None):
+    """What the leading rank tells, which is what all ranks have found."""
+    (told,) = [diagnosis for diagnosis, leads in results.values() if leads]
+    assert {d.status for d, _ in results.values()} == {told.status}
+    # How far the time goes depends on the machine.
+    judged = [each for each in told.findings if not each.text.startswith("Messages of")]
+    return [each for each in judged if stage in (None, each.stage)]
+
+
+def of_kind(stage):
+    return next(each for each in STAGES if each.name == stage.name)
+
+
+# The faults, as they stand in the processes of their ranks.
+
+
+def other_version(run, site):
+    facts = run(site)
+    return dataclasses.replace(facts, versions={**facts.versions, "torch": "1.0"})
+
+
+def wrong_contribution(run, site):
+    """Flips a sign of what it contributes to all-gathers."""
+    gather = dist.all_gather
+
+    def wrongly(parts, own):
+        gather(parts, -own if own.is_floating_point() else own + 1)
+
+    with replaced(dist, "all_gather", wrongly):
+        return run(site)
+
+
+def wrong_receipt(run, site):
+    """Changes one element of what it receives from others."""
+    reduce = dist.all_reduce
+
+    def wrongly(rows, *arguments, **options):
+        reduce(rows, *arguments, **options)
+        rows[..., 0] += 1
+
+    with replaced(dist, "all_reduce", wrongly):
+        return run(site)
+
+
+def slow_link(run, site):
+    """Measures a time for rank 2 that no machine could make up for."""
+    measured = run(site)
+    for each in (*measured.latency, *measured.transfer):
+        each[2] = [seconds + 1e6 for seconds in each[2]]
+    return measured
+
+
+def with_cores(run, site):
+    measured = run(site)
+    measured.cores = 1024
+    return measured
+
+
+def flipped_bit(run, site):
+    digest = checks.digest_of
+
+    def flipped(tensor):
+        other = tensor.clone()
+        other.view(torch.uint8).flatten()[-1] ^= 1
+        return digest(other)
+
+    with replaced(checks, "digest_of", flipped):
+        return run(site)
+
+
+def wrong_product(run, site):
+    with replaced(checks, "is_exact", lambda dtype, device: False):
+        return run(site)
+
+
+def unwritable(run, site):
+    folder = f"{site.settings.folder}/none"
+    return run(
+        dataclasses.replace(
+            site, settings=dataclasses.replace(site.settings, folder=folder)
+        )
+    )
+
+
+def blind_to_others(run, site):
+    """Has a folder of its own, as on a local disk."""
+    own = f"{site.settings.folder}/own{site.rank}"
+    os.mkdir(own)
+    settings = dataclasses.replace(site.settings, folder=own)
+    return run(dataclasses.replace(site, settings=settings))
+
+
+def frozen_parent(run, site):
+    found = run(site)
+    pid = multiprocessing.parent_process().pid
+    with open(f"{os.environ['EXAMINATION']}/frozen{site.rank}", "w"):
+        os.kill(pid, signal.SIGSTOP)
+    return found
+
+
+class Everywhere:
+    """A run with a fault on all ranks and another on one."""
+
+    def __init__(self, run, everywhere, rank, fault):
+        self.run, self.everywhere = run, everywhere
+        self.rank, self.fault = rank, fault
+
+    def __call__(self, site):
+        run = self.fault if site.rank == self.rank else lambda run, site: run(site)
+        return self.everywhere(lambda site: run(self.run, site), site)
+
+
+def late_arrival(rank, store):
+    """Comes when the others have been there for a while."""
+    if rank == 2:
+        for other in (0, 1, 3):
+            store.wait([f"test/here/{other}"])
+        multiprocessing.Event().wait(0.3)
+
+
+def test_soft_faults_are_named_and_the_rest_goes_on(tmp_path):
+    collectives = planted(COLLECTIVES, 2, wrong_contribution)
+    stages = (
+        planted(ROLL_CALL, 1, other_version),
+        BARRIER,
+        planted(collectives, 1, wrong_receipt),
+        dataclasses.replace(LINKS, run=Everywhere(LINKS.run, with_cores, 1, slow_link)),
+        planted(ARITHMETIC, 3, flipped_bit),
+        planted(STORAGE, 3, unwritable),
+        AGREEMENT,
+    )
+    results = examine(
+        4,
+        stages,
+        before=late_arrival,
+        folder=str(tmp_path),
+        slow=1000.0,
+        late=0.25,
+        repeats=1,
+    )
+    assert sorted(results) == [0, 1, 2, 3]
+    version, *late = findings(results, "roll call")
+    assert version.ranks == (1,) and version.severity == 2
+    assert "torch is 1.0 on rank 1 (" in version.text
+    assert (2,) in [each.ranks for each in late]
+    assert all(each.severity == 1 and "after half of" in each.text for each in late)
+    contributed, received = findings(results, "collectives")
+    assert received.ranks == (1,)
+    assert received.text.startswith("Rank 1 received wrongly in all-reduce (")
+    assert contributed.ranks == (2,)
+    assert contributed.text.startswith("Rank 2 contributed wrongly in all-gather (")
+    latency, transfer = findings(results, "links")
+    assert latency.ranks == transfer.ranks == (1, 2)
+    (bits,) = findings(results, "arithmetic")
+    assert bits.ranks == (3,) and "other bits" in bits.text
+    (folder,) = findings(results, "memory and folder")
+    assert folder.ranks == (3,) and "write to" in folder.text
+    assert "No such file or directory" in folder.text and "Errno" not in folder.text
+    assert findings(results, "agreement") == findings(results, "barrier") == []
+    assert list(tmp_path.iterdir()) == []  # each file is removed
+
+
+# Ranks that are gone: who waits for them does so together with the others who wait.
+
+
+@pytest.fixture(scope="module")
+def without_some():
+    """Examinations that wait for ranks, begun at once; what each has found."""
+    freezing = ROLL_CALL, planted(BARRIER, 1, frozen), ARITHMETIC
+    going = ROLL_CALL, planted(ARITHMETIC, 1, frozen_parent)
+    dying = ROLL_CALL, BARRIER, planted(COLLECTIVES, 2, killed), AGREEMENT
+    begun = {
+        "frozen": begin(2, freezing, limit=4.0),
+        "no answer": begin(2, going, limit=4.0, grace=0.5),
+        "killed": begin(4, dying),
+        "0 is absent": begin(2, (ROLL_CALL,), absent=[0], limit=1.0, grace=0.1),
+        "1 is absent": begin(2, (ROLL_CALL,), absent=[1], limit=1.0, grace=0.1),
+    }
+    return {name: end() for name, end in begun.items()}
+
+
+def test_a_killed_rank_is_named_and_the_others_go_on(without_some):
+    results = without_some["killed"]
+    (found,) = findings(results)
+    assert found.ranks == (2,) and found.severity == 2
+    assert "died (SIGKILL), in a fault" in found.text
+    diagnosis: Diagnosis = results[0][0]
+    assert [(s.state, s.ranks) for s in diagnosis.stages] == [
+        ("fine", 4),
+        ("fine", 4),
+        ("broken", 4),
+        ("fine", 3),
+    ]
+    assert [d.status for d, _ in results.values()] == [2, 2, 2, 2]
+
+
+def test_a_frozen_rank_is_named(without_some):
+    found = findings(without_some["frozen"], "barrier")
+    assert [each.ranks for each in found] == [(1,)]
+    assert "is frozen (stopped by a signal, such as SIGSTOP)" in found[0].text
+
+
+def test_a_rank_that_gives_no_answer_is_named(without_some):
+    results = without_some["no answer"]
+    assert sorted(results) == [0]
+    found = findings(results, "arithmetic")
+    assert [each.ranks for each in found] == [(1,)]
+    assert "gave no answer" in found[0].text
+
+
+@pytest.mark.parametrize("absent", [1, 0])
+def test_a_missing_rank_is_named_also_if_it_would_lead(absent, without_some):
+    results = without_some[f"{absent} is absent"]
+    missing = [f for f in findings(results) if "did not come" in f.text]
+    assert [each.ranks for each in missing] == [(absent,)]
+    assert missing[0].text.startswith(f"Rank {absent} of 2 did not come within 1 s")
+
+
+def test_two_healthy_ranks_raise_nothing_and_a_local_folder_is_told(tmp_path):
+    stages = [each for each in STAGES if each is not STORAGE]
+    stages[4] = planted(ARITHMETIC, 1, wrong_product)
+    stages.append(planted(STORAGE, 1, blind_to_others))
+    results = examine(2, stages, folder=str(tmp_path), slow=1000.0)
+    found = [each for each in findings(results) if each.severity]
+    assert [(each.stage, each.ranks) for each in found] == [
+        ("arithmetic", (1,)),
+        ("memory and folder", (0, 1)),
+        ("memory and folder", (1, 0)),
+    ]
+    assert "whose exact result is known" in found[0].text
+    assert "does not see the file that rank 1 (" in found[1].text

@@ -1,0 +1,632 @@
+"""The doctor's judgements: pure functions of what ranks have measured."""
+
+import dataclasses
+import random
+import statistics
+
+import pytest
+import torch
+
+from overflow_fast.tools.doctor import checks, links, roll_call
+from overflow_fast.tools.doctor.checks import (
+    AGREEMENT,
+    ARITHMETIC,
+    BARRIER,
+    COLLECTIVES,
+    OPERATIONS,
+    STORAGE,
+    BarrierResult,
+    Digests,
+    GuardSummary,
+    StorageResult,
+    compared_pairs,
+    faulty_ranks,
+)
+from overflow_fast.tools.doctor.diagnosis import Diagnosis, matrices_of, save_diagnosis
+from overflow_fast.tools.doctor.examination import innermost_calls, lost_ranks
+from overflow_fast.tools.doctor.links import LINKS, Measured, rounds_of
+from overflow_fast.tools.doctor.roll_call import ROLL_CALL, RankFacts, late_ranks
+from overflow_fast.tools.doctor.stage import (
+    BROKEN,
+    UNJUDGED,
+    WARNING,
+    ExaminationSettings,
+    Finding,
+    StageOutcome,
+    StageResult,
+    odd_ones,
+)
+
+WORLD, PER_HOST = 16, 8
+HOSTS = {rank: f"Node-{rank // PER_HOST}" for rank in range(WORLD)}
+SETTINGS = ExaminationSettings()
+ROUNDS = rounds_of(range(WORLD), HOSTS, SETTINGS.samples)
+MICRO = 1e-6
+
+
+# A cluster in numbers: times with noise.
+
+
+def noise_of(chance):
+    """What the times of measurements are multiplied by, for all of a cluster.
+
+    Some per cent of noise, outliers in one of 20.
+    """
+    generator = torch.Generator().manual_seed(chance.getrandbits(63))
+
+    def drawn():
+        shape = 2000, SETTINGS.repeats
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    outliers = (drawn() < 0.05) * (1 + 19 * drawn())
+    return iter((1 - (-drawn()).log1p() / 20 + outliers).tolist())
+
+
+def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
+    noise = noise_of(chance)
+
+    def times(base):
+        return [base * each for each in next(noise)]
+
+    found = {
+        rank: Measured(
+            HOSTS[rank],
+            "cuda",
+            2**26,
+            8,
+            latency=[{}, {}],
+            transfer=[{}, {}],
+            product=[times(0.01 * straggling(rank)) for _ in range(2)],
+        )
+        for rank in range(WORLD)
+    }
+    for number in range(2):
+        for a, b in (pair for each in ROUNDS for pair in each):
+            base = 12 * MICRO if HOSTS[a] == HOSTS[b] else 35 * MICRO
+            factor = slow(a, b)
+            found[a].latency[number][b] = times(base * factor)
+            found[a].transfer[number][b] = times(200 * base * factor)
+    return found
+
+
+def facts_of(chance):
+    return {
+        rank: RankFacts(
+            *(HOSTS[rank], 100 + rank, rank % PER_HOST),
+            {"torch": "2.13.0", "NCCL": "2.29.2"},
+            "nccl",
+            gpu=f"GPU-{rank}",
+            kind="H200",
+            num_gpus=PER_HOST,
+            taken=0.01,
+            smi={"driver": "580.1", "ecc_errors": "0", "hw_slowdown": "Not Active"},
+            waited=chance.uniform(2, 9),
+        )
+        for rank in range(WORLD)
+    }
+
+
+def healthy(chance):
+    digests = {"product": chance.getrandbits(63)}
+    yield ROLL_CALL, facts_of(chance)
+    yield BARRIER, {rank: BarrierResult(HOSTS[rank], "IB") for rank in range(WORLD)}
+    yield COLLECTIVES, {rank: ([], ["all-reduce of int8"]) for rank in range(WORLD)}
+    yield LINKS, measured_of(chance)
+    yield (
+        ARITHMETIC,
+        {r: Digests(HOSTS[r], "H200", [], digests, digests) for r in range(WORLD)},
+    )
+    yield STORAGE, {rank: StorageResult(HOSTS[rank]) for rank in range(WORLD)}
+    yield AGREEMENT, {rank: GuardSummary(8, {1: "it"}, 1, 7) for rank in range(WORLD)}
+
+
+def test_a_thousand_healthy_runs_raise_nothing():
+    for seed in range(1000):
+        chance = random.Random(seed)
+        for stage, data in healthy(chance):
+            assert stage.judge(data, SETTINGS) == [], (seed, stage.name)
+
+
+@pytest.mark.parametrize("pair", [(1, 2), (0, 8)])
+def test_a_slow_link_is_named_in_each_of_many_runs(pair):
+    for seed in range(50):
+        slow = lambda a, b: 5.0 if (a, b) == pair else 1.0  # noqa: E731
+        found = LINKS.judge(measured_of(random.Random(seed), slow), SETTINGS)
+        assert [each.ranks for each in found] == [pair, pair], seed
+        assert f"ranks {pair[0]} (Node-0), {pair[1]} (Node-" in found[0].text
+
+
+def test_a_rank_with_slow_links_is_named_once_and_not_by_its_links():
+    slow = lambda a, b: 6.0 if 3 in (a, b) else 1.0  # noqa: E731
+    found = LINKS.judge(measured_of(random.Random(0), slow), SETTINGS)
+    assert [each.ranks for each in found] == [(3,), (3,)]
+    assert "with most others" in found[0].text
+
+
+def test_a_link_that_is_slow_once_is_not_named():
+    data = measured_of(random.Random(0))
+    data[1].latency[0][2] = [1.0]
+    assert LINKS.judge(data, SETTINGS) == []
+
+
+def test_a_straggling_rank_is_named():
+    slow = lambda rank: 1.5 if rank == 11 else 1.0  # noqa: E731
+    data = measured_of(random.Random(0), straggling=slow)
+    (found,) = LINKS.judge(data, SETTINGS)
+    assert found.ranks == (11,) and found.severity == WARNING
+    assert found.text.startswith("Rank 11 (Node-1) straggles")
+
+
+def with_cores(cores, factor):
+    data = measured_of(random.Random(0), straggling=lambda r: factor if r == 1 else 1.0)
+    for each in data.values():
+        each.device, each.cores = "cpu", cores
+    return data
+
+
+def test_times_of_links_of_ranks_that_share_cores_are_not_judged():
+    (found,) = LINKS.judge(with_cores(2, 1.5), SETTINGS)
+    assert found.severity == 0 and "8 ranks share 2 cores of Node-0" in found.text
+    slow, note = LINKS.judge(with_cores(2, 9.0), SETTINGS)
+    assert slow.ranks == (1,) and slow.severity == WARNING and note == found
+    (found,) = LINKS.judge(with_cores(8, 9.0), SETTINGS)
+    assert found.ranks == (1,)
+
+
+def of_products(**products):
+    """The measurements of ranks on a host, by their products in both passes."""
+    return {
+        rank: Measured("a", "cpu", 8, 8, [{}, {}], [{}, {}], [list(p), list(q)])
+        for rank, (p, q) in enumerate(products.values())
+    }
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_the_slower_of_two_ranks_is_named(slow, spread):
+    """By its fastest beside what is usual for the other, whose outliers say nothing."""
+    fast = [1.0, 1.0, 1.1, 1.2, spread]
+    own = [3.0 * each for each in fast]
+    both = {"a": (fast, fast), "b": (own, own)}
+    data = of_products(**(both if slow else {"a": both["b"], "b": both["a"]}))
+    (found,) = LINKS.judge(data, SETTINGS)
+    assert found.ranks == (slow,) and found.severity == WARNING
+    usual = {1.0: "3.00", 8.0: "2.73"}[spread]
+    assert f"takes {usual} times what is usual for the other rank, in" in found.text
+
+
+def test_a_rank_whose_times_spread_too_much_is_not_said_to_be_fine():
+    fast, spread = [1.0] * 5, [1.0, 3.0, 5.0, 5.0, 9.0]
+    (found,) = LINKS.judge(
+        of_products(a=(fast, fast), b=(spread, spread), c=(fast, fast)), SETTINGS
+    )
+    assert (found.severity, found.ranks) == (0, (1,)) and "not judged" in found.text
+    # In one pass alone it is fine.
+    assert not LINKS.judge(
+        of_products(a=(fast, fast), b=(spread, fast), c=(fast, fast)), SETTINGS
+    )
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 9])
+def test_usual_is_the_median_of_the_other_ranks(number):
+    chance = random.Random(number)
+    own = [[chance.choice([1.0, 2.0, 3.0, 4.0])] for _ in range(number)]
+    data = of_products(**{f"r{i}": (each, each) for i, each in enumerate(own)})
+    for rank, passes in links._ratios(data, range(number)).items():
+        others = [own[r][0] for r in range(number) if r != rank]
+        assert passes == [(own[rank][0] / statistics.median(others),) * 2] * 2
+
+
+def test_what_has_nothing_to_be_compared_with_is_not_judged():
+    fast = [1.0] * 5
+    (found,) = LINKS.judge(of_products(a=(fast, fast)), SETTINGS)
+    assert found.severity == 0 and found.text.startswith("The speed of rank 0 (a) was ")
+    data = of_products(a=(fast, fast), b=(fast, fast))
+    for number in range(2):
+        data[0].latency[number][1] = data[0].transfer[number][1] = fast
+    (found,) = LINKS.judge(data, SETTINGS)
+    assert found.severity == 0 and found.text.startswith("1 link within hosts was not ")
+
+
+# The roll call.
+
+
+@pytest.mark.parametrize(
+    ("change", "severity", "text"),
+    [
+        ({"versions": {"torch": "2.12.0", "NCCL": "2.29.2"}}, BROKEN, "torch is 2.12"),
+        ({"backend": "gloo"}, BROKEN, "backend is gloo on rank 5 (Node-0), and nccl"),
+        ({"gpu": "GPU-4"}, BROKEN, "Ranks 4 and 5 have the same GPU GPU-4 on Node-0"),
+        ({"gpu": "", "local_rank": 0}, 0, ""),
+        ({"local_rank": 9}, BROKEN, "LOCAL_RANK is 9, and it sees 8 GPUs"),
+        ({"taken": 0.4}, WARNING, "40% of the GPU's memory is taken already"),
+        ({"smi": {"driver": "580.1", "ecc_errors": "3"}}, BROKEN, "3 uncorrected ECC"),
+        (
+            {"smi": {"driver": "580.1", "hw_slowdown": "Active", "clock_mhz": "900"}},
+            WARNING,
+            "slows down for heat or power (clock 900 of ? MHz)",
+        ),
+        ({"smi": {"driver": "570.0"}}, WARNING, "GPU driver is 570.0"),
+        ({"waited": -20.0}, WARNING, "Rank 5 (Node-0) came 2"),
+    ],
+)
+def test_the_roll_call_names_a_rank_that_does_not_fit(change, severity, text):
+    data = facts_of(random.Random(0))
+    data[5] = dataclasses.replace(data[5], **change)
+    found = ROLL_CALL.judge(data, SETTINGS)
+    assert [each.severity for each in found] == [severity] * bool(text)
+    assert not text or (5 in found[0].ranks and text in found[0].text)
+
+
+def test_versions_without_a_majority_are_named_with_their_ranks():
+    data = {rank: facts_of(random.Random(0))[rank] for rank in (0, 1)}
+    data[1] = dataclasses.replace(data[1], versions={"torch": "1", "NCCL": "2.29.2"})
+    (found,) = ROLL_CALL.judge(data, SETTINGS)
+    assert found.ranks == (0, 1)
+    assert (
+        found.text
+        == "The ranks differ in torch: 2.13.0 on rank 0 (Node-0), 1 on rank 1 (Node-0)."
+    )
+
+
+def test_ranks_that_come_late_have_waited_less():
+    assert late_ranks({0: 30.0, 1: 29.0, 2: 31.0, 3: 4.0}, 10) == {3: 26.0}
+    assert late_ranks({0: 30.0, 1: 2.0}, 10) == {1: 28.0}
+    assert late_ranks({0: 3.0}, 1) == {}
+
+
+def test_nvidia_smis_line_is_read():
+    line = "580.65.06, 345, 1980, 0, Not Active\n"
+    found = roll_call.smi_values(line)
+    assert found["driver"] == "580.65.06" and found["max_clock_mhz"] == "1980"
+    assert "ecc_errors" not in roll_call.smi_values("5, 3, 1, [N/A], Active")
+    assert roll_call.smi_values("No devices were found") == {}
+
+
+# Ranks that do not come out.
+
+
+def test_ranks_that_are_gone_explain_those_that_wait():
+    waiting = StageOutcome("error", 4, "all-reduce of int32", "RuntimeError: timed out")
+    outcomes = {
+        0: waiting,
+        1: StageOutcome("died", 3, "all-reduce", "SIGKILL"),
+        2: waiting,
+    }
+    found, lost = lost_ranks("collectives", outcomes, HOSTS)
+    assert lost == [1]
+    assert [f.text for f in found] == ["Rank 1 (Node-0) died (SIGKILL), in all-reduce."]
+
+
+def test_a_rank_that_stands_before_a_collective_is_named():
+    waiting = StageOutcome("hung", 4, "all-reduce of int32")
+    outcomes = {0: waiting, 1: StageOutcome("hung", 3, "arithmetic"), 2: waiting}
+    found, lost = lost_ranks("collectives", outcomes, HOSTS)
+    assert lost == [1]
+    assert found[0].text == (
+        "Rank 1 (Node-0) did not come out of arithmetic; the others wait in all-reduce "
+        "of int32."
+    )
+
+
+def test_nobody_is_named_where_all_wait_in_the_same():
+    waiting = StageOutcome("error", 2, "a barrier", "RuntimeError: timed out")
+    found, lost = lost_ranks("barrier", {0: waiting, 1: waiting}, HOSTS)
+    assert lost == [0, 1] and found[0].ranks == ()
+    assert found[0].text == ("No rank came out of a barrier: RuntimeError: timed out.")
+
+
+def test_one_that_stays_while_the_others_are_done_is_named():
+    outcomes = {
+        0: StageOutcome("done", 2),
+        1: StageOutcome("hung", 2, "a write to /data"),
+    }
+    found, lost = lost_ranks("memory and folder", outcomes, HOSTS)
+    assert lost == [1]
+    assert found[0].text == (
+        "Rank 1 (Node-0) did not come out of a write to /data; the others did."
+    )
+
+
+# Wrong results.
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("world", [2, 3, 8, 64])
+def test_wrong_values_are_laid_at_one_ranks_door(operation, world):
+    tested = compared_pairs(operation, world)
+    giver = 0 if operation == "broadcast" else world - 1
+    assert faulty_ranks({p for p in tested if p[0] == giver}, tested)[0] == [giver]
+    received = {p for p in tested if p[1] == world - 1}
+    if len(received) > 1:
+        assert faulty_ranks(received, tested) == ([], [world - 1], [])
+    one = {min(tested)}
+    assert faulty_ranks(one, tested) == ([], [], sorted(one))
+    assert faulty_ranks(set(), tested) == ([], [], [])
+
+
+def test_a_giver_and_a_taker_are_told_apart():
+    tested = compared_pairs("all-gather", 8)
+    wrong = {(s, q) for s, q in tested if s == 2 or q == 5}
+    assert faulty_ranks(wrong, tested) == ([2], [5], [])
+
+
+def test_a_single_wrong_element_names_both_ends():
+    wrong = [("all-to-all", "float16", 1, "2.5 instead of 1.5")]
+    data = {4: ([], []), 6: ([], []), 7: (wrong, [])}
+    (found,) = COLLECTIVES.judge(data, SETTINGS)
+    assert found.ranks == (6, 7)  # positions in the group are not ranks
+    assert "rank 7 received wrongly from rank 6 (float16: 2.5" in found.text
+
+
+def test_contributions_are_exact_and_differ_between_neighbours():
+    for dtype in checks.DTYPES:
+        for rank in (0, 1, 99, 9999):
+            values = checks.values_of(rank, dtype)
+            assert float(values[0]) == float(values[0].double())
+            assert not torch.equal(values[:1], checks.values_of(rank + 1, dtype)[:1])
+            is_float = dtype.is_floating_point
+            assert bool(values.isnan().any()) == is_float
+            assert int(values.isinf().sum()) == (2 if is_float else 0)
+
+
+# Arithmetic.
+
+
+def test_digests_are_compared_within_one_kind():
+    def ranks(kinds, values):
+        return {
+            r: Digests(HOSTS[r], kind, [], {"exp": value}, {"exp": value})
+            for r, (kind, value) in enumerate(zip(kinds, values, strict=True))
+        }
+
+    assert ARITHMETIC.judge(ranks("aabb", [1, 1, 2, 2]), SETTINGS) == []
+    (found,) = ARITHMETIC.judge(ranks("aaab", [1, 3, 1, 2]), SETTINGS)
+    assert found.ranks == (1,) and "silent data corruption" in found.text
+    (found,) = ARITHMETIC.judge(ranks("aa", [1, 3]), SETTINGS)
+    assert found.ranks == (0, 1) and "no majority" in found.text
+
+
+def test_a_rank_that_computes_wrongly_is_not_named_twice():
+    good = Digests("n", "a", [], {"exp": 1}, {"exp": 1})
+    unsteady = dataclasses.replace(good, again={"exp": 2})
+    wrong = dataclasses.replace(
+        good, wrong=["float32"], first={"exp": 5}, again={"exp": 5}
+    )
+    found = ARITHMETIC.judge({0: good, 1: unsteady, 2: wrong, 3: good}, SETTINGS)
+    assert [each.ranks for each in found] == [(1,), (2,)]
+
+
+def test_odd_ones():
+    assert odd_ones({0: "a", 1: "a"}) is None
+    assert odd_ones({0: "a", 1: "a", 2: "b"}) == ("a", [2])
+    assert odd_ones({0: "a", 1: "b"}) == (None, [0, 1])
+
+
+def test_guards_that_do_not_agree_are_named():
+    good, other = GuardSummary(1, {1: "it"}, 1, 7), GuardSummary(1, {}, 0, 8)
+    (found,) = AGREEMENT.judge({0: good, 1: good, 2: other}, SETTINGS)
+    assert found.ranks == (2,) and "planted on rank 1" in found.text
+    (found,) = AGREEMENT.judge({0: other, 1: other}, SETTINGS)
+    assert found.ranks == (0, 1) and "did not skip the one step" in found.text
+
+
+# Pairs.
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [5], [8, 8], [3, 1, 4], [8] * 16])
+def test_rounds_have_each_rank_once_and_reach_every_host(sizes):
+    hosts, members = {}, []
+    for node, size in enumerate(sizes):
+        for _ in range(size):
+            members.append(3 * len(members))
+            hosts[members[-1]] = f"n{node}"
+    rounds = rounds_of(members, hosts, samples=4)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks)) and set(ranks) <= set(members)
+        assert all(a < b for a, b in pairs)
+    met = {pair for pairs in rounds for pair in pairs}
+    within = [
+        (a, b) for a in members for b in members if a < b and hosts[a] == hosts[b]
+    ]
+    assert set(within) <= met
+    reached = {hosts[members[0]]}
+    for _ in sizes:
+        for a, b in met:
+            if {hosts[a], hosts[b]} & reached:
+                reached |= {hosts[a], hosts[b]}
+    assert reached == set(hosts.values())
+
+
+# NCCL.
+
+LOG = """node1:77:77 [0] NCCL INFO NET/IB : No device found.
+node1:77:77 [0] NCCL INFO Using network Socket
+node1:77:81 [0] misc/socket.cc:50 NCCL WARN socketProgress: Connection closed
+node1:77:81 [0] misc/socket.cc:50 NCCL WARN socketProgress: Connection closed
+"""
+
+
+def test_nccls_log_is_read():
+    assert roll_call.network_in(LOG) == "Socket"
+    assert roll_call.warnings_in(LOG) == "socketProgress: Connection closed"
+    assert roll_call.network_in("") == roll_call.warnings_in("") == ""
+
+
+def test_the_network_of_nccl_is_judged():
+    def judge(*networks):
+        data = {r: BarrierResult(f"n{r}", each) for r, each in enumerate(networks)}
+        return [(f.severity, f.ranks) for f in BARRIER.judge(data, SETTINGS)]
+
+    assert judge("IB", "IB", "IB") == judge("", "") == []
+    assert judge("IB", "Socket", "IB") == [(BROKEN, (1,))]
+    assert judge("Socket", "Socket") == [(WARNING, ())]
+    assert judge("Socket") == []
+
+
+def test_a_log_that_the_user_has_chosen_is_left_alone(monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "TRACE")
+    assert roll_call.ask_nccl_for_a_log("s", 0) is None
+
+
+# The diagnosis.
+
+
+def diagnosis():
+    slow = lambda a, b: 5.0 if (a, b) == (1, 2) else 1.0  # noqa: E731
+    measured = measured_of(random.Random(0), slow)
+    return Diagnosis(
+        WORLD,
+        [*LINKS.judge(measured, SETTINGS), Finding("barrier", BROKEN, (3,), "<b>!")],
+        [
+            StageResult("roll call", "fine", 0.5, WORLD),
+            StageResult("links", "left out"),
+        ],
+        facts_of(random.Random(0)),
+        measured,
+    )
+
+
+def test_the_diagnosis_is_a_table_and_a_status():
+    text = str(diagnosis())
+    assert text.startswith("16 ranks on 2 hosts, nccl\n\nstage")
+    assert "roll call     16      0.5  fine" in text
+    assert "left out" in text and "links: there and back 1" in text
+    assert "warning: links: A message there and back between ranks 1 (Node-0)" in text
+    assert text.endswith("Result: broken.") and diagnosis().status == 2
+    assert Diagnosis(1).status == 0
+
+
+def test_one_rank_is_one_rank_and_what_was_not_judged_is_not_fine(tmp_path):
+    stages = [StageResult("roll call", "fine", 0.5, 1), StageResult("links", UNJUDGED)]
+    facts = {0: facts_of(random.Random(0))[0]}
+    note = Finding("links", 0, (), "The speed of rank 0 was not judged.")
+    alone = Diagnosis(1, [note], stages, facts)
+    text = str(alone)
+    assert text.startswith("1 rank on 1 host, nccl\n")
+    assert text.endswith("Result: no fault found; not all judged: links.")
+    pytest.importorskip("jinja2")
+    page = save_diagnosis(tmp_path / "one.html", alone).read_text()
+    assert "<h1>1 rank: no fault found; not all judged: links</h1>" in page
+    assert "1 ranks" not in text + page and "1 hosts" not in text + page
+
+
+def test_a_stage_with_a_warning_is_not_all_judged_either():
+    stages = [StageResult("links", "warning"), StageResult("memory", "fine")]
+    note = Finding("links", 0, (), "The speed of rank 0 was not judged.")
+    found = Diagnosis(2, [Finding("links", 1, (1,), "Rank 1 straggles."), note], stages)
+    assert found.result == "warning; not all judged: links"
+
+
+def test_the_diagnosis_is_plain_data():
+    plain = diagnosis().to_dict()
+    assert (plain["kind"], plain["status"], plain["world_size"]) == ("diagnosis", 2, 16)
+    assert plain["findings"][0]["ranks"] == [1, 2]
+    assert plain["ranks"]["0"]["host"] == "Node-0"
+    link = next(each for each in plain["links"] if each["ranks"] == [1, 2])
+    assert link["latency"] > 50 * MICRO
+    times = plain["times"]["1"]
+    assert len(times["product"]) == len(times["latency"]) == 2
+    assert len(times["product"][0]) == len(times["latency"][1]["2"]) == SETTINGS.repeats
+    assert link["latency"] == min(*times["latency"][0]["2"], *times["latency"][1]["2"])
+
+
+def test_the_page_shows_the_links(tmp_path):
+    pytest.importorskip("jinja2")
+    path = save_diagnosis(tmp_path / "doctor.html", diagnosis())
+    save_diagnosis(path, diagnosis())  # over its own page
+    text = path.read_text()
+    assert "&lt;b&gt;!" in text and "<b>!" not in text
+    assert text.count("<table") == 4 and "ranks 1 and 2: " in text
+    (latency, _) = matrices_of(diagnosis())
+    cells = dict(latency.rows)
+    assert cells[1][2].hue == cells[2][1].hue == 0  # beyond four times the median
+    assert cells[4][4] is None and cells[4][5].hue > 150
+    other = tmp_path / "mine.html"
+    other.write_text("mine")
+    with pytest.raises(FileExistsError, match="not written over"):
+        save_diagnosis(other, diagnosis())
+
+
+def collectives_of(wrong, alone=()):
+    """Findings of all-reduces with wrong rows: pairs of contributor and receiver."""
+    text = "[2.5] instead of [1.5]"
+    data = {rank: ([], []) for rank in range(4)}
+    for giver, taker in wrong:
+        data[taker][0].append(("all-reduce", "float32", giver, text))
+    for rank in alone:
+        data[rank][0].append(("all-reduce alone", "float32", rank, text))
+    return COLLECTIVES.judge(data, ExaminationSettings())
+
+
+def test_a_sum_that_all_received_wrongly_names_no_rank():
+    (found,) = collectives_of([(0, taker) for taker in range(4)])
+    assert found.ranks == () and found.text.startswith("Some rank's contribution to ")
+
+
+def test_a_rank_whose_part_alone_is_wrong_is_named():
+    (found,) = collectives_of([(0, taker) for taker in range(4)], alone=[2])
+    assert found.ranks == (2,)
+    assert found.text.startswith("Rank 2 contributed wrongly in all-reduce (alone in a")
+
+
+@pytest.mark.parametrize("takers", [[2], [1, 3]])
+def test_ranks_that_alone_received_a_wrong_sum_are_named(takers):
+    found = collectives_of([(0, each) for each in takers])
+    assert [each.ranks for each in found] == [(each,) for each in takers]
+    assert all("received wrongly in all-reduce" in each.text for each in found)
+
+
+def test_a_wrong_part_of_a_scattered_sum_leaves_it_open():
+    data = {rank: ([], []) for rank in range(4)}
+    data[1][0].append(("reduce-scatter", "float32", 2, "1 instead of 2"))
+    (found,) = COLLECTIVES.judge(data, ExaminationSettings())
+    assert found.ranks == (1,) and "it is not known whose contribution" in found.text
+
+
+def test_the_rank_that_is_still_inside_is_named_with_its_stack():
+    left = StageOutcome("error", 4, "all-reduce of int32", "RuntimeError: timed out")
+    inside = StageOutcome("hung", 4, "all-reduce of int32", stack="wait (a.py:3)")
+    found, lost = lost_ranks("collectives", {0: left, 1: left, 2: inside}, {})
+    assert lost == [2] and found[0].ranks == (2,)
+    assert found[0].text == (
+        "Rank 2 did not come out of all-reduce of int32; ranks 0, 1 left with an "
+        "error: RuntimeError: timed out. Rank 2 was at wait (a.py:3)."
+    )
+
+
+def test_the_innermost_calls_are_read_from_a_stack():
+    text = (
+        "Current thread 0x1 (most recent call first):\n"
+        '  File "/a/b/one.py", line 3 in wait\n  File "/a/two.py", line 9 in run\n'
+    )
+    assert innermost_calls(text) == "wait (one.py:3), called from run (two.py:9)"
+    assert innermost_calls("") == ""
+
+
+@pytest.mark.parametrize(("size", "more"), [(4096, " and more"), (2**26, "")])
+def test_sizes_without_time_are_noted(size, more):
+    data = {r: ([("sizes without time", str(size), 0, "")], []) for r in range(2)}
+    (found,) = COLLECTIVES.judge(data, ExaminationSettings())
+    assert (found.severity, found.ranks) == (0, ())
+    assert found.text.startswith(f"Messages of {size} bytes{more} were not checked: at")
+    assert found.text.endswith("would not fit into 20% of a stage's 30 seconds.")
+
+
+@pytest.mark.parametrize("number", [2, 3, 8, 1000])
+def test_sums_of_all_sizes_are_exact_in_float32(number):
+    sums = sum(checks._sized(500, rank).double() for rank in range(number))
+    assert torch.equal(sums.float().double(), sums) and sums.max() < 2**24
+
+
+def test_variables_that_differ_are_named_and_one_rank_is_one_rank():
+    facts = {rank: fact(environment={"NCCL_ALGO": "Ring"}) for rank in range(3)}
+    facts[1] = fact(environment={})
+    (found,) = ROLL_CALL.judge(facts, ExaminationSettings())
+    assert found.text == "NCCL_ALGO is unset on rank 1 (a), and Ring on the others."
+    assert found.severity == WARNING and found.ranks == (1,)
+
+
+def fact(**options):
+    return RankFacts("a", 1, None, {"torch": "2"}, "gloo", waited=0.0, **options)

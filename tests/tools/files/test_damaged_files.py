@@ -1,0 +1,414 @@
+"""Any damage to a file is a documented error or is said: no traceback, no hang.
+
+`OVERFLOW_FAST_MUTATIONS=5000` damages each format that many times.
+"""
+
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+
+import pytest
+import torch
+from guarding import NAN
+from mutations import spoil
+from processes import python
+
+import overflow_fast
+from overflow_fast import OverflowGuard, RecordError, RecordingError, read_record
+from overflow_fast.__main__ import main
+from overflow_fast.guard.report.suspects import read_incidents, suspects_of
+from overflow_fast.tools.compare.comparison import check_replaceable
+from overflow_fast.tools.compare.recordings import read_run
+from overflow_fast.tools.page.render import read_sources
+
+TENSORS = "tensors.safetensors"
+NUM = int(os.environ.get("OVERFLOW_FAST_MUTATIONS", 60))
+MODEL = """
+import torch
+
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+"""
+
+
+def made_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """One valid file or folder of each kind, by the real writers."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = made_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    kept = {"evidence": folder / "evidence", "log": folder / "log.jsonl"}
+    with OverflowGuard(
+        model, optimizer, "skip", record=folder / "run.ofr", **kept
+    ) as guard:
+        for value in (1.0, 2.0, NAN, 1.0):
+            guard.record(grad_norm=torch.ones(()))
+            model(torch.full((2, 4), value)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (step,) = (folder / "evidence").glob("overflow_fast/*/step-*")
+    assert (step / "replay.json").exists() and (step / "explanation.json").exists()
+    shutil.move(step, folder / "step")
+    (folder / "model.py").write_text(MODEL)
+    for name in ("a", "b"):
+        with overflow_fast.recording(folder / name, made_model(), tensors=True) as run:
+            x = torch.ones(2, 4) * (1.5 if name == "a" else 1.0)
+            run._model(x).sum().backward()
+    write_dump(folder / "dump")
+    overflow_fast.compare(folder / "a", folder / "b").to_json(folder / "diff.json")
+    return folder
+
+
+def write_dump(folder):
+    tensors = folder / "dump_tensor_data"
+    tensors.mkdir(parents=True)
+    data = {}
+    for i in range(3):
+        facts = {"dtype": "torch.float32", "shape": [2, 4], "data_name": f"{i}.pt"}
+        torch.save(torch.ones(2, 4) * i, tensors / f"{i}.pt")
+        call = {"input_args": [facts], "input_kwargs": {}, "output": [facts]}
+        data[f"Module.h.{i}.Linear.forward.0"] = call
+    (folder / "dump.json").write_text(json.dumps({"data": data}))
+
+
+def ask(*arguments):
+    """The exit status of a command; its output may hold no control character."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main([str(each) for each in arguments])
+        except SystemExit as error:
+            status = error.code
+    text = out.getvalue() + err.getvalue()
+    assert not any(ord(each) < 32 and each != "\n" for each in text), text
+    if status == 2:
+        assert text.strip()
+    return status
+
+
+def copied(whole, folder, *names):
+    for name in names:
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        (folder / name).unlink(missing_ok=True)
+        copy = shutil.copytree if (whole / name).is_dir() else shutil.copy
+        copy(whole / name, folder / name)
+
+
+def mutations(seed):
+    return [random.Random(f"{seed} {i}") for i in range(NUM)]
+
+
+def test_records(whole, tmp_path):
+    path, page = tmp_path / "run.ofr", tmp_path / "page.html"
+    for i, chance in enumerate(mutations("record")):
+        copied(whole, tmp_path, "run.ofr")
+        spoil(chance, path)
+        with contextlib.suppress(RecordError, OSError):
+            record = read_record(path)
+            assert len(record.steps) == len(record)
+            list(record)
+            record.to_image()
+            str(record)
+        if i % 4 == 0:
+            assert ask("report", path, "-o", page) in (0, 2)
+        if i % 4 == 1:
+            assert ask("watch", "--once", path) in (0, 2)
+            assert ask("watch", "--once", "--json", path) in (0, 2)
+        if i % 4 == 2:
+            (tmp_path / "out.csv").unlink(missing_ok=True)
+            assert ask("export", path, "-o", tmp_path / "out.csv") in (0, 2)
+        if i % 4 == 3:
+            (tmp_path / "out.parquet").unlink(missing_ok=True)
+            output = tmp_path / "out.parquet"
+            assert ask("export", path, "--steps", "-o", output) in (0, 2)
+
+
+def test_logs(whole, tmp_path):
+    path = tmp_path / "log.jsonl"
+    for chance in mutations("log"):
+        copied(whole, tmp_path, "log.jsonl")
+        spoil(chance, path)
+        assert ask("log", path) in (0, 2)
+        assert ask("log", path, "--json", "--bad") in (0, 2)
+        str(suspects_of(read_incidents(path)))
+
+
+def test_evidence(whole, tmp_path):
+    for chance in mutations("evidence"):
+        copied(whole, tmp_path, "step")
+        name = chance.choice(
+            ["overflow_fast.json", "report.json", "explanation.json", TENSORS]
+        )
+        spoil(chance, tmp_path / "step" / name)
+        assert ask("report", tmp_path / "step", "-o", tmp_path / "page.html") in (0, 2)
+
+
+def test_saved_steps(whole, tmp_path):
+    model = f"{whole / 'model.py'}:build"
+    assert ask("explain", whole / "step", "--model", model) == 0
+    for chance in mutations("step"):
+        copied(whole, tmp_path, "step")
+        name = chance.choice(("replay.json", "replay.json", "replay.safetensors"))
+        spoil(chance, tmp_path / "step" / name)
+        any_weights = ["--any-weights"] * chance.randrange(2)
+        step = tmp_path / "step"
+        assert ask("explain", step, "--model", model, *any_weights) in (0, 2)
+
+
+def test_recordings(whole, tmp_path):
+    for i, chance in enumerate(mutations("recording")):
+        copied(whole, tmp_path, "a")
+        spoil(chance, chance.choice(sorted((tmp_path / "a").iterdir())))
+        output = tmp_path / f"diff.{('html', 'json')[i % 2]}"
+        output.unlink(missing_ok=True)
+        with contextlib.suppress(RecordingError):
+            str(overflow_fast.compare(whole / "b", tmp_path / "a"))
+        assert ask("compare", tmp_path / "a", whole / "b", "-o", output) in range(4)
+
+
+def test_dumps(whole, tmp_path):
+    for chance in mutations("dump"):
+        copied(whole, tmp_path, "dump")
+        files = [path for path in (tmp_path / "dump").rglob("*") if path.is_file()]
+        spoil(chance, chance.choice(sorted(files)))
+        with contextlib.suppress(RecordingError):
+            str(overflow_fast.compare(tmp_path / "dump", whole / "dump"))
+
+
+def test_comparisons_that_may_be_written_over(whole, tmp_path):
+    for chance in mutations("comparison"):
+        copied(whole, tmp_path, "diff.json")
+        spoil(chance, tmp_path / "diff.json")
+        with contextlib.suppress(FileExistsError):
+            check_replaceable(tmp_path / "diff.json")
+
+
+# One damaged file among several.
+
+
+def test_a_damaged_rank_is_left_out_of_a_comparison(whole, tmp_path):
+    copied(whole, tmp_path, "a")
+    (tmp_path / "a" / "rank-1.jsonl").write_text("no recording\n")
+    found = overflow_fast.compare(tmp_path / "a", whole / "b")
+    assert found.num_compared
+    assert any("That rank is left out" in sentence for sentence in found.said)
+
+
+def test_missing_tensors_leave_their_fingerprints(whole, tmp_path):
+    copied(whole, tmp_path, "a")
+    exact = overflow_fast.compare(whole / "a", whole / "b")
+    for path in (tmp_path / "a").glob("*.safetensors"):
+        path.unlink()
+    found = overflow_fast.compare(tmp_path / "a", whole / "b")
+    assert found.first.module == exact.first.module
+    assert not any(row.measures.is_exact for row in found.rows if row.relative)
+    assert any("compared by fingerprints" in sentence for sentence in found.said)
+
+
+def test_damaged_evidence_is_said_beside_what_can_be_read(whole, tmp_path, capsys):
+    for i in range(2):
+        shutil.copytree(whole / "step", tmp_path / f"step-{i}")
+    (tmp_path / "step-0" / "report.json").write_text("{")
+    sources = read_sources([tmp_path])
+    assert len(sources.incidents) == 1 and "report.json" in sources.damaged[0]
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+    assert "report.json cannot be read" in capsys.readouterr().err
+    assert "report.json cannot be read" in (tmp_path / "page.html").read_text()
+
+
+# What is no regular file, or larger than memory.
+
+
+@pytest.mark.parametrize(
+    "kind", ["fifo", "folder", "absent", "/dev/zero", "name", "nul", "huge"]
+)
+def test_what_is_no_file_is_a_sentence(kind, tmp_path, whole):
+    path = tmp_path / "x"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "/dev/zero":
+        path = kind
+    elif kind == "name":
+        path = tmp_path / ("n" * 300)
+    elif kind == "nul":
+        path = tmp_path / "a\0b"
+    elif kind == "huge":
+        shutil.copy(whole / "run.ofr", path)
+        os.truncate(path, 2**36)  # takes no room on the disk
+    page = tmp_path / "page.html"
+    for command in (
+        ("log", path),
+        ("report", path, "-o", page),
+        ("export", path, "-o", tmp_path / "out.csv"),
+        ("watch", "--once", path),
+        ("watch", "--once", "--json", path),
+        ("compare", path, path),
+        ("explain", path, "--model", f"{whole / 'model.py'}:build"),
+        ("explain", whole / "step", "--model", f"{path}:build"),
+    ):
+        assert ask(*command) == 2, command
+
+
+CLAIMS = """
+import base64, json, resource, sys
+import overflow_fast
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**30,) * 2)
+folder = sys.argv[1]
+huge = 10**12
+lines = [json.loads(text) for text in open(f"{folder}/run.ofr")]
+
+def read(name, changed):
+    with open(f"{folder}/{name}.ofr", "w") as file:
+        file.write("".join(json.dumps(line) + "\\n" for line in changed))
+    try:
+        record = overflow_fast.read_record(f"{folder}/{name}.ofr")
+        list(record), record.to_image()
+    except overflow_fast.RecordError as error:
+        return str(error)
+    return f"{record.num_damaged} damaged"
+
+def columns(num):
+    return [{**line, "models": [{**each, "num": num} for each in line["models"]]}
+            if line["kind"] == "steps" else line for line in lines]
+
+for num in (huge, 2**31 - 1, 10**9):
+    assert read("num", columns(num)) == "4 damaged", num
+step = lines[-1]
+wide = base64.b64encode(bytes(4 * 60_000)).decode()
+wide = {**step, "models": [{"num": 60_000, "abs_max": wide}]}
+narrow = {**step, "models": [{"num": 0}]}
+said = read("wide", [*lines, wide] + [narrow] * 5000)
+assert "is damaged" in said, said
+with open(f"{folder}/hole.ofr", "wb") as file:
+    file.write(json.dumps(lines[0]).encode() + b"\\n")
+    file.truncate(2**29)
+assert overflow_fast.read_record(f"{folder}/hole.ofr").num_damaged
+print("bounded")
+"""
+
+
+def test_memory_is_bounded_by_the_file_whatever_it_claims(whole, tmp_path):
+    copied(whole, tmp_path, "run.ofr")
+    done = python("-c", CLAIMS, str(tmp_path))
+    assert done.stdout == "bounded\n", done.stderr
+
+
+def test_a_run_is_guarded_and_its_files_refused_without_msgspec(tmp_path):
+    program = """
+import sys
+sys.modules["msgspec"] = None
+import torch, overflow_fast
+from overflow_fast.__main__ import main
+folder = sys.argv[1]
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with overflow_fast.OverflowGuard(
+    model, optimizer, "skip", record=folder + "/r.ofr", log=folder + "/l.jsonl"
+) as guard:
+    for value in (1.0, float("nan")):
+        model(torch.full((1, 2), value)).sum().backward()
+        optimizer.step()
+    assert guard.num_skipped == 1
+for command in (["log", "l.jsonl"], ["watch", "--once", "--json", "r.ofr"],
+                ["export", "r.ofr", "-o", folder + "/x.csv"], ["report", "r.ofr"]):
+    command = [folder + "/" + c if c[1:] in (".ofr", ".jsonl") else c for c in command]
+    print(main(command))
+"""
+    done = python("-c", program, str(tmp_path))
+    assert done.stdout == "2\n" * 4, done.stderr
+    assert done.stderr.count("run `pip install msgspec`") == 4
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float7"}, {"shape": [2**60] * 60}])
+def test_a_dtype_or_shape_that_no_tensor_has_ends_no_comparison(
+    change, whole, tmp_path
+):
+    copied(whole, tmp_path, "a")
+    path = tmp_path / "a" / "rank-0.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    rows = [line for line in lines if line["kind"] == "row"]
+    for line in rows[::2]:
+        line.update(change)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert "against" in str(overflow_fast.compare(tmp_path / "a", whole / "b"))
+    assert "against" in str(overflow_fast.compare(whole / "b", tmp_path / "a"))
+
+
+def test_a_chain_of_shared_tensors_is_followed_once(whole, tmp_path):
+    copied(whole, tmp_path, "a")
+    path = tmp_path / "a" / "rank-0.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    row = {**next(line for line in lines if line["kind"] == "row"), "file": ""}
+    num = 20_000  # many seconds, if each walks down the whole chain
+    chain = [{**row, "order": i, "same": i - 1} for i in range(num, 0, -1)]
+    found = [lines[0], *chain, {**row, "order": 0}, lines[-1]]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in found))
+    (step,) = read_run(tmp_path / "a").steps.values()
+    sources = step[0].read().sources
+    assert len(sources) == num + 1
+    assert all(source.row.same in (None, 0) for source in sources)
+    assert all(source.row.file == "" for source in sources)
+
+
+DOTS = """
+import json, resource, sys
+import overflow_fast
+folder = sys.argv[1]
+facts = {"dtype": "torch.float32", "shape": [2, 4]}
+call = {"input_args": [facts], "output": [facts]}
+names = [f"Module.{i}{'.a' * 900}.X.forward.0" for i in range(1000)]
+names += ["Module." + "a" * 1950 + f"{i}.parameters_gra" for i in range(1000)]
+with open(f"{folder}/dump.json", "w") as file:
+    json.dump({"data": dict.fromkeys(names, call)}, file)
+resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+from overflow_fast.tools.compare.msprobe_dump import find_dumps, read_dumps
+from pathlib import Path
+run = read_dumps(Path(folder), find_dumps(Path(folder)))
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert grown < 300 * 1024, grown
+print(len(run.steps[0][0].sources))
+"""
+
+
+def test_names_of_many_parts_take_no_more_than_the_dump(tmp_path):
+    done = python("-c", DOTS, str(tmp_path))
+    assert done.stdout == "2000\n", done.stderr
+
+
+def test_a_module_within_thousands_is_drawn(whole, tmp_path):
+    copied(whole, tmp_path, "step")
+    path = tmp_path / "step" / "explanation.json"
+    found = json.loads(path.read_text())
+    remedy = {"text": "a change", "tried": False, "why": "the replay raised it"}
+    deep = {**found, "module": ".".join("a" * 5000), "remedies": [remedy]}
+    path.write_text(json.dumps(deep))
+    page = tmp_path / "page.html"
+    assert ask("report", tmp_path / "step", "-o", page) == 0
+    assert "not tried: the replay raised it" in page.read_text()
+
+
+@pytest.mark.parametrize("depth", [300, 500, 700, 900, 2000])
+def test_a_field_of_any_depth_is_printed_or_said(depth, whole, tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    begin = (whole / "log.jsonl").read_text().splitlines()[0]
+    deep = f'{{"kind": "new", "field": {"[" * depth}{"]" * depth}}}'
+    log.write_text(f'{begin}\n{deep}\n{{"kind": "new", "field": {"9" * 5000}}}\n')
+    for more in ([], ["--json"]):
+        assert main(["log", str(log), *more]) == 0
+        found = capsys.readouterr()
+        is_printed = "[" * depth in found.out
+        assert f"{1 if is_printed else 2} damaged line" in found.err

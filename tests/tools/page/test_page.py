@@ -1,0 +1,461 @@
+"""What a page says without JavaScript, and what it carries for its pictures."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from evidence_folders import bad_steps, step_folders
+from flight_records import head_lines
+from guarding import INF, batches, make, plant, train_step
+from page_records import HOSTILE, LIMIT, entry, parsed, record_of
+
+from overflow_fast import OverflowGuard, read_record
+from overflow_fast.scanner.text import printable
+from overflow_fast.tools.page import grid
+from overflow_fast.tools.page.grid import (
+    ALL_ZERO,
+    BITS,
+    NONFINITE,
+    NOT_SEEN,
+    Column,
+    Sheet,
+    block_of,
+    downsampled,
+)
+from overflow_fast.tools.page.incidents import (
+    Incident,
+    failure_path,
+    histogram_of,
+    read_incidents,
+)
+from overflow_fast.tools.page.render import page_of, write_page
+
+NAN = float("nan")
+
+
+def numbers(payload, shape, is_wide):
+    """The codes of a payload as the page's script makes them of its differences."""
+    size = shape[0] * shape[1]
+    planes = [torch.frombuffer(bytearray(payload), dtype=torch.uint8).int()]
+    whole = planes[0][:size] + (planes[0][size:] * 256 if is_wide else 0)
+    summed = whole.view(shape).cumsum(1) % (65536 if is_wide else 256)
+    return torch.where(is_wide & (summed >= 32768), summed - 65536, summed)
+
+
+# The codes.
+
+
+def test_cells_are_headroom_in_bits_and_what_is_no_number():
+    high = torch.tensor([[LIMIT, LIMIT / 2, 0.0], [NAN, LIMIT / 4, NAN]])
+    nans = torch.tensor([[0, 0, 0], [3, 0, 0]])
+    page = parsed([record_of(high, nans=nans)])
+    codes = numbers(page.payloads["headroom"], (3, 2), True)
+    expected = [[0, NONFINITE], [BITS, 2 * BITS], [ALL_ZERO, NOT_SEEN]]
+    assert codes.tolist() == expected
+
+
+def test_counts_are_carried_where_they_were_counted():
+    high = torch.ones(2, 2)
+    counts = {"num_zero": torch.tensor([[0, 4], [-1, 1]])}
+    page = parsed([record_of(high, counts=counts)])
+    codes = numbers(page.payloads["num_zero"], (2, 2), False)
+    assert codes.tolist() == [[1, 0], [10, 2]]
+    assert "num_saturated" not in page.payloads
+    assert [row["zeros"] for row in page.table("Entries")] == ["0", "4"]
+    assert "Saturated values were not counted: the monitor Saturation" in page.text
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+def test_random_magnitudes_survive_the_packing(scale):
+    high = torch.rand(40, 7) * LIMIT * scale
+    page = parsed([record_of(high)])
+    codes = numbers(page.payloads["headroom"], (7, 40), True)
+    torch.testing.assert_close(
+        codes / BITS, (LIMIT / high.double()).log2().T.float(), atol=0.5 / BITS, rtol=0
+    )
+
+
+def test_the_least_of_ranks_is_drawn_and_each_rank_is_kept():
+    spread = torch.tensor([[1.0, 8.0], [2.0, 4.0]])
+    records = [
+        record_of(LIMIT / row.expand(3, 2), rank=i, world_size=3)
+        for i, row in enumerate(spread)
+    ]
+    page = parsed(records)
+    whole = numbers(page.payloads["headroom"], (2, 3), True)
+    assert whole.tolist() == [[0] * 3, [2 * BITS] * 3]
+    ranks = numbers(page.payloads["ranks"], (4, 3), True)
+    assert (ranks[:, 0] / BITS).tolist() == [0, 3, 1, 2]
+    assert [row["rank"] for row in page.table("Entries")] == ["0", "1"]
+    assert "1 of 3 ranks: no record of theirs given." in page.text
+
+
+def test_ranks_may_have_entries_of_their_own():
+    records = [
+        record_of(torch.full((1, 2), LIMIT), [entry(a), entry(b)], rank=i)
+        for i, (a, b) in enumerate([("a", "b"), ("b", "c")])
+    ]
+    sheet = Sheet(records)
+    assert [each.module for each in sheet.entries] == ["a", "b", "c"]
+    assert sheet.grid(9).headroom.tolist() == [[0], [0], [0]]
+    own = sheet.headroom_of(1, sheet.columns(9))
+    assert own.tolist() == [[NOT_SEEN], [0], [0]]
+
+
+# Columns.
+
+
+def test_steps_that_one_rank_keeps_together_are_one_column():
+    whole = record_of(torch.ones(4, 1))
+    folded = record_of(torch.ones(3, 1), spans=[(0, 1), (2, 2), (3, 3)], rank=1)
+    columns = Sheet([whole, folded]).columns(9)
+    assert [str(column) for column in columns] == ["0 to 1", "2", "3"]
+    assert columns[0].lines == [[0, 1], [0]]
+
+
+def test_a_run_that_counts_from_0_again_keeps_its_order():
+    spans = [(5, 5), (6, 6), (0, 0)]
+    columns = Sheet([record_of(torch.ones(3, 1), spans=spans)]).columns(9)
+    assert [column.first for column in columns] == [5, 6, 0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 9, 10, 11, 12, 1000, 100_000])
+def test_of_too_many_columns_the_newest_stay_single(count):
+    whole = [Column(i, i, [[i]]) for i in range(count)]
+    columns = downsampled(whole, 10)
+    assert len(columns) <= 10
+    assert [i for each in columns for i in each.lines[0]] == list(range(count))
+    assert all(each.first == each.last for each in columns[-5:])
+
+
+def test_a_bad_value_is_in_the_column_that_its_step_was_folded_into():
+    high, nans = torch.ones(5000, 2), torch.zeros(5000, 2)
+    nans[17, 1] = 1
+    page = parsed([record_of(high, nans=nans)])
+    columns = page.meta["columns"]
+    codes = numbers(page.payloads["headroom"], (2, len(columns)), True)
+    (place,) = (codes == NONFINITE).nonzero().tolist()
+    first, last = columns[place[1]]
+    assert place[0] == 1 and first <= 17 <= last
+
+
+# What a page says.
+
+
+def test_an_empty_record(tmp_path):
+    path = tmp_path / "run.ofr"
+    for text in (b"", head_lines()):
+        path.write_bytes(text)
+        page = parsed([read_record(path)])
+        assert "There is nothing to show." in page.text
+        assert page.payloads == {}
+
+
+def test_nothing_at_all():
+    assert "No flight record was given." in parsed([]).text
+
+
+def test_a_clean_record():
+    page = parsed([record_of(torch.ones(2, 1))])
+    assert "all values that were checked are finite." in page.text
+
+
+def test_the_first_bad_entry_is_named_without_evidence():
+    nans = torch.tensor([[0, 0], [0, 1], [1, 1]])
+    page = parsed([record_of(torch.ones(3, 2), nans=nans)])
+    assert "Step 1 was not finite." in page.text
+    assert "The first non-finite entry in the record is h.1: output." in page.text
+    rows = page.table("Entries")
+    assert [(r["non-finite steps"], r["first"]) for r in rows] == [
+        ("1", "2"),
+        ("2", "1"),
+    ]
+    steps = page.table("Steps")
+    assert [r["least bits"] for r in steps] == ["16.0", "non-finite", "non-finite"]
+    assert [r["non-finite"] for r in steps] == ["", "1", "2"]
+
+
+def test_a_table_names_the_step_of_the_least_headroom():
+    high = torch.tensor([[1.0, 0.0, NAN], [LIMIT / 2, 0.0, NAN], [4.0, 0.0, NAN]])
+    rows = parsed([record_of(high)]).table("Entries")
+    found = [(r["least bits"], r["magnitude"], r["in step"]) for r in rows]
+    never = ("", "", "never checked")
+    assert found == [("1.0", "3.275e+04", "1"), ("all 0", "0", "0"), never]
+
+
+def named(name, file):
+    """A record and an incident that have a name wherever one can stand."""
+    entries = [entry(name), entry("h.0", label=name), entry("h.1", kind="weight")]
+    ones = torch.ones(2, 3)
+    record = record_of(ones, entries, ones, run=name, host=name)
+    report = {
+        "summary": name,
+        "frames": [name],
+        "not_covered": [name],
+        "verdict": {"source": "module", "maker": name},
+    }
+    op = {"name": name, "code": name, "file": file or name, "line": 3}
+    explanation = {"cause": name, "op": op, "evidence": [name], "chain": [name]}
+    return [record], [Incident(1, report, explanation)]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_are_text_wherever_they_stand(name, tmp_path):
+    file = "model.py" if "/" in name else ""  # of a path, the headline has the end
+    page, plain = parsed(*named(name, file)), parsed(*named("plain", file))
+    assert page.tags == plain.tags
+    assert page.text.count(printable(name)) == plain.text.count("plain")
+    written = write_page(tmp_path / "run.html", *named(name, file)).read_text("utf-8")
+    assert written.count("</script>") == plain.tags.count("script")
+
+
+def test_nothing_is_loaded_from_anywhere():
+    page = page_of([record_of(torch.ones(2, 1))])
+    assert "http" not in page and "import(" not in page
+    assert parsed([record_of(torch.ones(2, 1))]).addresses == ["data:,"]
+
+
+def test_a_page_stays_below_2_mib():
+    torch.manual_seed(0)
+    high = 2 ** (torch.randn(3000, 300) * 4)
+    counts = {name: (high * 50).long() for name in ("num_zero", "num_saturated")}
+    page = page_of([record_of(high, counts=counts)] * 2)
+    assert len(page) < 2 * 2**20
+
+
+def test_ranks_without_room_have_no_rows_of_their_own(monkeypatch):
+    records = [record_of(torch.rand(40, 50), rank=i, world_size=4) for i in range(4)]
+    assert "a row opens into its ranks" in parsed(records).text
+    monkeypatch.setattr(grid, "_MAX_RANKS", 1000)
+    page = parsed(records)
+    assert "there is no room for rows of their own" in page.text
+    assert page.meta["rankColumns"] == [] and "ranks" not in page.payloads
+
+
+# Incidents.
+
+
+def test_a_folder_of_evidence_becomes_a_card(tmp_path):
+    bad_steps(tmp_path, explain=True)
+    (folder,) = step_folders(tmp_path).values()
+    for path in (folder, tmp_path):
+        ((incident,), damaged) = read_incidents(path)
+        assert not damaged
+        page = parsed([], [incident])
+        assert "blocks.1.fc2" in page.text
+        assert "No record of this step was given" in page.text
+        assert "nan" in page.text and "The offending tensor" in page.text
+
+
+CURE = {
+    "file": "",
+    "loss": None,
+    "text": "add 1e-8 to the divisor",
+    "code": "x / (s +\n    1e-8)",
+    "tried": True,
+}
+
+
+def test_a_card_begins_with_cause_and_cure_and_the_code_to_copy():
+    first = {"label": "output", "class_name": "Norm", "fqn": "norm"}
+    report = {"sentences": ["Step 3 is not finite."], "verdict": {"first": first}}
+    op = {"name": "div", "file": "/a/model.py", "line": 5, "code": "x / s"}
+    failed = {**CURE, "text": "no cure", "is_finite": False}
+    remedies = [failed, {**CURE, "is_finite": True, "loss": 0.5}]
+    found = {"cause": "undefined", "op": op, "remedies": remedies}
+    incident = Incident(3, report, found)
+    cause, cure = incident.headline.split(". ")
+    assert cause == "Cause: undefined at model.py:5"
+    assert cure == "The step is finite with this change: add 1e-8 to the divisor."
+    text = page_of([], [incident])
+    assert "<pre>x / (s +\n    1e-8)</pre><button" in text
+    assert (
+        text.index("<h3>Cause: undefined") < text.index("x / (s") < text.index("<dl>")
+    )
+    assert "<p>Step 3 is not finite.</p>" in text
+    found = {"cause": "bad data", "tensor": "x[0]", "remedies": [failed]}
+    assert Incident(3, report, found).headline == "Cause: bad data of x[0]"
+    # No cause is known: the headline says what happened.
+    found = {"cause": "unknown", "tensor": "x[0]"}
+    assert Incident(3, report, found).headline == "Step 3 is not finite."
+
+
+@pytest.mark.parametrize("label", ["output", "output.loss", "input[0]"])
+def test_the_tensor_that_is_shown_is_that_of_the_headline(label, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    bad = torch.tensor([1.0, 2.0, NAN])
+    names = {"output": "[2]", "output.loss": "[2].loss", "input[0]": "[0][0]"}
+    tensors = {f"['call']{name}": bad.clone() for name in names.values()}
+    tensors[f"['call']{names[label]}"] = torch.tensor([NAN])  # the least finite one
+    save_file(tensors, tmp_path / "tensors.safetensors")
+    report = {"verdict": {"first": {"label": label}}}
+    assert histogram_of(Incident(0, report, {}, tmp_path)).name == label
+
+
+def test_a_strip_that_is_always_0_is_not_drawn():
+    meta = parsed([record_of(torch.ones(3, 2))]).meta
+    assert "learning_rate" in meta["sparklines"] and "skips" not in meta["sparklines"]
+
+
+def test_the_line_that_failed_has_its_neighbours(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text("\n".join(f"line_{i}" for i in range(1, 10)))
+    op = {"name": "div", "file": str(path), "line": 5, "code": "line_5"}
+    code = Incident(0, {}, {"op": op}).code()
+    assert code.lines == [(i, f"line_{i}") for i in range(2, 9)]
+    path.write_text("another\n" * 9)
+    code = Incident(0, {}, {"op": op}).code()
+    assert (
+        code.lines == [(5, "line_5")] and code.remark == "The file has changed since."
+    )
+    path.unlink()
+    assert "not on this machine" in Incident(0, {}, {"op": op}).code().remark
+
+
+def test_a_gradient_on_the_way_is_no_weight():
+    gradient = entry("h.0", "weight", "gradient")
+    sheet = Sheet([record_of(torch.tensor([[NAN]]), [gradient], torch.tensor([[1]]))])
+    path = failure_path(Incident(0), sheet, sheet.grid(9))
+    assert path.stations == ["h.0: gradient of weight"]
+
+
+def test_the_way_names_what_was_bad_and_counts_what_was_not():
+    entries = [entry(f"h.{i}.{name}") for i in range(2) for name in ("a", "b")]
+    entries.append(entry("h.0.a", "output[1]"))
+    nans = torch.tensor([[0, 0, 0, 1, 0]])
+    high = torch.tensor([[1.0, 1.0, NAN, NAN, NAN]])
+    sheet = Sheet([record_of(high, entries, nans)])
+    report = {"verdict": {"source": "module", "maker": "h.1.b"}}
+    path = failure_path(Incident(0, report), sheet, sheet.grid(9))
+    assert path.stations == ["h.1.b: output"]
+    h = path.tree.children["h"]
+    assert list(h.children) == ["1"] and (h.num_finite, h.num_unseen) == (2, 0)
+    assert h.children["1"].num_unseen == 1
+    marks = h.children["1"].children["b"].marks
+    assert marks == [
+        "introduced here (by the inputs and outputs of modules)",
+        "non-finite: output",
+    ]
+    explained = Incident(0, report, {"module": "h.1"})
+    path = failure_path(explained, sheet, sheet.grid(9))
+    h = path.tree.children["h"].children["1"]
+    assert h.marks == ["introduced here (found by replay)"]
+    assert h.children["b"].marks == ["non-finite: output"]  # one voice
+
+
+# The guard's page.
+
+
+def test_a_guard_writes_its_page(tmp_path):
+    model, optimizer = make()
+    path = tmp_path / "run.html"
+    with OverflowGuard(model, optimizer, "skip", record=tmp_path / "run.ofr") as guard:
+        for i, batch in enumerate(batches(3)):
+            with plant(model.blocks[1].fc2, INF) if i == 1 else torch.enable_grad():
+                train_step(model, optimizer, batch)
+        assert guard.to_html(path) == path
+        during = path.read_text()
+    guard.to_html(path)
+    assert "Step 1 is not finite" in during
+    assert "the record" in path.read_text()
+
+
+def test_a_guard_without_a_record_writes_its_report(tmp_path):
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        with plant(model.head, INF):
+            train_step(model, optimizer, batches(1)[0])
+    text = guard.to_html(tmp_path / "run.html").read_text()
+    assert "Step 0 is not finite" in text and "No flight record was kept" in text
+
+
+def test_only_a_page_is_written_over(tmp_path):
+    path = tmp_path / "notes.html"
+    path.write_text("my notes")
+    with pytest.raises(FileExistsError, match=r"notes\.html is no page"):
+        write_page(path, [])
+    assert path.read_text() == "my notes"
+
+
+@pytest.mark.parametrize(
+    ("module", "block"),
+    [
+        ("", ""),
+        ("h.0.attn.c_proj", "h.0"),
+        ("transformer.h.11", "transformer.h.11"),
+        ("transformer.wte", "transformer"),
+        ("head", "head"),
+    ],
+)
+def test_modules_are_folded_by_their_block(module, block):
+    assert block_of(module) == block
+
+
+NUMBERS = {1230.2: "1230", 1230: "1230", 0.5: "0.5", 1.00001: "1", 12300.5: "1.23e+4"}
+NUMBERS |= {
+    100.04: "100",
+    1.5e-7: "1.5e-7",
+    10.0: "10",
+    20.30004: "20.3",
+    2e30: "2e+30",
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_numbers_keep_the_zeros_that_are_digits():
+    script = (Path(grid.__file__).parent / "heatmap.js").read_text()
+    (short,) = re.findall(r"  const short = .*?\n  };\n", script, re.DOTALL)
+    values = json.dumps(list(NUMBERS))
+    code = f"{short}console.log(JSON.stringify({values}.map(short)))"
+    done = subprocess.run(["node", "-e", code], capture_output=True, check=True)
+    assert json.loads(done.stdout) == list(NUMBERS.values())
+
+
+def test_a_page_without_an_incident_is_not_headed_so():
+    page = parsed([record_of(torch.ones(2, 2))])
+    assert "No non-finite value" in page.text and "Incident" not in page.text
+
+
+def test_gradients_stand_for_the_norm_where_nobody_gave_that():
+    entries = [entry("h.0"), entry("", "w", "gradient"), entry("", "b", "gradient")]
+    high = torch.tensor([[9.0, 1.0, 2.0], [9.0, 0.5, NAN], [9.0, 4.0, 1.0]])
+    nans = torch.tensor([[0, 0, 0], [0, 0, 0], [0, 1, 0]])
+    page = parsed([record_of(high, entries, nans)])
+    shown = [row["largest gradient"] for row in page.table("Steps")]
+    assert shown == ["2", "0.5", "nan"]
+
+
+def test_a_clean_record_says_how_far_it_is_from_its_maximum():
+    high = torch.tensor([[1.0, 2.0], [LIMIT / 4, 1.0]])
+    page = parsed([record_of(high)])
+    text = "h.0: output (float16) in step 1, which could grow 4-fold (2.0 bits)"
+    assert text in page.text
+    assert "Steps 0 to 1: all values" in page.text
+
+
+def test_a_single_record_s_versions_are_pairs_and_those_of_ranks_rows():
+    records = [record_of(torch.ones(2, 2), rank=i, world_size=2) for i in range(2)]
+    pairs = {row["field"]: row["value"] for row in parsed(records[:1]).table("Runs")}
+    rows = parsed(records).table("Runs")
+    assert pairs["rank"] == "0" and [row["rank"] for row in rows] == ["0", "1"]
+    assert set(pairs) == set(rows[0])
+
+
+def test_columns_in_which_nothing_stands_are_left_out():
+    page = parsed([record_of(torch.ones(2, 2))])
+    for name in ("Entries", "Steps"):
+        heads = page.table(name)[0]
+        assert "dtype" in heads or "least bits" in heads
+        assert not {"non-finite", "non-finite steps", "first", "guard"} & set(heads)
+
+
+def test_code_is_shown_without_the_indentation_that_all_lines_have(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("\n\n        a = 1\n            b = a / 0\n        \n\n")
+    op = {"file": str(file), "line": 4, "code": "b = a / 0"}
+    shown = Incident(0, {}, {"op": op}).code()
+    assert shown.lines == [(3, "a = 1"), (4, "    b = a / 0")]

@@ -1,0 +1,218 @@
+"""The command line's page, and the files that a page is read from."""
+
+import contextlib
+import json
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+from evidence_folders import bad_steps
+from flight_records import head_lines, step_line
+from guarding import NAN, batches, make, plant, train, train_step
+from page_records import Parsed
+
+from overflow_fast import NonFiniteError, OverflowGuard, read_record
+from overflow_fast.__main__ import main
+from overflow_fast.guard.files.json_text import line_bytes
+
+ROOT = Path(__file__).parents[3]
+
+
+def write_record(path, steps=3, **run):
+    lines = [step_line(i, low=[1.0] * 4, high=[4.0] * 4) for i in range(steps)]
+    path.write_bytes(head_lines(**run) + b"".join(map(line_bytes, lines)))
+    return str(path)
+
+
+def test_a_record_and_evidence_become_a_page(tmp_path, capsys):
+    bad_steps(tmp_path / "evidence", count=2, explain=False)
+    record, page = write_record(tmp_path / "run.ofr"), str(tmp_path / "new" / "a.html")
+    assert main(["report", record, str(tmp_path / "evidence"), "-o", page]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    text = Parsed(Path(page).read_text()).text
+    assert text.index("Step 1 is not finite") < text.index("Step 0 is not finite")
+    assert "The step was not explained." in text
+
+
+def test_ranks_are_in_order_whatever_that_of_their_files(tmp_path):
+    files = [
+        write_record(tmp_path / f"run.rank{i}.ofr", rank=i, world_size=12)
+        for i in (10, 2)
+    ]
+    page = tmp_path / "run.html"
+    assert main(["report", *files, "-o", str(page)]) == 0
+    assert Parsed(page.read_text()).meta["ranks"] == ["2", "10"]
+
+
+def wrong_files(folder):
+    (folder / "no.ofr").write_text("no record")
+    (folder / "empty").mkdir()
+    (folder / "newer.ofr").write_bytes(head_lines(schema=99))
+    (folder / "broken").mkdir()
+    marker = '{"schema": 1, "kind": "evidence", "step": 3}'
+    (folder / "broken" / "overflow_fast.json").write_text(marker)
+    (folder / "broken" / "report.json").write_text('{"schema": 1, "kin')
+    (folder / "notes.html").write_text("my notes")
+    write_record(folder / "run.ofr")
+    write_record(folder / "again.ofr")
+
+
+@pytest.mark.parametrize(
+    ("paths", "why"),
+    [
+        (["gone.ofr"], "gone.ofr: No such file or directory"),
+        (["no.ofr"], "no.ofr is no flight record"),
+        (["newer.ofr"], "schema 99"),
+        (["empty"], "empty is no folder of evidence"),
+        (["broken"], "report.json cannot be read"),
+        (["run.ofr", "again.ofr"], "one record a rank; got run.ofr, again.ofr"),
+        (["run.ofr", "-o", "notes.html"], "notes.html is no page of overflow_fast"),
+    ],
+)
+def test_what_cannot_be_done_is_said(paths, why, tmp_path, capsys, monkeypatch):
+    wrong_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *paths]) == 2
+    assert why in capsys.readouterr().err
+    assert not Path("run.html").exists()
+
+
+def test_files_of_a_killed_run_are_shown_as_far_as_they_go(tmp_path):
+    path = tmp_path / "run.ofr"
+    write_record(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    page = tmp_path / "run.html"
+    assert main(["report", str(path), "-o", str(page)]) == 0
+    found = Parsed(page.read_text())
+    assert "run.ofr: the last line is not whole." in found.text
+    assert len(found.meta["columns"]) == 2
+
+
+def test_the_histogram_counts_by_exponent(tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
+    values = torch.tensor([[0.0, 1.0, 1.5, -4.0], [float("inf"), 2e-7, 1.0, -0.0]])
+    fine = torch.ones(9, dtype=torch.float16)
+    tensors = {"fine": fine, "['call'][2]": values.half()}
+    save_file(tensors, tmp_path / "tensors.safetensors")
+    page = tmp_path / "run.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    found = Parsed(page.read_text())
+    rows = [[r["from"], r["values"]] for r in found.table("Finite values")]
+    assert rows[0] == ["2^-23 (subnormal)", "1"] and rows[-1] == ["2^2", "1"]
+    assert ["2^0", "3"] in rows and ["2^-3", "0"] in rows
+    assert "0 nan, 1 infinite, 2 zeros. First at [1, 0]." in found.text
+    assert "2^-14 to below 2^16" in page.read_text()
+    assert "<h3><code>output</code>, float16, 2 x 4</h3>" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kept", "shown"),
+    [
+        ("['call'][0][1]", "input[1]"),
+        ("['call'][2][&#39;logits&#39;]", "output[&#39;logits&#39;]"),
+        ("['gradient of h.0.weight']", "gradient of h.0.weight"),
+    ],
+)
+def test_an_offending_tensor_has_the_name_of_reports(kept, shown, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
+    name = kept.replace("&#39;", "'")
+    save_file({name: torch.tensor([1.0, torch.nan])}, tmp_path / "tensors.safetensors")
+    page = tmp_path / "run.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    assert f"<h3><code>{shown}</code>" in page.read_text()
+
+
+def test_what_stands_in_backticks_is_code_and_nothing_else_is(tmp_path):
+    summary = "The weight `h.0.w` is `nan`.\nSo is `<b>`."
+    report = {"schema": 1, "summary": summary}
+    (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    page = tmp_path / "run.html"
+    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
+    text = page.read_text()
+    told = "The weight <code>h.0.w</code> is <code>nan</code>."
+    assert f"<h3>{told}</h3>" in text
+    assert "<li>So is `&lt;b&gt;`.</li>" in text
+
+
+def test_an_installed_package_has_the_files_of_the_page():
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.search(r"^overflow_fast = (\[.*?\])$", text, re.M | re.S)
+    patterns = re.findall(r'"([^"]+)"', listed[1])
+    package = ROOT / "overflow_fast"
+    for path in (package / "page").iterdir():
+        name = path.relative_to(package).as_posix()
+        if path.is_file() and path.suffix != ".py":
+            assert any(fnmatch(name, pattern) for pattern in patterns), name
+
+
+# Beside the evidence of an incident.
+
+
+def test_an_incident_has_a_page_beside_its_evidence(tmp_path):
+    guard, _ = bad_steps(tmp_path, count=1, record=tmp_path / "run.ofr")
+    report = guard.last_report
+    page = Path(report.evidence) / "page.html"
+    assert report.page == str(page)
+    assert f"To look at it, open `{page}`." in " ".join(str(report).split())
+    assert str(page) in (Path(report.evidence) / "report.txt").read_text()
+    shown = Parsed(page.read_text()).text
+    assert "Step 0 is not finite" in shown
+    assert report.explanation is not None  # which the card shows in parts of its own
+    for sentence in report.sentences()[1:]:
+        if "`" not in sentence:
+            assert sentence in shown, sentence
+    assert "replays   " not in shown
+    assert "To look at it" not in shown and "page.html" not in shown
+    assert shown.count(str(report.evidence)) == 1
+    main(["report", str(report.evidence), "-o", str(tmp_path / "again.html")])
+    assert "To look at it" not in Parsed((tmp_path / "again.html").read_text()).text
+
+
+@pytest.mark.parametrize("num_clean", [0, 3])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_the_page_has_the_record_up_to_the_incident(tmp_path, policy, num_clean):
+    model, optimizer = make()
+    record, folder = tmp_path / "run.ofr", tmp_path / "evidence"
+    with OverflowGuard(model, optimizer, policy, evidence=folder, record=record) as g:
+        train(model, optimizer, batches(num_clean))
+        with contextlib.suppress(NonFiniteError), plant(model.head, NAN):
+            train_step(model, optimizer, batches(1)[0])
+        train(model, optimizer, batches(1))
+    shown = Parsed(Path(g.last_report.page).read_text())
+    last = f"to {num_clean}" if num_clean else "0"
+    assert "blocks.0.fc1" in shown.text and f"{last}, " in shown.text
+    assert "No record of this step was given" not in shown.text
+    kept = read_record(record)
+    assert [step.first for step in kept.steps] == list(range(num_clean + 2))
+    assert kept.is_nonfinite().any(1).tolist() == [
+        step == num_clean for step in range(num_clean + 2)
+    ]
+    assert kept.run["run"] in shown.text
+    assert kept.run["run"] == Path(g.last_report.evidence).parent.name
+
+
+@pytest.mark.parametrize("share, num", [(0.0, 1), (1e9, 3)])
+def test_pages_are_left_out_where_they_take_too_much_time(
+    share, num, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("overflow_fast.guard.archive._PAGE_SHARE", share)
+    guard, _ = bad_steps(tmp_path, count=3, explain=False)
+    pages = sorted(path.parent.name for path in tmp_path.rglob("page.html"))
+    assert pages == [f"step-{i:08d}" for i in range(num)]
+    assert (guard.last_report.page is None) == (num == 1)
+
+
+def test_a_page_that_cannot_be_made_costs_no_report(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no jinja")
+
+    monkeypatch.setattr("overflow_fast.tools.page.guard_page.page_of", fail)
+    guard, _ = bad_steps(tmp_path)
+    assert (guard.num_skipped, guard.last_report.page) == (1, None)
+    assert "Not all evidence of step 0 was kept: no jinja" in caplog.text
+    assert (Path(guard.last_report.evidence) / "report.txt").exists()

@@ -1,0 +1,184 @@
+"""What is measured of one layer: magnitudes, rounding errors, products."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast.explainer.copies import on_copies
+from overflow_fast.tools.precision.layers import (
+    DTYPES,
+    LayerCall,
+    Magnitudes,
+    RelativeDifference,
+    expected_error,
+    rounded_to_float8,
+)
+
+
+def spread(count, low, high):
+    """Values of both signs, evenly spread over powers of two, and a few zeros."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = low + (high - low) * torch.rand(count, generator=generator)
+    signs = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+    values = signs * 2**exponents
+    values[::10] = 0
+    return values
+
+
+@pytest.mark.parametrize("scale", [2.0**-5, 1.0, 2.0**16, 2.0**90])
+def test_shares_are_those_of_a_cast(scale):
+    values = spread(4000, -60, 10)
+    found = Magnitudes()
+    found.add(values[:1000])
+    found.add(values[1000:].view(30, 100).t())
+    exact = values.double() * scale
+    cast = exact.half()
+    nonzero = values != 0
+    lost = float((cast[nonzero] == 0).double().mean())
+    subnormal = float((exact[nonzero].abs() < 2.0**-14).double().mean())
+    assert found.lost(scale) == pytest.approx(lost)
+    assert found.subnormal(scale) == pytest.approx(subnormal)
+    assert (found.numel, found.zeros) == (4000, int((values == 0).sum()))
+    assert found.abs_max == float(values.abs().max())
+
+
+@pytest.mark.parametrize(
+    "value, lost, subnormal",
+    [
+        (2.0**-25 * (1 - 2**-24), 1, 1),
+        (2.0**-25 * (1 + 2**-23), 0, 1),
+        (2.0**-14 * (1 - 2**-24), 0, 1),
+        (2.0**-14, 0, 0),
+        (1e-45, 1, 1),  # subnormal in float32 itself
+        (3e38, 0, 0),
+    ],
+)
+def test_the_ends_of_float16(value, lost, subnormal):
+    found = Magnitudes()
+    found.add(torch.tensor([-value, 0.0]))
+    assert (found.lost(), found.subnormal()) == (lost, subnormal)
+
+
+def test_what_is_not_finite_has_no_magnitude():
+    found = Magnitudes()
+    found.add(torch.tensor([3.0, -math.inf]))
+    assert found.abs_max == 3.0 and not found.has_nan
+    found.add(torch.tensor([math.nan, -4.0]))
+    assert found.abs_max == 4.0 and found.has_nan
+    assert found.bits(torch.float16) == math.log2(65504 / 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16])
+def test_other_dtypes(dtype):
+    found = Magnitudes()
+    found.add(torch.tensor([3.0, 4.0], dtype=dtype))
+    if dtype.is_complex:
+        found.add(torch.tensor([3 + 4j]))
+    assert found.abs_max == (5.0 if dtype.is_complex else 4.0)
+
+
+def test_sparse_gradients_and_empty_tensors():
+    found = Magnitudes()
+    found.add(torch.zeros(0))
+    assert found.bits(torch.float16) == math.inf and found.lost() == 0.0
+    found.add(torch.eye(3).to_sparse() * 1e-9)
+    assert found.lost() == 1.0 and found.numel == 3
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_rounding_makes_the_error_that_the_formula_says(name):
+    values = spread(40_000, -3, 3)
+    rounded = values.to(DTYPES[name]).double()
+    found = RelativeDifference()
+    found.add(rounded[:10], values[:10])
+    found.add(rounded[10:], values[10:])
+    error = float((rounded - values).norm() / values.double().norm())
+    assert found.relative == pytest.approx(error)
+    assert error == pytest.approx(expected_error(DTYPES[name], 1), rel=0.1)
+
+
+def test_differences_count_where_float32_is_finite():
+    found = RelativeDifference()
+    masked = torch.tensor([1.0, -math.inf])
+    found.add(masked, masked)
+    assert found.relative == 0.0
+    found.add(torch.tensor([math.inf]), torch.tensor([1e5]))
+    assert found.relative == math.inf
+
+
+def test_float8_uses_its_range_whatever_the_magnitudes():
+    values = spread(4000, -3, 3)
+    for factor in (2.0**-40, 1.0, 2.0**60):
+        rounded = rounded_to_float8(values * factor) / factor
+        assert float(rounded.abs().max()) == pytest.approx(float(values.abs().max()))
+        error = float((rounded - values).norm() / values.norm())
+        assert error == pytest.approx(expected_error(DTYPES["float8"], 1), rel=0.1)
+    assert torch.equal(rounded_to_float8(torch.zeros(3)), torch.zeros(3))
+
+
+class Transposed(nn.Module):
+    """A product by a class that nobody knows, as transformers' Conv1D."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Squared(Transposed):
+    def forward(self, x):
+        return (x @ self.weight).square()
+
+
+@pytest.mark.parametrize(
+    "make, shape, is_product",
+    [
+        (lambda: nn.Linear(4, 4), (3, 4), True),
+        (lambda: nn.Conv2d(4, 4, 3, padding=1), (1, 4, 5, 5), True),
+        (lambda: nn.ConvTranspose1d(4, 4, 3), (1, 4, 5), True),
+        (Transposed, (3, 4), True),
+        (Squared, (3, 4), False),
+        (lambda: nn.LayerNorm(4), (3, 4), False),
+        (lambda: nn.GRU(4, 4), (3, 4), False),
+        (lambda: nn.LayerNorm((4, 4)), (3, 4, 4), False),
+        (nn.GELU, (3, 4), False),
+    ],
+)
+def test_products_are_found_by_experiment(make, shape, is_product):
+    torch.manual_seed(0)
+    assert LayerCall(make(), (torch.randn(shape),), {}).is_product() is is_product
+
+
+def test_an_embedding_is_no_product():
+    call = LayerCall(nn.Embedding(4, 4), (torch.tensor([1]),), {})
+    assert not call.is_product()
+
+
+def test_a_call_on_copies_leaves_the_module_alone():
+    module = nn.BatchNorm1d(4)
+    before = {
+        name: (t, t.clone()) for name, t in module.state_dict(keep_vars=True).items()
+    }
+    call = LayerCall(module, (torch.randn(3, 4),), {})
+    for dtype in (torch.float16, torch.bfloat16):
+        assert call.in_dtype(dtype)[0].dtype == dtype
+    after = module.state_dict(keep_vars=True)
+    assert all(after[n] is t and torch.equal(t, c) for n, (t, c) in before.items())
+
+
+def test_copies_of_shared_tensors_are_shared():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
+    model[1].weight = model[0].weight
+    model[0].alias = [model[0].weight, 1]
+    own = model[0].weight
+    with on_copies(model):
+        assert model[0].weight is model[1].weight is model[0].alias[0]
+        assert model[0].weight is not own
+        assert isinstance(model[0].weight, nn.Parameter)
+        assert model[0].weight.dtype == torch.float32
+    assert own is model[0].weight is model[1].weight is model[0].alias[0]
