@@ -37,10 +37,7 @@ def register(owner: object) -> None:
             _waiting.add(owner)
             if _finder not in sys.meta_path:
                 sys.meta_path.insert(0, _finder)
-    if _DYNAMO in sys.modules:
-        with contextlib.suppress(Exception):  # `_register()` says what it lacks
-            import torch._dynamo  # noqa: F401  (another thread may still be at that)
-        _register()
+    _register_if_imported()
 
 
 def unregister(owner: object) -> None:
@@ -57,10 +54,18 @@ def recompile() -> None:
     What was compiled before `register()` does not notice a hook on a module that had
     none then.
     """
+    _register_if_imported()  # by another thread, just before the finder was there
     if not has_compiled():
         return
     recompile_all()
     _log.info("Hooks were added: compiled code is compiled again at its next call.")
+
+
+def _register_if_imported() -> None:
+    if _DYNAMO in sys.modules:
+        with contextlib.suppress(Exception):  # `_register()` says what it lacks
+            import torch._dynamo  # noqa: F401  (another thread may still be at that)
+        _register()
 
 
 def _register() -> None:
