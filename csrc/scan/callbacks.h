@@ -1,5 +1,5 @@
 // The Python functions that the extension calls. It imports no module of the package:
-// overflow_fast/core/callbacks.py registers them, which whatever scans imports first.
+// overflow_fast/scanner/callbacks.py registers them, which whatever scans imports first.
 #pragma once
 
 #include <pybind11/pybind11.h>

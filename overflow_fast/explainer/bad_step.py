@@ -1,6 +1,6 @@
 """The bad step as a guard saw it, and what an explanation notes where it ends.
 
-The explanation itself is data: see `report/explanation.py`.
+The explanation itself is data: see `guard/report/explanation.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The walk over nested values: lists the tensors of a value, rebuilds it with others.
 
 The rule, which the walks of the extension (`csrc/record/containers.h`) and of compiled
-code (`capture/traced_walk.py`) follow, too:
+code (`detector/traced_walk.py`) follow, too:
 
 - Opened are tuples (also named ones), lists, deques, dicts (also ordered ones,
   defaultdicts and `ModelOutput`), and all other objects that hold something in

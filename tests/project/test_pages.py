@@ -51,6 +51,37 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target.read_text()), link
 
 
+FILE = re.compile(r"[\w./{},*-]+\.(py|h|cpp|cu|cuh|inc|metal|html|css|js|pyi)")
+
+
+def _expanded(path):
+    found = re.search(r"\{([^{}]*)\}", path)
+    if found is None:
+        return [path]
+    before, after = path[: found.start()], path[found.end() :]
+    return [
+        each
+        for part in found[1].split(",")
+        for each in _expanded(before + part + after)
+    ]
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/how-it-works.md"])
+def test_files_that_a_page_names_exist(page):
+    named = re.findall(r"`([^`\n]+)`", (ROOT / page).read_text())
+    paths = [each for name in named if FILE.fullmatch(name) for each in _expanded(name)]
+    assert len(paths) > 20
+    for path in paths:
+        folders = (
+            "",
+            "overflow_fast/",
+            "overflow_fast/**/",
+            "csrc/**/",
+            "benchmarks/**/",
+        )
+        assert any(any(ROOT.glob(folder + path)) for folder in folders), path
+
+
 @pytest.mark.parametrize("page", pages())
 def test_no_anchor_stands_for_two_headings(page):
     found = anchors(pages()[page])
