@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import overflow_fast
 from overflow_fast.guard import outer
@@ -170,11 +171,6 @@ print(json.dumps([names, has_dynamo]), file=sys.__stdout__)
 """
 FILES = "log='run.jsonl', record='run.ofr'"
 BAD = "x[0, 0] = float('inf')"
-READ = """
-sys.stdout = io.StringIO()
-from overflow_fast.tools.cli.command_line import main
-main(["log", "run.jsonl"])
-"""
 # The layer that is the last to be loaded, and at most so many lines: the first three
 # are what the design asks for, the others what was measured, and a tenth.
 USES = {
@@ -219,3 +215,31 @@ def test_what_a_use_loads(use, tmp_path):
     assert last is None or last in layers
     assert _lines_of(names) <= most
     assert not has_dynamo
+
+
+LOG = """
+import contextlib, io, json, sys
+from overflow_fast.__main__ import main
+with contextlib.redirect_stdout(io.StringIO()) as out:
+    status = main(["log", "run.jsonl"])
+names = [name for name in sys.modules if name.split(".")[0] == "overflow_fast"]
+print(json.dumps([names, "torch" in sys.modules, status, out.getvalue()]))
+"""
+
+
+def test_reading_a_log_loads_no_torch_and_no_guard(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    log = tmp_path / "run.jsonl"
+    with overflow_fast.OverflowGuard(model, optimizer, "skip", log=log):
+        model(torch.full((1, 2), float("nan"))).sum().backward()
+        optimizer.step()
+    command = [sys.executable, "-W", "ignore", "-c", LOG]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names, has_torch, status, out = json.loads(done.stdout)
+    assert (status, has_torch) == (0, False)
+    assert "NOT FINITE" in out
+    assert _lines_of(names) <= 4_000
+    of_guard = {name for name in names if name.startswith("overflow_fast.guard.")}
+    assert {name.split(".")[2] for name in of_guard} <= {"files", "report", "record"}
