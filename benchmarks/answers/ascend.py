@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overflow_fast.failure import Failure, Run, is_finite, train
 
-from overflow_fast.tools import Answer
+from .failure import Failure, Run, is_finite, train
+from .tools import Answer
 
 HOME = Path(os.environ.get("MSPROBE", "/nowhere"))
 _ALIASES = {"__truediv__": "div", "__pow__": "pow", "linear": "addmm", "__mul__": "mul"}

@@ -25,10 +25,9 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from overflow_fast.failure import Failure
-from overflow_fast.oracle import base_of
-
-from overflow_fast.tools import Answer
+from .failure import Failure
+from .oracle import base_of
+from .tools import Answer
 
 PARTS = ("phase", "cause", "op", "module", "line", "sample", "tensor")
 _CONCLUDED = ("transformers", "msprobe")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overflow_fast.failure import Failure, Run, train
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .failure import Failure, Run, train
 
 _FAMILIES = str(Path(__file__).parent / "families")
 WRAPPED = "_orig_mod."  # what torch.compile prepends

@@ -18,11 +18,12 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
-from overflow_fast.failure import Failure, Run, is_finite, train
 from torch.utils import _pytree as pytree
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard
+
+from .failure import Failure, Run, is_finite, train
 
 _NONE = ("not reproducible", "only in compiled code", "bad weights", "divergence")
 _numbers = itertools.count()

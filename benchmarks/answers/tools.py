@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from overflow_fast.failure import Failure, Run, train
 
 from overflow_fast import NonFiniteError, OverflowGuard
+
+from .failure import Failure, Run, train
 
 _ASKED_FOR = ("full", "fill", "lift_fresh", "scalar_tensor")  # masks of -inf
 

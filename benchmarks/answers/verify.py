@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from overflow_fast.failure import Failure, is_finite
-from overflow_fast.oracle import base_of, look
 from torch.utils._pytree import tree_map
+
+from .failure import Failure, is_finite
+from .oracle import base_of, look
 
 
 def problems(failure: Failure) -> list[str]:

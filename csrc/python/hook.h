@@ -11,7 +11,7 @@
 // Compiled code identifies a hook by its `handle_tensor`, because modules that share compiled code
 // may differ in their tensors, and an owner by that of its `root_hook`. The owner's `plan` holds
 // what to list, its `device` is where compiled code runs, and its `compiled_boundary` replaces the
-// root's hooks in compiled code: see overflow_fast/capture/compiled.py.
+// root's hooks in compiled code: see overflow_fast/detector/compiled.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// The launches of MPS's kernel, which overflow_fast/metal/__init__.py dispatches.
+// The launches of MPS's kernel, which overflow_fast/scanner/metal/__init__.py dispatches.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,5 +1,5 @@
 // Frames of compiled calls. torch.compile traces a module's hook into the operator
-// overflow_fast::frame (overflow_fast/capture/compiled.py), which runs with the compiled code,
+// overflow_fast::frame (overflow_fast/detector/compiled.py), which runs with the compiled code,
 // where the hook would have run, and records the frame that the hook would have recorded. The
 // frame's listing was determined while tracing and is a constant of the operator: an id, and a text
 // that is parsed where the id is unknown (traced_text.h). Compiled code from a cache contains both.

@@ -110,7 +110,7 @@ def taken_text(names: Sequence[str]) -> str:
 
 
 class Explaining:
-    """Has a guard's alarms explained, as often as it was asked for.
+    """Decides which of a guard's alarms are explained, and asks the explainer.
 
     Args:
         config: The guard's. "auto" explains always where the run ends; else the first

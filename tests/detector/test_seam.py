@@ -14,11 +14,9 @@ import overflow_fast
 from overflow_fast import _C, OverflowGuard
 from overflow_fast.detector.frames import BackwardFrame, frames_text
 from overflow_fast.guard.report.report import Report, who_made_it
-from overflow_fast.guard.verdict import headroom, remedy
 from overflow_fast.guard.verdict.remarks import bad_settings
 from overflow_fast.guard.verdict.verdict import (
     BadEntry,
-    BadFrame,
     NonModuleOrigin,
     Verdict,
     nonfinite_settings,
@@ -124,14 +122,6 @@ def test_a_role_is_no_name(watch):
         ("output", _C.Role.OUTPUT),
         ("output", _C.Role.OUTPUT),
     ]
-
-
-def test_a_parameter_called_output_is_no_output(watch):
-    watch, bad = watch
-    finite = {history.last.place.label.name for history in watch.recorder.headroom()}
-    assert "output" in finite  # the parameter; what was returned is inf
-    assert list(headroom._output_histories(watch)) == []
-    assert [size for size, _ in remedy._bad_outputs(BadFrame(watch, bad[0]))] == [8]
 
 
 def test_labels_are_equal_by_role_and_parts(watch):

@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-from overflow_fast.guard.optimizers.wrapped.engines import engine_gradients
 from ranks import on_ranks
 from torch import nn
 
@@ -13,6 +12,7 @@ from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer.calls import names_of_inputs
 from overflow_fast.explainer.remedies.patches import in_bfloat16, in_float32
 from overflow_fast.guard import pipeline
+from overflow_fast.guard.optimizers.engines import engine_gradients
 
 # Most tests ask what is stepped and skipped; some replay, under an engine as well.
 Unexplained = functools.partial(OverflowGuard, explain=False)

@@ -6,7 +6,7 @@ from guarding import INF, NAN, assert_same, batches, make, plant, state_of
 from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.guard.optimizers.wrapped import scaler_hook
+from overflow_fast.guard.optimizers import scaler_hook
 
 
 def scaled_step(model, optimizer, scaler, batch, spoil=None):

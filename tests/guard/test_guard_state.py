@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from guarding import INF, NAN, batches, make, train
-from overflow_fast.guard.optimizers.wrapped.engines import optimizers_in
-from overflow_fast.guard.optimizers.wrapped.wrapped import innermost
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.guard import state_check
+from overflow_fast.guard.optimizers.engines import optimizers_in
+from overflow_fast.guard.optimizers.wrapped import innermost
 
 
 def trained():

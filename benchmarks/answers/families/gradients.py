@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from overflow_fast.failure import Chain, Fn, Run, failure, randn, square
 from torch import nn
+
+from ..failure import Chain, Fn, Run, failure, randn, square
 
 SINGULAR = ("backward", "singular gradient")
 
@@ -219,7 +220,7 @@ def unpacked_gradient_with_a_gap(cured):
     it. Use `torch.zeros`.
     """
 
-    from overflow_fast.memory import garbage
+    from .memory import garbage
 
     class Pack(torch.autograd.Function):
         @staticmethod

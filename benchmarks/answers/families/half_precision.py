@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from overflow_fast.failure import Chain, Fn, Run, failure, randn, square
 from torch import nn
+
+from ..failure import Chain, Fn, Run, failure, randn, square
 
 HALF = torch.float16
 

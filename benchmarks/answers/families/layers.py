@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from overflow_fast.failure import Chain, Fn, Run, failure, randn, square
 from torch import nn
+
+from ..failure import Chain, Fn, Run, failure, randn, square
 
 UNDEFINED = ("forward", "undefined")
 EMPTY = ("forward", "empty reduction")

@@ -8,8 +8,9 @@ import types
 
 import torch
 import torch.nn.functional as F
-from overflow_fast.failure import Chain, Fn, Run, failure, randn, square
 from torch import nn
+
+from ..failure import Chain, Fn, Run, failure, randn, square
 
 UNWRITTEN = dict(kind="unwritten")
 TRANSIENT = dict(kind="transient")

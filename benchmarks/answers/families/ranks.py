@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from overflow_fast.failure import Chain, Fn, Run, failure, randn, rank, square
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ..failure import Chain, Fn, Run, failure, randn, rank, square
 
 RANKS = dict(ranks=2, kind="ranks")
 

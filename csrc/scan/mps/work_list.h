@@ -1,4 +1,4 @@
-// The parameters of one dispatch of MPS's kernel (overflow_fast/metal/scan.metal) besides its
+// The parameters of one dispatch of MPS's kernel (overflow_fast/scanner/metal/scan.metal) besides its
 // tensors: where the elements of each lie, and which threadgroups read them. Free of torch.
 #pragma once
 

@@ -5,8 +5,8 @@
 
 namespace metal_kernels {
 // clang-format off: the second needs the first
-#include "../../../overflow_fast/metal/keys.metal"
-#include "../../../overflow_fast/metal/scan.metal"
+#include "../../../overflow_fast/scanner/metal/keys.metal"
+#include "../../../overflow_fast/scanner/metal/scan.metal"
 // clang-format on
 }  // namespace metal_kernels
 
