@@ -1,7 +1,8 @@
 """Hooks under `torch.compile`.
 
-Dynamo traces `trace_call` in place of `_C.run_hook`. Both walk a call alike; this one
-only lists the frame's entries, and leaves the rest to `traced_graph`.
+Dynamo traces `trace_call` in place of `_C.run_hook`; its first trace loads this file.
+Both walk a call alike; this one only lists the frame's entries, and leaves the rest to
+`traced_graph`.
 """
 
 from __future__ import annotations
@@ -13,13 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _C
 from ..scanner.modules import class_name_of
 from ..scanner.tensors import NotScanned, traced_loss_in
 from ..torch_internals.compiler import (
     dynamo_translator,
     functional_mode,
-    guard_on_hooks,
     is_functional,
     is_split_for_ddp,
     keep_in_order,
@@ -320,9 +319,12 @@ _AFTER = "after_root"
 _METHODS = {"before_root": "before", "root_ended": "ended"}  # of CompiledStepBoundary
 
 
-def register() -> None:
-    """Registers the hooks with dynamo; `dynamo` calls it once."""
-    guard_on_hooks()
+def register() -> bool:
+    """Registers what dynamo traces with it; `dynamo` calls it once.
+
+    Returns:
+        Whether compiled code keeps the operators that are put into it.
+    """
     for function in (emit, emit_call, emit_hidden, watch_gradient):
         torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
     # If dynamo traced the last, each call would compare the bases of all classes.
@@ -335,11 +337,7 @@ def register() -> None:
     for name in names:
         plain = getattr(torch.ops.overflow_fast, f"plain_{name}")
         torch.fx.node.has_side_effect(plain.default)
-    for called, traced in ((_C.run_hook, trace_call), (_C.run_paused, trace_root)):
-        substitute = torch.compiler.substitute_in_graph(
-            called, skip_signature_check=True
-        )
-        substitute(traced if are_kept else trace_nothing)
+    return are_kept
 
 
 # Traced by dynamo.
@@ -353,10 +351,6 @@ def trace_call(hook: Any, module: Any, args: Any, kwargs: Any, output: Any) -> N
     elif place != EXPORT:
         _hide(hook, module, args, kwargs, output, place)
         step_in()
-
-
-def trace_nothing(*_: Any) -> None:
-    """Stands for both where compiled code might drop the operators."""
 
 
 def trace_root(root_hook: Any, *arguments: Any) -> None:

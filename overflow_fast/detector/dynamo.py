@@ -1,4 +1,4 @@
-"""When hooks are registered with dynamo: before it traces anything.
+"""Registers hooks with dynamo, before it traces anything.
 
 Importing torch._dynamo takes as long as importing torch, and a program that compiles
 nothing and has no optimizer never does so. Where it is not there yet, a finder in
@@ -17,8 +17,16 @@ import weakref
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-from ..torch_internals.compiler import has_compiled, recompile_all
+import torch
+
+from .. import _C
+from ..torch_internals.compiler import (
+    guard_on_hooks,
+    has_compiled,
+    recompile_all,
+)
 
 _log = logging.getLogger("overflow_fast")
 _DYNAMO = "torch._dynamo"
@@ -66,6 +74,9 @@ def _register_if_imported() -> None:
         with contextlib.suppress(Exception):  # `_register()` says what it lacks
             import torch._dynamo  # noqa: F401  (another thread may still be at that)
         _register()
+        with _lock:  # an import may have passed before the finder was there
+            _waiting.clear()
+            _remove_finder()
 
 
 def _register() -> None:
@@ -77,13 +88,17 @@ def _register() -> None:
 def _register_once() -> None:
     """Registers the hooks. Never raises: it runs in the program's import of dynamo.
 
-    Where torch has changed, a line is logged, and dynamo leaves hooks out of compiled
-    code, or breaks its graphs where they run.
+    Where torch has changed, a line is logged, and dynamo breaks its graphs where hooks
+    run.
     """
     try:
-        from . import compiled
-
-        compiled.register()
+        guard_on_hooks()
+        torch.compiler.assume_constant_result(_is_loaded)  # type: ignore[no-untyped-call]
+        for called, traced in ((_C.run_hook, trace_call), (_C.run_paused, trace_root)):
+            substitute = torch.compiler.substitute_in_graph(
+                called, skip_signature_check=True
+            )
+            substitute(traced)
     except Exception as error:
         _log.warning(
             "torch has changed: torch.compile cannot trace hooks (%s: %s). Graphs "
@@ -91,6 +106,51 @@ def _register_once() -> None:
             type(error).__name__,
             error,
         )
+
+
+# Traced by dynamo, in place of what they stand for. The code that they go on with is
+# loaded by the first trace: torch's optimizers import dynamo, and most programs that
+# have one compile nothing.
+
+
+def trace_call(*arguments: Any) -> None:
+    """Stands for `_C.run_hook`."""
+    if _is_loaded():
+        from .compiled import trace_call as traced
+
+        traced(*arguments)
+
+
+def trace_root(*arguments: Any) -> None:
+    """Stands for `_C.run_paused` of a `StepBoundaryHook`."""
+    if _is_loaded():
+        from .compiled import trace_root as traced
+
+        traced(*arguments)
+
+
+def _is_loaded() -> bool:
+    """Loads the code; dynamo takes the answer for a constant.
+
+    False where compiled code might drop what that puts into it, or it cannot be loaded:
+    hooks are left out of compiled code then.
+    """
+    return _load()
+
+
+@functools.cache
+def _load() -> bool:
+    try:
+        from . import compiled
+
+        return compiled.register()
+    except Exception as error:  # within the program's compilation
+        _log.warning(
+            "Compiled code is not watched: its hooks cannot be loaded (%s: %s).",
+            type(error).__name__,
+            error,
+        )
+        return False
 
 
 def _remove_finder() -> None:
