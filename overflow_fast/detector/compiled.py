@@ -16,7 +16,11 @@ import torch
 
 from ..scanner.modules import class_name_of
 from ..scanner.tensors import NotScanned, traced_loss_in
-from ..torch_internals.compiler import (
+from ..torch_internals.running import (
+    running_nodes,
+)
+from ..torch_internals.tensor_internals import is_batched, is_wrapper, local_tensor
+from ..torch_internals.tracing import (
     dynamo_translator,
     functional_mode,
     is_functional,
@@ -26,8 +30,6 @@ from ..torch_internals.compiler import (
     open_layouts,
     traced_value,
 )
-from ..torch_internals.running import running_nodes
-from ..torch_internals.tensor_internals import is_batched, is_wrapper, local_tensor
 from .compiled_boundary import CALLS, GRADIENTS, LOSS, ROOT
 from .traced_walk import (
     BACKWARD,

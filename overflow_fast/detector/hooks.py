@@ -18,7 +18,9 @@ from ..torch_internals.module_internals import (
     forward_pre_hooks,
     share_key,
 )
-from ..torch_internals.running import running_modules
+from ..torch_internals.running import (
+    running_modules,
+)
 from . import dynamo
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ..scanner.modules import modules_in
-from ..torch_internals.running import (
+from ..torch_internals.replaying import (
     with_torch_function,
     without_function_modes,
     without_operator_modes,

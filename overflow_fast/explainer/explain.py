@@ -29,7 +29,9 @@ from ..scanner.modules import (
 )
 from ..scanner.tensors import devices_of
 from ..scanner.text import error_line
-from ..torch_internals.compiler import has_compiled
+from ..torch_internals.compiler import (
+    has_compiled,
+)
 from .bad_step import ALL_BAD, NOT_BEHIND, BadStep
 from .calls import Call
 from .named_tensors import state_by_name

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from ..guard.report.explanation import TensorSummary
-from ..torch_internals.running import autograd_node, next_sequence, sequence_of
+from ..torch_internals.replaying import (
+    autograd_node,
+    next_sequence,
+    sequence_of,
+)
 from .op_trace import ModuleStack, OpCall, TracedModule
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of
 from .users_lines import Frames, runs_in_hook

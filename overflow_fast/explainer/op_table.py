@@ -13,8 +13,13 @@ import torch
 
 from ..scanner.tensors import PLAIN, extent_of, is_whole
 from ..scanner.tree import tensors_in
-from ..torch_internals.compiler import has_compiled, is_in_compiled_call
-from ..torch_internals.running import no_dispatch
+from ..torch_internals.compiler import (
+    has_compiled,
+    is_in_compiled_call,
+)
+from ..torch_internals.replaying import (
+    no_dispatch,
+)
 from .mask_counts import MaskCounts
 from .op_rows import (
     UNDEFINED,

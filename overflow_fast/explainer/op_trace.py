@@ -15,7 +15,11 @@ from .. import _C
 from ..detector.selection import full_name
 from ..scanner.modules import Handles, named_modules
 from ..scanner.tree import CALL_DEPTH, find, tensors_in
-from ..torch_internals.running import TorchDispatchMode, autograd_node, schema_of
+from ..torch_internals.replaying import (
+    TorchDispatchMode,
+    autograd_node,
+    schema_of,
+)
 from .storage_map import memory_of
 from .tensor_kinds import is_float
 from .users_lines import Frames, UsersFrames

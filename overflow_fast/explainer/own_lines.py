@@ -42,9 +42,13 @@ from ..guard.undo.kept_objects import is_taken_from
 from ..scanner.modules import Handles, children_of, modules_in
 from ..scanner.text import is_of_program, short_name
 from ..scanner.tree import CALL_DEPTH, find, tensors_in
-from ..torch_internals.compiler import has_compiled
+from ..torch_internals.compiler import (
+    has_compiled,
+)
 from ..torch_internals.registry import stack
-from ..torch_internals.running import no_dispatch
+from ..torch_internals.replaying import (
+    no_dispatch,
+)
 from .ambient import with_autocast_of_now
 from .calls import Call, Captured, ModelCall
 from .remedies.line_edit import NotEditableError, forbid_edit, is_mark, let_edit

@@ -34,7 +34,9 @@ from ..scanner.modules import (
 )
 from ..scanner.tensors import loss_in
 from ..scanner.tree import entry_label
-from ..torch_internals.running import no_dispatch
+from ..torch_internals.replaying import (
+    no_dispatch,
+)
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
 from .calls import Call, loss_and_gradients, part_of

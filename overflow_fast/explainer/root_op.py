@@ -11,7 +11,10 @@ import torch
 from ..scanner.tensors import PLAIN, real_parts, widened
 from ..scanner.text import error_line
 from ..scanner.tree import mapped, tensors_in
-from ..torch_internals.running import attention_by_definition, schema_names
+from ..torch_internals.replaying import (
+    attention_by_definition,
+    schema_names,
+)
 from .mask_counts import LOSSES_OF_LABELS, MaskCounts, has_no_label
 from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
 from .op_trace import OpCall

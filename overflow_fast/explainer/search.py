@@ -13,7 +13,9 @@ from torch import nn
 
 from ..guard.report.explanation import NOT_THE_LOSS, Explanation, Sample
 from ..scanner.modules import module_of_parameter
-from ..torch_internals.running import no_dispatch
+from ..torch_internals.replaying import (
+    no_dispatch,
+)
 from . import bad_step as notes
 from .bad_step import SLOWER, BadStep
 from .calls import Call, batch_size, name_outside, why_whole

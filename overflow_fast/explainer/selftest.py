@@ -13,7 +13,7 @@ from torch import nn
 
 from ..detector.hooks import move_hook_to_front
 from ..detector.selection import Selection, check_patterns
-from ..guard.verdict.attribution import attribute
+from ..guard.verdict.first_bad import attribute
 from ..guard.verdict.verdict import Verdict, collect
 from ..guard.watching.step_tensors import ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of

@@ -30,8 +30,13 @@ from ..scanner.ops import scan
 from ..scanner.tensors import is_readable, place_of
 from ..scanner.text import counted, error_line
 from ..scanner.tree import CALL_DEPTH, mapped, tensors_in
-from ..torch_internals.compiler import has_compiled
-from ..torch_internals.running import active_modes, autograd_node
+from ..torch_internals.compiler import (
+    has_compiled,
+)
+from ..torch_internals.replaying import (
+    active_modes,
+    autograd_node,
+)
 from . import bad_step as notes
 from .bad_step import BadStep
 from .calls import name_outside

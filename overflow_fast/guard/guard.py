@@ -43,7 +43,6 @@ from .parts import (
     warn_of_other_guards,
 )
 from .process import without_collection
-from .ranks.joinable import GuardJoinable
 from .report.report import Cost, GuardCoverage, NonFiniteError, Report
 from .report.run_log import log_begin, log_end
 from .verdict.headroom import HeadroomTable
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..explainer.selftest import Loss, SelfTestResult
+    from .ranks.joinable import GuardJoinable
     from .report.suspects import Suspects
 
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from ..detector.coverage import warn_of_scripted
 from ..detector.selection import Selection, Wanted, check_patterns, full_name
 from ..scanner.modules import modules_in, named_modules, parameters_of
 from ..scanner.tensors import loss_in
-from ..torch_internals import clipping
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .isolation import ErrorIsolation, OverheadTimer
@@ -28,7 +27,6 @@ from .optimizers.optimizer_hook import OptimizerHook, living, outermost
 from .optimizers.wrapped import innermost, stepper_of
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
-from .ranks.joinable import GuardJoinable
 from .report.report import Report
 from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper
@@ -37,6 +35,9 @@ from .verdict.rules import Rules
 from .watching.inputs import LoopBatch
 from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
+
+if TYPE_CHECKING:
+    from .ranks.joinable import GuardJoinable
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
 
@@ -336,6 +337,8 @@ class GuardParts:
             self._start.begin()
         self.pipeline.attach()
         if self.config.hears_clipping:
+            from ..torch_internals import clipping
+
             clipping.listen(self.inputs)
         self.timer.restart()
         self.clock.start()
@@ -345,7 +348,10 @@ class GuardParts:
         if not self.is_enabled:
             return
         self.is_enabled = False
-        clipping.stop_listening(self.inputs)
+        if self.config.hears_clipping:
+            from ..torch_internals import clipping
+
+            clipping.stop_listening(self.inputs)
         self.pipeline.detach()
         self.clock.stop()
         self.pipeline.forget()

@@ -35,7 +35,6 @@ from .isolation import ErrorIsolation, measured
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
 from .optimizers import scaler_hook as scalers
-from .optimizers.device_flags import DeviceFlags
 from .optimizers.engines import LossScaler
 from .optimizers.loss_scaling import (
     SCALER,
@@ -54,8 +53,7 @@ from .report.run_log import AlarmLog, log_notices
 from .step import Step, StepClock
 from .step_keeper import StepKeeper
 from .undo.step_start import StepStart
-from .verdict.attribution import attribute
-from .verdict.remarks import bad_settings
+from .verdict.first_bad import attribute
 from .verdict.rules import Rules
 from .verdict.verdict import (
     BadFrame,
@@ -71,6 +69,7 @@ from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
     from .learning import Learning
+    from .optimizers.device_flags import DeviceFlags
 
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
@@ -157,8 +156,12 @@ class Pipeline:
         self.rounds = Rounds(hooks)
         self.tensors = StepTensors(watches, config.weights_every)
         self._pending: deque[Step] = deque()  # lagged: their stats are on their way
-        self._device_flags = DeviceFlags(config, watches)
-        self._device_flags.request(hooks)
+        self._device_flags: DeviceFlags | None = None
+        if config.sync == "lagged":
+            from .optimizers.device_flags import DeviceFlags
+
+            self._device_flags = DeviceFlags(config, watches)
+            self._device_flags.request(hooks)
         self._explaining = Explaining(
             *(config, watches, keeper, full_watches),
             functools.partial(living, hooks),
@@ -342,16 +345,15 @@ class Pipeline:
         ]
         self._scan(hook, level, () if scaler else others)
         self._overflow_flags.ask(level, scaler)
-        is_lagged = self._config.sync == "lagged" and self._device_flags.are_lagged(
-            hook, self._is_learning
-        )
+        flags = self._device_flags
+        is_lagged = flags is not None and flags.are_lagged(hook, self._is_learning)
         self._send_stats(is_lagged)
-        if self._is_learning:
-            self._device_flags.drop()
+        if flags is not None and self._is_learning:
+            flags.drop()
         step = self._new_step(hook, scaler)
-        if is_lagged:
+        if flags is not None and is_lagged:
             start = self._start if self._may_restore else None
-            if self._device_flags.skip(hook, scaler is not None, start):
+            if flags.skip(hook, scaler is not None, start):
                 step.skipped_by = "optimizer's kernel"
         try:
             self.judge_late(is_lagged)
@@ -547,10 +549,15 @@ class Pipeline:
         if verdict.source not in ("weight", "optimizer_state"):
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
-        settings = bad_settings(
-            living(self._hooks), had_finite and not self._num_bad_in_row
-        )
-        return dataclasses.replace(verdict, remarks=[*verdict.remarks, *settings])
+        with self._isolation.isolated():
+            from .verdict.remarks import bad_settings
+
+            settings = bad_settings(
+                living(self._hooks), had_finite and not self._num_bad_in_row
+            )
+            remarks = [*verdict.remarks, *settings]
+            verdict = dataclasses.replace(verdict, remarks=remarks)
+        return verdict
 
     # Agree and diagnose: alone, or with the ranks that share the models.
 

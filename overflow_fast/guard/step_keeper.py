@@ -35,8 +35,13 @@ from ..scanner.tree import (
     tensors,
     tensors_in,
 )
-from ..torch_internals.compiler import compiled_call_of, has_compiled
-from ..torch_internals.running import is_recorded
+from ..torch_internals.compiler import (
+    compiled_call_of,
+    has_compiled,
+)
+from ..torch_internals.running import (
+    is_recorded,
+)
 from .config import GuardConfig
 from .undo.code_names import attribute_names, global_names
 from .undo.kept_objects import is_taken_from

@@ -297,6 +297,16 @@ def join_config(joinable: Any) -> Any:
     return getattr(joinable, "_join_config", None)
 
 
+def is_joining(joinable: Any) -> bool:
+    """Returns True if a `Join` has this object; torch does not reset it afterwards."""
+    return bool(getattr(join_config(joinable), "enable", False))
+
+
+def is_first(joinable: Any) -> bool:
+    """Returns True if a `Join` has this object first."""
+    return is_joining(joinable) and bool(join_config(joinable).is_first_joinable)
+
+
 @internal(
     "torch.distributed.algorithms.join.Join.__exit__",
     "whether a rank without batches shadows the others' steps",

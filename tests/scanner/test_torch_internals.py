@@ -19,8 +19,15 @@ from overflow_fast import _C
 from overflow_fast.detector import compiled, dynamo
 from overflow_fast.guard.undo import step_start
 from overflow_fast.guard.verdict import call_order as calls
+from overflow_fast.torch_internals import (  # noqa: F401  (each adds its rows)
+    clipping,
+    compiler,
+    registry,
+    replaying,
+    running,
+    tracing,
+)
 from overflow_fast.torch_internals import module_internals as modules
-from overflow_fast.torch_internals import registry, running
 from overflow_fast.torch_internals import tensor_internals as tensors
 
 PACKAGE = Path(overflow_fast.__file__).parent
@@ -154,7 +161,7 @@ def test_what_is_called_directly_has_a_fallback(monkeypatch, caplog):
 
 
 def test_what_is_called_directly_is_torchs_own():
-    assert running.autograd_node is torch._C._current_autograd_node
+    assert replaying.autograd_node is torch._C._current_autograd_node
     assert running.graph_task_id is torch._C._current_graph_task_id
     module = nn.Linear(1, 1)
     assert modules.own_parameters(module) is module._parameters

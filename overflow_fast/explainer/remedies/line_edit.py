@@ -32,7 +32,10 @@ from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 
-from ...torch_internals.running import inherited, set_inherited
+from ...torch_internals.replaying import (
+    inherited,
+    set_inherited,
+)
 from ..force_eager import nothing_is_compiled, run_eagerly
 
 # Constants that stand for the objects which functions ask, and for the number of the

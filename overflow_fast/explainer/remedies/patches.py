@@ -13,7 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...guard.process import has_process_group
 from ...scanner.modules import modules_in, tensors_of
-from ...torch_internals.running import inherited, set_inherited
+from ...torch_internals.replaying import (
+    inherited,
+    set_inherited,
+)
 from ..calls import Call, part_of
 from ..force_eager import run_eagerly
 from ..keep_in_fp32 import keep_in_fp32

@@ -16,7 +16,7 @@ class DeviceFlags:
     """The flags that recorders compute on their devices, for `sync="lagged"`.
 
     Args:
-        config: The guard's.
+        config: The guard's; its verdicts are lagged.
         watches: The watched models.
 
     Attributes:
@@ -25,10 +25,7 @@ class DeviceFlags:
 
     def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
         self._config = config
-        self._may_skip = config.sync == "lagged" and config.on_overflow in (
-            "skip",
-            "raise",
-        )
+        self._may_skip = config.on_overflow in ("skip", "raise")
         self._watches = watches
         self.are_computed = False
 

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...scanner.text import numbered
-from ...torch_internals.module_internals import is_shadowing
+from ...torch_internals.module_internals import (
+    is_first,
+    is_joining,
+    is_shadowing,
+)
 from ..process import own_rank, world_size
 from ..report.report import RankInfo, Report
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch, models_of
-from .joinable import GuardJoinable, is_first, is_joining
-from .peers import Peers, find_groups, groups_of_mesh, shared
+
+if TYPE_CHECKING:
+    from .joinable import GuardJoinable
+    from .peers import Peers
+
+# What meets with other ranks is imported where there are any.
 
 _log = logging.getLogger("overflow_fast")
 
@@ -155,6 +163,8 @@ class Agreement:
                     f"group, got {len(groups)}: initialize torch.distributed, and pass "
                     "process_group= to the guard"
                 )
+            from .joinable import GuardJoinable
+
             self._joinable = GuardJoinable(
                 groups[0],
                 self._device,
@@ -171,6 +181,8 @@ class Agreement:
         own = report or Report(step, "raise", verdict)
         peers = self._meet()
         if peers is None and world_size() > 1:
+            from .peers import Peers
+
             peers = Peers.of(dist.group.WORLD)
         return self._agree(peers, step, verdict, 0, lambda: own).report
 
@@ -286,6 +298,8 @@ class Agreement:
         """Returns the ranks that share the models, or None; first by a collective."""
         with self._propagate():
             if self._peers is None and self._shared:
+                from .peers import Peers
+
                 self._peers = Peers.meet(self._shared)
                 self._warn_of_others(self._peers.ranks)
         return self._peers
@@ -334,6 +348,8 @@ class Agreement:
     def _find(self) -> list[Any]:
         if self._given is False or world_size() == 1:
             return []
+        from .peers import find_groups, groups_of_mesh, shared
+
         if self._given is None:
             return find_groups(self._models(), self._outermost())
         if isinstance(self._given, dist.device_mesh.DeviceMesh):

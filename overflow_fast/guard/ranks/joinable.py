@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ...torch_internals.module_internals import join_config
+from ...torch_internals.module_internals import is_first, is_joining
 
 
 class GuardJoinable(Joinable):
@@ -75,13 +75,3 @@ class _Hook(JoinHook):
 
     def main_hook(self) -> None:
         self._judge()
-
-
-def is_joining(joinable: Any) -> bool:
-    """Returns True if a `Join` has this object; torch does not reset it afterwards."""
-    return bool(getattr(join_config(joinable), "enable", False))
-
-
-def is_first(joinable: Any) -> bool:
-    """Returns True if a `Join` has this object first."""
-    return is_joining(joinable) and bool(join_config(joinable).is_first_joinable)

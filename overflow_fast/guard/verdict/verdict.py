@@ -13,6 +13,7 @@ from ...scanner.modules import is_layer_of_torch, own_parameters_of
 from ...scanner.text import rounded
 from ...scanner.tree import entry_label
 from ...scanner.types import TensorPath
+from ..watching.inputs import finite_places, is_plain
 from ..watching.watch import ModelWatch
 
 # Roles of entries that are of a call.
@@ -379,3 +380,16 @@ class SettingRemark(str):
 def nonfinite_settings(remarks: Iterable[str]) -> list[str]:
     """Lists the settings that are no finite numbers, from those sentences."""
     return [each.setting for each in remarks if isinstance(each, SettingRemark)]
+
+
+def headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
+    peak = bad.watch.recorder.last_peak(entry.place)
+    return None if peak is None else headroom_of(bad.watch, peak)
+
+
+def is_finite_now(first: BadFrame, entry: _C.Entry) -> bool:
+    """True if the weight of a call's module is finite; incurs a CPU-GPU sync."""
+    module = first.watch.module_at(first.frame.module)
+    own = {} if module is None else own_parameters_of(module)
+    weight = own.get(entry.label.name)
+    return is_plain(weight) and bool(finite_places(weight).all())

@@ -19,7 +19,9 @@ from ... import _C
 from ...scanner.modules import modules_in
 from ...scanner.tensors import PLAIN, widened
 from ...scanner.tree import INDEX, Part, Path, Walk, at, layout, path_text
-from ...torch_internals.running import is_functional_call
+from ...torch_internals.running import (
+    is_functional_call,
+)
 
 _FEW = 4
 _HARMLESS = (

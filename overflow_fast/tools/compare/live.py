@@ -25,7 +25,9 @@ from ...scanner.modules import Handles, named_modules, step_of
 from ...scanner.tensors import devices_of, loss_in
 from ...scanner.text import dtype_name
 from ...scanner.tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
-from ...torch_internals.running import graph_task_id
+from ...torch_internals.running import (
+    graph_task_id,
+)
 from ..precision.layers import expected_error, floats_in
 from .compare_runs import (
     StepContext,

@@ -44,7 +44,9 @@ from ...guard.undo.random import RandomStates
 from ...scanner.modules import named_modules, stepped_by
 from ...scanner.tensors import devices_of
 from ...scanner.text import counted, dtype_name, with_progress
-from ...torch_internals.compiler import uncompiled
+from ...torch_internals.compiler import (
+    uncompiled,
+)
 from ...torch_internals.module_internals import is_dropout
 from .summary import (
     Shard,

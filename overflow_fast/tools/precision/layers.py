@@ -20,7 +20,9 @@ from ...scanner.tensors import devices_of, real_parts
 from ...scanner.text import dtype_name, error_line
 from ...scanner.tree import CALL_DEPTH, mapped, tensors_in
 from ...torch_internals.module_internals import own_parameters
-from ...torch_internals.running import graph_task_id
+from ...torch_internals.running import (
+    graph_task_id,
+)
 
 # Magnitudes of tensors, by powers of two, against the ranges of dtypes.
 

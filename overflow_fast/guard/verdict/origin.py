@@ -1,4 +1,4 @@
-"""The attribution of a step's bad frames: the first bad entry, and its origin.
+"""The search for the origin of a step's first bad value.
 
 The origin of an output is its module, of an input the module whose code called that,
 of weights, buffers and the batch that they were given. It is unclear wherever anything
@@ -7,7 +7,6 @@ else can have made the value: a maker is never named on suspicion.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -15,11 +14,10 @@ from torch import nn
 
 from ... import _C
 from ...flags import is_label
-from ...scanner.modules import is_layer_of_torch, module_of_parameter, own_parameters_of
+from ...scanner.modules import is_layer_of_torch, module_of_parameter
 from ...scanner.tree import entry_label
 from ...torch_internals.module_internals import is_batch_norm
 from ..process import world_size
-from ..watching.inputs import finite_places, is_plain
 from ..watching.watch import ModelWatch
 from .call_order import (
     Called,
@@ -46,147 +44,36 @@ from .verdict import (
     CODE,
     FORWARDS,
     LOSS,
-    OF_CALLS,
     OF_FLAG,
     STAND_IN,
-    BadEntry,
     BadFrame,
-    EntryHeadroom,
     Origin,
-    Verdict,
-    first_bad,
-    headroom_of,
+    headroom_before,
+    is_finite_now,
     kind_of,
-    reach_loss,
 )
 
-_log = logging.getLogger("overflow_fast")
 
-
-def attribute(
-    frames: Sequence[BadFrame],
-    watches: Sequence[ModelWatch] = (),
-    is_check: bool = False,
-) -> Verdict:
-    """Finds the first bad entry of a step and its origin.
-
-    Incurs a CPU-GPU sync for each tensor on a device that is scanned again, if
-    something is bad.
-
-    Args:
-        frames: All bad frames of a step, in any order.
-        watches: All watched models; those of the frames if none are given.
-        is_check: True if an optimizer that the guard does not have may have stepped
-            since the frames of calls.
-
-    Returns:
-        The verdict; a clean one if there are no frames.
-    """
-    if not frames:
-        return Verdict()
-    first, entry, ordered = first_bad(frames, is_check)
-    watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
-    origin = _origin_or_why_not(first, entry, ordered, watches)
-    dirty, clean = _around_gradients(ordered)
-    return Verdict(
-        batch=first.frame.batch,
-        first=_bad_entry(first, entry),
-        **vars(origin),
-        masks=_tolerated(first, are_masks=True),
-        allowed=_tolerated(first, are_masks=False),
-        headroom=_headroom_before(first, entry),
-        num_bad_frames=len(frames),
-        dirty_gradients=dirty,
-        clean_gradients=clean,
-        is_recomputed=first.frame.is_recomputed,
-        reaches_loss=reach_loss(frames),
-    )
-
-
-def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
-    stat = entry.stat
-    assert stat is not None
-    label = entry_label(entry.place)
-    is_of_call = entry.role in OF_CALLS
-    fqn = bad.watch.name_at(bad.frame.module)
-    is_weight = entry.role == _C.Role.WEIGHT and bad.is_of_call
-    if is_weight:
-        label = f"{fqn}.{label}".lstrip(".")
-    return BadEntry(
-        kind_of(entry.role),
-        fqn if is_of_call else label,
-        bad.frame.class_name if is_of_call else "",
-        label,
-        entry.dtype,
-        stat.num_nan,
-        stat.num_inf,
-        entry.numel,
-        _signs(entry.nonfinite_kinds),
-        is_weight and _is_finite_now(bad, entry),
-    )
-
-
-def _signs(kinds: int) -> str:
-    return "".join(
-        sign
-        for sign, kind in (("+", _C.POSITIVE_INF), ("-", _C.NEGATIVE_INF))
-        if kinds & kind
-    )
-
-
-def _tolerated(bad: BadFrame, are_masks: bool) -> list[str]:
-    """Lists the inputs that are tolerated although non-finite: masks, or by rules."""
-    return [
-        entry_label(entry.place)
-        for entry in bad.entries
-        if entry.role == _C.Role.INPUT and entry.nonfinite_kinds and not entry.is_bad
-        if (entry.nonfinite_kinds == _C.NEGATIVE_INF) == are_masks
-    ]
-
-
-def _headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
-    peak = bad.watch.recorder.last_peak(entry.place)
-    return None if peak is None else headroom_of(bad.watch, peak)
-
-
-def _around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]:
-    """Returns the parameters with bad gradients, and the nearest with finite ones."""
-    dirty: list[str] = []
-    clean: list[str] = []
-    for bad in ordered:
-        if bad.frame.kind != _C.FrameKind.GRADIENTS:
-            continue
-        entries = [(e.label.name, e.is_bad) for e in bad.entries]
-        for i, (name, is_bad) in enumerate(entries):
-            if is_bad:
-                dirty.append(name)
-            elif any(is_near for _, is_near in entries[max(0, i - 1) : i + 2]):
-                clean.append(name)
-    return dirty, clean
-
-
-# The origin, by the kind of the first bad entry.
-
-
-def _origin_or_why_not(
+def origin_of(
     first: BadFrame,
     entry: _C.Entry,
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
 ) -> Origin:
-    """Finds the origin; if that fails, the alarm is raised all the same."""
-    try:
-        origin = _origin(first, entry, ordered, watches)
-        is_of_call = first.is_of_call and origin.source != "weight"
-        remarks = remarks_on(first) if is_of_call else []
-        if origin.source in ("unclear", "loss", "after_backward"):
-            remarks = [*remarks, *batch_remarks(first)]
-        return replace(origin, remarks=remarks)
-    except Exception as error:
-        message = "The search for the origin of a non-finite value failed."
-        _log.warning(message, exc_info=True)
-        maker = f"the search for it failed ({type(error).__name__}: {error})"
-        return Origin("unclear", "unclear", maker)
+    """Finds the origin, by the kind of the first bad entry.
+
+    Args:
+        first: The frame with the first bad value.
+        entry: That of the value.
+        ordered: All bad frames, in order.
+        watches: All watched models.
+    """
+    origin = _origin(first, entry, ordered, watches)
+    is_of_call = first.is_of_call and origin.source != "weight"
+    remarks = remarks_on(first) if is_of_call else []
+    if origin.source in ("unclear", "loss", "after_backward"):
+        remarks = [*remarks, *batch_remarks(first)]
+    return replace(origin, remarks=remarks)
 
 
 def _origin(
@@ -266,7 +153,7 @@ def _origin_of_weight(first: BadFrame, entry: _C.Entry) -> Origin:
         if all(entry.label != given.label for given in first.given_weights):
             maker = f"{label} before the step, or {owner}, which may write to it"
             return Origin("unclear", "unclear", maker, [label, owner])
-        if _is_finite_now(first, entry):
+        if is_finite_now(first, entry):
             maker = (
                 f"{label} is finite now: something else stood in for it, or it changed"
             )
@@ -277,19 +164,11 @@ def _origin_of_weight(first: BadFrame, entry: _C.Entry) -> Origin:
                 "was written within it"
             )
             return Origin("given", kind, maker, [label, CODE])
-    if _headroom_before(first, entry) is not None:
+    if headroom_before(first, entry) is not None:
         maker = "an optimizer step since it was last seen finite, or another write"
     else:
         maker = "initialization, a checkpoint or a write: it was never seen finite"
     return Origin("given", kind, maker, [label])
-
-
-def _is_finite_now(first: BadFrame, entry: _C.Entry) -> bool:
-    """True if the weight of a call's module is finite; incurs a CPU-GPU sync."""
-    module = first.watch.module_at(first.frame.module)
-    own = {} if module is None else own_parameters_of(module)
-    weight = own.get(entry.label.name)
-    return is_plain(weight) and bool(finite_places(weight).all())
 
 
 def _may_write_weights(watch: ModelWatch) -> bool:
@@ -311,7 +190,7 @@ def _origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
     label = entry.label.name
     owner = module_of_parameter(label) or "the model"
     seen = "every checked output was finite"
-    if _headroom_before(first, entry) is None:
+    if headroom_before(first, entry) is None:
         maker = f"{label}, which was never seen finite; {seen}"
     else:
         maker = f"code that writes to {label}, such as {owner}; {seen}"

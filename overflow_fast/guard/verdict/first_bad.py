@@ -1,0 +1,146 @@
+"""The attribution of a step's bad frames: the first bad entry, and its origin.
+
+This is what every alarm has; the search for the origin is `origin.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ... import _C
+from ...scanner.tree import entry_label
+from ..watching.watch import ModelWatch
+from .verdict import (
+    OF_CALLS,
+    BadEntry,
+    BadFrame,
+    Origin,
+    Verdict,
+    first_bad,
+    headroom_before,
+    is_finite_now,
+    kind_of,
+    reach_loss,
+)
+
+_log = logging.getLogger("overflow_fast")
+
+
+def attribute(
+    frames: Sequence[BadFrame],
+    watches: Sequence[ModelWatch] = (),
+    is_check: bool = False,
+) -> Verdict:
+    """Finds the first bad entry of a step and its origin.
+
+    Incurs a CPU-GPU sync for each tensor on a device that is scanned again, if
+    something is bad.
+
+    Args:
+        frames: All bad frames of a step, in any order.
+        watches: All watched models; those of the frames if none are given.
+        is_check: True if an optimizer that the guard does not have may have stepped
+            since the frames of calls.
+
+    Returns:
+        The verdict; a clean one if there are no frames.
+    """
+    if not frames:
+        return Verdict()
+    first, entry, ordered = first_bad(frames, is_check)
+    watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
+    origin = _origin_or_why_not(first, entry, ordered, watches)
+    dirty, clean = _around_gradients(ordered)
+    return Verdict(
+        batch=first.frame.batch,
+        first=_bad_entry(first, entry),
+        **vars(origin),
+        masks=_tolerated(first, are_masks=True),
+        allowed=_tolerated(first, are_masks=False),
+        headroom=headroom_before(first, entry),
+        num_bad_frames=len(frames),
+        dirty_gradients=dirty,
+        clean_gradients=clean,
+        is_recomputed=first.frame.is_recomputed,
+        reaches_loss=reach_loss(frames),
+    )
+
+
+def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
+    stat = entry.stat
+    assert stat is not None
+    label = entry_label(entry.place)
+    is_of_call = entry.role in OF_CALLS
+    fqn = bad.watch.name_at(bad.frame.module)
+    is_weight = entry.role == _C.Role.WEIGHT and bad.is_of_call
+    if is_weight:
+        label = f"{fqn}.{label}".lstrip(".")
+    return BadEntry(
+        kind_of(entry.role),
+        fqn if is_of_call else label,
+        bad.frame.class_name if is_of_call else "",
+        label,
+        entry.dtype,
+        stat.num_nan,
+        stat.num_inf,
+        entry.numel,
+        _signs(entry.nonfinite_kinds),
+        is_weight and is_finite_now(bad, entry),
+    )
+
+
+def _signs(kinds: int) -> str:
+    return "".join(
+        sign
+        for sign, kind in (("+", _C.POSITIVE_INF), ("-", _C.NEGATIVE_INF))
+        if kinds & kind
+    )
+
+
+def _tolerated(bad: BadFrame, are_masks: bool) -> list[str]:
+    """Lists the inputs that are tolerated although non-finite: masks, or by rules."""
+    return [
+        entry_label(entry.place)
+        for entry in bad.entries
+        if entry.role == _C.Role.INPUT and entry.nonfinite_kinds and not entry.is_bad
+        if (entry.nonfinite_kinds == _C.NEGATIVE_INF) == are_masks
+    ]
+
+
+def _around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]]:
+    """Returns the parameters with bad gradients, and the nearest with finite ones."""
+    dirty: list[str] = []
+    clean: list[str] = []
+    for bad in ordered:
+        if bad.frame.kind != _C.FrameKind.GRADIENTS:
+            continue
+        entries = [(e.label.name, e.is_bad) for e in bad.entries]
+        for i, (name, is_bad) in enumerate(entries):
+            if is_bad:
+                dirty.append(name)
+            elif any(is_near for _, is_near in entries[max(0, i - 1) : i + 2]):
+                clean.append(name)
+    return dirty, clean
+
+
+def _origin_or_why_not(
+    first: BadFrame,
+    entry: _C.Entry,
+    ordered: Sequence[BadFrame],
+    watches: Sequence[ModelWatch],
+) -> Origin:
+    """Finds the origin; if that fails, the alarm is raised all the same.
+
+    The search is imported in the first bad step: clean ones need none of it, and an
+    alarm does not depend on it.
+    """
+    try:
+        from .origin import origin_of
+
+        return origin_of(first, entry, ordered, watches)
+    except Exception as error:
+        message = "The search for the origin of a non-finite value failed."
+        _log.warning(message, exc_info=True)
+        maker = f"the search for it failed ({type(error).__name__}: {error})"
+        return Origin("unclear", "unclear", maker)

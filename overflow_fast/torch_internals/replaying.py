@@ -1,0 +1,206 @@
+"""Private APIs of what a replay looks at: modes, hooks, operations, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from .registry import INTERNALS, Internal, direct, internal
+
+
+@internal(
+    "torch._C._stash_obj_in_tls",
+    "autograd's threads that work for a replay run its edited lines, others do not",
+    "Remedies in lines that backward runs in threads of its own are not tried",
+)
+def _stash(key: str, value: object) -> None:
+    if value is not None:
+        torch._C._stash_obj_in_tls(key, value)
+    elif torch._C._is_key_in_tls(key):
+        # A thread that ends with an object there may hang: it needs the interpreter.
+        remove = getattr(torch._C, "_remove_obj_from_tls", None)
+        if remove is None:
+            torch._C._stash_obj_in_tls(key, None)
+        else:
+            remove(key)
+
+
+@internal(
+    "torch._C._get_obj_in_tls",
+    "autograd's threads that work for a replay run its edited lines, others do not",
+    "Remedies in lines that backward runs in threads of its own are not tried",
+)
+def _stashed(key: str) -> Any:
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+_own_objects = threading.local()
+
+
+def set_inherited(key: str, value: object) -> None:
+    """Sets an object of this thread; autograd's have it while they work for this one.
+
+    Args:
+        key: Its name.
+        value: The object; None takes it away.
+    """
+    setattr(_own_objects, key, value)
+    _stash(key, value)
+
+
+def inherited(key: str) -> Any:
+    """The object that was set in the thread that this one works for, or None."""
+    own = getattr(_own_objects, key, None)
+    return _stashed(key) if own is None else own
+
+
+# For replays: modes and hooks taken off, operations, the node that runs.
+
+
+_overrides: Any = torch.overrides
+_torch: Any = torch._C
+_NO_REPLAY = "Steps cannot be replayed"
+
+autograd_node: Callable[[], Any] = direct(  # the one that runs in this thread, or None
+    "torch._C._current_autograd_node",
+    "which forward operation's derivative runs",
+    "Operations in backward are not named",
+)
+# The number that autograd gives the next node of this thread.
+next_sequence: Callable[[], int] = direct(
+    "torch._C._autograd._get_sequence_nr",
+    "autograd numbers its nodes by the forward operation that made them",
+    "Operations in backward are not named",
+    0,
+)
+# Switches dispatch modes off while it is entered.
+no_dispatch: Callable[[], AbstractContextManager[None]] = direct(
+    "torch._C._DisableTorchDispatch",
+    "scans within a mode must not be seen by it",
+    _NO_REPLAY,
+    contextlib.nullcontext(),
+)
+for _name, _api, _reason in (
+    (
+        "TorchDispatchMode",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "the operations that a step runs, one by one",
+    ),
+    (
+        "without_function_modes",
+        "torch.overrides._pop_mode",
+        "no TorchFunctionMode of the user's may see a replay",
+    ),
+    (
+        "without_operator_modes",
+        "torch._C._pop_torch_dispatch_stack",
+        "no TorchDispatchMode of the user's may see a replay",
+    ),
+    (
+        "without_saving_hooks",
+        "torch._C._autograd._pop_saved_tensors_default_hooks",
+        "hooks on what autograd saves may move it to another device",
+    ),
+    (
+        "attention_by_definition",
+        "torch.ops.aten._scaled_dot_product_attention_math",
+        "fused attention, computed again in float64",
+    ),
+):
+    INTERNALS[_name] = Internal(_api, _reason, _NO_REPLAY)
+
+
+def with_torch_function() -> AbstractContextManager[None]:
+    """Switches `__torch_function__` on while it is entered."""
+    found: AbstractContextManager[None] = _torch._EnableTorchFunction()
+    return found
+
+
+def active_modes() -> list[str]:
+    """The names of the modes and saving hooks that the user has switched on."""
+    functions = _overrides._get_current_function_mode_stack()
+    operators = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    names = [type(m).__name__ for m in functions if not isinstance(m, DeviceContext)]
+    names += [type(mode).__name__ for mode in operators]
+    return names + ["saved tensor hooks"] * (_top_saving_hooks() is not None)
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Takes all function modes off, but the one that sets the default device."""
+    modes = [
+        _overrides._pop_mode() for _ in range(_overrides._len_torch_function_stack())
+    ]
+    kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
+    for mode in reversed(kept):
+        _overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _overrides._pop_mode()
+        for mode in reversed(modes):
+            _overrides._push_mode(mode)
+
+
+@contextlib.contextmanager
+def without_operator_modes() -> Iterator[None]:
+    """Takes all dispatch modes off; torch's own way imports all of torch.fx."""
+    count = int(_torch._len_torch_dispatch_stack())
+    modes = [_torch._pop_torch_dispatch_stack() for _ in range(count)]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _torch._push_on_torch_dispatch_stack(mode)
+
+
+@contextlib.contextmanager
+def without_saving_hooks() -> Iterator[None]:
+    """Takes off hooks on what autograd saves."""
+    hooks = []
+    while (top := _top_saving_hooks()) is not None:
+        hooks.append(top)
+        _torch._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _torch._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _top_saving_hooks() -> Any:
+    return _torch._autograd._top_saved_tensors_default_hooks(True)
+
+
+@internal(
+    "torch.autograd.graph.Node._sequence_nr",
+    "which forward operation a node of autograd belongs to",
+    "Operations in backward are not named",
+    -1,
+)
+def sequence_of(node: Any) -> int:
+    """The number of a node of autograd, by the order of forward operations, or -1."""
+    return int(node._sequence_nr())
+
+
+def attention_by_definition(*arguments: Any, **named: Any) -> Any:
+    """Attention without a fused kernel; see scaled_dot_product_attention."""
+    return torch.ops.aten._scaled_dot_product_attention_math(*arguments, **named)
+
+
+def schema_names(function: Any) -> list[str]:
+    """The names of an operator's arguments."""
+    return [argument.name for argument in function._schema.arguments]
+
+
+def schema_of(function: Any) -> Any:
+    """The schema of an operator, or None."""
+    return getattr(function, "_schema", None)
