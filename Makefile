@@ -14,7 +14,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/scanner/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo docs test test-quick release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
+.PHONY: build demo docs check test release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -45,8 +45,10 @@ docs: build
 test: build
 	$(RUN) -m pytest -q --disable-warnings $(WORKERS)
 
-test-quick: build
-	$(RUN) -m pytest -q --disable-warnings $(WORKERS) -m "not slow"
+# Lint, types and the quick tests of the inner three layers: about a minute.
+check: lint build
+	$(RUN) -m pytest -q --disable-warnings $(WORKERS) -m "not slow and (scan or detector or guard)" \
+	  tests/scanner tests/detector tests/guard
 
 # Packs the sources, compiles them in an empty folder and runs tests with what was installed.
 release-check: build

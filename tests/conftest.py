@@ -1,14 +1,11 @@
 """The order of tests, which of them need a GPU, and the emulated one for the others."""
 
-import ctypes
 import functools
-import gc
 import importlib
-import logging
 import os
 import re
 import sys
-import types
+from pathlib import Path
 
 # Before torch is imported, also for the processes that tests start. Tests that need
 # threads ask for them; small models need no pool of processes to be compiled.
@@ -20,7 +17,6 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import pytest
 import torch
-from _pytest.logging import catching_logs
 from emulation import VARIANTS, emulated_device, emulation
 from gpus import GPUS, Cuda, Emulated
 from processes import serve_from_here
@@ -29,42 +25,28 @@ from overflow_fast.explainer.remedies import trials
 
 # What is tried on a bad step does not depend on what else runs here.
 trials.LEAST_SECONDS = 600.0
-# Each seed is kept with its stack for devices that are not there, which takes 14 times
-# as long as the seed itself, and longer below pytest.
-for module in (torch.cuda, torch.xpu, torch.mtia):
-    module.traceback = types.SimpleNamespace(format_stack=list)
+
+# The layer of the tests in a folder, which is their mark.
+LAYERS = {
+    "scanner": "scan",
+    "detector": "detector",
+    "guard": "guard",
+    "explainer": "explain",
+    "tools": "tools",
+    "integrations": "tools",
+    "project": "tools",
+}
 
 
 def pytest_configure(config):
     """The processes that tests start are forks of their worker, as it is from here on.
 
-    They have what takes long to import, and what no collection looks at.
+    They have what takes long to import.
     """
     if hasattr(config, "workerinput"):
-        gc.disable()  # until all tests are imported: see pytest_collection_modifyitems
         for name in ("torch._inductor.compile_fx", "transformers.modeling_utils"):
             importlib.import_module(name)
-        # Measures guards, and flushes the caches of the processor for it.
-        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-        gc.freeze()
         serve_from_here()
-
-
-def attach_to_the_root_alone(self):
-    """Stands for the beginning of pytest's capture of logs, six times for each test.
-
-    Its own looks at 1,000 loggers and adds its handler to 90 that do not propagate.
-    With any, torch writes graphs, guards and stacks of what is compiled as JSON.
-    """
-    if self.level is not None:
-        return attach_to_all(self)
-    self.attached_loggers.append(logging.getLogger())
-    logging.getLogger().addHandler(self.handler)
-    return self.handler
-
-
-attach_to_all = catching_logs.__enter__
-catching_logs.__enter__ = attach_to_the_root_alone
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -90,42 +72,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Groups first: they take longest."""
+    """Groups first, since they take longest; each test has the mark of its layer."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
-    if hasattr(config, "workerinput"):
-        freeze_all_but_functions_of_tests()
-        gc.set_threshold(20_000)  # collections are a tenth of what tests take, else
-        gc.enable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item, nextitem):
-    """What compilers and libraries have kept for good is frozen when a file ends."""
-    result = yield
-    ends_file = nextitem is None or nextitem.path != item.path
-    in_worker = hasattr(item.config, "workerinput")
-    if in_worker and ends_file and len(gc.get_objects()) > 50_000:
-        gc.collect()
-        freeze_all_but_functions_of_tests()
-    return result
-
-
-def freeze_all_but_functions_of_tests():
-    """Lets collections look at nothing that there is, which takes 0.3 s each time.
-
-    Edits of lines look through all objects for a function: those of tests are found.
-    """
-    folder = os.path.dirname(__file__)
-    functions = [
-        each
-        for each in gc.get_objects()
-        if type(each) is types.FunctionType
-        and each.__code__.co_filename.startswith(folder)
-    ]
-    gc.freeze()
-    for each in functions:
-        ctypes.pythonapi.PyObject_GC_UnTrack(ctypes.py_object(each))
-        ctypes.pythonapi.PyObject_GC_Track(ctypes.py_object(each))
+    root = Path(__file__).parent
+    for item in items:
+        item.add_marker(LAYERS[item.path.relative_to(root).parts[0]])
 
 
 def pytest_addoption(parser):
