@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pairs import pairs
 from torch import nn
 from torch.func import functional_call
 
@@ -82,13 +83,13 @@ SEE_FORWARDS = [
 ]
 WATCHES = [*SEE_FORWARDS, ("gradients",)]
 KINDS = ("trainable", "frozen", "buffer", "attribute")
+WHERE = ("root", "inner")
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("clean_steps", [0, 2])
-@pytest.mark.parametrize("watch", WATCHES)
-@pytest.mark.parametrize("where", ["root", "inner"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, where, watch, clean_steps, value",
+    pairs(KINDS, WHERE, WATCHES, (0, 2), (NAN, INF)),
+)
 def test_a_bad_value_that_a_module_keeps_is_named(
     kind, where, watch, clean_steps, value
 ):
@@ -110,9 +111,7 @@ def test_a_bad_value_that_a_module_keeps_is_named(
     assert (owners[where] if kind == "attribute" else name) in candidates
 
 
-@pytest.mark.parametrize("watch", SEE_FORWARDS)
-@pytest.mark.parametrize("where", ["root", "inner"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, where, watch", pairs(KINDS, WHERE, SEE_FORWARDS))
 def test_the_replay_and_the_hooks_do_not_contradict_each_other(kind, where, watch):
     net, owner = make(kind, where)
     report = report_of(
@@ -201,10 +200,10 @@ def stands_in(requires_grad, name):
     return lambda net: functional_call(net, {name: value}, (x(),)).mean()
 
 
-@pytest.mark.parametrize("explain", [False, "auto"])
-@pytest.mark.parametrize("watch", SEE_FORWARDS)
-@pytest.mark.parametrize("where", ["root", "inner"])
-@pytest.mark.parametrize("kind", ["trainable", "frozen"])
+@pytest.mark.parametrize(
+    "kind, where, watch, explain",
+    pairs(("trainable", "frozen"), WHERE, SEE_FORWARDS, (False, "auto")),
+)
 def test_a_tensor_that_stands_in_for_a_weight_is_a_candidate(
     kind, where, watch, explain
 ):
