@@ -935,12 +935,12 @@ def test_calls_of_a_step_that_is_judged_late_are_still_known():
 
 
 def test_an_alarm_is_raised_although_its_maker_cannot_be_found_out(monkeypatch):
-    from overflow_fast.guard.verdict import attribution
+    from overflow_fast.guard.verdict import origin
 
     def fail(*_):
         raise ValueError("no calls")
 
-    monkeypatch.setattr(attribution, "_origin_in_forward", fail)
+    monkeypatch.setattr(origin, "_origin_in_forward", fail)
     x = inputs()
     x[0] = NAN
     verdict = verdict_of(mlp(), lambda m: m(x).mean())
