@@ -1,6 +1,8 @@
 """The order of tests, which of them need a GPU, and the emulated one for the others."""
 
+import contextlib
 import functools
+import gc
 import importlib
 import os
 import re
@@ -25,6 +27,12 @@ from overflow_fast.explainer.remedies import trials
 
 # What is tried on a bad step does not depend on what else runs here.
 trials.LEAST_SECONDS = 600.0
+
+with contextlib.suppress(ImportError):  # where it is missing, its tests say so
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 # The layer of the tests in a folder, which is their mark.
 LAYERS = {
@@ -76,7 +84,9 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     root = Path(__file__).parent
     for item in items:
-        item.add_marker(LAYERS[item.path.relative_to(root).parts[0]])
+        folder, *inner = item.path.relative_to(root).parts
+        if inner:
+            item.add_marker(LAYERS[folder])
 
 
 def pytest_addoption(parser):
@@ -127,6 +137,12 @@ def pytest_runtest_setup(item):
     if item.config.getoption("--require-cuda"):
         pytest.fail("--require-cuda was given, and torch sees no GPU", pytrace=False)
     pytest.skip("needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def no_others():
+    """The guards that other files of tests have left on are gone: they are cycles."""
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
