@@ -19,12 +19,13 @@ from ..torch_internals.replaying import (
 from . import bad_step as notes
 from .bad_step import SLOWER, BadStep
 from .calls import Call, batch_size, name_outside, why_whole
+from .explain_origin import explain_root_op
 from .named_tensors import names_of
 from .op_rows import Leaf, Row, row_of
 from .op_table import OpTable
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
-from .origin import OF_LEAVES, ForwardRows, RootOp, explain_root_op, trace_back
+from .origin import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for

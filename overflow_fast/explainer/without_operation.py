@@ -41,9 +41,9 @@ from . import bad_step as notes
 from .bad_step import BadStep
 from .calls import name_outside
 from .copies import on_copies, to_dtype
+from .explain_origin import first_bad_weight
 from .named_tensors import names_of
 from .op_trace import ModuleStack, OpCall, OpTrace, TracedModule
-from .origin import first_bad_weight
 from .replay_ranks import OnRank
 from .replayer import Observer, ReplayCheck, Replayer, ReplayResult
 from .tensor_kinds import floats_in, is_float, summary_of
