@@ -34,9 +34,9 @@ from ..torch_internals.compiler import (
 )
 from .bad_step import ALL_BAD, NOT_BEHIND, BadStep
 from .calls import Call
+from .explain_origin import first_bad_weight, looked_up
 from .named_tensors import state_by_name
 from .optimizer_step import explain_update
-from .origin import first_bad_weight, looked_up
 from .own_lines import (
     GradientCode,
     LossCall,

@@ -19,12 +19,13 @@ from ..torch_internals.replaying import (
 from . import bad_step as notes
 from .bad_step import SLOWER, BadStep
 from .calls import Call, batch_size, name_outside, why_whole
+from .explain_origin import explain_root_op
 from .named_tensors import names_of
 from .op_rows import Leaf, Row, row_of
 from .op_table import OpTable
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
-from .origin import OF_LEAVES, ForwardRows, RootOp, explain_root_op, trace_back
+from .origin import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for
@@ -34,7 +35,8 @@ from .repro import module_repro_of, repro_of
 from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
-from .without_operation import Answers, find_growth
+from .weight_growth import find_growth
+from .without_operation import WithoutOperation
 
 # Which sample of the batch the bad value comes from.
 
@@ -267,10 +269,10 @@ class Search:
         self._set_meanwhile: list[str] = []  # numbers of the models, by the step alone
 
     @property
-    def _answers(self) -> Answers:
+    def _without_operation(self) -> WithoutOperation:
         """The explanations without an operation."""
         given = self._replayer, self._incident, self.may_run, self._replay_check
-        return Answers(*given, self._changed, self._set_meanwhile)
+        return WithoutOperation(*given, self._changed, self._set_meanwhile)
 
     def may_run(self, forwards: int = 1) -> bool:
         """True if the budget allows so many forwards more."""
@@ -297,13 +299,13 @@ class Search:
         self._changed = self._replayer.state.changed_around()
         self._set_meanwhile = self._replayer.state.set_meanwhile()
         if first.error is not None:
-            return self._answers.failed(first.error)
+            return self._without_operation.failed(first.error)
         incident = self._incident
         is_inside = incident is not None and (
             not incident.reaches_loss or incident.kind == "output"
         )
         if first.is_clean and not is_inside:
-            return self._answers.clean(first)
+            return self._without_operation.clean(first)
         place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1
         part = StepPart(place, looks_back=True)
         return self._explained(place, self._replayer.run(part))
@@ -322,7 +324,7 @@ class Search:
     def _explained(self, place: int, traced: ReplayResult) -> Explanation:
         """Explains a replay with a table, on the rank that knows best."""
         if traced.error is not None:
-            failed = self._answers.failed(traced.error)
+            failed = self._without_operation.failed(traced.error)
             return failed if self._ranks.is_leader else self._follow()
         root_op, failure = None, None
         try:
@@ -336,7 +338,7 @@ class Search:
         assert self._first is not None
         is_gone = self._first.is_forward and not traced.is_forward
         if root_op is None or (is_gone and self._ranks.is_alone):
-            return self._answers.not_in_eager(self._first, traced)
+            return self._without_operation.not_in_eager(self._first, traced)
         found = self._explain_origin(root_op, traced, self._replayer.calls[place])
         assert traced.table is not None
         self._find_lost_value(found, root_op, traced.table)

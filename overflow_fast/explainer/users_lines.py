@@ -22,13 +22,11 @@ _NO_HOOKS = tuple(
     for parts in (("autograd", "function.py"), ("utils", "checkpoint.py"))
 )
 _BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
-_ENDS = {_ENGINE, *_BEGINS}
 
 # The code, the line and the instruction of each frame.
 Frames = tuple[tuple[CodeType, int, int], ...]
-Span = tuple[
-    int, int, int, int
-]  # first line, last line, first and last column in UTF-8
+# The first line, the last line, the first and the last column in UTF-8.
+Span = tuple[int, int, int, int]
 
 
 class UsersFrames:
@@ -54,7 +52,8 @@ class UsersFrames:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame not in known:
             code = frame.f_code
-            if code.co_name in _ENDS and _ends(code):
+            name = code.co_name
+            if name == _ENGINE or (name in _BEGINS and is_own(code.co_filename)):
                 frame = None
                 break
             if new or not is_own(code.co_filename):  # which hold an operation's tensors
@@ -92,10 +91,6 @@ def runs_in_hook() -> bool:
         first = frame.f_code.co_filename
         frame = frame.f_back  # type: ignore[assignment]
     return bool(first) and not first.endswith(_NO_HOOKS)
-
-
-def _ends(code: CodeType) -> bool:
-    return code.co_name == _ENGINE or is_own(code.co_filename)
 
 
 def stack_of(frames: Frames) -> list[str]:

@@ -11,7 +11,7 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer import without_operation
 from overflow_fast.explainer.op_trace import TracedModule
-from overflow_fast.explainer.without_operation import compare_devices
+from overflow_fast.explainer.second_device import compare_devices
 
 FAULTS = []  # of the machine: what a module holds is put back for a replay
 

@@ -23,9 +23,10 @@ from ...scanner.modules import (
 )
 from ...scanner.text import error_line, installed_name
 from ..calls import batch_size
+from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
 from ..op_rows import Row
-from ..origin import ForwardRows, explain_root_op
+from ..origin import ForwardRows
 from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel
 from ..tensor_kinds import bad_names

@@ -15,17 +15,12 @@ from ...guard.explaining import USE_RUN
 from ...guard.report.explanation import Explanation, Remedy
 from ...scanner.text import error_line, source_name
 from ..bad_step import outside_text
+from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
+from ..explain_origin import mask_of, named_row
 from ..op_rows import Row
 from ..op_table import OpTable
-from ..origin import (
-    CallGrowth,
-    ForwardRows,
-    RootOp,
-    growth_of,
-    mask_of,
-    named_row,
-)
+from ..origin import ForwardRows, RootOp
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..sentinel import Sentinel
 from ..tensor_kinds import kinds_of

@@ -1,0 +1,155 @@
+"""The growth of results up to an overflow: in a recurrence, a loop, by depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .op_rows import Row
+from .origin import ForwardRows
+from .users_lines import place_text
+
+_FEWEST = 6  # calls; fewer tell no factor
+_LEAST_FACTOR = 1.01
+_LEAST_GROWTH = 10.0
+_EXPLODES = 1e3  # so much of the way to the overflow: more than a loss's scale explains
+_MOST_CALLS = 4096
+_MOST_BACK = 8  # operations from the one that overflowed to the one that grew
+# How far results may be from a constant factor: by 4, or by so much of all growth.
+_SPREAD, _PART = math.log(4), 0.05
+
+
+@dataclass(frozen=True)
+class CallGrowth:
+    """Results that grow by a factor with each call, up to an overflow.
+
+    Attributes:
+        factor: By how much the largest magnitude grows with each call.
+        total: By how much it has grown in all.
+        number: How many calls there were before the one that overflowed.
+        first: The number of the call since which it grows, from 1 on.
+        unit: "call" or "module".
+        since: The name of the module since which it grows; "" for calls.
+        is_backward: True of the derivatives of calls.
+        modules: The names of the modules that make such calls, each once.
+        before: The operation that grew, where it is another one than that which
+            overflowed; else None.
+    """
+
+    factor: float
+    total: float
+    number: int
+    first: int
+    unit: str
+    since: str
+    is_backward: bool
+    modules: tuple[str, ...]
+    before: Row | None = None
+
+    @property
+    def explodes(self) -> bool:
+        """True if it is what the overflow of a gradient comes from."""
+        return self.is_backward and self.total >= _EXPLODES
+
+    @property
+    def text(self) -> str:
+        """The growth in words."""
+        factor = f"grew by a factor of {self.factor:.3g} a {self.unit}"
+        num = self.number - self.first + 1
+        if self.unit == "module":
+            since = f"from {self.since} on"
+            return f"the largest gradient {factor} over {num} modules, {since}"
+        if self.before is not None:
+            at = f"{self.before.name}{place_text(self.before.frames)}"
+            return f"the largest result of {at} {factor} over the {num} calls before"
+        if self.is_backward:
+            return (
+                f"the largest gradient {factor} back through {num} calls at this line"
+            )
+        return (
+            f"it is call {self.number + 1} at this line, and the largest result "
+            f"{factor} since call {self.first}"
+        )
+
+
+def growth_of(row: Row, forward_rows: ForwardRows) -> CallGrowth | None:
+    """Finds how results grew up to an operation that overflowed.
+
+    Args:
+        row: The operation.
+        forward_rows: Knows the operations of the same replay.
+
+    Returns:
+        The growth over the calls at the same line, or of modules in backward; None
+        where there is none by an almost constant factor.
+    """
+    calls = forward_rows.calls_like(row)
+    found = _trend(calls[: calls.index(row)], calls, forward_rows, "call")
+    if found is None and row.in_backward:
+        largest = _of_modules(row, forward_rows)
+        return _trend(largest, [*largest, row], forward_rows, "module")
+    return found or _growth_before(row, forward_rows)
+
+
+def _growth_before(row: Row, forward_rows: ForwardRows) -> CallGrowth | None:
+    """The growth of what an operation was given, such as the state at a loop's end."""
+    for _ in range(_MOST_BACK):
+        given = [each for each in row.read_from if not each.in_backward]
+        if not given:
+            return None
+        row = max(given, key=lambda each: each.abs_max or 0.0)
+        calls = forward_rows.calls_like(row)
+        found = _trend(calls[: calls.index(row) + 1], calls, forward_rows, "call")
+        if found is not None and found.total >= _EXPLODES:
+            return replace(found, before=row)
+    return None
+
+
+def _of_modules(row: Row, forward_rows: ForwardRows) -> list[Row]:
+    """The largest operation of each module in backward, in the order that it ran."""
+    largest: dict[str, Row] = {}
+    for each in forward_rows.rows_before(row):
+        if not each.in_backward or each.variable is not None or each.abs_max is None:
+            continue
+        name = forward_rows.module_of(each)
+        before = largest[name].abs_max if name in largest else None
+        if name and (before is None or each.abs_max > before):
+            largest[name] = each
+    own = forward_rows.module_of(row)
+    return [each for name, each in largest.items() if name != own]
+
+
+def _trend(
+    before: Sequence[Row], calls: Sequence[Row], forward_rows: ForwardRows, unit: str
+) -> CallGrowth | None:
+    """The growth of the calls before an overflow, out of all calls."""
+    sizes = [each.abs_max or 0.0 for each in before]
+    logs = [math.log(s) if 0 < s < math.inf else None for s in sizes]
+    starts = range(max(0, len(logs) - _MOST_CALLS), len(logs))
+    first = next((i for i in starts if _is_even(logs[i:])), len(logs))
+    num = len(logs) - 1 - first
+    if num < _FEWEST:
+        return None
+    total = sizes[-1] / sizes[first]
+    factor = total ** (1 / num)
+    if factor < _LEAST_FACTOR or total < _LEAST_GROWTH:
+        return None
+    names = [forward_rows.module_of(each) for each in calls]
+    since = forward_rows.module_of(before[first]) if unit == "module" else ""
+    return CallGrowth(
+        *(factor, total, len(before), first + 1, unit, since, before[0].in_backward),
+        modules=tuple(dict.fromkeys(names)),
+    )
+
+
+def _is_even(logs: Sequence[float | None]) -> bool:
+    """True if numbers lie near the line from the first to the last one."""
+    if len(logs) < 2 or logs[0] is None or logs[-1] is None:
+        return False
+    slope = (logs[-1] - logs[0]) / (len(logs) - 1)
+    most = max(_SPREAD, _PART * abs(logs[-1] - logs[0]))
+    return all(
+        each is not None and abs(each - (logs[0] + slope * i)) <= most
+        for i, each in enumerate(logs)
+    )

@@ -1,0 +1,395 @@
+"""Explains where bad values began: phase, cause, evidence."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..guard.report.explanation import Explanation, Op, TensorSummary
+from ..scanner.modules import module_of_parameter
+from ..scanner.text import nonfinite_text, numbered
+from . import bad_step as notes
+from .call_growth import CallGrowth, growth_of
+from .calls import Call, ModelCall
+from .held_tensors import HeldTensor
+from .named_tensors import names_of
+from .op_rows import (
+    EMPTY,
+    INTERMEDIATE,
+    RANGE,
+    SINGULAR,
+    UNDEFINED,
+    Details,
+    Leaf,
+    Row,
+    Source,
+)
+from .origin import ForwardRows, RootOp
+from .tensor_kinds import as_wide, bad_names, inf_signs
+from .users_lines import op_at, place_text, programs_line
+
+_CAUSES = {
+    RANGE: "range overflow",
+    INTERMEDIATE: "range overflow",
+    UNDEFINED: "undefined",
+    EMPTY: "empty reduction",
+    SINGULAR: "rounding",
+}
+_NOT_CLIPPED = (
+    "Clipping gradients by their norm after backward does not help: it makes nan of an "
+    "inf."
+)
+_LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten.index", "aten.gather")
+_LEFT_OUT = (
+    "It arises in the forward, whose result is finite all the same; backward runs "
+    "through it."
+)
+_IN_HOOK = "it ran in a hook that backward called"
+_ADDED_UP = "produced where gradients are added up"
+_UNWRITTEN = (
+    "it reads memory of {} that nothing has written to: its values are left over from "
+    "an earlier use of that memory"
+)
+
+
+def explain_root_op(
+    root_op: RootOp,
+    forward_rows: ForwardRows,
+    in_gradients: bool,
+    call: Call | None = None,
+) -> Explanation:
+    """Explains the origin of bad values.
+
+    Args:
+        root_op: What was found.
+        forward_rows: Knows the operations of the same replay.
+        in_gradients: Whether what the forward returned was finite.
+        call: What was replayed; None if it is not known to be the step's own.
+    """
+    source = root_op.source
+    if isinstance(source, Leaf):
+        reader = root_op.first_reader
+        found = explain_leaf(source, _read_by(root_op), call)
+        if reader is not None and reader.name.startswith(_LOOKUPS) and call is not None:
+            found.evidence += looked_up(source.tensor, call)
+    else:
+        found = _explain_row(source, forward_rows, in_gradients)
+        if found.op is not None and call is not None:
+            frames = named_row(source, forward_rows).frames
+            found.op.called_from = programs_line(frames, call.called_at)
+    found.chain = _chain_text(root_op)
+    return found
+
+
+def _read_by(root_op: RootOp) -> str:
+    reader = root_op.first_reader
+    if reader is None:
+        return ""
+    return f"; it was first read by {reader.name}{place_text(reader.frames)}"
+
+
+def _explain_row(
+    row: Row, forward_rows: ForwardRows, in_gradients: bool
+) -> Explanation:
+    forward = forward_rows.of(row) if row.in_backward else row
+    is_backward = in_gradients or row.in_backward
+    found = Explanation("backward" if is_backward else "forward")
+    named = named_row(row, forward_rows)
+    clauses = []
+    if row.in_hook:
+        clauses.append(_IN_HOOK)
+    elif forward is not None:
+        found.module = forward_rows.module_of(forward)
+    elif row.variable is None:
+        found.notes.append(f"Which line of the forward {row.node} is of is not known.")
+    if row.in_backward and row.variable is not None and not row.in_hook:
+        clauses.append(_ADDED_UP)
+    if row.masks:
+        clauses.append(_mask_text(row))
+    found.op = _op_of(named, row)
+    details = row.details
+    if row.is_communication:
+        if "reduce" in row.name:
+            found.cause = "range overflow"
+        text = "no rank gave it non-finite values, and what it returned holds some"
+        found.evidence.append(f"{row.name}: {text}")
+    elif row.is_empty:
+        found.cause = "not reproducible"
+        found.evidence.append(_UNWRITTEN.format(row.name))
+    elif details is None:
+        found.notes.append("The operation was not computed again.")
+    else:
+        found.cause = _cause_of(details, is_backward and not row.in_hook)
+        made, why = _evidence(details, found.op)
+        found.evidence += ["; ".join([made, *clauses]), why]
+        clauses = []
+        if found.cause == "range overflow":
+            _add_growth(found, growth_of(row, forward_rows))
+    found.evidence += clauses
+    if in_gradients and not row.in_backward:
+        found.notes.append(_LEFT_OUT)
+    return found
+
+
+def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
+    """Adds how results grew up to an overflow; of gradients it is the cause."""
+    if growth is None:
+        return
+    if not growth.explodes:
+        found.evidence[-1] += f"; {growth.text}"
+        return
+    found.cause = "gradient explosion"
+    found.evidence.insert(0, growth.text)
+    found.notes.append(_NOT_CLIPPED)
+
+
+def _mask_text(row: Row) -> str:
+    """Names what made the infs that an operation was given, and returned."""
+    made = mask_of(row)
+    assert made is not None
+    if isinstance(made, Row):
+        return f"its infs are those of a mask: {made.name}{place_text(made.frames)}"
+    return f"its infs are those that `{made.name}` holds"
+
+
+def mask_of(row: Row) -> Source | None:
+    """The source of a mask's infs that an operation was given, or None."""
+    made: Source = row
+    while isinstance(made, Row) and made.masks:
+        made = made.masks[0]
+    return None if made is row else made
+
+
+def named_row(row: Row, forward_rows: ForwardRows) -> Row:
+    """The operation that is named: of a derivative, that of the forward."""
+    forward = forward_rows.of(row) if row.in_backward else row
+    return row if row.custom or forward is None else forward
+
+
+def _cause_of(details: Details, is_backward: bool) -> str:
+    cause = _CAUSES.get(details.why, "unknown")
+    if is_backward and cause == "undefined":
+        return "singular gradient"
+    return cause
+
+
+def _op_of(named: Row, ran: Row) -> Op:
+    op = op_at(named.name, named.frames)
+    op.derivative = ran.name if named is not ran else ""
+    if ran.details is not None:
+        details = ran.details
+        op.inputs, op.outputs = details.inputs, details.outputs
+        op.first_index = details.first_index
+        op.true_value, op.limit = details.true_value, details.limit
+    return op
+
+
+def _evidence(details: Details, op: Op) -> tuple[str, str]:
+    """Describes what an operation made of what, and what float64 makes of it."""
+    output = details.outputs[0]
+    ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
+    counts = output.num_nan, output.num_inf, output.signs, output.numel
+    made = f"{ran}{nonfinite_text(*counts)}"
+    inputs = ", ".join(_range_text(each) for each in details.inputs[:3])
+    if inputs and not details.has_bad_inputs:
+        made += f"; inputs finite: {inputs}"
+    elif inputs:
+        made += f"; inputs: {inputs}"
+    if details.outside:
+        made += f"; {details.outside}"
+    return made, _why_text(details, output.dtype)
+
+
+def _why_text(details: Details, dtype: str) -> str:
+    value, limit = details.true_value, details.limit
+    computed = f"computed in float64{details.part}"
+    if details.why == RANGE and value is not None:
+        is_beyond = value in (float("inf"), float("-inf"))
+        true = "beyond its maximum as well" if is_beyond else _number(value)
+        return f"{computed}: {true}; {dtype}'s maximum is {limit:.5g}"
+    if details.why == INTERMEDIATE and value is not None:
+        return (
+            f"{computed}: {_number(value)}, which fits {dtype}: an intermediate value "
+            "overflowed"
+        )
+    if details.why == SINGULAR and value is not None:
+        return (
+            f"{computed}: {_number(value)}; in {dtype} the matrix is singular: "
+            "rounding has left 0 on its diagonal"
+        )
+    if details.why == UNDEFINED and value is not None:
+        return f"{computed} from the same inputs, it is {value:g} as well"
+    return details.reason or "it was not computed again"
+
+
+def _number(value: float) -> str:
+    """Three digits of a number, in plain figures below ten million: 175000."""
+    return f"{float(f'{value:.3g}'):.7g}"
+
+
+def _range_text(each: TensorSummary) -> str:
+    what = f"{each.name} {list(each.shape)}".lstrip()
+    if each.abs_max is None:
+        return f"{what} without a finite value" if each.numel else "nothing"
+    if each.num_nan or each.num_inf:
+        bad = nonfinite_text(each.num_nan, each.num_inf, each.signs)
+        what += f" with {bad}, else"
+    return f"{what} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
+
+
+def _chain_text(root_op: RootOp) -> list[str]:
+    source = root_op.source
+    names = [f"`{source.name}`"] if isinstance(source, Leaf) and source.name else []
+    rows = itertools.groupby(row.name for row in root_op.chain)
+    return [*names, *(name for name, _ in rows)]
+
+
+# Explains values that were bad before the replay: data, weights and what was kept.
+
+
+_IN_LOOP = (
+    "Code between the calls was not replayed. Call all of it within "
+    "`guard.run(lambda: loss)`."
+)
+_NOT_FOUND = "Where the program holds that tensor was not found."
+_CARRIED = (
+    "The step writes to {}, which could not be put back to what it was before: the "
+    "step itself may have left the bad values there."
+)
+
+
+def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
+    """Explains a tensor that no replayed operation has made.
+
+    Args:
+        leaf: The tensor.
+        read_by: What read it first, as the end of a sentence, or "".
+        call: What was replayed; None if it is not known to be the step's own.
+    """
+    is_weight = leaf.kind in ("parameter", "buffer")
+    what = _counts(leaf.tensor, names_rows=is_weight)
+    if isinstance(leaf, HeldTensor):
+        return _explain_held(leaf, what, read_by)
+    if leaf.kind == "batch":
+        return _explain_batch(leaf, what, read_by, call)
+    if is_weight:
+        return _explain_weight(leaf.kind, leaf.name, what, read_by)
+    if leaf.kind == "gradient":
+        text = f"the gradient that the model's output was given holds {what}"
+        return Explanation(evidence=[text], notes=[notes.OUTSIDE_LOSS])
+    text = f"a tensor that no replayed operation has made holds {what}{read_by}"
+    return Explanation(evidence=[text], notes=[_NOT_FOUND])
+
+
+def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explanation:
+    """Explains an input: it is data, unless the training loop has computed it."""
+    name, tensor = f"`{leaf.name}`", leaf.tensor
+    if call is not None:  # a replay may have been given a copy
+        tensor = dict(call.leaves()).get(leaf.name, tensor)
+    node = None if tensor is None else tensor.grad_fn
+    if node is not None:
+        last = re.sub(r"Backward\d*$", "", type(node).__name__)
+        text = f"{name} held {what} when it was handed over{at}; code that was not "
+        text += f"replayed had computed it (its last operation: {last})"
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+    if call is not None and tensor is not None and call.was_written(tensor):
+        text = f"{name} held {what} when the replay began{at}; it was written to since "
+        return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
+    if not isinstance(call, ModelCall):
+        is_given = leaf.name.startswith("batch")  # else the program's own variable
+        held = f"holds {what}" if is_given else f"held {what} before the forward"
+        text = f"{name} {held}{at}"
+        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+    text = f"{name} held {what} when the model received it from the loop{at}"
+    if call.follows_others:
+        text += "; the loop may have computed it from outputs of the forwards before"
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+    return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+
+
+def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
+    """Explains a tensor that a module or an object holds."""
+    name = f"`{leaf.name}`"
+    if leaf.is_written:
+        text = f"{name} held {what} when the replay began{at}"
+        note = _CARRIED.format(name)
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[note])
+    if leaf.kind == "object":
+        text = f"{name} holds {what}, and the step does not write to it{at}"
+        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+    of = "the model" if leaf.kind == "attribute" else "a module that is not watched"
+    text = f"{name} of {of} holds {what}, and the step does not write to it{at}"
+    module = module_of_parameter(leaf.name)
+    return Explanation(
+        "weights", "bad weights", module, tensor=leaf.name, evidence=[text]
+    )
+
+
+def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
+    """Explains a parameter or buffer that was bad before the step."""
+    evidence = f"the {kind} {name} held {what} before the step{at}"
+    module = module_of_parameter(name)
+    return Explanation(
+        "weights", "bad weights", module, tensor=name, evidence=[evidence]
+    )
+
+
+def first_bad_weight(
+    models: Mapping[str, nn.Module], *kinds: str
+) -> Explanation | None:
+    """The explanation of the first parameter or buffer that is bad, or None."""
+    named = [(kind, name, t) for kind, name, t in names_of(models) if kind in kinds]
+    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
+    for kind, name, tensor in named:
+        if name in bad:
+            return _explain_weight(kind, name, _counts(tensor, names_rows=True))
+    return None
+
+
+def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
+    values = None if tensor is None else as_wide(tensor)
+    if values is None:
+        return "non-finite values"
+    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
+    what = nonfinite_text(num_nan, num_inf, inf_signs(values), values.numel())
+    rows = _bad_rows(values) if names_rows else []
+    at = f" (all in {numbered('row', rows)})" if rows else ""
+    return f"{what}{at}"
+
+
+_FEW_ROWS = 4
+
+
+def _bad_rows(values: torch.Tensor) -> list[int]:
+    """The rows that hold all non-finite values, where they are few of many, or none."""
+    if values.dim() < 2 or len(values) <= 2 * _FEW_ROWS:
+        return []
+    is_bad = ~values.isfinite().flatten(1).all(1)
+    rows = is_bad.nonzero().flatten().tolist()
+    return rows if len(rows) <= _FEW_ROWS else []
+
+
+def looked_up(table: torch.Tensor | None, call: Call) -> list[str]:
+    """Describes where a call's batch holds the indices of a table's bad rows.
+
+    Args:
+        table: The table, such as an embedding.
+        call: The call.
+    """
+    values = None if table is None else as_wide(table)
+    rows = [] if values is None else _bad_rows(values)
+    found = []
+    for name, tensor in call.leaves():
+        if tensor.dtype not in (torch.int32, torch.int64) or not tensor.dim():
+            continue
+        for row in rows:
+            places = (tensor == row).nonzero()
+            if len(places):
+                text = f"`{name}` holds {row} at {places[0].tolist()}"
+                more = f" and {len(places) - 1} more" * (len(places) > 1)
+                found.append(f"{text}{more}")
+    return found
