@@ -127,6 +127,22 @@ def test_several_norms_may_stand_for_all_gradients():
     assert scanned(model, optimizer, clip) == 8
 
 
+def test_a_norm_need_not_stand_for_gradients_that_nothing_steps():
+    model, _ = make()
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    assert scanned(model, optimizer) == 4 * 4
+    assert scanned(model, optimizer, lambda: clip_grad_norm_(model.bias, 1.0)) == 4
+
+
+def test_a_norm_is_read_in_a_check_without_optimizers():
+    model, _ = make()
+    with OverflowGuard(model, None, "warn", watch="tripwire") as guard:
+        backward(model)
+        clip_grad_norm_(model.parameters(), 1.0)
+        assert guard.check() is None
+        assert guard.coverage().bytes_scanned == 4
+
+
 @pytest.mark.parametrize(
     "options",
     [
