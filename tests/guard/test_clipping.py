@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairs import pairs
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
@@ -42,9 +43,12 @@ def test_a_norm_is_read_in_place_of_the_gradients():
     assert scanned(model, optimizer, clip) == 4
 
 
-@pytest.mark.parametrize("order", [-INF, -1.0, 0.0, 0.5, 1, 2.0, 3.0, INF, "inf"])
-@pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+ORDERS = [-INF, -1.0, 0.0, 0.5, 1, 2.0, 3.0, INF, "inf"]
+
+
+@pytest.mark.parametrize(
+    "order, foreach, bad", pairs(ORDERS, (None, False), (NAN, INF, -INF))
+)
 def test_no_norm_hides_a_bad_gradient(order, foreach, bad):
     model, optimizer = make()
     with OverflowGuard(
