@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from guarding import assert_same, hooks_of, state_of
+from pairs import pairs
 from torch import nn
 
 from overflow_fast import Explain, Explanation, NonFiniteError, OverflowGuard
@@ -420,9 +421,9 @@ def run_bad(explain, make_optimizer, policy, factor, flaky):
     return state, numbers, guard
 
 
-@pytest.mark.parametrize("flaky", [True, False])
-@pytest.mark.parametrize("policy", ["skip", "warn"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer, policy, flaky", pairs(list(OPTIMIZERS), ("skip", "warn"), (True, False))
+)
 def test_everything_is_put_back(optimizer, policy, flaky):
     arguments = OPTIMIZERS[optimizer], policy, NAN, flaky
     state, numbers, guard = run_bad(True, *arguments)

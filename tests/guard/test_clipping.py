@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairs import pairs
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
@@ -43,9 +44,12 @@ def test_a_norm_is_read_in_place_of_the_gradients():
     assert scanned(model, optimizer, clip) == 4
 
 
-@pytest.mark.parametrize("order", [-INF, -1.0, 0.0, 0.5, 1, 2.0, 3.0, INF, "inf"])
-@pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+ORDERS = [-INF, -1.0, 0.0, 0.5, 1, 2.0, 3.0, INF, "inf"]
+
+
+@pytest.mark.parametrize(
+    "order, foreach, bad", pairs(ORDERS, (None, False), (NAN, INF, -INF))
+)
 def test_no_norm_hides_a_bad_gradient(order, foreach, bad):
     model, optimizer = make()
     with OverflowGuard(
@@ -126,6 +130,22 @@ def test_several_norms_may_stand_for_all_gradients():
             clip_grad_norm_(parameter, 1.0)
 
     assert scanned(model, optimizer, clip) == 8
+
+
+def test_a_norm_need_not_stand_for_gradients_that_nothing_steps():
+    model, _ = make()
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    assert scanned(model, optimizer) == 4 * 4
+    assert scanned(model, optimizer, lambda: clip_grad_norm_(model.bias, 1.0)) == 4
+
+
+def test_a_norm_is_read_in_a_check_without_optimizers():
+    model, _ = make()
+    with OverflowGuard(model, None, "warn", watch="tripwire") as guard:
+        backward(model)
+        clip_grad_norm_(model.parameters(), 1.0)
+        assert guard.check() is None
+        assert guard.coverage().bytes_scanned == 4
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from guarding import (
     train_step,
     warned,
 )
+from pairs import pairs
 from torch import nn
 
 import overflow_fast
@@ -38,11 +39,10 @@ def test_a_clean_run_has_no_report():
     assert not guard.last_step_skipped
 
 
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("at", [0, -1])
-@pytest.mark.parametrize(
-    "name", ["blocks.0.fc1", "blocks.1.act", "blocks.2", "norm", "head"]
-)
+MODULES = ["blocks.0.fc1", "blocks.1.act", "blocks.2", "norm", "head"]
+
+
+@pytest.mark.parametrize("name, at, value", pairs(MODULES, (0, -1), (INF, -INF, NAN)))
 def test_a_module_that_made_it_is_named(name, value, at):
     model, optimizer = make()
     module = model.get_submodule(name)

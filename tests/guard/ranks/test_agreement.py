@@ -88,6 +88,21 @@ def pairs(state, model):
     return [(state[name], tensor) for name, tensor in model.state_dict().items()]
 
 
+def two_ranks_are_bad():
+    """Rank 3 earlier in its step than rank 1, and after more calls in its run."""
+    model = ddp(make())
+    optimizer = sgd(model)
+    Unexplained(model, optimizer)
+    rank = dist.get_rank()
+    if rank == 3:
+        with torch.no_grad():
+            model.module(data()[0][0], y=data()[0][1])
+    train_step(model, optimizer, data()[0])
+    if rank in (1, 3):
+        plant(model.module.blocks[0 if rank == 3 else 2].fc1, INF).__enter__()
+    return train_one(model, optimizer, data()[0])
+
+
 def what_a_clean_step_costs():
     sent = []
     original = dist.all_reduce
@@ -454,6 +469,7 @@ SCENARIOS = {
     "joined, lagged": joined_lagged,
     "raise": one_rank_raises,
     "skip": one_rank_skips,
+    "two": two_ranks_are_bad,
     "cost": what_a_clean_step_costs,
     "fsdp2": functools.partial(sharded, fsdp2),
     "fsdp2 and tp": functools.partial(sharded, sharded_in_two_ways),
@@ -477,6 +493,7 @@ all_of = functools.partial(ranks.all_of, "test_agreement")
     "scenario, rank, module",
     [
         ("raise", 2, "blocks.1.fc1"),
+        ("two", 3, "blocks.0.fc1"),
         ("fsdp2", 3, "blocks.2.act"),
         ("fsdp2 and tp", 3, "blocks.2.act"),
         ("mesh", 1, "blocks.0.fc2"),
