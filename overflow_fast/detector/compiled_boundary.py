@@ -1,6 +1,6 @@
 """The seam to compiled code: what its hooks read and its operators call of an owner.
 
-It stands apart from `compiled`, which is loaded together with torch._dynamo.
+It stands apart from `compiled`, which the first trace of a hook loads.
 """
 
 from __future__ import annotations
