@@ -14,9 +14,11 @@ import overflow_fast
 from overflow_fast import _C, OverflowGuard
 from overflow_fast.detector.frames import BackwardFrame, frames_text
 from overflow_fast.guard.report.report import Report, who_made_it
+from overflow_fast.guard.verdict.first_bad import attribute
 from overflow_fast.guard.verdict.remarks import bad_settings
 from overflow_fast.guard.verdict.verdict import (
     BadEntry,
+    BadFrame,
     NonModuleOrigin,
     Verdict,
     nonfinite_settings,
@@ -122,6 +124,15 @@ def test_a_role_is_no_name(watch):
         ("output", _C.Role.OUTPUT),
         ("output", _C.Role.OUTPUT),
     ]
+
+
+def test_a_parameter_called_output_is_no_output(watch):
+    watch, bad = watch
+    labels = [history.last.place.label for history in watch.recorder.headroom()]
+    # The parameter is finite; what was returned is inf.
+    assert [each.role for each in labels if each.name == "output"] == [_C.Role.WEIGHT]
+    first = attribute([BadFrame(watch, bad[0])]).first
+    assert (first.kind, first.label, first.numel) == ("output", "output['x'][0]", 8)
 
 
 def test_labels_are_equal_by_role_and_parts(watch):
