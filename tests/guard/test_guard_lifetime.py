@@ -434,6 +434,7 @@ guard.remove()
 """
 
 
+@pytest.mark.slow
 def test_a_program_ends_without_a_word_from_what_is_left_of_guards():
     command = [sys.executable, "-c", LEFT_ON]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -239,6 +239,7 @@ def all_collected():
 SCENARIOS = {"collected": all_collected}
 
 
+@pytest.mark.slow
 def test_few_ranks_write_and_all_know():
     writers = {"all": (0, 1, 2, 3), "node": (0, 2), "rank0": (0,)}
     for of_rank in all_of("test_suspects", "collected"):

@@ -623,6 +623,7 @@ def bad_step(kinds, policy, explain, steps=2, runs=False):
     return before, after, gradients, explanation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_explanation_leaves_no_trace(seed, runs):
@@ -640,6 +641,7 @@ def test_weights_optimizer_state_and_buffers_are_those_of_before(seed, policy):
     assert after[1:3] == before[1:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_self_test_comparison_and_advice_leave_no_trace(seed):
     model, optimizer = made(some(seed))

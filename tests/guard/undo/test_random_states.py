@@ -115,6 +115,7 @@ print(overflow_fast.compare_live(model, model, torch.ones(2, 4)).first)
 """
 
 
+@pytest.mark.slow
 def test_a_generator_whose_first_draw_is_in_the_forward_is_restored():
     loads = numpy.__version__.startswith("1.")  # it imports all at once
     command = [sys.executable, "-c", FIRST_DRAW.format(loads=loads)]
