@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .op_rows import Row
-from .origin import ForwardRows
+from .trace_back import ForwardRows
 from .users_lines import place_text
 
 _FEWEST = 6  # calls; fewer tell no factor

@@ -28,8 +28,8 @@ from .op_rows import (
     Row,
     Source,
 )
-from .origin import ForwardRows, RootOp
 from .tensor_kinds import as_wide, bad_names, inf_signs
+from .trace_back import ForwardRows, RootOp
 from .users_lines import op_at, place_text, programs_line
 
 _CAUSES = {

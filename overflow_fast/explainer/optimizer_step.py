@@ -19,11 +19,11 @@ from .bad_step import SLOWER, BadStep
 from .op_rows import NOT_TRIED
 from .op_table import OpTable
 from .op_trace import OpTrace
-from .origin import trace_back
 from .remedies.line_edit import functions_are_found_once
 from .remedies.line_forms import update_remedies
 from .root_op import details_of
 from .tensor_kinds import inf_signs
+from .trace_back import trace_back
 from .users_lines import op_at
 
 # A usual eps that the dtype holds.

@@ -46,7 +46,6 @@ from .named_tensors import names_of, partitions_of, state_by_name
 from .op_rows import Leaf
 from .op_table import OpTable
 from .op_trace import OpTrace
-from .origin import RootOp, masked_whole, trace_back
 from .replay_ranks import (
     BAD,
     CLEAN,
@@ -59,6 +58,7 @@ from .replay_ranks import (
 from .root_op import details_of
 from .snapshot import Snapshot
 from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
+from .trace_back import RootOp, masked_whole, trace_back
 
 
 class Patch:

@@ -25,7 +25,6 @@ from .op_rows import Leaf, Row, row_of
 from .op_table import OpTable
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
-from .origin import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, seconds_for
@@ -35,6 +34,7 @@ from .repro import module_repro_of, repro_of
 from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
+from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .weight_growth import find_growth
 from .without_operation import WithoutOperation
 

@@ -6,8 +6,8 @@ import torch
 from overflow_fast.explainer.op_rows import Leaf
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
-from overflow_fast.explainer.origin import trace_back
 from overflow_fast.explainer.root_op import details_of
+from overflow_fast.explainer.trace_back import trace_back
 
 INF = float("inf")
 LARGE = torch.full((3, 3), 3e38)

@@ -26,10 +26,10 @@ from ..calls import batch_size
 from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
 from ..op_rows import Row
-from ..origin import ForwardRows
 from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel
 from ..tensor_kinds import bad_names
+from ..trace_back import ForwardRows
 from ..users_lines import code_at, place_text
 from .line_edit import NotEditableError, functions_are_found_once
 from .line_forms import (

@@ -20,10 +20,10 @@ from ..calls import Call, name_outside
 from ..explain_origin import mask_of, named_row
 from ..op_rows import Row
 from ..op_table import OpTable
-from ..origin import ForwardRows, RootOp
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..sentinel import Sentinel
 from ..tensor_kinds import kinds_of
+from ..trace_back import ForwardRows, RootOp
 from .line_edit import NotEditableError
 from .patches import Eagerly, FromLoss, LinePatch
 from .source_rewrites import Edit, SourceFile, span_in
