@@ -23,6 +23,7 @@ from emulation import VARIANTS, emulated_device, emulation
 from gpus import GPUS, Cuda, Emulated
 from processes import serve_from_here
 
+from overflow_fast import OverflowGuard
 from overflow_fast.explainer.remedies import trials
 
 # What is tried on a bad step does not depend on what else runs here.
@@ -141,8 +142,14 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="module")
 def no_others():
-    """The guards that other files of tests have left on are gone: they are cycles."""
+    """The guards that other files of tests have left on are off.
+
+    They are cycles, and a test's exception or a cache may hold one for longer.
+    """
     gc.collect()
+    for each in gc.get_objects():
+        if type(each) is OverflowGuard:
+            each.remove()
 
 
 @pytest.fixture(scope="module")
