@@ -11,6 +11,7 @@
 #include "../scan/torch_scan.h"
 #include "../torch_internals/hidden.h"
 #include "bind_state.h"
+#include "call_watch.h"
 #include "hook.h"
 #include "metal_launches.h"
 
@@ -85,6 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_rows(m);
   bind_recorder(m);
   bind_state(m);
+  bind_call_watch(m);
   add_frame_hook(m);
   add_hook_functions(m);
   py::enum_<ScanBackend>(m, "ScanBackend")

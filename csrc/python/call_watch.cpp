@@ -1,0 +1,240 @@
+#include "call_watch.h"
+
+#include <frameobject.h>
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace overflow_fast {
+
+namespace py = pybind11;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// What is raised when the time is over may be caught. The code gets this many calls and lines to
+// clean up behind itself, and then it is raised again.
+constexpr int kGrace = 2000;
+// Of the events of audit hooks, those that the policy is asked about begin with one of these.
+constexpr std::array<std::string_view, 14> kAudited = {
+    "open",     "os.",     "shutil.", "subprocess.", "socket.", "sqlite3.",       "fcntl.",
+    "smtplib.", "ftplib.", "mmap.",   "tempfile.",   "winreg.", "builtins.input", "urllib."};
+
+// Sees what the thread that began it calls, each before it runs: functions of C and of Python,
+// `with` and `for` statements, and what audit hooks see. A policy in Python says once for each function and
+// each code whether it is to be asked, and raises where one may not run. See `explainer/effects.py`.
+class CallWatch {
+ public:
+  explicit CallWatch(py::object policy) : policy_(std::move(policy)) {}
+  CallWatch(const CallWatch&) = delete;
+  CallWatch& operator=(const CallWatch&) = delete;
+  ~CallWatch() = default;
+
+  // For `seconds`; then all is refused.
+  void begin(double seconds);
+  void end();
+
+  // From here on everything is refused, but for `kGrace` events at a time.
+  void refuse_all() {
+    num_since_ = is_over_ ? num_since_ : kGrace;
+    is_over_ = true;
+  }
+
+  static int on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg);
+  static int on_trace(PyObject*, PyFrameObject* frame, int what, PyObject* arg);
+  static int on_audit(const char* event, PyObject* args, void*);
+
+ private:
+  struct Code {
+    bool is_asked = false;            // at each call
+    std::unordered_set<int> offsets;  // of the instructions before which it is asked
+  };
+
+  int ask(const char* method, PyObject* one, PyObject* other = nullptr);
+  int check_time(PyFrameObject* frame);
+  int before_function(PyFrameObject* frame, PyObject* function);
+  int before_code(PyFrameObject* frame);
+  int before_instruction(PyFrameObject* frame);
+  const Code* code_of(PyFrameObject* frame);
+
+  py::object policy_;
+  Clock::time_point end_;
+  bool is_over_ = false, is_inside_ = false;
+  int num_since_ = kGrace;
+  std::unordered_map<const PyMethodDef*, bool> functions_;
+  std::unordered_map<PyObject*, Code> codes_;
+  std::vector<py::object> held_;                      // the codes, whose addresses stay theirs
+  Py_tracefunc profile_ = nullptr, trace_ = nullptr;  // what was there before
+  py::object profile_arg_, trace_arg_;
+  py::object returned_;  // by the last function of Python, if nothing was called since
+};
+
+thread_local CallWatch* current = nullptr;
+
+// The interpreter gives a function of its own for both.
+void set_profile(Py_tracefunc function, const py::object& arg) {
+  PyEval_SetProfile(function, arg.ptr());
+}
+
+void set_trace(Py_tracefunc function, const py::object& arg) {
+  PyEval_SetTrace(function, arg.ptr());
+}
+
+void CallWatch::begin(double seconds) {
+  if (current != nullptr) throw std::runtime_error("a watch of this thread has begun already");
+  static const int added = PySys_AddAuditHook(&CallWatch::on_audit, nullptr);
+  if (added != 0) throw py::error_already_set();
+  const PyThreadState* state = PyThreadState_Get();
+  profile_ = state->c_profilefunc;
+  profile_arg_ = py::reinterpret_borrow<py::object>(state->c_profileobj);
+  trace_ = state->c_tracefunc;
+  trace_arg_ = py::reinterpret_borrow<py::object>(state->c_traceobj);
+  const bool has_end = seconds < 1e9;
+  end_ = has_end ? Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                      std::chrono::duration<double>(seconds))
+                 : Clock::time_point::max();
+  is_over_ = false;
+  num_since_ = kGrace;
+  current = this;
+  set_profile(&CallWatch::on_profile, py::none());
+  set_trace(&CallWatch::on_trace, py::none());
+}
+
+void CallWatch::end() {
+  if (current != this) return;
+  current = nullptr;
+  returned_ = py::object();
+  set_trace(trace_, trace_arg_);
+  set_profile(profile_, profile_arg_);
+}
+
+// Asks the policy, whose own code is not watched. -1 where it raises.
+int CallWatch::ask(const char* method, PyObject* one, PyObject* other) {
+  is_inside_ = true;
+  const py::str name(method);
+  PyObject* answer = PyObject_CallMethodObjArgs(policy_.ptr(), name.ptr(), one, other, nullptr);
+  is_inside_ = false;
+  if (answer == nullptr) return -1;
+  Py_DECREF(answer);
+  return 0;
+}
+
+int CallWatch::check_time(PyFrameObject* frame) {
+  if (!is_over_) is_over_ = Clock::now() > end_;
+  if (!is_over_ || ++num_since_ < kGrace) return 0;
+  if (ask("on_over", reinterpret_cast<PyObject*>(frame)) == 0) return 0;
+  num_since_ = 0;
+  return -1;
+}
+
+int CallWatch::before_function(PyFrameObject* frame, PyObject* function) {
+  if (!PyCFunction_Check(function)) return 0;
+  const PyMethodDef* method = reinterpret_cast<PyCFunctionObject*>(function)->m_ml;
+  auto found = functions_.find(method);
+  if (found == functions_.end()) {
+    is_inside_ = true;
+    PyObject* answer = PyObject_CallMethod(policy_.ptr(), "asks_about", "O", function);
+    is_inside_ = false;
+    if (answer == nullptr) return -1;
+    found = functions_.emplace(method, answer == Py_True).first;
+    Py_DECREF(answer);
+  }
+  if (!found->second) return 0;
+  return ask("on_function", reinterpret_cast<PyObject*>(frame), function);
+}
+
+const CallWatch::Code* CallWatch::code_of(PyFrameObject* frame) {
+  const auto code =
+      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  const auto found = codes_.find(code.ptr());
+  if (found != codes_.end()) return &found->second;
+  is_inside_ = true;
+  PyObject* answer = PyObject_CallMethod(policy_.ptr(), "asks_at", "O", code.ptr());
+  is_inside_ = false;
+  if (answer == nullptr) return nullptr;
+  const auto places = py::reinterpret_steal<py::tuple>(answer);  // -1 for its call
+  Code made;
+  for (const py::handle each : places) {
+    const int place = each.cast<int>();
+    if (place < 0) {
+      made.is_asked = true;
+    } else {
+      made.offsets.insert(place);
+    }
+  }
+  held_.push_back(code);
+  return &codes_.emplace(code.ptr(), std::move(made)).first->second;
+}
+
+int CallWatch::before_code(PyFrameObject* frame) {
+  const Code* code = code_of(frame);
+  if (code == nullptr) return -1;
+  auto* own = reinterpret_cast<PyObject*>(frame);
+  if (!code->offsets.empty() && PyObject_SetAttrString(own, "f_trace_opcodes", Py_True) != 0) {
+    return -1;
+  }
+  return code->is_asked ? ask("on_code", own) : 0;
+}
+
+int CallWatch::before_instruction(PyFrameObject* frame) {
+  const Code* code = code_of(frame);
+  if (code == nullptr) return -1;
+  auto* own = reinterpret_cast<PyObject*>(frame);
+  if (code->offsets.empty()) return 0;
+  const auto place = py::reinterpret_steal<py::object>(PyObject_GetAttrString(own, "f_lasti"));
+  if (!place) return -1;
+  if (code->offsets.count(place.cast<int>()) == 0) return 0;
+  const py::object returned = returned_ ? returned_ : py::none();
+  return ask("on_instruction", own, returned.ptr());
+}
+
+int CallWatch::on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
+  CallWatch* own = current;
+  if (own == nullptr || own->is_inside_ || what != PyTrace_C_CALL) return 0;
+  own->returned_ = py::object();
+  if (own->check_time(frame) != 0) return -1;
+  return own->before_function(frame, arg);
+}
+
+int CallWatch::on_trace(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
+  CallWatch* own = current;
+  if (own == nullptr || own->is_inside_) return 0;
+  switch (what) {
+    case PyTrace_LINE: return own->check_time(frame);
+    case PyTrace_CALL: return own->check_time(frame) != 0 ? -1 : own->before_code(frame);
+    case PyTrace_OPCODE: return own->before_instruction(frame);
+    case PyTrace_RETURN: own->returned_ = py::reinterpret_borrow<py::object>(arg); return 0;
+    default: return 0;
+  }
+}
+
+int CallWatch::on_audit(const char* event, PyObject* args, void*) {
+  CallWatch* own = current;
+  if (own == nullptr || own->is_inside_) return 0;
+  const std::string_view name(event);
+  for (const std::string_view each : kAudited) {
+    if (name.substr(0, each.size()) == each) {
+      const py::str text(event);
+      return own->ask("on_audit", text.ptr(), args);
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+void bind_call_watch(py::module_& m) {
+  py::class_<CallWatch>(m, "CallWatch")
+      .def(py::init<py::object>(), py::arg("policy"))
+      .def("begin", &CallWatch::begin, py::arg("seconds"))
+      .def("end", &CallWatch::end)
+      .def("refuse_all", &CallWatch::refuse_all);
+}
+
+}  // namespace overflow_fast

@@ -1,0 +1,1 @@
+"""Ends what is run again before its first effect."""

@@ -1,0 +1,83 @@
+"""The iterators, generators and files that are there before a replay.
+
+A replay may take from those of its own, and from none of these.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import operator
+import sys
+import types
+from typing import Any
+
+
+class Before:
+    """The iterators, generators and open files that exist when it is made.
+
+    Attributes:
+        codes: The code of generators among them.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[int, Any] = {}
+        self._generators: dict[types.CodeType, list[Any]] = {}
+        self._states: list[tuple[Any, Any]] = []
+        kinds: dict[type, bool] = {}
+        for each in gc.get_objects():
+            kind = type(each)
+            is_kept = kinds.get(kind)
+            if is_kept is None:
+                is_kept = kinds[kind] = _gives_items(kind)
+            if not is_kept:
+                continue
+            self._objects[id(each)] = each
+            code = getattr(each, "gi_code", None) or getattr(each, "cr_code", None)
+            if isinstance(code, types.CodeType):
+                self._generators.setdefault(code, []).append(each)
+        self.codes = self._generators.keys()
+        self._steps = [e for e in self._objects.values() if place_of(e) is not None]
+
+    def has(self, value: Any) -> bool:
+        """True for one of them that the collector knows, which ranges are not."""
+        return id(value) in self._objects and self._objects[id(value)] is value
+
+    def is_running(self, code: types.CodeType) -> bool:
+        """True if a generator with a code, of those that were there, goes on now."""
+        return any(
+            getattr(each, "gi_running", False) or getattr(each, "cr_running", False)
+            for each in self._generators.get(code, ())
+        )
+
+    def note(self) -> None:
+        """Notes how far iterators are, for `put_back()`."""
+        self._states = [(each, place_of(each)) for each in self._steps]
+
+    def put_back(self) -> bool:
+        """Puts iterators back that were taken from unseen; True if any was."""
+        taken = [(e, place) for e, place in self._states if place_of(e) != place]
+        for each, place in taken:
+            if hasattr(each, "__setstate__") and isinstance(place, tuple):
+                each.__setstate__(place[-1])
+        self._states = []
+        return bool(taken)
+
+
+def _gives_items(kind: type) -> bool:
+    """True for iterators, generators, coroutines and files."""
+    if kind.__module__ in ("builtins", "itertools", "_io", "_csv", "types"):
+        return hasattr(kind, "__next__") or hasattr(kind, "cr_code")
+    loaders = sys.modules.get("torch.utils.data.dataloader")
+    is_loader = loaders is not None and issubclass(kind, loaders._BaseDataLoaderIter)
+    return is_loader or issubclass(kind, io.IOBase)
+
+
+def place_of(value: Any) -> Any:
+    """How far an iterator of a list, a tuple and such is; None where it is not seen."""
+    kind = type(value)
+    if kind.__module__ != "builtins" or not hasattr(kind, "__length_hint__"):
+        return None
+    if hasattr(kind, "__setstate__"):
+        return operator.length_hint(value), *value.__reduce__()[2:]
+    return operator.length_hint(value)

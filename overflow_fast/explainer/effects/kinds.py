@@ -1,0 +1,239 @@
+"""What is an effect, in the words of a report: "forward <words>, data.py:31"."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from .before import Before
+
+QUEUE = "takes from a queue, or writes to it"
+LOCK = "waits for a lock that is held"
+SIGNALS = "wakes other threads"
+WAITS = "waits for another thread"
+ITERATOR = "takes from an iterator that was there before"
+WRITES = "writes to a file"
+READS = "reads from a file that was open before"
+SOCKET = "uses a socket"
+PROCESS = "starts a process, or waits for one"
+THREAD = "starts a thread"
+DATABASE = "uses a database"
+FILES = "changes files or folders"
+ENVIRONMENT = "changes the environment"
+SLEEPS = "sleeps"
+INPUT = "asks the terminal"
+LATE = "takes far longer than the step"
+PROFILER = "sets a profiler or a tracer"
+PROCESS_SIGNAL = "sets or sends a signal"
+STORE = "uses the store of the ranks"
+
+LOCK_TYPES = (type(threading.Lock()), type(threading.RLock()))
+ACQUIRES = ("acquire", "__enter__", "acquire_lock")
+FILE_WRITES = {"write", "writelines", "truncate", "flush"}
+FILE_READS = {
+    *("read", "read1", "readall", "readline", "readlines", "readinto", "readinto1"),
+    *("peek", "seek", "detach"),
+}
+WITHIN_PROCESS = (io.StringIO, io.BytesIO)
+GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+
+
+def _functions_of(module: Any, names: str, words: str) -> dict[Any, str]:
+    found = (getattr(module, name, None) for name in names.split())
+    return {each: words for each in found if each is not None}
+
+
+FUNCTIONS = {
+    **_functions_of(time, "sleep", SLEEPS),
+    **_functions_of(select, "select", WAITS),
+    **_functions_of(
+        signal,
+        "alarm setitimer pause sigwait sigwaitinfo sigtimedwait signal raise_signal "
+        "pthread_kill",
+        PROCESS_SIGNAL,
+    ),
+    **_functions_of(
+        os,
+        "write writev pwrite pwritev sendfile ftruncate fsync fdatasync",
+        WRITES,
+    ),
+    **_functions_of(os, "read readv pread preadv lseek", READS),
+    **_functions_of(os, "pipe pipe2 dup dup2 closerange", FILES),
+    **_functions_of(
+        os,
+        "fork forkpty kill killpg system wait wait3 wait4 waitpid waitid abort _exit "
+        "posix_spawn posix_spawnp execv execve",
+        PROCESS,
+    ),
+    **_functions_of(sys, "setprofile settrace", PROFILER),
+    **_functions_of(sys.modules["_thread"], "start_new_thread start_new", THREAD),
+}
+# Of audit hooks: what the name of an event begins with, the longest first.
+EVENTS = {
+    "os.putenv": ENVIRONMENT,
+    "os.unsetenv": ENVIRONMENT,
+    "os.system": PROCESS,
+    "os.exec": PROCESS,
+    "os.fork": PROCESS,
+    "os.posix_spawn": PROCESS,
+    "os.kill": PROCESS,
+    "subprocess.": PROCESS,
+    "os.": FILES,
+    "shutil.": FILES,
+    "tempfile.": FILES,
+    "fcntl.": FILES,
+    "winreg.": FILES,
+    "socket.": SOCKET,
+    "smtplib.": SOCKET,
+    "ftplib.": SOCKET,
+    "urllib.": SOCKET,
+    "sqlite3.": DATABASE,
+    "builtins.input": INPUT,
+}
+HARMLESS = {
+    *("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr"),
+    *("os.listxattr", "os.listdrives", "socket.gethostname"),
+}
+FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+# Functions of Python that are known to be effects. Each says so of its variables.
+
+
+class Run(Protocol):
+    """What a function of Python may have to do with.
+
+    Attributes:
+        before: What was there before.
+        taken: The locks and semaphores that the run holds.
+    """
+
+    before: Before
+    taken: list[Any]
+
+    def is_held(self, lock: Any) -> bool:
+        """Takes a lock from what the run holds; False if it does not hold it."""
+
+
+WordsOf = Callable[[Run, "dict[str, Any]"], str]
+
+
+def known_codes() -> dict[types.CodeType, WordsOf]:
+    """The code of known functions, of modules that the program has imported."""
+    found = ((_code_of(path), words_of) for path, words_of in KNOWN.items())
+    return {code: words_of for code, words_of in found if code is not None}
+
+
+def _code_of(path: str) -> types.CodeType | None:
+    module, _, name = path.partition(":")
+    function: Any = sys.modules.get(module)
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    function = getattr(function, "__wrapped__", function)
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
+
+
+_FINALIZERS = ("weakref:finalize.__call__", "multiprocessing.util:Finalize.__call__")
+
+
+def is_finalizer(code: types.CodeType) -> bool:
+    """True for code that the end of an object calls, wherever that happens to be."""
+    return code.co_name == "__del__" or code in map(_code_of, _FINALIZERS)
+
+
+def _always(words: str) -> WordsOf:
+    return lambda run, own: words
+
+
+def _of_event(run: Run, own: dict[str, Any]) -> str:
+    return "" if own["self"].is_set() else WAITS
+
+
+def _of_set(run: Run, own: dict[str, Any]) -> str:
+    return "" if own["self"].is_set() else SIGNALS
+
+
+def _of_clear(run: Run, own: dict[str, Any]) -> str:
+    return SIGNALS if own["self"].is_set() else ""
+
+
+def _of_notify(run: Run, own: dict[str, Any]) -> str:
+    return SIGNALS if own["self"]._waiters else ""
+
+
+def _of_acquire(run: Run, own: dict[str, Any]) -> str:
+    semaphore = own["self"]
+    if semaphore._value == 0:
+        return WAITS
+    run.taken.append(semaphore)
+    return ""
+
+
+def _of_release(run: Run, own: dict[str, Any]) -> str:
+    return "" if run.is_held(own["self"]) else SIGNALS
+
+
+def _of_join(run: Run, own: dict[str, Any]) -> str:
+    return WAITS if own["self"].is_alive() else ""
+
+
+def _of_future(run: Run, own: dict[str, Any]) -> str:
+    return "" if own["self"].done() else WAITS
+
+
+def _of_loader(run: Run, own: dict[str, Any]) -> str:
+    return ITERATOR if run.before.has(own["self"]) else ""
+
+
+def _of_save(run: Run, own: dict[str, Any]) -> str:
+    """`torch.save()` opens its file in C++, where nothing of it is seen."""
+    return "" if isinstance(own.get("f"), WITHIN_PROCESS) else WRITES
+
+
+KNOWN: dict[str, WordsOf] = {
+    **{f"queue:Queue.{n}": _always(QUEUE) for n in ("get", "put", "task_done")},
+    "queue:Queue.join": _always(WAITS),
+    **{f"multiprocessing.queues:Queue.{n}": _always(QUEUE) for n in ("get", "put")},
+    **{
+        f"multiprocessing.queues:SimpleQueue.{n}": _always(QUEUE)
+        for n in ("get", "put")
+    },
+    **{
+        f"multiprocessing.connection:_ConnectionBase.{n}": _always(SOCKET)
+        for n in ("send", "recv", "send_bytes", "recv_bytes", "poll")
+    },
+    "threading:Event.wait": _of_event,
+    "threading:Event.set": _of_set,
+    "threading:Event.clear": _of_clear,
+    "threading:Condition.wait": _always(WAITS),
+    "threading:Condition.notify": _of_notify,
+    "threading:Barrier.wait": _always(WAITS),
+    "threading:Semaphore.acquire": _of_acquire,
+    "threading:Semaphore.release": _of_release,
+    "threading:BoundedSemaphore.release": _of_release,
+    "threading:Thread.start": _always(THREAD),
+    "threading:Thread.join": _of_join,
+    "concurrent.futures._base:Future.result": _of_future,
+    "concurrent.futures._base:Future.exception": _of_future,
+    "concurrent.futures._base:wait": _always(WAITS),
+    "concurrent.futures.thread:ThreadPoolExecutor.submit": _always(THREAD),
+    "concurrent.futures.process:ProcessPoolExecutor.submit": _always(PROCESS),
+    "multiprocessing.process:BaseProcess.start": _always(PROCESS),
+    "multiprocessing.process:BaseProcess.join": _always(PROCESS),
+    "subprocess:Popen.wait": _always(PROCESS),
+    "subprocess:Popen.communicate": _always(PROCESS),
+    "asyncio.base_events:BaseEventLoop.run_forever": _always(WAITS),
+    "torch.serialization:save": _of_save,
+    "torch.jit._serialization:save": _always(WRITES),
+    "safetensors.torch:save_file": _always(WRITES),
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__": _of_loader,
+}

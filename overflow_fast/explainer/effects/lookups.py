@@ -1,0 +1,131 @@
+"""What the next instruction of a running frame works on, where that can be told.
+
+Names, attributes and items are looked up without running code of the program.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import types
+from typing import Any
+
+
+class Unseen:
+    """Stands for a value that cannot be told."""
+
+
+UNSEEN = Unseen()
+# Before `with` in Python 3.11 to 3.13, in 3.10 and in 3.14; and before `for`.
+_PLACES = {"BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL", "GET_ITER"}
+_PLACE_CODES = {dis.opmap[name] for name in _PLACES if name in dis.opmap}
+_LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_NAME", "LOAD_CLOSURE")
+_IGNORED = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "KW_NAMES", "PUSH_NULL", "COPY"}
+_instructions: dict[types.CodeType, list[dis.Instruction]] = {}
+_MOST_CODES = 1024
+
+
+def _instructions_of(code: types.CodeType) -> list[dis.Instruction]:
+    found = _instructions.get(code)
+    if found is None:
+        if len(_instructions) >= _MOST_CODES:
+            _instructions.clear()
+        found = _instructions[code] = list(dis.get_instructions(code))
+    return found
+
+
+def places_in(code: types.CodeType) -> tuple[int, ...]:
+    """The offsets of `with` and `for` in a code."""
+    if _PLACE_CODES.isdisjoint(code.co_code[::2]):
+        return ()
+    own = _instructions_of(code)
+    return tuple(each.offset for each in own if each.opname in _PLACES)
+
+
+def index_of(frame: types.FrameType) -> int:
+    own = _instructions_of(frame.f_code)
+    return next((i for i, e in enumerate(own) if e.offset == frame.f_lasti), 0)
+
+
+def first_argument(frame: types.FrameType) -> Any:
+    """The first argument of the call that a frame is about to make, of one or two."""
+    index = index_of(frame)
+    last, start = value_before(frame, index)
+    before, begin = value_before(frame, start)
+    # The function itself comes before its arguments.
+    is_alone = before is builtins.next or before is UNSEEN or begin < 0
+    return last if is_alone else before
+
+
+def keyword(frame: types.FrameType, name: str) -> Any:
+    """The value that a call is about to get by a keyword; None if there is none."""
+    own, index = _instructions_of(frame.f_code), index_of(frame)
+    names: Any = ()
+    for each in own[max(0, index - 3) : index + 1]:
+        is_names = each.opname in ("KW_NAMES", "LOAD_CONST")
+        value = each.argval if each.opname == "LOAD_CONST" else None
+        if each.opname == "KW_NAMES":
+            assert each.arg is not None
+            value = frame.f_code.co_consts[each.arg]
+        if is_names and isinstance(value, tuple):
+            names, index = value, own.index(each)
+    for each in reversed(names):
+        value, index = value_before(frame, index)
+        if each == name:
+            return value
+    return None
+
+
+def value_before(frame: types.FrameType, index: int) -> tuple[Any, int]:
+    """The value that instructions before one have made last, and where they begin."""
+    own, index = _instructions_of(frame.f_code), index - 1
+    while index >= 0 and own[index].opname in _IGNORED:
+        index -= 1
+    if index < 0:
+        return UNSEEN, -1
+    each = own[index]
+    if each.opname == "LOAD_CONST":
+        return each.argval, index
+    if each.opname.startswith("LOAD_GLOBAL"):
+        around = frame.f_builtins | frame.f_globals
+        return around.get(each.argval, UNSEEN), index
+    if each.opname.startswith(_LOCAL):
+        held = frame.f_locals
+        if each.argval in held or not each.opname.startswith("LOAD_NAME"):
+            return held.get(each.argval, UNSEEN), index
+        around = frame.f_builtins | frame.f_globals
+        return around.get(each.argval, UNSEEN), index
+    if each.opname.startswith("LOAD_ATTR"):
+        owner, start = value_before(frame, index)
+        return _attribute(owner, each.argval), start
+    is_item = each.opname == "BINARY_SUBSCR" or each.argrepr == "[]"
+    if is_item:
+        key, start = value_before(frame, index)
+        owner, start = value_before(frame, start)
+        return _item(owner, key), start
+    return UNSEEN, -1
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """An attribute, without a property or `__getattr__`; of modules also those."""
+    own = getattr(owner, "__dict__", None)
+    if isinstance(own, dict):
+        for table in (own, own.get("_modules"), own.get("_buffers")):
+            if isinstance(table, dict) and name in table:
+                return table[name]
+    for kind in type.mro(owner if isinstance(owner, type) else type(owner)):
+        found = vars(kind).get(name, UNSEEN)
+        if isinstance(found, types.MemberDescriptorType):  # a slot
+            return getattr(owner, name, UNSEEN)
+        if found is not UNSEEN:
+            return found
+    return UNSEEN
+
+
+def _item(owner: Any, key: Any) -> Any:
+    if type(owner) not in (list, tuple, dict) or isinstance(key, Unseen):
+        return UNSEEN
+    try:
+        return owner[key]
+    except (LookupError, TypeError):
+        return UNSEEN

@@ -1,0 +1,105 @@
+"""The terminal and the loggers, which a replay tells nothing twice."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+class _Quieted:
+    """A stream into which some threads write nothing."""
+
+    def __init__(self, stream: Any, threads: dict[int, int]) -> None:
+        self._stream, self._threads = stream, threads
+
+    def write(self, text: str) -> int:
+        """Writes, but for threads that replay."""
+        if threading.get_ident() in self._threads:
+            return len(text)
+        return int(self._stream.write(text))
+
+    def writelines(self, lines: Any) -> None:
+        """Writes lines, but for threads that replay."""
+        for each in lines:
+            self.write(each)
+
+    def flush(self) -> None:
+        """Flushes, but for threads that replay."""
+        if threading.get_ident() not in self._threads:
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class Quiet:
+    """Drops what threads that replay write to the terminal, or give to loggers.
+
+    The streams of `sys` and the handlers of `logging` are those of the process: each
+    asks which thread it is, as long as one replays.
+    """
+
+    def __init__(self) -> None:
+        self._threads: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._streams: dict[str, _Quieted] = {}
+        self._handlers: list[logging.Handler] = []
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Is quiet within, in this thread."""
+        own = threading.get_ident()
+        with self._lock:
+            self._threads[own] = self._threads.get(own, 0) + 1
+            if not self._streams and not self._handlers:
+                self._begin()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._threads[own] -= 1
+                if not self._threads[own]:
+                    del self._threads[own]
+                if not self._threads:
+                    self._end()
+
+    def _begin(self) -> None:
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if stream is not None:
+                self._streams[name] = _Quieted(stream, self._threads)
+                setattr(sys, name, self._streams[name])
+        handlers: Any = vars(logging)["_handlerList"]  # weak references
+        found = [reference() for reference in handlers]
+        self._handlers = [each for each in found if each is not None]
+        for handler in self._handlers:
+            handler.addFilter(self._is_told)
+
+    def _end(self) -> None:
+        for name, stream in self._streams.items():
+            if getattr(sys, name) is stream:  # else somebody has put another there
+                setattr(sys, name, stream._stream)
+        for handler in self._handlers:
+            handler.removeFilter(self._is_told)
+        self._streams, self._handlers = {}, []
+
+    def _is_told(self, record: logging.LogRecord) -> bool:
+        return threading.get_ident() not in self._threads
+
+
+quiet = Quiet()
+
+
+def terminals() -> set[int]:
+    """The ids of the streams of the process, and of what lies beneath them."""
+    found: set[int] = set()
+    for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        stream: Any = each._stream if isinstance(each, _Quieted) else each
+        while stream is not None and id(stream) not in found:
+            found.add(id(stream))
+            stream = getattr(stream, "buffer", None) or getattr(stream, "raw", None)
+    return found

@@ -1,0 +1,399 @@
+"""Runs code of the program again, and ends it before its first effect.
+
+What a replay runs was handed over to be run, not to write, wait or take anything twice.
+So the thread that replays is watched: each function is seen before it runs, and in
+place of one that writes to a file or reads one that is open, waits for another thread,
+takes from a queue or an iterator that was there before, uses a socket, a database or
+the environment, starts a thread or a process, or changes files, `Effect` is raised.
+
+    rule = EffectRule()
+    with rule.applied(seconds):
+        output = model(batch)  # raises StoppedError in place of an effect
+
+What goes to the terminal and to loggers is dropped meanwhile, in this thread alone.
+
+Not seen, and so not ended: what the program does to its own Python objects outside of
+the models, what a function of C does within one call, and iteration over a file.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import io
+import itertools
+import os
+import socket
+import sys
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ... import _C
+from ...scanner.text import is_of_program, is_own, short_name
+from . import kinds
+from .before import Before, place_of
+from .lookups import UNSEEN, first_argument, index_of, keyword, places_in, value_before
+from .quiet import quiet, terminals
+
+# How long a replay may take: so many times as long as the step, and some seconds for
+# what a replay does besides, such as to look at each operation.
+TIMES_THE_STEP = 20.0
+LEAST_SECONDS = 3.0
+_PATIENCE = 0.1  # seconds for a lock that another thread holds for a moment
+_MOST_SWALLOWED = 100  # effects whose exception the program's code has caught
+
+
+class Effect(BaseException):
+    """Raised in place of an effect. No `Exception`: loggers and many a loop swallow it.
+
+    It does not leave `EffectRule.applied()`.
+    """
+
+
+class StoppedError(Exception):
+    """A run that was ended before its first effect.
+
+    Args:
+        text: What it was and where, as a clause, such as "forward waits for a queue,
+            data.py:31".
+    """
+
+
+class EffectRule:
+    """Ends what runs within `applied()` before its first effect.
+
+    What exists when it is made counts as the program's: what is made later, by a run,
+    is the run's own, and may be taken from.
+    """
+
+    def __init__(self) -> None:
+        self._policy = _Policy()
+        self._watch = _C.CallWatch(self._policy)
+
+    @contextlib.contextmanager
+    def applied(self, seconds: float) -> Iterator[None]:
+        """Applies it to this thread. Profilers and tracers of others rest meanwhile.
+
+        Args:
+            seconds: How long it may take before it is ended, too.
+
+        Raises:
+            StoppedError: Instead of an effect, also if code within has caught that.
+        """
+        policy = self._policy
+        policy.begin(self._watch)
+        try:
+            # Hooks and functions of autograd run in this thread then, on each device.
+            with quiet.applied(), torch.autograd.set_multithreading_enabled(False):
+                self._watch.begin(seconds)
+                try:
+                    yield
+                finally:
+                    self._watch.end()
+        except Effect:
+            pass
+        except (SystemExit, GeneratorExit) as error:
+            raise RuntimeError(f"it raised {type(error).__name__}") from None
+        finally:
+            policy.end()
+        if policy.stopped:
+            raise StoppedError(policy.stopped) from None
+
+
+class _Policy:
+    """Says what is an effect; see `_C.CallWatch`, which asks it.
+
+    Attributes:
+        stopped: The first effect of a run, as a clause, or "".
+    """
+
+    def __init__(self) -> None:
+        self._codes = kinds.known_codes()
+        self.before = Before()
+        self._own_terminals: set[int] = set()
+        self._watch: _C.CallWatch | None = None
+        self._num_stops = 0
+        self.taken: list[Any] = []  # locks and semaphores that a run holds
+        self.stopped = ""
+
+    def begin(self, watch: _C.CallWatch) -> None:
+        """Begins a run."""
+        self._watch, self._num_stops, self.stopped = watch, 0, ""
+        self._own_terminals = terminals()
+        self.before.note()
+
+    def end(self) -> None:
+        """Gives back what the run has taken, and looks at what was not seen."""
+        for each in reversed(self.taken):
+            with contextlib.suppress(RuntimeError, ValueError):
+                each.release()
+        self.taken.clear()
+        taken = self.before.put_back()
+        if taken and not self.stopped:
+            self.stopped = f"the code that was run again {kinds.ITERATOR}"
+        self._watch = None
+
+    def asks_about(self, function: Any) -> bool:
+        """True for a function of C that may be an effect, of whatever object."""
+        owner, name = function.__self__, function.__name__
+        if owner is None or isinstance(owner, types.ModuleType):
+            return function in kinds.FUNCTIONS or function in (builtins.next, print)
+        if isinstance(owner, io.IOBase):
+            return name in kinds.FILE_WRITES or name in kinds.FILE_READS
+        if isinstance(owner, kinds.LOCK_TYPES):
+            return name in (*kinds.ACQUIRES, "release", "release_lock")
+        kind = type(owner)
+        if kind.__module__ in ("sqlite3", "_sqlite3", "select", "_multiprocessing"):
+            return True
+        if kind in kinds.GENERATORS:
+            return name in ("send", "throw", "close")
+        if kind.__name__ == "PyCapsule":  # a function of pybind's
+            return function in _store_functions() or name == "write_record"
+        return isinstance(owner, socket.socket) or kind.__module__ in (
+            *("_socket", "_ssl", "_queue", "_csv", "mmap", "_io"),
+        )
+
+    def on_function(self, frame: types.FrameType, function: Any) -> None:
+        """Raises Effect where a function of C is one, called by a frame."""
+        words = self._words_of(frame, function)
+        if words:
+            self._stop(frame, words)
+
+    def _words_of(self, frame: types.FrameType, function: Any) -> str:
+        owner, name = function.__self__, function.__name__
+        if owner is None or isinstance(owner, types.ModuleType):
+            if function is builtins.next:
+                return self._words_of_next(frame)
+            if function is print:
+                return self._words_of_print(frame)
+            return kinds.FUNCTIONS[function]
+        if isinstance(owner, io.IOBase):
+            return self._words_of_file(owner, name)
+        if isinstance(owner, kinds.LOCK_TYPES):
+            return self._words_of_lock(owner, name, _is_tried(frame))
+        kind = type(owner)
+        if kind in kinds.GENERATORS:
+            return kinds.ITERATOR if self.before.has(owner) else ""
+        if kind.__module__ == "_multiprocessing":
+            return self._words_of_shared_lock(owner, name, _is_tried(frame))
+        if kind.__module__ == "_queue":
+            is_taken = name in ("get", "put", "get_nowait", "put_nowait")
+            return kinds.QUEUE if is_taken else ""
+        if kind.__module__ == "_csv":
+            is_written = name in ("writerow", "writerows")
+            return self._words_of_csv(owner) if is_written else ""
+        if kind.__module__ in ("sqlite3", "_sqlite3"):
+            return kinds.DATABASE
+        if kind.__module__ == "select":
+            return kinds.WAITS if name in ("poll", "control") else ""
+        if kind.__module__ == "mmap":
+            is_written = name in ("write", "write_byte", "flush", "resize", "move")
+            return kinds.WRITES if is_written else ""
+        if kind.__name__ == "PyCapsule":
+            return kinds.WRITES if name == "write_record" else kinds.STORE
+        is_harmless = name in ("fileno", "gettimeout", "getsockname", "getpeername")
+        return "" if is_harmless else kinds.SOCKET
+
+    def _words_of_file(self, file: Any, name: str) -> str:
+        if id(file) in self._own_terminals:
+            return ""
+        if isinstance(file, kinds.WITHIN_PROCESS) and not self.before.has(file):
+            return ""
+        if name in kinds.FILE_WRITES:
+            # A file that is only read has nothing to flush.
+            can_write = name != "flush" or _is_writable(file)
+            return kinds.WRITES if can_write else ""
+        return kinds.READS if self.before.has(file) else ""
+
+    def _words_of_next(self, frame: types.FrameType) -> str:
+        iterator = first_argument(frame)
+        # Libraries number what they make.
+        is_number = type(iterator) is itertools.count
+        if is_number and not is_of_program(frame.f_code.co_filename):
+            return ""
+        return kinds.ITERATOR if self.before.has(iterator) else ""
+
+    def _words_of_lock(self, lock: Any, name: str, is_tried: bool) -> str:
+        if name in kinds.ACQUIRES:
+            if is_tried and _is_held(lock):
+                return ""
+            if _stays_held(lock):
+                return kinds.LOCK
+            if name != "__enter__":
+                self.taken.append(lock)
+            return ""
+        return "" if self.is_held(lock) else kinds.SIGNALS
+
+    def _words_of_shared_lock(self, lock: Any, name: str, is_tried: bool) -> str:
+        if name in kinds.ACQUIRES:
+            if lock._is_zero() and not lock._is_mine():
+                return "" if is_tried else kinds.LOCK
+            if name != "__enter__":
+                self.taken.append(lock)
+            return ""
+        if name != "release":
+            return ""
+        return "" if self.is_held(lock) else kinds.SIGNALS
+
+    def is_held(self, lock: Any) -> bool:
+        """Takes a lock from what this run holds; False if it does not hold it."""
+        for place, each in enumerate(self.taken):
+            if each is lock:
+                del self.taken[place]
+                return True
+        return False
+
+    def _words_of_csv(self, writer: Any) -> str:
+        files = [getattr(e, "__self__", None) for e in gc.get_referents(writer)]
+        found = [each for each in files if isinstance(each, io.IOBase)]
+        is_own = not any(self._words_of_file(each, "write") for each in found)
+        return "" if found and is_own else kinds.WRITES
+
+    def _words_of_print(self, frame: types.FrameType) -> str:
+        """`print(..., file=x)` calls `write` of C: x has to be seen here."""
+        file = keyword(frame, "file")
+        is_file = isinstance(file, io.IOBase)
+        return self._words_of_file(file, "write") if is_file else ""
+
+    def asks_at(self, code: types.CodeType) -> tuple[int, ...]:
+        """Where to ask in a code: -1 for its call, and places of `with` and `for`."""
+        places = places_in(code)
+        is_asked = code in self._codes or code in self.before.codes
+        return (-1, *places) if is_asked else places
+
+    def on_code(self, frame: types.FrameType) -> None:
+        """Raises Effect where a call of Python code is one.
+
+        A generator that goes on unseen, as in `list(generator)`, would be ended by an
+        exception in it: what it was asked for is given, and nothing after that.
+        """
+        code = frame.f_code
+        if self.before.is_running(code):
+            self.stopped = self.stopped or _clause(
+                frame.f_back or frame, kinds.ITERATOR
+            )
+            assert self._watch is not None
+            self._watch.refuse_all()
+            return
+        words_of = self._codes.get(code)
+        words = "" if words_of is None else words_of(self, frame.f_locals)
+        if words:
+            self._stop(frame, words)
+
+    def on_instruction(self, frame: types.FrameType, returned: Any) -> None:
+        """Raises Effect before `with lock:` that would wait, and `for x in iterator:`.
+
+        Neither calls a function that is seen.
+
+        Args:
+            frame: Where it stands.
+            returned: What a function of Python has returned last, as in `with f():`.
+        """
+        value = value_before(frame, index_of(frame))[0]
+        value = returned if value is UNSEEN else value
+        if isinstance(value, kinds.LOCK_TYPES):
+            if _stays_held(value):
+                self._stop(frame, kinds.LOCK)
+        elif self.before.has(value) and place_of(value) != 0:
+            self._stop(frame, kinds.ITERATOR)
+
+    def on_audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """Raises Effect where what an audit hook sees is one."""
+        words = next((w for e, w in kinds.EVENTS.items() if event.startswith(e)), "")
+        if event == "open":
+            words = kinds.WRITES if _opens_for_writing(*args[:3]) else ""
+        elif event == "mmap.__new__":
+            words = (
+                kinds.WRITES if args[2:3] not in ((1,), (3,)) else ""
+            )  # else read, copy
+        elif event in kinds.HARMLESS:
+            words = ""
+        if words:
+            self._stop(sys._getframe(1), words)
+
+    def on_over(self, frame: types.FrameType) -> None:
+        """Raises Effect: the time is over, or too many effects were swallowed."""
+        if not self.before.is_running(frame.f_code):
+            self._stop(frame, kinds.LATE)
+
+    def _stop(self, frame: types.FrameType, words: str) -> None:
+        """Raises Effect, unless what does it is not the program's step."""
+        own: types.FrameType | None = frame
+        while own is not None and not _is_apart(own):
+            if is_of_program(own.f_code.co_filename):
+                break
+            own = own.f_back
+        if own is not None and _is_apart(own):
+            return
+        self.stopped = self.stopped or _clause(own or frame, words)
+        self._num_stops += 1
+        if self._num_stops > _MOST_SWALLOWED and self._watch is not None:
+            self._watch.refuse_all()
+        raise Effect(self.stopped)
+
+
+def _is_apart(frame: types.FrameType) -> bool:
+    """True for this package's code, imports, and what the end of an object calls."""
+    code, around = frame.f_code, frame.f_back
+    files = [code.co_filename]
+    if code.co_name == "<module>" and around is not None:
+        files.append(around.f_code.co_filename)
+    is_import = any(each.startswith("<frozen importlib") for each in files)
+    return is_import or is_own(code.co_filename) or kinds.is_finalizer(code)
+
+
+def _clause(frame: types.FrameType, words: str) -> str:
+    """Names the function that is about to do it, and the line."""
+    code = frame.f_code
+    return f"{code.co_name} {words}, {short_name(code.co_filename)}:{frame.f_lineno}"
+
+
+def _is_tried(frame: types.FrameType) -> bool:
+    """True for `lock.acquire(False)` and such, which do not wait."""
+    given = first_argument(frame), keyword(frame, "blocking"), keyword(frame, "block")
+    return any(each is False for each in given)
+
+
+def _stays_held(lock: Any) -> bool:
+    """True for a lock that this thread would wait for, for longer than a moment."""
+    end = time.perf_counter() + _PATIENCE
+    while _is_held(lock):
+        if time.perf_counter() > end:
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def _is_held(lock: Any) -> bool:
+    if isinstance(lock, kinds.LOCK_TYPES[0]):
+        return bool(lock.locked())
+    return "owner=0 " not in repr(lock) and not lock._is_owned()
+
+
+def _is_writable(file: Any) -> bool:
+    try:
+        return bool(file.writable())
+    except Exception:  # it is closed, or the program's own
+        return False
+
+
+def _opens_for_writing(path: Any, mode: Any = None, flags: Any = 0) -> bool:
+    if path == os.devnull:
+        return False
+    is_written = isinstance(flags, int) and bool(flags & kinds.FOR_WRITING)
+    return is_written or (isinstance(mode, str) and bool(set(mode) & set("wax+")))
+
+
+def _store_functions() -> set[Any]:
+    """The functions of the stores by which ranks find one another."""
+    if not torch.distributed.is_available():
+        return set()
+    store = torch._C._distributed_c10d.Store
+    names = ("set", "get", "add", "compare_set", "delete_key", "wait", "append")
+    found = (getattr(store, name, None) for name in names)
+    return {getattr(each, "__func__", each) for each in found if each is not None}

@@ -1,0 +1,524 @@
+"""A replay ends before its first effect, and says what it was and where."""
+
+import asyncio
+import collections
+import concurrent.futures
+import csv
+import io
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import queue
+import select
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from overflow_fast.explainer.effects.rule import EffectRule, StoppedError
+
+SHORT = 0.5  # seconds
+
+
+class World:
+    """What a program may have at hand when a step of it is run again."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.path = folder / "there.txt"
+        self.path.write_text("one\ntwo\n")
+        self.log = self.path.open("a")
+        self.bytes = self.path.open("ab", buffering=0)
+        self.read = self.path.open()
+        self.memory = io.StringIO()
+        self.rows = csv.writer(self.log)
+        self.queue, self.simple = queue.Queue(), queue.SimpleQueue()
+        self.empty = queue.Queue()
+        for each in (self.queue, self.simple):
+            each.put("an item")
+        self.stack = queue.LifoQueue()
+        self.stack.put("an item")
+        self.shared = multiprocessing.get_context("spawn").Lock()
+        self.event, self.condition = threading.Event(), threading.Condition()
+        self.set = threading.Event()
+        self.set.set()
+        self.held, self.free = threading.Lock(), threading.Lock()
+        self.held.acquire()
+        self.recursive = threading.RLock()
+        self.taken, self.semaphore = threading.Semaphore(0), threading.Semaphore(1)
+        self.locks = {"a": [self.held]}
+        self.sockets = socket.socketpair()
+        self.pipe = os.pipe()
+        self.base = sqlite3.connect(folder / "base")
+        self.base.execute("create table t (x)")
+        self.items, self.pairs = iter([1, 2, 3]), zip([1, 2], [3, 4], strict=True)
+        self.numbers = itertools.count()
+        self.generator = (each for each in range(9))
+        next(self.generator)
+        data = torch.utils.data.DataLoader(torch.arange(6.0), 2)
+        self.loader = iter(data)
+        self.poll = select.poll()
+        self.pool = concurrent.futures.ThreadPoolExecutor(1)
+        self.future = concurrent.futures.Future()
+        self.logger = logging.getLogger("a program's")
+        self.logger.propagate = False
+        self.handler = logging.FileHandler(folder / "log.txt")
+        self.logger.addHandler(self.handler)
+        self.logger.setLevel("INFO")
+
+    def lock_of(self, name):
+        """A lock of it."""
+        return self.locks[name][0]
+
+    def close(self):
+        """Lets go of it."""
+        self.held.release()
+        self.logger.removeHandler(self.handler)
+        self.handler.close()
+        self.pool.shutdown()
+        for each in (*self.sockets, self.base, self.log, self.bytes, self.read):
+            each.close()
+        for each in self.pipe:
+            os.close(each)
+
+    def state(self):
+        """All of it that can be counted."""
+        self.handler.flush()
+        return {
+            "files": {p.name: p.stat().st_size for p in self.folder.iterdir()},
+            "written": (self.log.tell(), self.memory.tell(), self.read.tell()),
+            "queues": (self.queue.qsize(), self.simple.qsize(), self.stack.qsize()),
+            "tasks": self.queue.unfinished_tasks,
+            "locks": (self.held.locked(), self.free.locked(), self.semaphore._value),
+            "shared": self.shared._semlock._is_zero(),
+            "events": (self.event.is_set(), self.set.is_set()),
+            "items": (self.items.__length_hint__(), repr(self.numbers)),
+            "loader": self.loader._num_yielded,
+            "rows": self.base.execute("select count(*) from t").fetchone(),
+            "threads": threading.active_count(),
+            "environment": [os.environ.get(name) for name in ("PATH", "A_NEW_ONE")],
+            "folder": Path.cwd(),
+        }
+
+
+@pytest.fixture
+def world(tmp_path):
+    world = World(tmp_path)
+    yield world
+    world.close()
+
+
+def with_a_lock(w):
+    with w.held:
+        pass
+
+
+def with_an_item(w):
+    with w.locks["a"][0]:
+        pass
+
+
+def with_what_a_function_returns(w):
+    with w.lock_of("a"):
+        pass
+
+
+def with_a_condition(w):
+    with w.condition:
+        w.condition.wait()
+
+
+def over_an_iterator(w):
+    return [each for each in w.items]
+
+
+def over_a_pair(w):
+    for _ in w.pairs:
+        break
+
+
+def swallowing(w):
+    while True:
+        try:
+            return w.empty.get()
+        except BaseException:
+            continue
+
+
+def until_it_is_set(w):
+    while not w.event.is_set():
+        pass
+
+
+def until_a_number_changes(w):
+    numbers = [0]
+    while not numbers[0]:
+        pass
+
+
+def in_a_finally(w):
+    try:
+        return w.queue.get()
+    finally:
+        w.queue.task_done()
+
+
+class Stuck(torch.autograd.Function):
+    """Its backward waits."""
+
+    @staticmethod
+    def forward(ctx, x, event):
+        ctx.event = event
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.event.wait()
+        return gradient, None
+
+
+def in_backward(w):
+    x = torch.ones(2, requires_grad=True)
+    Stuck.apply(x, w.event).sum().backward()
+
+
+def in_a_hook(w):
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: w.queue.get())
+    y.sum().backward()
+
+
+def in_a_checkpoint(w):
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+
+    def again(x):
+        seen.append(x)
+        if len(seen) > 1:
+            w.log.write("again")
+        return x.sin()
+
+    checkpoint(again, x, use_reentrant=False).sum().backward()
+
+
+EFFECTS = {
+    "writes to a file": [
+        lambda w: w.log.write("x"),
+        lambda w: w.log.writelines(["x"]),
+        lambda w: w.bytes.write(b"x"),
+        lambda w: w.memory.write("x"),
+        lambda w: print("x", file=w.log),
+        lambda w: print("x", "y", sep=", ", file=w.log, end=""),
+        lambda w: w.rows.writerow([1]),
+        lambda w: w.rows.writerows([[1]]),
+        lambda w: (w.folder / "new").write_text("x"),
+        lambda w: (w.folder / "new").open("xb"),
+        lambda w: w.path.open("r+"),
+        lambda w: os.open(w.folder / "new", os.O_CREAT),
+        lambda w: torch.save(1, w.folder / "new.pt"),
+        lambda w: torch.save(1, w.path),
+        lambda w: os.write(w.pipe[1], b"x"),
+        in_a_checkpoint,
+    ],
+    "reads from a file that was open before": [
+        lambda w: w.read.readline(),
+        lambda w: w.read.read(1),
+        lambda w: w.read.seek(0),
+        lambda w: os.read(w.pipe[0], 1),
+    ],
+    "takes from a queue": [
+        lambda w: w.queue.get(),
+        lambda w: w.queue.get_nowait(),
+        lambda w: w.queue.put(1),
+        lambda w: w.empty.get(),
+        lambda w: w.empty.get(timeout=9),
+        lambda w: w.simple.get(),
+        lambda w: w.simple.put(1),
+        lambda w: w.stack.get(),
+        swallowing,
+        in_a_finally,
+        in_a_hook,
+    ],
+    "takes from an iterator": [
+        lambda w: next(w.items),
+        lambda w: next(w.items, None),
+        lambda w: w.items.__next__(),
+        lambda w: list(itertools.islice(w.items, 2)),
+        lambda w: dict(zip("ab", w.items, strict=False)),
+        lambda w: next(w.numbers),
+        lambda w: next(w.pairs),
+        lambda w: next(w.generator),
+        lambda w: w.generator.send(None),
+        lambda w: next(w.loader),
+        over_an_iterator,
+        over_a_pair,
+    ],
+    "waits for a lock that is held": [
+        lambda w: w.held.acquire(),
+        lambda w: w.held.acquire(timeout=9),
+        with_a_lock,
+        with_an_item,
+        with_what_a_function_returns,
+    ],
+    "waits for another thread": [
+        lambda w: w.event.wait(),
+        lambda w: w.taken.acquire(),
+        lambda w: threading.Barrier(2).wait(),
+        lambda w: w.future.result(),
+        lambda w: w.poll.poll(9),
+        lambda w: select.select([w.sockets[0]], [], [], 9),
+        with_a_condition,
+        in_backward,
+    ],
+    "wakes other threads": [
+        lambda w: w.event.set(),
+        lambda w: w.set.clear(),
+        lambda w: w.held.release(),
+        lambda w: w.semaphore.release(),
+    ],
+    "uses a socket": [
+        lambda w: w.sockets[0].send(b"x"),
+        lambda w: w.sockets[0].recv(1),
+        lambda w: socket.create_connection(("127.0.0.1", 1)),
+        lambda w: socket.socket(),
+        lambda w: asyncio.run(asyncio.sleep(0)),
+    ],
+    "uses a database": [
+        lambda w: w.base.execute("insert into t values (1)"),
+        lambda w: w.base.cursor().execute("insert into t values (1)"),
+        lambda w: sqlite3.connect(w.folder / "new"),
+    ],
+    "starts a process": [
+        lambda w: subprocess.run(["true"], check=True),
+        lambda w: os.system("true"),
+        lambda w: os.fork(),
+        lambda w: os.kill(os.getpid(), signal.SIGTERM),
+        lambda w: os.waitpid(-1, os.WNOHANG),
+    ],
+    "starts a thread": [
+        lambda w: threading.Thread(target=int).start(),
+        lambda w: threading.Timer(9, int).start(),
+        lambda w: w.pool.submit(int),
+        lambda w: sys.modules["_thread"].start_new_thread(int, ()),
+    ],
+    "changes files or folders": [
+        lambda w: os.mkdir(w.folder / "new"),
+        lambda w: w.path.unlink(),
+        lambda w: w.path.rename(w.folder / "new"),
+        lambda w: os.chdir(w.folder),
+        lambda w: tempfile.mkdtemp(dir=w.folder),
+    ],
+    "changes the environment": [
+        lambda w: os.environ.update(A_NEW_ONE="1"),
+        lambda w: os.environ.pop("PATH"),
+    ],
+    "sleeps": [lambda w: time.sleep(99)],
+    "sets or sends a signal": [lambda w: signal.alarm(99)],
+    "sets a profiler": [lambda w: sys.setprofile(None)],
+    "takes far longer than the step": [until_it_is_set, until_a_number_changes],
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(words, code) for words, codes in EFFECTS.items() for code in codes],
+)
+def test_it_ends_before_an_effect(words, code, world):
+    before = world.state()
+    with pytest.raises(StoppedError, match=words) as stopped:
+        with EffectRule().applied(SHORT if "takes far" in words else 60):
+            code(world)
+    assert ", test_stopping.py:" in str(stopped.value) or "was run again" in str(
+        stopped.value
+    )
+    assert world.state() == before
+    assert next(world.generator) < 3  # it lives
+
+
+def loss_of_a_model(w):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.LayerNorm(4))
+    loss = net(torch.ones(2, 4)).square().mean()
+    loss.backward()
+
+
+def with_a_free_lock(w):
+    with w.free, w.recursive, w.condition, w.semaphore, w.shared:
+        pass
+
+
+def tries(w):
+    return w.held.acquire(False), w.held.acquire(blocking=False)
+
+
+def held_by_itself(w):
+    w.free.acquire()
+    w.semaphore.acquire()
+    w.shared.acquire()
+
+
+def by_its_own(w):
+    items, numbers = iter([1, 2]), (each for each in range(3))
+    own = collections.deque(numbers)
+    made = queue.Queue()
+    return next(items), list(items), own, made.empty()
+
+
+def of_a_new_file(w):
+    with w.path.open() as file:
+        first = file.readline()
+    return first, w.path.read_bytes(), os.listdir(w.folder), w.path.exists()
+
+
+def in_memory(w):
+    text, data = io.StringIO(), io.BytesIO()
+    text.write("x")
+    print("x", file=text)
+    csv.writer(text).writerow([1])
+    torch.save(torch.ones(2), data)
+    data.seek(0)
+    return torch.load(data)
+
+
+def to_the_terminal(w):
+    print("twice")
+    sys.stdout.write("twice\n")
+    print("twice", file=sys.stderr, flush=True)
+    warnings.warn("twice", stacklevel=1)
+    logging.getLogger("another").warning("twice")
+    w.logger.info("twice")
+
+
+def through_a_checkpoint(w):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    x = torch.ones(2, 4, requires_grad=True)
+    for is_reentrant in (False, True):
+        checkpoint(net, x, use_reentrant=is_reentrant).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *(loss_of_a_model, with_a_free_lock, held_by_itself, by_its_own, tries),
+        *(of_a_new_file, in_memory, to_the_terminal, through_a_checkpoint),
+    ],
+)
+def test_what_has_no_effect_is_not_ended(code, world, capfd):
+    before = world.state()
+    with EffectRule().applied(60):
+        code(world)
+    assert world.state() == before
+    assert "twice" not in "".join(capfd.readouterr())
+
+
+def test_a_lock_that_is_held_for_a_moment_is_waited_for(world):
+    def let_go():
+        time.sleep(0.02)
+        world.held.release()
+
+    other = threading.Thread(target=let_go)
+    other.start()
+    with EffectRule().applied(60):
+        with_a_lock(world)
+    other.join()
+    world.held.acquire()
+
+
+def test_other_threads_go_on(world, capfd):
+    stop, seen = threading.Event(), []
+
+    def work():
+        while not stop.is_set():
+            seen.append(1)
+            world.log.write("x")
+            print("told")
+            world.simple.put(world.simple.get())
+            time.sleep(0.001)
+
+    other = threading.Thread(target=work)
+    other.start()
+    with pytest.raises(StoppedError, match="until_a_number_changes takes far longer"):
+        with EffectRule().applied(SHORT):
+            begun = len(seen)
+            until_a_number_changes(world)
+    stop.set()
+    other.join()
+    assert len(seen) > begun
+    assert capfd.readouterr().out.count("told") == len(seen)
+
+
+def test_what_was_there_is_put_back(world):
+    profiler, events = sys.getprofile(), []
+    streams = sys.stdout, sys.stderr
+    tracer = lambda *event: events.append(event)  # noqa: E731
+    handlers = [list(each.filters) for each in logging.getLogger().handlers]
+    sys.setprofile(tracer)
+    try:
+        with pytest.raises(StoppedError), EffectRule().applied(60):
+            world.queue.get()
+        assert sys.getprofile() is tracer
+    finally:
+        sys.setprofile(profiler)
+    assert events
+    assert (sys.stdout, sys.stderr) == streams
+    assert [list(each.filters) for each in logging.getLogger().handlers] == handlers
+
+
+def test_two_threads_are_watched_at_once(world, capfd):
+    inner, found = threading.Barrier(2), {}
+
+    def replay(name, code):
+        rule = EffectRule()
+        inner.wait()
+        try:
+            with rule.applied(60):
+                print(name)
+                code(world)
+        except StoppedError as error:
+            found[name] = str(error)
+
+    codes = {"a": lambda w: w.queue.get(), "b": lambda w: w.log.write("x")}
+    threads = [threading.Thread(target=replay, args=each) for each in codes.items()]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert "queue" in found["a"]
+    assert "file" in found["b"]
+    assert not capfd.readouterr().out
+    print("told")
+    assert capfd.readouterr().out == "told\n"
+
+
+def test_an_exit_of_the_code_is_an_error():
+    with pytest.raises(RuntimeError, match="SystemExit"), EffectRule().applied(60):
+        sys.exit(3)
+    with pytest.raises(ValueError, match="its own"), EffectRule().applied(60):
+        raise ValueError("its own")
+
+
+def test_a_user_who_interrupts_is_heard():
+    with pytest.raises(KeyboardInterrupt), EffectRule().applied(60):
+        raise KeyboardInterrupt
+
+
+def test_a_rule_can_be_applied_again(world):
+    rule = EffectRule()
+    for _ in range(3):
+        with pytest.raises(StoppedError, match="queue"), rule.applied(60):
+            world.queue.get()
+        with rule.applied(math.inf):
+            loss_of_a_model(world)
