@@ -24,10 +24,11 @@ from gpus import GPUS, Cuda, Emulated
 from processes import serve_from_here
 
 from overflow_fast import OverflowGuard
+from overflow_fast.explainer import replayer
 from overflow_fast.explainer.remedies import trials
 
-# What is tried on a bad step does not depend on what else runs here.
-trials.LEAST_SECONDS = 600.0
+# What is run again and tried does not depend on what else runs here.
+trials.LEAST_SECONDS = replayer.LEAST_SECONDS = 600.0
 
 with contextlib.suppress(ImportError):  # where it is missing, its tests say so
     from hypothesis import settings

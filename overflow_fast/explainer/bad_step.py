@@ -33,7 +33,6 @@ class BadStep:
         last_steps: Their last steps.
         num_dropped: How many forwards of the step were too many to be kept.
         hidden_by: Why forwards of the step could not be kept, or "".
-        takes_from: See `StepKeeper`.
         is_late: Whether the weights may have been stepped since.
         had_gradients: See `StepKeeper`.
         left_over: See `StepKeeper`.
@@ -54,7 +53,6 @@ class BadStep:
     is_of_flag: bool = False
     num_dropped: int = 0
     hidden_by: str = ""
-    takes_from: Sequence[str] = ()
     had_gradients: bool = False
     left_over: Mapping[str, int] = field(default_factory=dict)
 
@@ -98,6 +96,10 @@ def set_text(names: Sequence[str]) -> str:
     )
 
 
+STOPPED = "Not replayed: {}."
+STOPPED_FUNCTION = (
+    f"Not replayed: {{}}. Do that before, and call the rest within `{USE_RUN}`."
+)
 SOME = "Some replays are finite, but {}."
 NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -173,9 +175,11 @@ class Call(KeptCall):
 
     Attributes:
         function: Takes the batch, and returns what the call returned.
+        seconds: How long its step took, at most.
     """
 
     _kept: KeptCall | None = None
+    seconds = math.inf
 
     @property
     def caller(self) -> int:
@@ -335,6 +339,9 @@ def made_again(kept: KeptCall) -> Call:
     call = object.__new__(ModelCall if is_of_model else Call)
     vars(call).update(vars(kept))
     call._kept = kept
+    call.forwards = list(map(made_again, kept.forwards))
+    if kept.began is not None:
+        call.seconds = time.perf_counter() - kept.began
     call.function = (
         functools.partial(call_model, kept.function)
         if is_of_model

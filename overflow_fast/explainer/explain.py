@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guard.explaining import USE_RUN, taken_text
+from ..guard.explaining import USE_RUN
 from ..guard.files.reading import is_regular
 from ..guard.options import BUDGET
 from ..guard.process import world_size
@@ -32,7 +32,7 @@ from ..scanner.text import error_line
 from ..torch_internals.compiler import (
     has_compiled,
 )
-from .bad_step import ALL_BAD, NOT_BEHIND, BadStep
+from .bad_step import ALL_BAD, NOT_BEHIND, STOPPED, STOPPED_FUNCTION, BadStep
 from .calls import Call
 from .explain_origin import first_bad_weight, looked_up
 from .named_tensors import state_by_name
@@ -132,9 +132,12 @@ def investigate(
     num_replays = 0 if replayer is None else replayer.num_forwards
     limits = budget, checkpoints, artifact_bytes
     # The result of the rank that led has its line.
-    taken = () if incident is None else incident.takes_from
-    if taken and found is not ranks.result:
-        found = _with_advice(found, taken_text(taken))
+    stopped = "" if replayer is None else replayer.stopped
+    if stopped and ranks.is_alone and any(call.forwards for call in calls):
+        calls = [each for call in calls for each in call.forwards or [call]]
+        alone = _OwnLines(models, calls, incident, start, limits, replay_check)
+        found = alone.explained_alone(stopped)
+        num_replays += alone.num_forwards
     elif found is not ranks.result and _asks_for_loss(found, calls):
         step = _LossStep(models, calls, incident, start, limits, replay_check)
         found = step.explained(found, may_run=ranks.is_alone and world_size() == 1)
@@ -206,6 +209,23 @@ class _OwnLines:
         self._incident, self._replay_check = incident, replay_check
         self._limits = limits
         self.num_forwards = 0
+        self._stopped = ""
+
+    def explained_alone(self, stopped: str) -> Explanation:
+        """The explanation of the models' forwards, of a function that was stopped.
+
+        Args:
+            stopped: What it was stopped by.
+        """
+        found = self._searched(self._replayer(self._calls))
+        found.notes = [each for each in found.notes if USE_RUN not in each]
+        found.notes.insert(0, STOPPED_FUNCTION.format(stopped))
+        return found
+
+    def _replayer(self, calls: Sequence[Call]) -> Replayer:
+        keeps_calls, inner = self._limits[2] > 0, _inner_of(self._incident)
+        given = self._models, calls, self._start
+        return Replayer(*given, keeps_calls=keeps_calls, inner=inner)
 
     def _searched(self, replayer: Replayer) -> Explanation:
         """The explanation of what a replayer runs."""
@@ -267,6 +287,8 @@ class _LossStep(_OwnLines):
             own = self._replayed(line) if may_run else None
             if own is not None:
                 return own
+        if self._stopped:
+            found.notes.append(STOPPED.format(self._stopped))
         text = advice(line, list(self._models.values()))
         return _with_advice(found, text)
 
@@ -280,7 +302,7 @@ class _LossStep(_OwnLines):
             is_same = self._is_same(loss_call)
         if not is_same:
             return None
-        found = self._searched(self._replayer(loss_call))
+        found = self._searched(self._replayer(loss_call.calls))
         given = self._incident, self._start, self._limits
         behind = _GradientStep(self._models, loss_call.calls, *given)
         found = behind.explained(found)
@@ -300,14 +322,9 @@ class _LossStep(_OwnLines):
         has_stand_ins = any(call.has_stand_ins for call in self._calls)
         return not (is_partial or has_stand_ins)
 
-    def _replayer(self, loss_call: LossCall) -> Replayer:
-        keeps_calls, inner = self._limits[2] > 0, _inner_of(self._incident)
-        given = self._models, loss_call.calls, self._start
-        return Replayer(*given, keeps_calls=keeps_calls, inner=inner)
-
     def _is_same(self, loss_call: LossCall) -> bool:
         """Replays the lines; True if that was the step."""
-        replayer, check = self._replayer(loss_call), loss_call.check
+        replayer, check = self._replayer(loss_call.calls), loss_call.check
         observers: list[Observer] = [check]
         if self._replay_check is not None:
             observers.append(self._replay_check)
@@ -317,6 +334,7 @@ class _LossStep(_OwnLines):
             result = replayer.run(part, observers=observers)
             changed = replayer.state.changed_around()
         self.num_forwards += replayer.num_forwards
+        self._stopped = replayer.stopped
         is_alike = check.is_given_alike and check.has_same_graph
         if result.error is not None or changed or not is_alike:
             return False

@@ -137,11 +137,7 @@ class LayerAuditor(Monitor):
     ) -> None:
         if not isinstance(output, torch.Tensor) or is_recorded():
             return
-        with Snapshot({name: layer}) as state, torch.no_grad():
-            if state.lost:
-                self._unsteady.add(name)
-                _log.warning("LayerAudit: %s is left out. %s", name, state.lost_text)
-                return
+        with Snapshot({name: layer}), torch.no_grad():
             self.num_audited += 1
             first = layer.forward(*args, **kwargs)
             if is_same_bits(first, output):

@@ -14,7 +14,6 @@ from ..scanner.text import as_lines
 from .calls import made_again
 from .replayer import Replayer
 from .search import find_masked_nonfinite
-from .snapshot import Snapshot
 
 _log = logging.getLogger("overflow_fast")
 
@@ -55,32 +54,36 @@ class _MaskedOpsLog(Monitor):
         self._every = every
         self._known: set[tuple[str, int, str]] = set()  # the places that were logged
         self._num_masked = 0
-        self._has_warned_of_lost = False
+        self._is_stopped = False  # a replay was: the next ones would be, too
+        self._has_warned = False
 
     def look(self, step: MonitoredStep) -> tuple[()]:
         keeper = self._guarded.keeper
         if step.number % self._every or keeper is None or not keeper.calls:
             return ()
-        if world_size() > 1:
+        if world_size() > 1 or self._is_stopped:
             return ()
         replayer = Replayer(
             step.models, list(map(made_again, keeper.calls)), keeper.start
         )
         found = find_masked_nonfinite(replayer)
-        self._warn_of_lost(replayer.state)
+        self._warn_of_trace(replayer)
         self._report(step.number, found)
         return ()
 
     def metrics(self) -> dict[str, float]:
         return {"hidden_failures_total": self._num_masked}
 
-    def _warn_of_lost(self, state: Snapshot) -> None:
+    def _warn_of_trace(self, replayer: Replayer) -> None:
         """Warns once that steps are not replayed, or have left a trace."""
-        texts = state.problems
-        if state.lost:
-            texts = ["MaskedOps(): clean steps are not replayed.", state.lost_text]
-        if texts and not self._has_warned_of_lost:
-            self._has_warned_of_lost = True
+        texts = list(replayer.state.problems)
+        if replayer.stopped:
+            self._is_stopped = True
+            texts.append(
+                f"MaskedOps(): clean steps are not replayed: {replayer.stopped}."
+            )
+        if texts and not self._has_warned:
+            self._has_warned = True
             _log.warning("%s", as_lines([*texts, "Logged once."]))
 
     def _report(self, step: int, found: Sequence[Explanation]) -> None:

@@ -9,19 +9,17 @@ inputs by the same random states, the loss has the same graph, and it is the sam
 
 Where all gradients are non-finite, and a replayed backward leaves finite ones, code
 between backward and the optimizer's step has written to them: clipping by a norm,
-scaling, noise. Those of its lines that work on what leads to a model, and what follows
-from these, are run behind the replayed backward, out of the function that called it.
-The answer counts where the same gradients are non-finite then. The program never asked
-for these lines to run again, so none runs that may reach beyond its variables: a call
-is followed into the program's own functions, and has to come to torch, mathematics or
-containers. What is left out costs an answer, and no more.
+scaling, noise. Those of its lines that work on what leads to a model, and what these
+need, are run behind the replayed backward, out of the function that called it. The
+answer counts where the same gradients are non-finite then. One that is ended before an
+effect (see `effects`) is left out.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import contextlib
+import functools
 import inspect
 import itertools
 import sys
@@ -36,9 +34,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..guard.explaining import taken_text
 from ..guard.step_keeper import Ambient, data_in
-from ..guard.undo.kept_objects import is_taken_from
 from ..scanner.modules import Handles, children_of, modules_in
 from ..scanner.text import is_of_program, short_name
 from ..scanner.tree import CALL_DEPTH, find, tensors_in
@@ -70,8 +66,8 @@ _UNSUITABLE = (
     *(ast.Yield, ast.YieldFrom, ast.Await, ast.Return, ast.Delete, ast.Global),
     *(ast.Nonlocal, ast.AsyncFor, ast.AsyncWith, ast.NamedExpr),
 )
-_EFFECTS = {"backward", "step", "zero_grad", "next", "input", "exec", "eval", "locals"}
-_OF_FRAME = {"next", "input", "exec", "eval", "locals", "super", "__class__"}
+_EFFECTS = {"backward", "step", "zero_grad", "exec", "eval", "locals"}
+_OF_FRAME = {"exec", "eval", "locals", "super", "__class__"}
 _FUTURE = annotations.compiler_flag
 _MAX_NODES = 100_000  # of a graph
 _RTOL = 1e-3  # of a loss whose kernels are not deterministic
@@ -302,11 +298,6 @@ def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
     is_short = bool(code) and "\n" not in code and len(code) <= _MOST_CODE
     if not is_short or ".run(" in code:
         return ""
-    named = [n.id for n in ast.walk(value) if isinstance(n, ast.Name)]
-    around = {**line.frame.f_globals, **line.variables}
-    taken = [each for each in dict.fromkeys(named) if is_taken_from(around.get(each))]
-    if taken:
-        return taken_text(taken)
     if any(_is_call_of(n, line, models) for n in ast.walk(value)):
         return _DIRECT.format(name=name, code=code, place=place)
     return _INDIRECT.format(name=name, line=f"{name} = {code}", place=place)
@@ -696,6 +687,7 @@ class LossCall:
         ambient = with_autocast_of_now(ambient)
         call = Call(self._captured, self._captured.values, ambient)
         call.returns_loss = True
+        call.seconds = max((each.seconds for each in self._forwards), default=0.0)
         self.calls: list[Call] = [*self._forwards[:num_before], call]
         self.check = SameStep(call, forwards, self._loss)
 
@@ -836,44 +828,40 @@ def _is_same_leaf(a: Any, b: Any) -> bool:
 
 
 _KINDS = (nn.Module, nn.Parameter, Optimizer)
-# Parts of the names of functions that may write to files, terminals, other processes.
-_OUTWARD = {
-    *("callback", "callbacks", "checkpoint", "close", "dump", "emit", "eval"),
-    *("exec", "execute", "export", "flush", "histogram", "image", "import"),
-    *("input", "mkdir", "notify", "open", "plot", "post", "postfix", "print"),
-    *("publish", "push", "put", "record", "remove", "rename", "report", "run"),
-    *("save", "scalar", "scalars", "send", "show", "spawn", "store", "submit"),
-    *("track", "unlink", "upload", "wait", "write"),
-}
-_OUTWARD_OBJECTS = {"logger", "logging", "mlflow", "tracker", "wandb", "writer"}
-_LIBRARIES = {"torch", "math", "operator", "itertools", "functools", "contextlib"}
-_LIBRARIES |= {"numpy", "builtins", "collections"}
-_DEEPEST = 8  # of functions that call functions
 _MOST_VALUES = 256  # of an object that may lead to a model
 
 
 class GradientCode:
-    """Lines that write to gradients, as a function that can be called again.
+    """Statements that write to gradients, which can be run again one by one.
 
     Args:
-        code: The lines, compiled.
-        names: The variables of the running function, by name.
-        globals_: Those of its file.
+        statements: The code of each.
+        variables: What they read of the function that they are of, by name.
+        globals_: The variables of its file.
+
+    Attributes:
+        variables: The same.
     """
 
     def __init__(
         self,
-        code: types.CodeType,
-        names: Mapping[str, Any],
+        statements: Sequence[types.CodeType],
+        variables: Mapping[str, Any],
         globals_: Mapping[str, Any],
     ) -> None:
-        self.variables = names
-        self._code, self._globals = code, globals_
+        self.variables = variables
+        self._statements, self._globals = statements, globals_
 
-    def __call__(self) -> None:
-        """Runs the lines; an optimizer's step among them is refused."""
-        with without_optimizer_steps("the lines behind backward make a step"):
-            exec(self._code, {**self._globals, **self.variables})
+    def parts(self) -> Iterator[Callable[[], None]]:
+        """Yields what runs one statement each; an optimizer's step is refused."""
+        around = {**self._globals, **self.variables}
+        for code in self._statements:
+            yield functools.partial(_run_statement, code, around)
+
+
+def _run_statement(code: types.CodeType, around: dict[str, Any]) -> None:
+    with without_optimizer_steps("the lines behind backward make a step"):
+        exec(code, around)
 
 
 def find_gradient_code() -> GradientCode | None:
@@ -886,15 +874,13 @@ def find_gradient_code() -> GradientCode | None:
         picked = _picked(lines, {**frame.f_globals, **names})
         if not picked:
             return None
-        code = compile(ast.Module(picked, []), frame.f_code.co_filename, "exec")
-        forbid_edit(code, "lines behind backward are run again as they are")
-        kept: set[str] = set()
-        made: set[str] = set()
+        statements = []
         for each in picked:
-            kept |= read(each) - made
-            made |= assigned(each)
-        held = {name: names[name] for name in kept if name in names}
-        return GradientCode(code, held, frame.f_globals)
+            code = compile(ast.Module([each], []), frame.f_code.co_filename, "exec")
+            forbid_edit(code, "lines behind backward are run again as they are")
+            statements.append(code)
+        held = {n: names[n] for each in picked for n in read(each) if n in names}
+        return GradientCode(statements, held, frame.f_globals)
     return None
 
 
@@ -944,18 +930,18 @@ def _place_of(block: Sequence[ast.stmt], line: int) -> int | None:
 
 
 def _picked(lines: Sequence[ast.stmt], names: Mapping[str, Any]) -> list[ast.stmt]:
-    """The statements that work on what leads to a model, and what follows from them."""
-    made: set[str] = set()
+    """The statements that work on what leads to a model, and those that they need."""
+    needed: set[str] = set()
     found = []
-    for each in lines:
+    for each in reversed(lines):
         reads = read(each)
-        is_own = bool(reads & made) or any(_leads_to_model(names.get(n)) for n in reads)
+        is_own = any(_leads_to_model(names.get(name)) for name in reads)
         nodes = list(ast.walk(each))
         is_left = any(isinstance(n, _UNSUITABLE) or _has_effects(n) for n in nodes)
-        if is_own and not (is_left or reaches_out(each, names)):
+        if (is_own or assigned(each) & needed) and not is_left:
             found.append(each)
-            made |= assigned(each)
-    return found
+            needed |= reads
+    return found[::-1]
 
 
 def _leads_to_model(value: Any) -> bool:
@@ -965,116 +951,3 @@ def _leads_to_model(value: Any) -> bool:
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):
         return False
     return bool(find(value, _KINDS, most=_MOST_VALUES))
-
-
-# Which code may reach beyond the program's variables.
-
-
-def reaches_out(node: ast.AST, names: Mapping[str, Any], depth: int = 0) -> bool:
-    """True if code may do more than compute and write to the program's variables.
-
-    Args:
-        node: The code.
-        names: The values of names in it, as far as they are known.
-        depth: How many functions of the program have led to it.
-    """
-    nodes = list(ast.walk(node))
-    if any(isinstance(each, (ast.Import, ast.ImportFrom)) for each in nodes):
-        return True
-    calls = [each for each in nodes if isinstance(each, ast.Call)]
-    inner = {each.name for each in nodes if isinstance(each, ast.FunctionDef)}
-    return any(_may_reach_out(each, names, inner, depth) for each in calls)
-
-
-def _may_reach_out(
-    call: ast.Call, names: Mapping[str, Any], inner: set[str], depth: int
-) -> bool:
-    """True if a call may."""
-    function, path = call.func, list[str]()
-    while isinstance(function, ast.Attribute):
-        path.insert(0, function.attr)
-        function = function.value
-    if isinstance(function, ast.Name):
-        path.insert(0, function.id)
-    if _OUTWARD & _words(path[-1:]) or _OUTWARD_OBJECTS & _words(path):
-        return True
-    is_begun = path == ["next"] and isinstance(call.args[0], ast.Call)
-    if _EFFECTS.intersection(path[-1:]) and not is_begun:
-        return True  # of schedules and iterators; next(model.parameters()) begins one
-    if not isinstance(function, ast.Name):
-        return not path  # a method of what is computed here, such as a tensor
-    if path[0] in inner and len(path) == 1:
-        return False  # its code stands here, too
-    if path[0] not in names and not hasattr(builtins, path[0]):
-        return len(path) == 1  # else a method of a variable that is made here
-    value, owner = names.get(path[0], getattr(builtins, path[0], None)), None
-    for part in path[1:]:
-        owner, value = value, inspect.getattr_static(value, part, None)
-        if value is None:
-            return False  # a method of a submodule or of one of its parameters
-    is_object = not isinstance(owner, (type, types.ModuleType))
-    return not _stays_within(value, owner if is_object else None, depth)
-
-
-def _words(names: Sequence[str]) -> set[str]:
-    return {word for name in names for word in name.lower().split("_")}
-
-
-def _stays_within(function: Any, owner: Any, depth: int) -> bool:
-    """True if a call of a function only computes, and writes to variables.
-
-    Args:
-        function: The function.
-        owner: The object whose method it is, or None.
-        depth: How many functions of the program have led to it.
-    """
-    if isinstance(function, (staticmethod, classmethod)):
-        owner, function = None, function.__func__
-    if isinstance(function, types.MethodType):
-        owner, function = function.__self__, function.__func__
-    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
-        if is_of_program(function.__code__.co_filename):
-            break
-        function = function.__wrapped__  # as by torch.no_grad()
-    if isinstance(function, type):
-        return _library_of(function) in _LIBRARIES or issubclass(function, Exception)
-    if not inspect.isroutine(function):
-        return False
-    if not isinstance(function, types.FunctionType):
-        return _library_of(function) in _LIBRARIES
-    code = function.__code__
-    if not is_of_program(code.co_filename):
-        return _library_of(function) in _LIBRARIES
-    definition = _definition_of(function)
-    if definition is None or depth == _DEEPEST:
-        return False
-    names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    names = {k: each for k, each in names.items() if k not in code.co_varnames}
-    if owner is not None and code.co_argcount:
-        names[code.co_varnames[0]] = owner
-    return not reaches_out(definition, names, depth + 1)
-
-
-def _library_of(function: Any) -> str:
-    """The package of a function, of a class, or of the class of a method."""
-    owner = getattr(function, "__objclass__", function)
-    return str(getattr(owner, "__module__", None)).partition(".")[0]
-
-
-def _definition_of(function: types.FunctionType) -> ast.FunctionDef | ast.Lambda | None:
-    """A function's definition in the text of its file; None if that is not certain."""
-    code = function.__code__
-    file = ast.parse("".join(source_lines(code, function.__globals__)))
-    found = [
-        each
-        for each in ast.walk(file)
-        if isinstance(each, (ast.FunctionDef, ast.Lambda))
-        if getattr(each, "name", "<lambda>") == code.co_name
-        if _first_line(each) == code.co_firstlineno
-    ]
-    return found[0] if len(found) == 1 else None
-
-
-def _first_line(function: ast.FunctionDef | ast.Lambda) -> int:
-    decorators: list[ast.expr] = getattr(function, "decorator_list", [])
-    return min([function.lineno, *(each.lineno for each in decorators)])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..guard.report.explanation import Explanation
 from ..scanner.text import error_line, numbered
 from ..torch_internals.module_internals import default_store
+from .effects.rule import StoppedError
 
 CLEAN, GIVEN, BAD, FAILED = range(4)  # states of a replayed call, by their weight
 BEGIN = "begin"
@@ -103,7 +104,9 @@ class RankCoordinator:
             self.result = order
         return order
 
-    def agree(self, state: int, error: Exception | None) -> tuple[int, str, list[int]]:
+    def agree(
+        self, state: int, error: Exception | None
+    ) -> tuple[int, Exception | None, list[int]]:
         """Agrees on what a call has come to.
 
         Args:
@@ -111,26 +114,27 @@ class RankCoordinator:
             error: What it has raised here, or None.
 
         Returns:
-            The worst state of all ranks, the error of another rank in text, or "", and
-            the ranks where it was not clean.
+            The worst state of all ranks, this rank's error, else one of another rank,
+            or None, and the ranks where it was not clean.
         """
-        text = "" if error is None else error_line(error)
-        found = self._exchange((state, text))
-        texts = [
-            f"on rank {rank}: {each[1]}"
-            for rank, each in found.items()
-            if each[1] and rank != self.rank
-        ]
+        is_stopped = isinstance(error, StoppedError)
+        text = str(error) if is_stopped else error and error_line(error)
+        found = self._exchange((state, text, is_stopped))
         bad = [rank for rank, each in found.items() if each[0] != CLEAN]
-        return max(each[0] for each in found.values()), "".join(texts[:1]), bad
+        for rank, (_, other, was_stopped) in found.items():
+            if error is None and other:
+                error = (
+                    StoppedError(f"{other} (rank {rank})")
+                    if was_stopped
+                    else OnRank(f"on rank {rank}: {other}")
+                )
+        return max(each[0] for each in found.values()), error, bad
 
     def check(self, error: Exception | None) -> None:
         """Raises on all ranks what one of them has met."""
-        state, text, _ = self.agree(CLEAN if error is None else FAILED, error)
-        if error is not None:
-            raise error
-        if state == FAILED:
-            raise OnRank(text)
+        found = self.agree(CLEAN if error is None else FAILED, error)[1]
+        if found is not None:
+            raise found
 
     def elect(self, claim: int) -> bool:
         """Gives the lead to the rank that can say best; it stays among equals.

@@ -40,6 +40,7 @@ from ..torch_internals.replaying import (
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
 from .calls import Call, loss_and_gradients, part_of
+from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
 from .force_eager import run_eagerly
 from .held_tensors import held_leaves
 from .named_tensors import names_of, partitions_of, state_by_name
@@ -52,7 +53,6 @@ from .replay_ranks import (
     FAILED,
     GIVEN,
     NotJoined,
-    OnRank,
     RankCoordinator,
 )
 from .root_op import details_of
@@ -105,8 +105,8 @@ class Tail(Protocol):
 
     variables: Mapping[str, Any]
 
-    def __call__(self) -> None:
-        """Runs it; the gradients are those of the replay."""
+    def parts(self) -> Iterator[Callable[[], None]]:
+        """Yields its statements; the gradients are those of the replay."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +305,7 @@ class Replayer:
     Attributes:
         state: All that a run may change, kept.
         num_forwards: How many forwards were run.
+        stopped: Why a run was ended before an effect, as a clause, or "".
     """
 
     def __init__(
@@ -326,6 +327,8 @@ class Replayer:
         self._keeps_calls = keeps_calls
         self.num_forwards = 0
         self._has_backward = not gradient_taker(models.values())
+        self._most_seconds = math.inf
+        self.stopped = ""
         variables: dict[str, Any] = {}
         for call in calls:
             variables |= call.around() or {"batch": call.batch}
@@ -337,6 +340,9 @@ class Replayer:
         """Keeps the state; raises on all ranks if one cannot."""
         error: Exception | None = None
         try:
+            self._rule = EffectRule()
+            seconds = max((call.seconds for call in self.calls), default=math.inf)
+            self._most_seconds = LEAST_SECONDS + TIMES_THE_STEP * seconds
             for call in self.calls:
                 call.note_overwritten()
             self.state.take()
@@ -506,7 +512,7 @@ class Replayer:
         call = call.without_graph()  # which the step's own backward has freed
         try:
             with self._traced(result, call, traced) if traced else nullcontext():
-                with applied(call.ambient, self.models.values()):
+                with applied(call.ambient, self.models.values()), self._watched():
                     output = call.function(call.batch)
                 for observer in observers:
                     observer.on_output(call, output)
@@ -515,20 +521,33 @@ class Replayer:
                 is_wanted = not (result.is_forward and stops and self.ranks.is_alone)
                 if roots and has_backward and is_wanted and self._has_backward:
                     result.has_backward = True
-                    torch.autograd.backward(
-                        [root for root, _ in roots], [gradient for _, gradient in roots]
-                    )
+                    with self._watched():
+                        torch.autograd.backward(
+                            [root for root, _ in roots],
+                            [gradient for _, gradient in roots],
+                        )
                     if is_last and self._tail is not None:
                         table = result.table
                         result.num_before = 0 if table is None else len(table.rows)
-                        self._tail()
+                        self._run_tail(self._tail)
             self._look_at_state(result)
         except Exception as error:
             result.error = error
-        state, text, result.bad_ranks = self.ranks.agree(result.state, result.error)
-        if text and result.error is None:
-            result.error = OnRank(text)
+        agreed = self.ranks.agree(result.state, result.error)
+        state, result.error, result.bad_ranks = agreed
+        if isinstance(result.error, StoppedError):
+            self.stopped = str(result.error)
         return state
+
+    def _run_tail(self, tail: Tail) -> None:
+        """Runs the program's lines behind backward, but for those with effects."""
+        for run in tail.parts():
+            with contextlib.suppress(StoppedError), self._watched():
+                run()
+
+    def _watched(self) -> AbstractContextManager[None]:
+        """Ends code of the program before its first effect."""
+        return self._rule.applied(self._most_seconds)
 
     @contextmanager
     def _traced(

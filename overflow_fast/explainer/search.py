@@ -286,7 +286,7 @@ class Search:
         with self._replayer:
             found = self._lead() if self._ranks.is_leader else self._follow()
         if self._ranks.is_leader:
-            found.notes += self._replayer.state.not_restored()
+            found.notes += self._replayer.state.problems
             name = name_outside(self._replayer.calls)
             if name and notes.OUTSIDE_LOSS in found.notes:  # some of it was
                 place = found.notes.index(notes.OUTSIDE_LOSS)
@@ -524,11 +524,9 @@ def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
 
     Returns:
         One explanation for each line of code and operation, in order, at most eight.
-        None, if the state has parts that cannot be put back: nothing was replayed.
+        None where the replay was ended; see `Replayer.stopped`.
     """
     with replayer:
-        if replayer.state.lost:
-            return []
         result = replayer.run(StepPart(traced=len(replayer.calls) - 1))
     table = result.table
     if table is None or result.error is not None:

@@ -22,6 +22,7 @@ from ..scanner.tensors import loss_in
 from ..scanner.text import aligned, printable
 from ..scanner.tree import NotRebuilt, mapped, tensors_in
 from ..torch_internals.module_internals import forward_hooks
+from .effects.rule import EffectRule, StoppedError
 from .force_eager import run_eagerly
 from .snapshot import Snapshot
 
@@ -249,6 +250,7 @@ class SelfTest:
         self._watches = watches
         self._batch = batch
         self._loss = loss or self._call
+        self._rule = EffectRule()
         self._most = most
         self._layers = layers
         self._gather = gather
@@ -369,12 +371,17 @@ class SelfTest:
         tensors.begin_round()
         with everything_kept(self._models()):
             try:
-                with torch.enable_grad(), run_eagerly():
+                with torch.enable_grad(), run_eagerly(), self._rule.applied(math.inf):
                     loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
                 tensors.scan(None, ScanLevel.ALL)
                 return attribute(collect(self._watches), self._watches)
+            except StoppedError as error:
+                raise RuntimeError(
+                    "model and loss must have no effects but on themselves, since they "
+                    f"are run several times: {error}"
+                ) from None
             finally:
                 collect(self._watches)
                 tensors.forget()

@@ -22,7 +22,6 @@ from ..scanner.modules import (
     reshard,
 )
 from ..scanner.tensors import devices_of, is_whole
-from ..scanner.text import some
 from ..torch_internals.tensor_internals import (
     gradient_hooks,
     local_tensor,
@@ -32,7 +31,6 @@ from .program_objects import ProgramObjects
 
 _MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
 _MAX_AROUND = 2**20  # bytes of a tensor in a variable; larger ones are data
-_FEW = 3
 _MOST_AROUND = 4000  # objects in the variables of a function, which take 0.05 s
 
 
@@ -57,7 +55,6 @@ class Snapshot:
             these are not copied.
 
     Attributes:
-        lost: The names of what cannot be restored, such as iterators and files.
         problems: After the exit, a sentence for each tensor that stays changed.
         has_hooks: Hooks behind gradients are set aside.
     """
@@ -79,7 +76,6 @@ class Snapshot:
         self._gradients: list[Callable[[], None]] = []
         self._leaves: list[torch.Tensor] = []
         self._tensors: list[tuple[str, KeptTensor]] = []
-        self.lost: list[str] = []
         self.problems: list[str] = []
         self.has_hooks = False
 
@@ -103,14 +99,13 @@ class Snapshot:
             for name, module in named_modules(model)
         )
         self._keep_tensors(list(objects.tensors.values()))
-        self._num_own = len(objects.kept), len(objects.tensors)
+        self._num_own, num_tensors = len(objects.kept), len(objects.tensors)
         objects.add_around(self._around.items(), _MOST_AROUND)
-        others = list(objects.tensors.values())[self._num_own[1] :]
+        others = list(objects.tensors.values())[num_tensors:]
         self._tensors += [
             (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))
             for name, tensor in others
         ]
-        self.lost = objects.lost
         self._is_taken = True
         try:
             self._leaves = list(self._find_leaves())
@@ -137,12 +132,9 @@ class Snapshot:
     def changed_around(self) -> list[str]:
         """The names of variables that are not as they were when it was taken.
 
-        A run again begins with them as they are after the step, not before it. An
-        iterator whose place cannot be seen counts as changed.
+        A run again begins with them as they are after the step, not before it.
         """
-        first, objects = self._num_own[0], self._objects
-        changed = [*objects.differences(first), *objects.taken_from(first)]
-        return list(dict.fromkeys(changed))
+        return list(dict.fromkeys(self._objects.differences(self._num_own)))
 
     def set_meanwhile(self) -> list[str]:
         """After a run: the names of the models' numbers that it has left as others.
@@ -150,7 +142,7 @@ class Snapshot:
         The step had them as they are when this is taken, so what the run lacks is code
         outside of the models' forwards that sets them: a flag of the loop's.
         """
-        names = self._objects.differences(last=self._num_own[0])
+        names = self._objects.differences(last=self._num_own)
         return [name.removeprefix(".") for name in names]
 
     def has_stepped(self) -> bool:
@@ -161,16 +153,6 @@ class Snapshot:
             if isinstance(kept.tensor, nn.Parameter)
             if may_step_in_backward(kept.tensor)
         )
-
-    def not_restored(self) -> list[str]:
-        """After the exit: sentences about what was not put back, or may not be."""
-        taken = self._objects.taken_from()
-        return [*self.problems, _lost_text(taken)] if taken else self.problems
-
-    @property
-    def lost_text(self) -> str:
-        """A sentence that names what cannot be restored."""
-        return _lost_text(self.lost)
 
     def restore(self) -> None:
         """Makes everything what it was when it was taken."""
@@ -277,14 +259,6 @@ def _rewind_buffer(buffer: KeptBuffer) -> None:
     buffer.put_in_place()
     if buffer.copy is not None:
         write(tensor, buffer.copy)
-
-
-def _lost_text(names: Iterable[str]) -> str:
-    listed = some((f"`{name}`" for name in names), _FEW)
-    return (
-        f"What a replay takes from {listed} is not put back: an iterator, "
-        "file, socket, queue or cached function has no copy."
-    )
 
 
 def _in_tables(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:

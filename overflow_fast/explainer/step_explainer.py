@@ -138,7 +138,7 @@ class StepExplainer:
             why += keeper.hidden_by or "kept no forward of it; use `guard.run()`"
         shapes = tuple((bool(call.held), call.returns_loss) for call in calls)
         sizes = tuple(map(batch_size, calls))
-        return ReplayOffer(is_due, why, shapes, sizes, tuple(keeper.takes_from))
+        return ReplayOffer(is_due, why, shapes, sizes)
 
     def explain_together(self, agreed: Agreed, moment: str) -> tuple[Explanation, bool]:
         """Explains a step along with all other ranks that agreed on it.
@@ -184,7 +184,6 @@ class StepExplainer:
             is_late=moment == "check",
             num_dropped=0 if keeper is None else keeper.num_dropped,
             hidden_by="" if keeper is None else keeper.hidden_by,
-            takes_from=[] if keeper is None else keeper.takes_from,
             is_of_flag=is_of_flag(verdict),
             had_gradients=keeper is not None and keeper.had_gradients,
             left_over={} if keeper is None else dict(keeper.left_over),

@@ -18,6 +18,7 @@ from ..torch_internals.replaying import active_modes
 from . import bad_step as notes
 from .bad_step import BadStep
 from .calls import name_outside
+from .effects.rule import StoppedError
 from .explain_origin import first_bad_weight
 from .flag_search import explain_flag
 from .nan_bits import gradient_of_payload
@@ -120,7 +121,9 @@ class WithoutOperation:
         return Explanation(phase, "only in compiled code", evidence=[text])
 
     def failed(self, error: Exception) -> Explanation:
-        """The replay has raised."""
+        """The replay has raised, or was ended before an effect."""
+        if isinstance(error, StoppedError):
+            return Explanation(notes=[notes.STOPPED.format(error)])
         what = str(error) if isinstance(error, OnRank) else error_line(error)
         return Explanation(notes=[f"The replay raised {what}."])
 

@@ -29,7 +29,6 @@ from .watching.watch import ModelWatch
 
 USE_RUN = "guard.run(lambda: loss)"
 _STEPS_BETWEEN = 100
-_FEW = 3
 _LATE = (
     "The step was not replayed: its verdict came when the weights had been stepped "
     "(sync='lagged')."
@@ -74,7 +73,6 @@ class ReplayOffer:
         why_not: Why it cannot take part, or "".
         calls: For each kept call, whether it has a backward, and a loss.
         sizes: The sizes of their batches, or None.
-        takes_from: See `StepKeeper`.
         session: A name for the replay.
     """
 
@@ -82,7 +80,6 @@ class ReplayOffer:
     why_not: str
     calls: tuple[tuple[bool, bool], ...] = ()
     sizes: tuple[int | None, ...] = ()
-    takes_from: tuple[str, ...] = ()
     session: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -93,20 +90,7 @@ def why_not_together(offers: Mapping[int, ReplayOffer]) -> str:
             return f"The step was not replayed: rank {rank} {offer.why_not}."
     if len({offer.calls for offer in offers.values()}) == 1:
         return ""
-    text = "The step was not replayed: the ranks kept different forwards of it."
-    for rank, offer in sorted(offers.items()):
-        if offer.takes_from:
-            return f"{text} On rank {rank}: {taken_text(offer.takes_from)}"
-    return text
-
-
-def taken_text(names: Sequence[str]) -> str:
-    """Returns a sentence on a loss that takes from these, such as iterators."""
-    listed = ", ".join(f"`{name}`" for name in names[:_FEW])
-    return (
-        f"A replay of it would take from {listed} again, or write to it: do that in a "
-        f"line before, and call the rest within `{USE_RUN}`."
-    )
+    return "The step was not replayed: the ranks kept different forwards of it."
 
 
 class Explaining:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from .. import _C
 from ..scanner.modules import first_parameter_of, parameters_of, stepped_by
 from ..scanner.tensors import devices_of, loss_in
-from ..scanner.text import is_of_program, is_of_user
+from ..scanner.text import is_of_program
 from ..scanner.tree import (
     CALL_DEPTH,
     Path,
@@ -43,8 +44,7 @@ from ..torch_internals.running import (
     is_recorded,
 )
 from .config import GuardConfig
-from .undo.code_names import attribute_names, global_names
-from .undo.kept_objects import is_taken_from
+from .undo.code_names import global_names
 from .undo.random import RandomStates
 from .undo.step_start import StepStart
 from .watching.watch import ModelWatch
@@ -136,23 +136,6 @@ class HeldFunction:
             self._add_defaults(self.plain)
         self._add_objects()
 
-    def takes_from(self) -> list[str]:
-        """The iterators, files and queues that its code reads, by their names.
-
-        To call it again would take from them again, or write to them.
-        """
-        found = [name for name, each in self._objects.items() if is_taken_from(each)]
-        for function, held in self.held.items():
-            found += [name for name, each in held.items() if is_taken_from(each)]
-            for name, each in held.items():
-                found += _taken_of(name, each, function.__code__)
-        if self.plain is None:
-            own = getattr(self.called, "__func__", type(self.called).__call__)
-            if isinstance(own, types.FunctionType):
-                owner = getattr(self.called, "__self__", self.called)
-                found += _taken_of("self", owner, own.__code__)
-        return list(dict.fromkeys(found))
-
     def _hold(self, function: types.FunctionType, depth: int) -> None:
         """Holds the variables of a function, and of those of its module among them."""
         held = self.held[function] = dict(variables_of(function))
@@ -187,27 +170,6 @@ class HeldFunction:
             own = _sizes([tensor for _, tensor in data_in(value)])
             if len(own) == 1 and (not sizes or own == sizes):
                 self.values[name] = value
-
-
-def _taken_of(
-    name: str, owner: Any, code: types.CodeType, depth: int = MAX_CALLED
-) -> Iterator[str]:
-    """Yields what a code takes from an object's attributes, also by its methods."""
-    if isinstance(owner, (*_OF_PROGRAM, type, types.ModuleType)) or not depth:
-        return
-    try:
-        own = object.__getattribute__(owner, "__dict__")
-    except AttributeError:
-        return
-    for key in attribute_names(code):
-        if key in own:
-            if is_taken_from(own[key]):
-                yield f"{name}.{key}"
-            continue
-        method = next((vars(k)[key] for k in type(owner).__mro__ if key in vars(k)), 0)
-        inner = getattr(method, "__code__", code)
-        if inner is not code and is_of_user(inner.co_filename):
-            yield from _taken_of(name, owner, inner, depth - 1)
 
 
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:
@@ -279,10 +241,16 @@ class KeptCall:
             made again; None before that.
         follows_others: Whether the loop had outputs of other forwards by then, whose
             backward had not come: it may have computed the arguments from them.
+        began: The time of `time.perf_counter()` when it was called in a step; None
+            where it was not seen to be called.
+        forwards: Of a function: the calls of models in it, which can be made again
+            where the function itself cannot.
     """
 
     called_at = "", 0
     follows_others = False
+    began: float | None = None
+    forwards: Sequence[Any] = ()
 
     def __init__(self, function: Any, batch: Any, ambient: Ambient) -> None:
         self.function = function
@@ -349,8 +317,6 @@ class StepKeeper:
         is_running: Whether a function runs that is kept as a whole.
         had_gradients: Whether gradients that may be bad were there before the step's
             first forward: no step before was judged, or that one was bad.
-        takes_from: What the function of `guard.run()` takes from or writes to, by name,
-            so that it must not be run again.
         left_over: The gradients that a bad step left, by name, and that nobody has
             cleared or written to before the step's first forward; with that step.
     """
@@ -363,11 +329,11 @@ class StepKeeper:
         self.hidden_by = ""
         self.is_running = False
         self.had_gradients = False
-        self.takes_from: list[str] = []
         self.left_over: dict[str, int] = {}
         self._bad: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
         self._doubts_gradients, self._is_bad = True, False
         self._open: KeptCall | None = None
+        self._forwards: list[KeptCall] = []  # of the function that runs
 
     def begin(
         self, model: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
@@ -378,17 +344,16 @@ class StepKeeper:
         """
         if not torch.is_grad_enabled():
             return
-        if self.is_running:
-            return
         if args is None:
-            self.hidden_by = COMPILED
+            self.hidden_by = self.hidden_by if self.is_running else COMPILED
             return
         if is_recorded():
             return
         devices = self._devices_of(model)
         if self._is_captured(devices):
             return
-        self._look_for_gradients(model)
+        if not self.is_running:
+            self._look_for_gradients(model)
         ambient = Ambient(model, devices)
         batch = copied_call(args, kwargs)
         is_compiled, called = False, model
@@ -400,14 +365,16 @@ class StepKeeper:
         call.is_part_of_compiled = is_compiled
         call.has_stand_ins = has_stand_ins
         call.called_at = _calling_line()
-        call.follows_others = any(each.awaits_backward for each in self.calls)
+        call.began = time.perf_counter()
+        before = self._forwards if self.is_running else self.calls
+        call.follows_others = any(each.awaits_backward for each in before)
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Keeps the gradients that its output will get."""
         call, self._open = self._open, None
         if call is not None:
             call.hold_gradients(output, loss)
-            self._add(call)
+            self._add(call, self._forwards if self.is_running else self.calls)
 
     def run(
         self,
@@ -428,28 +395,30 @@ class StepKeeper:
             self.start.before_run()
             held = HeldFunction(function)
             ambient = Ambient(model, self._devices_of(model))
-            taken = held.takes_from()
-            self.takes_from = list(dict.fromkeys([*self.takes_from, *taken]))
-            if not taken:  # else its forwards are kept, as without it
-                call = KeptCall(held, held.values, ambient)
+            call = KeptCall(held, held.values, ambient)
+            call.began = time.perf_counter()
         was_running = self.is_running
         self.is_running = was_running or call is not None
         try:
             output = function()
         finally:
             self.is_running = was_running
+            forwards = self._forwards
+            if not was_running:
+                self._forwards = []
         with shield():
             if call is not None and not was_running:
+                call.forwards = forwards
                 call.hold_gradients(output, loss_in(output))
                 call.returns_loss = True
-                self._add(call)
+                self._add(call, self.calls)
         return output
 
-    def _add(self, call: KeptCall) -> None:
-        self.calls.append(call)
-        if len(self.calls) > _MAX_KEPT:
-            del self.calls[0]
-            self.num_dropped += 1
+    def _add(self, call: KeptCall, calls: list[KeptCall]) -> None:
+        calls.append(call)
+        if len(calls) > _MAX_KEPT:
+            del calls[0]
+            self.num_dropped += calls is self.calls
 
     def note_bad(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Notes that the step is bad: its gradients may stay for the next one.
@@ -481,7 +450,6 @@ class StepKeeper:
     def clear(self) -> None:
         """Lets go of what was kept: the step is judged."""
         self.calls.clear()
-        self.takes_from = []
         self.had_gradients = False
         self.left_over.clear()
         if not self._is_bad:
@@ -497,7 +465,7 @@ class StepKeeper:
         """True if a CUDA graph is being captured, whose replays call no hook."""
         has_device = any(each.type == "cuda" for each in devices)
         is_captured = has_device and torch.cuda.is_current_stream_capturing()
-        if is_captured:
+        if is_captured and not self.is_running:
             self.hidden_by = GRAPH
         return is_captured
 

@@ -260,7 +260,7 @@ class KeptObjects:
         elif self._opens(value):
             yield from self._of_object(name, value)
         elif _is_without_copy(kind) and not _is_terminal(value):
-            self._lose(name, value)
+            self.lost.append(name)
 
     def _of_container(
         self, name: str, value: Any, access: Access
@@ -271,7 +271,6 @@ class KeptObjects:
     def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         prefix = f"{name}." if name else ""
         own = dict(pairs(self._keep(name, module, attributes_of(type(module)))))
-        self._note_code(type(module))
         if isinstance(module, torch.jit.ScriptModule):  # TorchScript has its tensors
             for tensors in (module.named_parameters, module.named_buffers):
                 for key, each in tensors(recurse=False):
@@ -297,7 +296,6 @@ class KeptObjects:
         if not has_attributes(type(value)):
             return
         own = pairs(self._keep(name, value, attributes_of(type(value))))
-        self._note_code(type(value))
         yield from ((f"{name}.{key}", e) for key, e in own if type(e) not in ATOMS)
 
     def _of_function(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -314,7 +312,6 @@ class KeptObjects:
             return
         if _package(value.__module__) in _CLOSED | sys.stdlib_module_names:
             return
-        self._note_code(value)
         yield from _indexed(name, list(value.__defaults__ or ()))
         yield name, value.__kwdefaults__
         yield name, vars(value)
@@ -331,16 +328,9 @@ class KeptObjects:
         if _is_numpys(value) and value.dtype.hasobject:
             yield from _indexed(name, self._keep(name, value, _CELLS))
         elif _is_numpys(value) and value.nbytes > _MAX_BYTES:
-            self._lose(name, value)
+            self.lost.append(name)
         else:
             self.kept.append(_Array(name, value))
-
-    def _lose(self, name: str, value: Any) -> None:
-        """Notes an object that cannot be restored."""
-        self.lost.append(name)
-
-    def _note_code(self, value: Any) -> None:
-        """Is called with each function and class that is met, for a subclass."""
 
 
 def restore_all(kept: Iterable[Kept]) -> list[tuple[str, str]]:
@@ -359,15 +349,6 @@ def _is_without_copy(kind: type) -> bool:
     if kind.__module__ in _QUEUES or kind is CACHED:
         return True
     return hasattr(kind, "__next__") or issubclass(kind, (io.IOBase, socket.socket))
-
-
-def is_taken_from(value: Any) -> bool:
-    """True for what gives or takes something else each time it is used.
-
-    That is what has no copy, but for caches and the streams of the process.
-    """
-    kind = type(value)
-    return kind is not CACHED and _is_without_copy(kind) and not _is_terminal(value)
 
 
 def _is_terminal(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 from ...detector.observers import without_observers
 from ...explainer.ambient import applied
 from ...explainer.copies import FLOATS, check_model, to_float32
+from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.op_trace import ModuleStack, OpCall, OpTrace
 from ...explainer.snapshot import Snapshot
 from ...explainer.users_lines import Frames, code_at
@@ -427,6 +429,9 @@ class LiveRun:
         batch: What it is called with.
         loss: See `compare_live`.
         backward: Whether gradients are computed.
+
+    Attributes:
+        is_again: It is a copy, so that its code has no effects again.
     """
 
     def __init__(
@@ -437,13 +442,24 @@ class LiveRun:
         self.failures: list[str] = []
         self.arguments: dict[str, dict[str, str]] = {}
         self.error: BaseException | None = None
+        self.is_again = False
 
     def run(self, sink: Any) -> None:
         """Runs the step, and shows its tensors."""
+        rule = (
+            EffectRule().applied(math.inf)
+            if self.is_again
+            else contextlib.nullcontext()
+        )
         try:
-            with TensorHooks(self.model, sink, is_one_thread=True) as hooks:
+            with TensorHooks(self.model, sink, is_one_thread=True) as hooks, rule:
                 self._run(hooks)
             self.failures, self.arguments = hooks.failures, hooks.arguments
+        except StoppedError as error:
+            self.error = ValueError(
+                "model must have no effects but on itself, since a copy of it is run, "
+                f"too: {error}"
+            )
         except BaseException as error:
             self.error = error
 
@@ -498,6 +514,7 @@ def compare_models(
     devices = devices_of([model, reference])
     lockstep = Lockstep(names, devices, is_serial=bool(devices))
     result = Comparison(_name(model), _name(reference), [])
+    sides[1].is_again = local is not None
     with _undisturbed(model, reference):
         before = RandomStates(devices)
         with local or contextlib.nullcontext():
@@ -533,7 +550,8 @@ def _first_op(
     for side, name in zip(sides, (module, mapped_name(module, names)), strict=True):
         with _undisturbed(side.model), torch.no_grad():
             try:
-                found.append(ops_within(side.model, name, call, side.forward))
+                with EffectRule().applied(math.inf):
+                    found.append(ops_within(side.model, name, call, side.forward))
             except Exception:
                 return ""  # it is named without the operation
     return first_difference(*found)

@@ -18,6 +18,7 @@ from ... import _C
 from ...detector.observers import without_observers
 from ...detector.selection import Selection, Wanted
 from ...explainer.copies import HALF, check_model, copied_batch, on_copies
+from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.force_eager import run_eagerly
 from ...explainer.keep_in_fp32 import keep_in_fp32
 from ...guard.undo.random import RandomStates
@@ -588,6 +589,7 @@ class BatchRuns:
         self._function = function
         self._batches = batches
         self._has_loss = has_loss
+        self._has_run = False
         self._devices = devices_of([model])
         self.device = self._devices[0].type if self._devices else "cpu"
 
@@ -612,6 +614,7 @@ class BatchRuns:
         """
         outcome = RunResult()
         with ExitStack() as stack:
+            stack.enter_context(_told_of_effects())
             stack.enter_context(_calm(self.model))
             stack.enter_context(watch)
             stack.enter_context(on_copies(self.model))
@@ -621,6 +624,9 @@ class BatchRuns:
             if names:
                 stack.enter_context(keep_in_fp32(self.model, names))
             before = RandomStates(self._devices)
+            if self._has_run:  # what the first run has done is not done again
+                stack.enter_context(EffectRule().applied(math.inf))
+            self._has_run = True
             for batch in self._batches:
                 self._run_one(outcome, batch, autocast, scale, on_gradients)
             outcome.has_drawn = bool(before.drawn())
@@ -666,6 +672,17 @@ class BatchRuns:
                 f"{type(output).__name__} {shape}".rstrip()
             )
         return output.reshape(())
+
+
+@contextlib.contextmanager
+def _told_of_effects() -> Iterator[None]:
+    try:
+        yield
+    except StoppedError as error:
+        raise ValueError(
+            "model and loss must have no effects but on themselves, since they are run "
+            f"several times: {error}"
+        ) from None
 
 
 @contextlib.contextmanager
