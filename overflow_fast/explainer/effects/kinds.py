@@ -43,6 +43,8 @@ FILE_READS = {
     *("peek", "seek", "detach"),
 }
 WITHIN_PROCESS = (io.StringIO, io.BytesIO)
+# Iterators that the collector does not list.
+UNKNOWN_ITERATORS = (type(iter(range(1))), type(iter(range(2**63, 2**64))))
 GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 

@@ -47,14 +47,21 @@ def index_of(frame: types.FrameType) -> int:
     return next((i for i, e in enumerate(own) if e.offset == frame.f_lasti), 0)
 
 
-def first_argument(frame: types.FrameType) -> Any:
-    """The first argument of the call that a frame is about to make, of one or two."""
+def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
+    """The first argument of the call that a frame is about to make, of one or two.
+
+    Returns:
+        It, and whether it is a local variable of the frame.
+    """
     index = index_of(frame)
     last, start = value_before(frame, index)
     before, begin = value_before(frame, start)
     # The function itself comes before its arguments.
     is_alone = before is builtins.next or before is UNSEEN or begin < 0
-    return last if is_alone else before
+    value, place = (last, start) if is_alone else (before, begin)
+    first = _instructions_of(frame.f_code)[max(place, 0)]
+    is_fast = first.opname.startswith("LOAD_FAST")
+    return value, is_fast and frame.f_locals.get(first.argval) is value
 
 
 def keyword(frame: types.FrameType, name: str) -> Any:

@@ -211,12 +211,14 @@ class _Policy:
         return kinds.READS if self.before.has(file) else ""
 
     def _words_of_next(self, frame: types.FrameType) -> str:
-        iterator = first_argument(frame)
+        iterator, is_local = first_argument(frame)
         # Libraries number what they make.
         is_number = type(iterator) is itertools.count
         if is_number and not is_of_program(frame.f_code.co_filename):
             return ""
-        return kinds.ITERATOR if self.before.has(iterator) else ""
+        # The collector does not know all: what another object holds was there before.
+        is_held = type(iterator) in kinds.UNKNOWN_ITERATORS and not is_local
+        return kinds.ITERATOR if is_held or self.before.has(iterator) else ""
 
     def _words_of_lock(self, lock: Any, name: str, is_tried: bool) -> str:
         if name in kinds.ACQUIRES:
@@ -299,7 +301,7 @@ class _Policy:
         if isinstance(value, kinds.LOCK_TYPES):
             if _stays_held(value):
                 self._stop(frame, kinds.LOCK)
-        elif self.before.has(value) and place_of(value) != 0:
+        elif self.before.has(value) and not _is_over(value):
             self._stop(frame, kinds.ITERATOR)
 
     def on_audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -353,9 +355,19 @@ def _clause(frame: types.FrameType, words: str) -> str:
     return f"{code.co_name} {words}, {short_name(code.co_filename)}:{frame.f_lineno}"
 
 
+def _is_over(iterator: Any) -> bool:
+    """True for an iterator from which nothing more can be taken."""
+    place = place_of(iterator)
+    return place is not None and not (place[0] if isinstance(place, tuple) else place)
+
+
 def _is_tried(frame: types.FrameType) -> bool:
     """True for `lock.acquire(False)` and such, which do not wait."""
-    given = first_argument(frame), keyword(frame, "blocking"), keyword(frame, "block")
+    given = (
+        first_argument(frame)[0],
+        keyword(frame, "blocking"),
+        keyword(frame, "block"),
+    )
     return any(each is False for each in given)
 
 
