@@ -136,14 +136,15 @@ class WithoutOperation:
         found.evidence.append(
             f"{num_bad} of {num_runs} replays of the same step are non-finite"
         )
-        if incident.is_made:
+        if incident.is_made and not incident.is_received:
             found.module = incident.module
         check = self._replay_check
         difference = None if check is None else check.difference()
         if difference is not None:
             found.evidence.append(str(difference))
-            if not is_gradient:  # what was seen there first came before the alarm
-                found.module = difference.module
+            is_alarm = difference.module == incident.module
+            if not (is_gradient or (is_alarm and incident.is_received)):
+                found.module = difference.module  # it came before the alarm
         if incident.kind == "gradient":
             is_told = self._whose(found, first, incident)
             if not self._replayer.returns_loss and not is_told:
