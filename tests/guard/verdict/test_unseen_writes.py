@@ -69,6 +69,13 @@ def test_a_value_that_was_finite_when_it_was_returned_is_not_its_readers(place, 
     assert verdict.after == "b.layer"
 
 
+def test_a_value_that_no_node_of_autograd_has_made_is_known_from_the_scan_before():
+    model = Net("between")
+    model.b.requires_grad_(False)
+    verdict = verdict_of(model, lambda m: m(finite_input(LARGE)).mean())
+    assert (verdict.origin, verdict.after) == ("unclear", "b.layer")
+
+
 @pytest.mark.parametrize("rows", [SMALL, LARGE])
 def test_what_a_module_computes_between_two_calls_is_still_its_own(rows):
     class Divides(nn.Module):
