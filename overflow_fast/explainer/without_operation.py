@@ -21,7 +21,7 @@ from .calls import name_outside
 from .explain_origin import first_bad_weight
 from .flag_search import explain_flag
 from .nan_bits import gradient_of_payload
-from .replay_ranks import OnRank
+from .replay_ranks import GIVEN, OnRank
 from .replayer import ReplayCheck, Replayer, ReplayResult
 from .second_device import FirstCall, compare_devices, is_elsewhere
 
@@ -55,6 +55,19 @@ class WithoutOperation:
         self._may_run = may_run
         self._changed, self._set_meanwhile = changed, set_meanwhile
 
+    def is_forward_finite(self, first: ReplayResult) -> bool:
+        """True if a forward was bad, and its replay is not, before what it gave back.
+
+        The gradients that its outputs were given came of the bad values of the step.
+        """
+        incident, check = self._incident, self._replay_check
+        if incident is None or incident.kind not in ("input", "output"):
+            return False
+        if first.state != GIVEN or not self._replayer.ranks.is_alone:
+            return False
+        difference = None if check is None else check.difference()
+        return difference is not None and difference.label.startswith("output")
+
     def clean(self, first: ReplayResult) -> Explanation:
         """The replay is finite: it was a transient, or is outside of what was run."""
         incident = self._incident
@@ -76,7 +89,8 @@ class WithoutOperation:
                 return found
         if not first.has_backward and incident.kind in ("gradient", "grad_output"):
             return Explanation("backward", notes=[self._no_backward()])
-        if first.bad_held:
+        is_forward = self.is_forward_finite(first)
+        if first.bad_held and not is_forward:
             return Explanation(notes=[notes.GIVEN_BAD, self._outside()])
         if incident.kind == "recorded" and not self._replayer.returns_loss:
             return Explanation("forward", notes=[self._outside()])
@@ -94,7 +108,8 @@ class WithoutOperation:
         num_bad, num_runs = 0, 1
         while num_runs < _RATE and self._may_run(len(self._replayer.calls)):
             num_runs += 1
-            num_bad += not self._replayer.run().is_clean
+            again = self._replayer.run()
+            num_bad += again.is_forward if is_forward else not again.is_clean
         return self._not_reproducible(first, num_bad, num_runs)
 
     def not_in_eager(self, first: ReplayResult, traced: ReplayResult) -> Explanation:

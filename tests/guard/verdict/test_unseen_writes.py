@@ -198,7 +198,7 @@ def test_a_replay_that_is_finite_names_no_reader_either(defer):
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
 def test_the_loss_is_not_blamed_for_what_it_was_given(watch):
-    """The replay's outputs are finite, which are not the step's."""
+    """A replay's outputs are finite, the gradient that it gives them is the step's."""
     model = once_writing()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     arguments = {} if watch is None else {"watch": watch}
@@ -210,8 +210,12 @@ def test_the_loss_is_not_blamed_for_what_it_was_given(watch):
     verdict = error.value.report.verdict
     assert (verdict.origin, verdict.source) == ("unclear", "unclear")
     assert "It came from the code that computes the loss" not in str(error.value)
+    found = error.value.report.explanation
     if watch:
         assert verdict.candidates == ["the loss", "the batch", "the model"]
+        return
+    assert (found.phase, found.cause) == ("forward", "not reproducible")
+    assert "0 of 3 replays of the same step are non-finite" in found.evidence
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
