@@ -95,6 +95,9 @@ void bind_entry(py::module_& m) {
       .attribute("only_if_bad", [](const Entry& self) { return self.listing.only_if_bad; })
       .attribute("version", [](const Entry& self) { return self.listing.version; })
       .attribute("is_computed", [](const Entry& self) { return self.listing.is_computed; })
+      .attribute("node", [](const Entry& self) { return self.listing.node; })
+      .attribute("seen_in", &Entry::seen_in)
+      .attribute("is_rewritten", &Entry::is_rewritten)
       .type()
       .def_property_readonly("label", [](const Named<Entry>& self) { return self.place.label; })
       .def_property_readonly("role",

@@ -58,7 +58,7 @@ void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
   for (Unscanned& tensor : frame.unscanned) {
     if (tensor.error) continue;
     coverage_.scanned(tensor.tensor);
-    const Memo::Known known{slot_of(tensor), tensor.view.dtype};
+    const Memo::Known known{slot_of(tensor), tensor.view.dtype, frame.order};
     if (memo) memo->insert(tensor.tensor, Memo::Key::of(tensor.tensor), known, mark);
   }
   frame.unscanned.clear();

@@ -72,6 +72,7 @@ struct Listing {
   // Of an input: its number of in-place writes when the call ended.
   uint32_t version = 0;
   bool is_computed = false;  // of an input: an autograd node computed it
+  uint64_t node = 0;         // of an input: one more than that node's number; 0: not known
 };
 
 struct Entry {
@@ -82,6 +83,9 @@ struct Entry {
   Listing listing;
   EntryKind kind;
   Dtype dtype;
+  // The order of the earlier frame that scanned the tensor, if its stat is of then; else 0.
+  int64_t seen_in = 0;
+  bool is_rewritten = false;  // it was finite in that frame, and torch has counted no write since
 
   bool is_bad() const {
     return kind == EntryKind::kTensor && (stat.nonfinite_kinds() & ~listing.allowed) != 0;

@@ -41,6 +41,7 @@ class Memo {
   struct Known {
     SlotRef slot;
     Dtype dtype;
+    int64_t frame;  // the order of the frame that scanned it
   };
 
   // The result of an earlier scan of a tensor, or null. An inference tensor has no version counter,
@@ -70,6 +71,15 @@ class Memo {
     }
     entries_.push_back({key, known, frame_mark, weak_tensor(tensor)});
     table_[at] = static_cast<uint32_t>(entries_.size());
+  }
+
+  // The tensor that was scanned into a slot; undefined if it is gone. Looks through all.
+  at::Tensor tensor_of(SlotRef slot) const {
+    for (const Entry& entry : entries_) {
+      if (!entry.known.slot.is_on_host() || entry.known.slot.index != slot.index) continue;
+      return at::Tensor(entry.alive.lock());
+    }
+    return {};
   }
 
   void clear() {

@@ -21,7 +21,8 @@ void note_input(Frame& frame, Listing& listing, const at::Tensor& tensor) {
   if (!node) return;
   listing.is_computed = true;
   if (node->thread == graph_thread()) {
-    frame.newest_input = std::max(frame.newest_input, node->number + 1);
+    listing.node = node->number + 1;
+    frame.newest_input = std::max(frame.newest_input, listing.node);
   }
 }
 
@@ -115,7 +116,7 @@ void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tens
   std::optional<Memo::Key> key;
   // Taken before the scan: a write that another thread makes meanwhile must not be missed later.
   if (uses_memo(frame) && !is_brief) key = Memo::Key::of(tensor);
-  const Memo::Known known{scan_to_slot(tensor, view), view.dtype};
+  const Memo::Known known{scan_to_slot(tensor, view), view.dtype, frame.order};
   if (key) memo_.insert(tensor, *key, known, mark);
   add_stat(frame, listing, tensor, known);
 }
@@ -145,9 +146,28 @@ void Recorder::add_stat(Frame& frame, Listing listing, const at::Tensor& tensor,
                            tensor.numel(),
                            listing,
                            EntryKind::kTensor,
-                           known.dtype});
+                           known.dtype,
+                           known.frame == frame.order ? 0 : known.frame});
   frame.is_bad |= frame.entries.back().is_bad();
   frame.waits |= !is_here;
+}
+
+// Scans again what a bad frame on the host was only remembered of: writes that torch does not count
+// (a NumPy array, a kernel of another library) may have come between. Clean frames cost nothing.
+void Recorder::scan_remembered(Frame& frame) {
+  for (Entry& entry : frame.entries) {
+    if (entry.seen_in == 0 || !entry.slot.is_on_host() || entry.is_bad()) continue;
+    const at::Tensor tensor = memo_.tensor_of(entry.slot);
+    View view{};
+    if (!tensor.defined() || view_of(tensor, view) != Readability::kReadable) continue;
+    const Memo::Key key = Memo::Key::of(tensor);
+    const Memo::Known known{scan_to_slot(tensor, view), view.dtype, frame.order};
+    memo_.insert(tensor, key, known, frame_mark_);
+    entry.slot = known.slot;
+    entry.stat = host_slots_[known.slot.index];
+    entry.is_rewritten = entry.is_bad();
+    if (!entry.is_rewritten) entry.seen_in = 0;
+  }
 }
 
 SlotRef Recorder::scan_to_slot(const at::Tensor& tensor, const View& view) {

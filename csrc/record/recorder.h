@@ -205,6 +205,7 @@ class Recorder {
   // True if the frame is bad or every frame is watched; otherwise it goes into the history. In step
   // mode it goes into the results.
   bool classify(Frame& frame);
+  void apply_rules(Frame& frame);
   void add_result(Frame&& frame);
   void note_call(const Frame& frame);
   // Scanning a smaller tensor on the host again costs less than remembering it: that keeps memory
@@ -219,6 +220,7 @@ class Recorder {
   void add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
+  void scan_remembered(Frame& frame);
   void add_wrapper(Frame& frame, Listing listing, const at::Tensor& tensor);
   void add_known(Frame& frame, Listing listing, const Entry* known);
   // Compiled code writes to its tensors without changing their version counters.

@@ -13,7 +13,11 @@ bool Recorder::finish(Frame& frame) {
   if (frame.traced != nullptr) traced_.remember(frame);
   if (options_.step_mode && frame.is_of_call()) note_call(frame);
   spare_unscanned_ = std::move(frame.unscanned);
-  if (!frame.waits && deferred_.is_empty()) return classify(frame);
+  if (!frame.waits && deferred_.is_empty()) {
+    apply_rules(frame);
+    if (frame.is_bad) scan_remembered(frame);
+    return classify(frame);
+  }
   deferred_.add(std::move(frame));
   return false;
 }
@@ -105,8 +109,12 @@ std::vector<Underflow::Counts> Recorder::take_underflow() {
 
 StepResults Recorder::take_step_results() { return std::exchange(results_, {}); }
 
-bool Recorder::classify(Frame& frame) {
+void Recorder::apply_rules(Frame& frame) {
   if (frame.is_bad && !rules_.is_empty()) rules_.apply(frame, labels_, /*to_all=*/false);
+}
+
+bool Recorder::classify(Frame& frame) {
+  apply_rules(frame);
   if (options_.step_mode) {
     add_result(std::move(frame));
     return false;

@@ -120,11 +120,20 @@ class Entry:
     def nonfinite_kinds(self) -> int: ...  # of POSITIVE_INF, NEGATIVE_INF and NAN
     @property
     def only_if_bad(self) -> bool: ...  # listed only if it is bad
-    # Of an input: its number of in-place writes; True if an autograd node computed it.
+    # Of an input: its number of in-place writes; True if an autograd node computed it;
+    # one more than that node's number, 0 if it is not known.
     @property
     def version(self) -> int: ...
     @property
     def is_computed(self) -> bool: ...
+    @property
+    def node(self) -> int: ...
+    # The order of the earlier frame that scanned it, if its stat is of then; else 0.
+    @property
+    def seen_in(self) -> int: ...
+    # It was finite in that frame, and torch has counted no write since.
+    @property
+    def is_rewritten(self) -> bool: ...
 
 class Peak:
     @property

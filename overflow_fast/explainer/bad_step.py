@@ -23,6 +23,8 @@ class BadStep:
         kind: Of the first bad entry: see `BadEntry.kind`; "" where nobody watched.
         module: The name of its module, or "".
         is_made: Whether that module is known to have made it.
+        is_received: Whether that module may only have received it: as an input, or by
+            a write to an input that torch has not counted.
         reaches_loss: Whether loss, outputs or gradients were bad.
         gradients: The bad gradients of parameters, by name.
         weights: The largest magnitudes of weights in the last steps, by name, where
@@ -42,6 +44,7 @@ class BadStep:
     kind: str = ""
     module: str = ""
     is_made: bool = False
+    is_received: bool = False
     reaches_loss: bool = True
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)

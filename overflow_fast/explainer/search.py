@@ -304,8 +304,9 @@ class Search:
         is_inside = incident is not None and (
             not incident.reaches_loss or incident.kind == "output"
         )
-        if first.is_clean and not is_inside:
-            return self._without_operation.clean(first)
+        without = self._without_operation
+        if (first.is_clean and not is_inside) or without.is_forward_finite(first):
+            return without.clean(first)
         place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1
         part = StepPart(place, looks_back=True)
         return self._explained(place, self._replayer.run(part))

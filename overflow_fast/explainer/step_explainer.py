@@ -22,6 +22,7 @@ from ..guard.verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, ta
 from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
+from ..scanner.ops import scan
 from ..scanner.tensors import loss_in
 from ..torch_internals.compiler import (
     has_compiled,
@@ -172,6 +173,7 @@ class StepExplainer:
             kind=first.kind,
             module=first.fqn if first.class_name else "",
             is_made=verdict.origin == "made" and bool(first.class_name),
+            is_received=first.kind == "input" or bool(verdict.stale_inputs),
             reaches_loss=verdict.reaches_loss
             or is_gradient
             or bool(verdict.dirty_gradients),
@@ -278,11 +280,13 @@ class StepExplainer:
     def _watches_now(self) -> list[ModelWatch]:
         """Watches that number and name what runs as the tripwire's do."""
         watches = self._make_watches()
+        are_seen = all(map(_has_finite_outputs, self._calls()))
         for watch, own in zip(watches, self._watches, strict=True):
             num_calls = len(self._calls())
             watch.begin_at(max(0, own.batch_number - num_calls))
             watch.inputs.loop_batches = own.inputs.loop_batches
             watch.has_seen_loss = own.has_seen_loss
+            watch.has_unseen_outputs = not are_seen
         return watches
 
 
@@ -298,6 +302,19 @@ def _ranks_of(offers: Mapping[int, ReplayOffer], lead: int) -> RankCoordinator:
     return RankCoordinator(
         StoreChannel(sorted(offers), offers[lead].session), lead, can_cut
     )
+
+
+def _has_finite_outputs(call: Call) -> bool:
+    """True if its outputs were finite in the step, or a replay has the loss, too.
+
+    The loop may have dropped them since.
+    """
+    if call.returns_loss:
+        return True
+    outputs = [each.unchanged() for each in call.outputs]
+    alive = [each for each in outputs if each is not None]
+    is_known = bool(alive) and len(alive) == len(outputs)
+    return is_known and all(stat.is_finite for stat in scan(alive))
 
 
 class _FullWatch(Observer):

@@ -22,7 +22,7 @@ from .effects.rule import StoppedError
 from .explain_origin import first_bad_weight
 from .flag_search import explain_flag
 from .nan_bits import gradient_of_payload
-from .replay_ranks import OnRank
+from .replay_ranks import GIVEN, OnRank
 from .replayer import ReplayCheck, Replayer, ReplayResult
 from .second_device import FirstCall, compare_devices, is_elsewhere
 
@@ -56,6 +56,19 @@ class WithoutOperation:
         self._may_run = may_run
         self._changed, self._set_meanwhile = changed, set_meanwhile
 
+    def is_forward_finite(self, first: ReplayResult) -> bool:
+        """True if a forward was bad, and its replay is not, before what it gave back.
+
+        The gradients that its outputs were given came of the bad values of the step.
+        """
+        incident, check = self._incident, self._replay_check
+        if incident is None or incident.kind not in ("input", "output"):
+            return False
+        if first.state != GIVEN or not self._replayer.ranks.is_alone:
+            return False
+        difference = None if check is None else check.difference()
+        return difference is not None and difference.label.startswith("output")
+
     def clean(self, first: ReplayResult) -> Explanation:
         """The replay is finite: it was a transient, or is outside of what was run."""
         incident = self._incident
@@ -77,7 +90,8 @@ class WithoutOperation:
                 return found
         if not first.has_backward and incident.kind in ("gradient", "grad_output"):
             return Explanation("backward", notes=[self._no_backward()])
-        if first.bad_held:
+        is_forward = self.is_forward_finite(first)
+        if first.bad_held and not is_forward:
             return Explanation(notes=[notes.GIVEN_BAD, self._outside()])
         if incident.kind == "recorded" and not self._replayer.returns_loss:
             return Explanation("forward", notes=[self._outside()])
@@ -95,7 +109,8 @@ class WithoutOperation:
         num_bad, num_runs = 0, 1
         while num_runs < _RATE and self._may_run(len(self._replayer.calls)):
             num_runs += 1
-            num_bad += not self._replayer.run().is_clean
+            again = self._replayer.run()
+            num_bad += again.is_forward if is_forward else not again.is_clean
         return self._not_reproducible(first, num_bad, num_runs)
 
     def not_in_eager(self, first: ReplayResult, traced: ReplayResult) -> Explanation:
@@ -139,14 +154,15 @@ class WithoutOperation:
         found.evidence.append(
             f"{num_bad} of {num_runs} replays of the same step are non-finite"
         )
-        if incident.is_made:
+        if incident.is_made and not incident.is_received:
             found.module = incident.module
         check = self._replay_check
         difference = None if check is None else check.difference()
         if difference is not None:
             found.evidence.append(str(difference))
-            if not is_gradient:  # what was seen there first came before the alarm
-                found.module = difference.module
+            is_alarm = difference.module == incident.module
+            if not (is_gradient or (is_alarm and incident.is_received)):
+                found.module = difference.module  # it came before the alarm
         if incident.kind == "gradient":
             is_told = self._whose(found, first, incident)
             if not self._replayer.returns_loss and not is_told:

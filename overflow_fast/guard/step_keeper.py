@@ -47,6 +47,7 @@ from .config import GuardConfig
 from .undo.code_names import global_names
 from .undo.random import RandomStates
 from .undo.step_start import StepStart
+from .watching.inputs import WeakTensor, hold
 from .watching.watch import ModelWatch
 
 # Random states, autocast and training mode at one moment.
@@ -227,6 +228,7 @@ class KeptCall:
         function: The model, or the `HeldFunction`.
         batch: What it is called with, in any nesting.
         ambient: What was set when it began.
+        outputs: The tensors whose gradients are held, weakly.
         held: The gradients of what it returned, by their places among its tensors.
         not_held: How many bytes of gradients were too many to be held; 0 for none.
         num_held: How many gradients have come to it, of several backwards, too.
@@ -256,6 +258,7 @@ class KeptCall:
         self.function = function
         self.batch = batch
         self.ambient = ambient
+        self.outputs: list[WeakTensor] = []
         self.held: dict[int, torch.Tensor] = {}
         self.not_held = self.num_held = 0
         self.returns_loss = False
@@ -289,6 +292,7 @@ class KeptCall:
         for place, tensor in asked:
             hook = functools.partial(self._hold, place)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            self.outputs.append(hold(tensor))
 
     def _hold(self, place: int, gradient: torch.Tensor) -> None:
         self.held[place] = gradient

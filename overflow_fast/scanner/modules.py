@@ -359,6 +359,10 @@ _NORMALIZATIONS = (
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BOUNDED = (
+    *(nn.Identity, nn.Flatten, nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Tanh, nn.Sigmoid),
+    *(nn.Hardsigmoid, nn.Softsign, nn.GELU, nn.SiLU, nn.LogSigmoid, nn.Softmax),
+)
 _FUSED = {"layer_norm", "rms_norm", "group_norm", "super"}
 _ROOTS = {"rsqrt", "sqrt", "std", "norm", "vector_norm"}
 _MEASURES = _ROOTS | {
@@ -378,6 +382,11 @@ def is_linear(module: nn.Module) -> bool:
     """True if a module only multiplies its input by its weights, and adds."""
     forwards = [each.forward for each in _LINEAR]
     return type(module).forward in forwards and _is_plain(module)
+
+
+def is_bounded(module: nn.Module) -> bool:
+    """True if a layer of torch has a finite output for any finite input."""
+    return type(module) in _BOUNDED and _is_plain(module)
 
 
 def is_dropout(module: nn.Module) -> bool:

@@ -222,6 +222,7 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
     if verdict.origin == "made":
         but = _exceptions(verdict)
         given = f"The inputs of {maker} were finite{' except ' * bool(but)}{but}"
+        given += " when they were scanned, before its call" * bool(verdict.stale_inputs)
         return f"{given}; {_code_of(maker, verdict)} produced it."
     if verdict.origin == "given" and verdict.source == "unclear":
         return f"It was non-finite when the model received it: it came from {maker}."
@@ -603,7 +604,7 @@ class Report:
         not know.
         """
         found = self.explanation
-        if found is not None and found.is_of_loss and self.verdict.origin == "unclear":
+        if found is not None and found.is_of_loss and self._may_be_of_loss(first):
             return _OF_LOSS  # fewer candidates than the hooks have
         if not self._is_told:
             return who_made_it(first, self.verdict)
@@ -616,6 +617,12 @@ class Report:
         but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
         given = [f"Given to {self.verdict.maker}: {but}."] if but else []
         return " ".join([*given, *self.verdict.remarks])
+
+    def _may_be_of_loss(self, first: BadEntry) -> bool:
+        """True if the hooks leave it open, and have seen a forward that was finite."""
+        is_of_forward = first.kind in ("input", "output")
+        is_seen = not is_of_forward and "the model" not in self.verdict.candidates
+        return is_seen and self.verdict.origin == "unclear"
 
     @property
     def _is_cured(self) -> bool:

@@ -22,7 +22,7 @@ _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._")
 class KeptAttributes:
     """Numbers, texts, small containers, arrays and tensors, generators, plain objects.
 
-    What is large, or belongs to autograd's graph, is neither held nor restored.
+    What is large, or belongs to autograd's graph, is neither read, held nor restored.
 
     Args:
         module: The module. It is held weakly.
@@ -46,7 +46,7 @@ class KeptAttributes:
 
     def _keep(self, key: str, value: Any) -> bool:
         """Keeps what can be reached from an attribute, if that is little."""
-        objects = KeptObjects()
+        objects = KeptObjects(most_bytes=SMALL, most_items=_MOST_ITEMS)
         objects.add([(key, value)], _MOST_OBJECTS)
         tensors = [tensor for _, tensor in objects.tensors.values()]
         is_little = objects.is_whole and not objects.lost

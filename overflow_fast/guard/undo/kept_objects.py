@@ -174,17 +174,25 @@ class KeptObjects:
     Args:
         opens: Returns True for an object whose attributes count; then no modules and
             functions are entered. None for the rule of this file.
+        most_bytes: The size of the largest array that is copied.
+        most_items: The size of the largest container that is read; None for any.
 
     Attributes:
         kept: What is kept, in the order in which it was met.
         lost: The names of what cannot be restored: iterators, files, sockets, queues,
-            caches of `functools`, and large arrays.
+            caches of `functools`, and what is larger than is kept.
         tensors: The tensors that were met, by id, with the name of the first place.
         is_whole: All that can be reached was entered.
     """
 
-    def __init__(self, opens: Callable[[Any], bool] | None = None) -> None:
+    def __init__(
+        self,
+        opens: Callable[[Any], bool] | None = None,
+        most_bytes: int = _MAX_BYTES,
+        most_items: int | None = None,
+    ) -> None:
         self._opens = _is_state if opens is None else opens
+        self._most_bytes, self._most_items = most_bytes, most_items
         self._is_narrow = opens is not None
         self._seen: dict[int, Any] = {}
         self.kept: list[Kept] = []
@@ -232,7 +240,9 @@ class KeptObjects:
         kind = type(value)
         if issubclass(kind, (type, enum.Enum)):
             return
-        if issubclass(kind, torch.Tensor):
+        if self._is_large(value):
+            self.lost.append(name)
+        elif issubclass(kind, torch.Tensor):
             self.tensors[id(value)] = name, value
             if kind in _PLAIN_TENSORS or self._opens(value):
                 yield from self._of_object(name, value)
@@ -327,10 +337,16 @@ class KeptObjects:
             return
         if _is_numpys(value) and value.dtype.hasobject:
             yield from _indexed(name, self._keep(name, value, _CELLS))
-        elif _is_numpys(value) and value.nbytes > _MAX_BYTES:
-            self.lost.append(name)
         else:
             self.kept.append(_Array(name, value))
+
+    def _is_large(self, value: Any) -> bool:
+        """True for what is not even read: that takes as long as a copy."""
+        size = _num_bytes(value)
+        if size is not None:
+            return size > self._most_bytes
+        most = self._most_items
+        return most is not None and _num_items(value) > most
 
 
 def restore_all(kept: Iterable[Kept]) -> list[tuple[str, str]]:
@@ -474,6 +490,7 @@ _CONTAINERS: tuple[tuple[type, Access], ...] = (
     ),
     (set, Access("", _read_set, _fill_set)),
 )
+_SIZED: tuple[Any, ...] = (*(kind for kind, _ in _CONTAINERS), tuple, frozenset)
 
 
 def has_attributes(kind: type) -> bool:
@@ -493,6 +510,23 @@ def access_of(kind: type) -> Access | None:
         if issubclass(kind, base):
             return access
     return None
+
+
+def _num_bytes(value: Any) -> int | None:
+    """The bytes of an array of numbers that can be written to; None for others."""
+    if issubclass(type(value), (bytearray, array.array)):
+        return memoryview(value).nbytes
+    if not _is_numpys(value) or value.dtype.hasobject:
+        return None
+    return int(value.nbytes) if value.flags.writeable else 0
+
+
+def _num_items(value: Any) -> int:
+    """The length of a container, or of an array of objects; 0 for others."""
+    for kind in _SIZED:
+        if issubclass(type(value), kind):
+            return int(kind.__len__(value))
+    return int(value.size) if _is_numpys(value) and value.dtype.hasobject else 0
 
 
 def _behind(value: Any) -> Any:
@@ -521,7 +555,7 @@ def _package(module: object) -> str:
 
 def _is_numpys(value: Any) -> bool:
     numpy: Any = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return numpy is not None and issubclass(type(value), numpy.ndarray)
 
 
 def is_array(value: Any) -> bool:

@@ -132,6 +132,26 @@ class Calls:
         found = reversed(_between(self._all, -1, before))
         return next((each for each in found if self._caller(each) == around), None)
 
+    def that_made(self, node: int, user: Called) -> Called | None:
+        """Returns the first call whose end saw a node of autograd as the newest.
+
+        Args:
+            node: One more than its number.
+            user: The call that was given what the node computed.
+        """
+        for called in self._all:
+            call = called.call
+            if call.order >= user.call.order:
+                return None
+            is_here = call.thread == user.call.thread and call.ends_before == node
+            if is_here and call.begins_after < node:
+                return called
+        return None
+
+    def between(self, first: Called, last: Called) -> list[Called]:
+        """Lists the calls that ended between the ends of two others."""
+        return _between(self._all, first.call.order, last.call.order)
+
     def within(self, around: Called, before: int) -> list[Called]:
         """Lists the calls that ran within one, at any depth, before a frame."""
         found = _between(self._all, -1, before)

@@ -39,6 +39,13 @@ from .given import (
 )
 from .kept_state import Bad, checks_weights, nonfinite_state
 from .remarks import batch_remarks, remarks_on
+from .unseen_writes import (
+    impossible,
+    never_writes,
+    only_calls_submodules,
+    stale_inputs,
+    written_unseen,
+)
 from .verdict import (
     BATCH,
     CODE,
@@ -106,6 +113,12 @@ def _origin(
             "pass through the model, such as labels"
         )
         origin = Origin("unclear", "loss", maker, [LOSS, BATCH])
+    if origin.source == "loss" and any(w.has_unseen_outputs for w in watches):
+        maker = (
+            "the loss, the batch or the model, whose outputs are finite when the step "
+            "is run again and were not checked before"
+        )
+        origin = Origin("unclear", "unclear", maker, [LOSS, BATCH, "the model"])
     return _with_doubts(origin, first, bad, calls, doubts)
 
 
@@ -176,14 +189,9 @@ def _may_write_weights(watch: ModelWatch) -> bool:
     every = (has_pre_hooks, has_earlier_hooks, has_later_hooks)
     return any(
         any(has_any(module) for has_any in every)
-        or not (_only_calls_submodules(module) or is_layer_of_torch(module))
+        or not (only_calls_submodules(module) or is_layer_of_torch(module))
         for _, module in watch.modules.present()
     )
-
-
-def _only_calls_submodules(module: nn.Module) -> bool:
-    is_sequential = type(module).forward is nn.Sequential.forward
-    return is_sequential and "forward" not in vars(module)
 
 
 def _origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
@@ -266,6 +274,9 @@ def _origin_in_forward(
     its code, or that of what it called and is not watched, made the value.
     """
     chain = calls.chain(calls.find(first.watch, first.frame.order))
+    written = written_unseen(first, chain[0], calls) if chain else None
+    if written is not None:
+        return written, []
     crossed: list[tuple[BadFrame, Called]] = []
     for called in chain:
         frame = bad.get((id(called.watch), called.call.order))
@@ -278,6 +289,8 @@ def _origin_in_forward(
     if not crossed and (buffer := _read_buffer(first, bad)):
         maker = f"its buffer {buffer}"
         return Origin("given", "buffer", maker, [buffer]), []
+    if not crossed and (origin := impossible(first, called, calls)):
+        return origin, []
     if called is chain[-1] and not crossed and isinstance(module, nn.Linear):
         inputs = minus_inf_inputs(first)
         if inputs and not has_pre_hooks(module):  # no output can be finite then
@@ -294,7 +307,9 @@ def _origin_in_forward(
     if not crossed:
         if has_earlier_hooks(module):
             unwatched.append("a forward hook on it")
-        return Origin("made", "module", name, [name], after, unwatched), doubts
+        stale = stale_inputs(first) if called is chain[0] else []
+        origin = Origin("made", "module", name, [name], after, unwatched)
+        return replace(origin, stale_inputs=stale), doubts
     where = ", between the calls of its submodules"
     where = ", or what it calls that is not watched" if unwatched else where
     maker = f"{name}{where}"
@@ -330,17 +345,12 @@ def _sharers_and_writers(
     for frame, called in crossed:
         name, module = called.name, called.module
         is_written = any(entry.version for entry in frame.bad_inputs)
-        may_write = (is_written or called.call.is_traced) and not _never_writes(module)
+        may_write = (is_written or called.call.is_traced) and not never_writes(module)
         if may_write or has_pre_hooks(module):
             yield Doubt(f"{name}, which may change its input", [name])
         for other in calls.sharers(called):
             words = f"{other}, which has {name} too and may have called it"
             yield Doubt(words, [other])
-
-
-def _never_writes(module: nn.Module | None) -> bool:
-    """True if a module is known not to write to its inputs: torch's layers."""
-    return is_layer_of_torch(module) and not getattr(module, "inplace", False)
 
 
 def _origin_of_inputs(
@@ -367,7 +377,7 @@ def _origin_of_inputs(
         maker = f"code that backward ran again, around {outermost.name}"
         return Origin("unclear", "unclear", maker), []
     unwatched = [i for i in around if not watch.modules.is_selected(i)]
-    is_written = not (call.is_traced or _never_writes(module)) and any(
+    is_written = not (call.is_traced or never_writes(module)) and any(
         entry.version != (held(frame, entry.label).version or 0)
         for entry in frame.bad_inputs
     )

@@ -50,7 +50,7 @@ def _sentinels(first: BadFrame) -> list[str]:
         stat, dtype = entry.stat, entry.dtype
         if stat is None or entry.role != _C.Role.INPUT:
             continue
-        limit, abs_max = _limit(dtype), stat.abs_max
+        limit, abs_max = limit_of(dtype), stat.abs_max
         num_bad = stat.num_nan + stat.num_inf
         if abs_max is None or limit is None or num_bad or abs_max < _NEAR_MAX * limit:
             continue
@@ -62,7 +62,7 @@ def _sentinels(first: BadFrame) -> list[str]:
     return sentences
 
 
-def _limit(dtype: str) -> float | None:
+def limit_of(dtype: str) -> float | None:
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         return None

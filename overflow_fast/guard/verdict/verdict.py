@@ -49,6 +49,7 @@ class Origin:
     unwatched: list[str] = field(default_factory=list)
     batch_places: list[str] = field(default_factory=list)
     nonfinite_state: list[str] = field(default_factory=list)
+    stale_inputs: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
 
@@ -154,6 +155,9 @@ class Verdict:
             gave the model, such as "`input.labels`, sample 3 of 8".
         nonfinite_state: The weights, buffers and attributes of modules that were
             non-finite too, and that the code may have read, where that is not certain.
+        stale_inputs: The inputs of the first bad call that were scanned before it and
+            not again, as on devices, or that were finite then and are not now: a write
+            that torch does not count may have come between.
         remarks: Further observations that may explain it, in sentences.
         masks: The inputs of the first bad call that hold -inf and nothing worse; that
             is no alarm, since additive masks are made of it.
@@ -177,6 +181,7 @@ class Verdict:
     unwatched: list[str] = field(default_factory=list)
     batch_places: list[str] = field(default_factory=list)
     nonfinite_state: list[str] = field(default_factory=list)
+    stale_inputs: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     masks: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)

@@ -460,6 +460,8 @@ class ModelWatch(StepHooks):
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
+        has_unseen_outputs: The watch is of a replay, and whether the model's outputs
+            were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
     """
@@ -482,6 +484,7 @@ class ModelWatch(StepHooks):
             is_listed=wanted.activations, is_held=options.get("captures_tensors", False)
         )
         self.has_seen_loss = False
+        self.has_unseen_outputs = False
         self.has_loss_of_step = False
         self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None

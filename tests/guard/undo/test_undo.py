@@ -1,7 +1,11 @@
 """A step that is skipped or raises is undone, also where nothing explains it."""
 
+import array
+import collections
 import functools
 import random
+import tracemalloc
+import types
 
 import numpy
 import pytest
@@ -9,7 +13,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.guard.undo import step_start
+from overflow_fast.guard.undo import attributes, step_start
 
 
 @pytest.mark.parametrize("fault", ["loss", "input", "gradient"])
@@ -104,6 +108,46 @@ class Setting(nn.Module):
         if torch.is_grad_enabled() and (self.is_counter or not self.calls):
             self.calls += 1
         return self.linear(x)
+
+
+SIZED = {
+    "a NumPy array": lambda n: numpy.zeros(n),
+    "a NumPy array of objects": lambda n: numpy.array([None] * n),
+    "an array": lambda n: array.array("d", bytes(8 * n)),
+    "bytes": lambda n: bytearray(8 * n),
+    "a list": lambda n: [0] * n,
+    "a dict": lambda n: dict.fromkeys(range(n), 0),
+    "a deque": lambda n: collections.deque([0] * n),
+    "a list in an object": lambda n: types.SimpleNamespace(items=[0] * n),
+}
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_clean_step_does_not_read_what_is_too_large_to_be_kept(name):
+    module = nn.Module()
+    module.value = SIZED[name](2**20)
+    tracemalloc.start()
+    kept = attributes.KeptAttributes(module)
+    assert not kept.has_changed()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**17  # a copy has 2**23
+    before, module.value = module.value, None
+    kept.restore()
+    assert module.value is None  # it was not held either
+    del before
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_what_is_small_is_put_back(name):
+    module = nn.Module()
+    module.value = SIZED[name](8)
+    kept, before = attributes.KeptAttributes(module), repr(module.value)
+    is_object = isinstance(module.value, types.SimpleNamespace)
+    (module.value.items if is_object else module.value)[0] = 1
+    assert kept.has_changed() and repr(module.value) != before
+    kept.restore()
+    assert repr(module.value) == before
 
 
 def test_attributes_are_kept_in_each_step_while_they_change(monkeypatch):

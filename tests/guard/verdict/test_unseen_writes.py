@@ -1,0 +1,237 @@
+"""Values that are written without torch counting it: no reader is named for them."""
+
+import math
+import types
+
+import pytest
+import torch
+from test_attribution import verdict_of
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+SMALL, LARGE = 2, 64  # rows of 32 floats: a larger one is remembered, not scanned again
+WRITERS = {"inner": ["b"], "between": ["the model"], "reader": ["c"]}
+
+
+def write(tensor):
+    tensor.detach().numpy()[0, 0] = math.inf
+
+
+class Writes(nn.Module):
+    """Calls a layer, and writes to its output or its input if it is the writer."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.layer, self.place = nn.Linear(32, 32), place
+
+    def forward(self, x):
+        if self.place == "reader":
+            write(x)
+        y = self.layer(x)
+        if self.place == "inner":
+            write(y)
+        return y
+
+
+class Net(nn.Module):
+    """b's layer makes a value that c's layer reads; one of three writes to it."""
+
+    def __init__(self, place, reader=None):
+        super().__init__()
+        self.b = Writes(place if place == "inner" else "")
+        self.c = reader or Writes(place if place == "reader" else "")
+        self.place = place
+
+    def forward(self, x):
+        y = self.b(x)
+        if self.place == "between":
+            write(y)
+        return self.c(y)
+
+
+def finite_input(rows):
+    return torch.ones(rows, 32)
+
+
+@pytest.mark.parametrize("place", WRITERS)
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+def test_a_value_that_was_finite_when_it_was_returned_is_not_its_readers(place, rows):
+    torch.manual_seed(0)
+    verdict = verdict_of(Net(place), lambda m: m(finite_input(rows)).mean())
+    if place == "inner" and rows == SMALL:  # b's own output is scanned again
+        assert (verdict.origin, verdict.maker) == ("made", "b")
+        return
+    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
+    assert "torch counted no write to it since" in verdict.maker
+    assert set(verdict.candidates) >= set(WRITERS[place])
+    assert "b.layer" not in verdict.candidates and "c.layer" not in verdict.candidates
+    assert verdict.after == "b.layer"
+
+
+def test_a_value_that_no_node_of_autograd_has_made_is_known_from_the_scan_before():
+    model = Net("between")
+    model.b.requires_grad_(False)
+    verdict = verdict_of(model, lambda m: m(finite_input(LARGE)).mean())
+    assert (verdict.origin, verdict.after) == ("unclear", "b.layer")
+
+
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+def test_what_a_module_computes_between_two_calls_is_still_its_own(rows):
+    class Divides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b, self.c = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.c(self.b(x) / 0)
+
+    verdict = verdict_of(Divides(), lambda m: m(finite_input(rows)).mean())
+    assert (verdict.source, verdict.candidates) == ("caller", ["the model"])
+
+
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+def test_a_write_between_two_models_is_not_the_second_ones(rows):
+    first, second = nn.Linear(32, 32), nn.Linear(32, 1)
+
+    def step(models):
+        y = models[0](finite_input(rows))
+        write(y)
+        return models[1](y).mean()
+
+    verdict = verdict_of([first, second], step)
+    assert verdict.origin == "unclear"
+    assert verdict.candidates == ["the training loop"]
+
+
+def test_later_readers_are_given_what_was_found_when_it_was_scanned_again():
+    """The output of tanh is finite: its frame is bad for its input alone."""
+
+    class Twice(Net):
+        def forward(self, x):
+            y = self.b(x)
+            write(y)
+            return self.c(y) + torch.tanh(self.d(y))
+
+    def num_bad(rows):
+        model = Twice("", nn.Softmax(-1))
+        model.d = nn.Tanh()
+        return verdict_of(model, lambda m: m(finite_input(rows)).mean()).num_bad_frames
+
+    assert num_bad(LARGE) == num_bad(SMALL)
+
+
+READERS = {
+    "bounded": nn.Softmax(-1),
+    "linear": nn.Linear(32, 4),
+    "norm": nn.LayerNorm(32),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_on_a_device_a_layer_that_cannot_have_made_it_is_not_named(name):
+    verdict = verdict_of(
+        Net("inner", READERS[name]),
+        lambda m: m(finite_input(LARGE)).mean(),
+        _defer=True,
+    )
+    assert (verdict.first.fqn, verdict.first.kind) == ("c", "output")
+    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
+    assert verdict.candidates == ["b", "the model", "c"]
+    assert verdict.maker.startswith("c cannot make it of `input[0]`")
+
+
+def overflowing():
+    layer = nn.Linear(32, 4)
+    with torch.no_grad():
+        layer.weight.fill_(3e38)
+    return layer
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_layer_that_can_have_made_it_is_named_with_when_its_input_was_seen(defer):
+    model = nn.Sequential(nn.Linear(32, 32), overflowing())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = OverflowGuard(model, optimizer, explain=False, _defer=defer)
+    model(finite_input(LARGE)).mean().backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    verdict = error.value.report.verdict
+    assert (verdict.origin, verdict.candidates) == ("made", ["1"])
+    assert verdict.stale_inputs == ["input[0]"] * defer
+    assert ("when they were scanned, before its call" in str(error.value)) is defer
+    guard.remove()
+
+
+MACHINE = types.ModuleType("machine")  # no replay restores what it counts
+
+
+class Once(Writes):
+    """Writes in its first call alone: a replay is finite."""
+
+    def forward(self, x):
+        y = self.layer(x)
+        MACHINE.num_calls += 1
+        if MACHINE.num_calls == 1:
+            write(y)
+        return y
+
+
+def once_writing():
+    MACHINE.num_calls = 0
+    return nn.Sequential(Once(""), nn.Softmax(-1), nn.Linear(32, 1))
+
+
+@pytest.mark.parametrize("defer", [False, True])
+def test_a_replay_that_is_finite_names_no_reader_either(defer):
+    model = once_writing()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with OverflowGuard(model, optimizer, _defer=defer) as guard:
+        guard.run(lambda: model(finite_input(LARGE)).square().mean()).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    report = error.value.report
+    assert report.explanation.cause == "not reproducible"
+    assert report.explanation.module == ""
+    assert report.verdict.candidates == ["0", *["1"] * defer]
+
+
+@pytest.mark.parametrize("watch", ["tripwire", None])
+def test_the_loss_is_not_blamed_for_what_it_was_given(watch):
+    """A replay's outputs are finite, the gradient that it gives them is the step's."""
+    model = once_writing()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    arguments = {} if watch is None else {"watch": watch}
+    with OverflowGuard(model, optimizer, **arguments):
+        output = model(finite_input(LARGE))
+        output.square().mean().backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    verdict = error.value.report.verdict
+    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
+    assert "It came from the code that computes the loss" not in str(error.value)
+    found = error.value.report.explanation
+    if watch:
+        assert verdict.candidates == ["the loss", "the batch", "the model"]
+        return
+    assert (found.phase, found.cause) == ("forward", "not reproducible")
+    assert "0 of 3 replays of the same step are non-finite" in found.evidence
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_the_tripwire_blames_the_loss_where_the_steps_outputs_are_still_there(
+    is_dropped,
+):
+    model = nn.Linear(32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with OverflowGuard(
+        model, optimizer, "warn", watch="tripwire", explain=False
+    ) as guard:
+        output = model(finite_input(SMALL))
+        loss = (output * 0).log().mean()
+        if is_dropped:
+            del output
+        loss.backward()
+        optimizer.step()
+    source = "unclear" if is_dropped else "loss"
+    assert guard.last_report.verdict.source == source
