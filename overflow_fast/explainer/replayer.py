@@ -340,13 +340,13 @@ class Replayer:
         """Keeps the state; raises on all ranks if one cannot."""
         error: Exception | None = None
         try:
-            self._rule = EffectRule()
             seconds = max((call.seconds for call in self.calls), default=math.inf)
             self._most_seconds = LEAST_SECONDS + TIMES_THE_STEP * seconds
             for call in self.calls:
                 call.note_overwritten()
             self.state.take()
             self._is_at_start = True
+            self._rule = EffectRule(self.state.iterators)
             self._written = {id(call) for call in self.calls if call.is_overwritten()}
             self._bad_before = set(bad_names(self._buffers(), masks=False))
         except Exception as raised:

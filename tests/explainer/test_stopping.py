@@ -150,6 +150,18 @@ def over_a_pair(w):
         break
 
 
+def unpacking(w):
+    first, *_ = w.generator
+    return first
+
+
+def yielding(w):
+    def from_it():
+        yield from w.generator
+
+    return next(from_it())
+
+
 def swallowing(w):
     while True:
         try:
@@ -264,8 +276,17 @@ EFFECTS = {
         lambda w: next(w.generator),
         lambda w: w.generator.send(None),
         lambda w: next(w.loader),
+        lambda w: list(w.generator),
+        lambda w: list(itertools.islice(w.generator, 2)),
+        lambda w: dict(zip("ab", w.generator, strict=False)),
+        lambda w: max(w.generator),
+        lambda w: [*w.generator],
+        lambda w: print(*w.generator),
+        lambda w: 5 in w.generator,
         over_an_iterator,
         over_a_pair,
+        unpacking,
+        yielding,
     ],
     "waits for a lock that is held": [
         lambda w: w.held.acquire(),
@@ -340,7 +361,7 @@ EFFECTS = {
 def test_it_ends_before_an_effect(words, code, world):
     before = world.state()
     with pytest.raises(StoppedError, match=words) as stopped:
-        with EffectRule().applied(SHORT if "takes far" in words else 60):
+        with EffectRule([world.items]).applied(SHORT if "takes far" in words else 60):
             code(world)
     assert ", test_stopping.py:" in str(stopped.value) or "was run again" in str(
         stopped.value
@@ -458,6 +479,24 @@ def test_other_threads_go_on(world, capfd):
     other.join()
     assert len(seen) > begun
     assert capfd.readouterr().out.count("told") == len(seen)
+
+
+def test_an_iterator_of_another_thread_is_left_alone(world):
+    items, stop = iter(list(range(10**6))), threading.Event()
+
+    def work():
+        while not stop.is_set():
+            next(items)
+
+    other = threading.Thread(target=work)
+    other.start()
+    begun = items.__length_hint__()
+    with EffectRule().applied(60):
+        for _ in range(20):
+            loss_of_a_model(world)
+    stop.set()
+    other.join()
+    assert items.__length_hint__() < begun
 
 
 def test_what_was_there_is_put_back(world):

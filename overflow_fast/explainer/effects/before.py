@@ -10,17 +10,22 @@ import io
 import operator
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 
 class Before:
     """The iterators, generators and open files that exist when it is made.
 
+    Args:
+        held: Those among them that the code which is run reads from variables. They
+            are looked at and put back afterwards; others may be another thread's.
+
     Attributes:
         codes: The code of generators among them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: Iterable[Any] = ()) -> None:
         self._objects: dict[int, Any] = {}
         self._generators: dict[types.CodeType, list[Any]] = {}
         self._states: list[tuple[Any, Any]] = []
@@ -37,7 +42,7 @@ class Before:
             if isinstance(code, types.CodeType):
                 self._generators.setdefault(code, []).append(each)
         self.codes = self._generators.keys()
-        self._steps = [e for e in self._objects.values() if place_of(e) is not None]
+        self._held = [each for each in held if place_of(each) is not None]
 
     def has(self, value: Any) -> bool:
         """True for one of them that the collector knows, which ranges are not."""
@@ -52,7 +57,7 @@ class Before:
 
     def note(self) -> None:
         """Notes how far iterators are, for `put_back()`."""
-        self._states = [(each, place_of(each)) for each in self._steps]
+        self._states = [(each, place_of(each)) for each in self._held]
 
     def put_back(self) -> bool:
         """Puts iterators back that were taken from unseen; True if any was."""

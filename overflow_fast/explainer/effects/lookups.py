@@ -6,9 +6,13 @@ Names, attributes and items are looked up without running code of the program.
 from __future__ import annotations
 
 import builtins
+import collections
 import dis
+import itertools
 import types
 from typing import Any
+
+from ...scanner.text import is_of_program
 
 
 class Unseen:
@@ -16,13 +20,26 @@ class Unseen:
 
 
 UNSEEN = Unseen()
-# Before `with` in Python 3.11 to 3.13, in 3.10 and in 3.14; and before `for`.
-_PLACES = {"BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL", "GET_ITER"}
-_PLACE_CODES = {dis.opmap[name] for name in _PLACES if name in dis.opmap}
+# `with` in Python 3.11 to 3.13, in 3.10 and in 3.14.
+_WITH = {"BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL"}
+_TAKES = {
+    *("GET_ITER", "GET_YIELD_FROM_ITER", "CALL_FUNCTION_EX", "CONTAINS_OP"),
+    *("UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"),
+}
+_CALLS = {"CALL", "CALL_FUNCTION"}
+_WITH_CODES = {dis.opmap[name] for name in _WITH if name in dis.opmap}
+# What takes from an iterator without a call of a function that is seen.
+_TAKERS = {
+    *(list, tuple, set, frozenset, dict, zip, enumerate, map, filter, reversed),
+    *(sum, min, max, any, all, sorted, collections.deque, itertools.islice),
+    *(itertools.chain, itertools.zip_longest, itertools.starmap, itertools.cycle),
+    *(itertools.takewhile, itertools.dropwhile, itertools.accumulate, itertools.tee),
+}
 _LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_NAME", "LOAD_CLOSURE")
 _IGNORED = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "KW_NAMES", "PUSH_NULL", "COPY"}
 _instructions: dict[types.CodeType, list[dis.Instruction]] = {}
 _MOST_CODES = 1024
+_MOST_ARGUMENTS = 4
 
 
 def _instructions_of(code: types.CodeType) -> list[dis.Instruction]:
@@ -35,11 +52,32 @@ def _instructions_of(code: types.CodeType) -> list[dis.Instruction]:
 
 
 def places_in(code: types.CodeType) -> tuple[int, ...]:
-    """The offsets of `with` and `for` in a code."""
-    if _PLACE_CODES.isdisjoint(code.co_code[::2]):
+    """The offsets where a code may wait, or take from an iterator, unseen.
+
+    Libraries' code takes from iterators of its own: there, only waits count.
+    """
+    is_programs = is_of_program(code.co_filename)
+    if not is_programs and _WITH_CODES.isdisjoint(code.co_code[::2]):
         return ()
+    names = _WITH | _TAKES | _CALLS if is_programs else _WITH
     own = _instructions_of(code)
-    return tuple(each.offset for each in own if each.opname in _PLACES)
+    return tuple(each.offset for each in own if each.opname in names)
+
+
+def values_at(frame: types.FrameType) -> list[Any]:
+    """What the next instruction of a frame waits for or takes from, if it is told."""
+    own, index = _instructions_of(frame.f_code), index_of(frame)
+    if own[index].opname not in _CALLS:
+        return [value_before(frame, index)[0]]
+    values: list[Any] = []
+    for _ in range(min(own[index].arg or 0, _MOST_ARGUMENTS)):
+        value, index = value_before(frame, index)
+        values.append(value)
+    function = value_before(frame, index)[0] if index >= 0 else UNSEEN
+    try:
+        return values if function in _TAKERS else []
+    except TypeError:  # an object that has no hash
+        return []
 
 
 def index_of(frame: types.FrameType) -> int:

@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from ... import _C
 from ...scanner.text import is_of_program, is_own, short_name
 from . import kinds
 from .before import Before, place_of
-from .lookups import UNSEEN, first_argument, index_of, keyword, places_in, value_before
+from .lookups import UNSEEN, first_argument, keyword, places_in, values_at
 from .quiet import quiet, terminals
 
 # How long a replay may take: so many times as long as the step, and some seconds for
@@ -69,10 +69,13 @@ class EffectRule:
 
     What exists when it is made counts as the program's: what is made later, by a run,
     is the run's own, and may be taken from.
+
+    Args:
+        held: See `Before`.
     """
 
-    def __init__(self) -> None:
-        self._policy = _Policy()
+    def __init__(self, held: Iterable[Any] = ()) -> None:
+        self._policy = _Policy(Before(held))
         self._watch = _C.CallWatch(self._policy)
 
     @contextlib.contextmanager
@@ -108,13 +111,16 @@ class EffectRule:
 class _Policy:
     """Says what is an effect; see `_C.CallWatch`, which asks it.
 
+    Args:
+        before: What was there before.
+
     Attributes:
         stopped: The first effect of a run, as a clause, or "".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Before) -> None:
         self._codes = kinds.known_codes()
-        self.before = Before()
+        self.before = before
         self._own_terminals: set[int] = set()
         self._watch: _C.CallWatch | None = None
         self._num_stops = 0
@@ -288,7 +294,7 @@ class _Policy:
             self._stop(frame, words)
 
     def on_instruction(self, frame: types.FrameType, returned: Any) -> None:
-        """Raises Effect before `with lock:` that would wait, and `for x in iterator:`.
+        """Raises Effect before `with lock:` that would wait, and before `list(items)`.
 
         Neither calls a function that is seen.
 
@@ -296,13 +302,13 @@ class _Policy:
             frame: Where it stands.
             returned: What a function of Python has returned last, as in `with f():`.
         """
-        value = value_before(frame, index_of(frame))[0]
-        value = returned if value is UNSEEN else value
-        if isinstance(value, kinds.LOCK_TYPES):
-            if _stays_held(value):
-                self._stop(frame, kinds.LOCK)
-        elif self.before.has(value) and not _is_over(value):
-            self._stop(frame, kinds.ITERATOR)
+        for each in values_at(frame):
+            value = returned if each is UNSEEN else each
+            if isinstance(value, kinds.LOCK_TYPES):
+                if _stays_held(value):
+                    self._stop(frame, kinds.LOCK)
+            elif each is not UNSEEN and self.before.has(value) and not _is_over(value):
+                self._stop(frame, kinds.ITERATOR)
 
     def on_audit(self, event: str, args: tuple[Any, ...]) -> None:
         """Raises Effect where what an audit hook sees is one."""

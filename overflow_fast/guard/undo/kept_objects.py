@@ -53,6 +53,7 @@ _QUEUES = {"queue", "_queue", "multiprocessing.queues"}  # other threads write t
 CACHED = type(functools.lru_cache(len))
 _FUNCTIONS = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+    types.MethodWrapperType,
     *(functools.partial, weakref.ReferenceType),
 )
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -181,6 +182,7 @@ class KeptObjects:
         kept: What is kept, in the order in which it was met.
         lost: The names of what cannot be restored: iterators, files, sockets, queues,
             caches of `functools`, and what is larger than is kept.
+        without_copy: Those of them that are no arrays.
         tensors: The tensors that were met, by id, with the name of the first place.
         is_whole: All that can be reached was entered.
     """
@@ -197,6 +199,7 @@ class KeptObjects:
         self._seen: dict[int, Any] = {}
         self.kept: list[Kept] = []
         self.lost: list[str] = []
+        self.without_copy: list[Any] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.is_whole = True
 
@@ -271,6 +274,7 @@ class KeptObjects:
             yield from self._of_object(name, value)
         elif _is_without_copy(kind) and not _is_terminal(value):
             self.lost.append(name)
+            self.without_copy.append(value)
 
     def _of_container(
         self, name: str, value: Any, access: Access
