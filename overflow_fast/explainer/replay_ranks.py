@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import pickle
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,12 @@ class Channel(Protocol):
     """
 
     rank: int
+
+    def meet(self, name: str, ranks: Sequence[int]) -> str:
+        """See `RankCoordinator.meet()`."""
+
+    def tell(self, text: str) -> None:
+        """Tells those that wait in `meet()` that this rank does not come."""
 
     def exchange(self, value: Any) -> Mapping[int, Any]:
         """Exchanges values; returns those of all ranks, by rank.
@@ -130,6 +137,27 @@ class RankCoordinator:
                 )
         return max(each[0] for each in found.values()), error, bad
 
+    def meet(self, name: str, ranks: Sequence[int]) -> str:
+        """Waits until all ranks of a group are about to make its next collective call.
+
+        One that was ended before an effect makes none: the others would wait for it in
+        the collective, where nothing can end them.
+
+        Args:
+            name: The group's.
+            ranks: Its ranks.
+
+        Returns:
+            Why one of them does not come, or "".
+        """
+        return "" if self._channel is None else self._channel.meet(name, ranks)
+
+    def tell(self, error: Exception) -> None:
+        """Tells the others that this rank's run has ended early."""
+        if self._channel is not None:
+            what = str(error) if isinstance(error, StoppedError) else error_line(error)
+            self._channel.tell(f"{what} (rank {self.rank})")
+
     def check(self, error: Exception | None) -> None:
         """Raises on all ranks what one of them has met."""
         found = self.agree(CLEAN if error is None else FAILED, error)[1]
@@ -181,6 +209,7 @@ class RankCoordinator:
 
 # A replay runs in step on all ranks; compiling code again takes longest in it.
 PATIENCE_SECONDS = 300.0
+_PAUSE = 0.001  # seconds
 
 
 class StoreChannel:
@@ -205,6 +234,28 @@ class StoreChannel:
         self._store = default_store()
         self._round = 0
         self._limit = datetime.timedelta(seconds=PATIENCE_SECONDS)
+        self._met: dict[tuple[int, str], int] = {}
+
+    def meet(self, name: str, ranks: Sequence[int]) -> str:
+        """See `RankCoordinator.meet()`; lets the collective be, if the store fails."""
+        if not set(ranks) <= set(self._ranks):
+            return ""
+        place = self._round, name
+        self._met[place] = self._met.get(place, 0) + 1
+        key = self._key(f"{name}/{self._met[place]}")
+        end = time.monotonic() + PATIENCE_SECONDS
+        with contextlib.suppress(Exception):
+            self._store.add(key, 1)
+            while time.monotonic() < end and self._store.add(key, 0) < len(ranks):
+                if self._store.check([self._key("ended")]):
+                    return bytes(self._store.get(self._key("ended"))).decode()
+                time.sleep(_PAUSE)
+        return ""
+
+    def tell(self, text: str) -> None:
+        """See `Channel`."""
+        with contextlib.suppress(Exception):
+            self._store.set(self._key("ended"), text)
 
     def exchange(self, value: Any) -> dict[int, Any]:
         """Exchanges values; returns those of all ranks, by rank.

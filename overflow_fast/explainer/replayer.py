@@ -346,7 +346,8 @@ class Replayer:
                 call.note_overwritten()
             self.state.take()
             self._is_at_start = True
-            self._rule = EffectRule(self.state.iterators)
+            meet = None if self.ranks.is_alone else self.ranks.meet
+            self._rule = EffectRule(self.state.iterators, meet)
             self._written = {id(call) for call in self.calls if call.is_overwritten()}
             self._bad_before = set(bad_names(self._buffers(), masks=False))
         except Exception as raised:
@@ -533,6 +534,7 @@ class Replayer:
             self._look_at_state(result)
         except Exception as error:
             result.error = error
+            self.ranks.tell(error)
         agreed = self.ranks.agree(result.state, result.error)
         state, result.error, result.bad_ranks = agreed
         if isinstance(result.error, StoppedError):

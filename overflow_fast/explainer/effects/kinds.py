@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from .before import Before
 
@@ -110,6 +110,9 @@ FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # Functions of Python that are known to be effects. Each says so of its variables.
 
 
+_T = TypeVar("_T")
+
+
 class Run(Protocol):
     """What a function of Python may have to do with.
 
@@ -128,10 +131,10 @@ class Run(Protocol):
 WordsOf = Callable[[Run, "dict[str, Any]"], str]
 
 
-def known_codes() -> dict[types.CodeType, WordsOf]:
-    """The code of known functions, of modules that the program has imported."""
-    found = ((_code_of(path), words_of) for path, words_of in KNOWN.items())
-    return {code: words_of for code, words_of in found if code is not None}
+def known_codes(table: Mapping[str, _T]) -> dict[types.CodeType, _T]:
+    """The code of functions with these paths, of modules that are imported."""
+    found = ((_code_of(path), value) for path, value in table.items())
+    return {code: value for code, value in found if code is not None}
 
 
 def _code_of(path: str) -> types.CodeType | None:

@@ -28,7 +28,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from ... import _C
 from ...scanner.text import is_of_program, is_own, short_name
 from . import kinds
 from .before import Before, place_of
+from .collectives import collectives
 from .lookups import UNSEEN, first_argument, keyword, places_in, values_at
 from .quiet import quiet, terminals
 
@@ -64,6 +65,9 @@ class StoppedError(Exception):
     """
 
 
+Meet = Callable[[str, Sequence[int]], str]
+
+
 class EffectRule:
     """Ends what runs within `applied()` before its first effect.
 
@@ -72,10 +76,12 @@ class EffectRule:
 
     Args:
         held: See `Before`.
+        meet: Is called before each collective call with the group's name and ranks;
+            what it returns, if that is not "", ends the run, too.
     """
 
-    def __init__(self, held: Iterable[Any] = ()) -> None:
-        self._policy = _Policy(Before(held))
+    def __init__(self, held: Iterable[Any] = (), meet: Meet | None = None) -> None:
+        self._policy = _Policy(Before(held), meet)
         self._watch = _C.CallWatch(self._policy)
 
     @contextlib.contextmanager
@@ -113,13 +119,16 @@ class _Policy:
 
     Args:
         before: What was there before.
+        meet: See `EffectRule`.
 
     Attributes:
         stopped: The first effect of a run, as a clause, or "".
     """
 
-    def __init__(self, before: Before) -> None:
-        self._codes = kinds.known_codes()
+    def __init__(self, before: Before, meet: Meet | None) -> None:
+        self._codes = kinds.known_codes(kinds.KNOWN)
+        self._meet = meet
+        self._collectives = {} if meet is None else kinds.known_codes(collectives())
         self.before = before
         self._own_terminals: set[int] = set()
         self._watch: _C.CallWatch | None = None
@@ -271,7 +280,8 @@ class _Policy:
     def asks_at(self, code: types.CodeType) -> tuple[int, ...]:
         """Where to ask in a code: -1 for its call, and places of `with` and `for`."""
         places = places_in(code)
-        is_asked = code in self._codes or code in self.before.codes
+        tables = self._codes, self._collectives, self.before.codes
+        is_asked = any(code in table for table in tables)
         return (-1, *places) if is_asked else places
 
     def on_code(self, frame: types.FrameType) -> None:
@@ -288,6 +298,12 @@ class _Policy:
             assert self._watch is not None
             self._watch.refuse_all()
             return
+        if code in self._collectives and self._meet is not None:
+            group = self._collectives[code](frame.f_locals)
+            why = "" if group is None else self._meet(*group)
+            if why:
+                self.stopped = self.stopped or why
+                raise Effect(why)
         words_of = self._codes.get(code)
         words = "" if words_of is None else words_of(self, frame.f_locals)
         if words:

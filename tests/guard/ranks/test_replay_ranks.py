@@ -235,6 +235,35 @@ def writing_on_one_rank():
     return guard.last_report.explanation.notes, guard.num_skipped
 
 
+def ending_within(wrap, raises):
+    """A forward with collectives behind what ends its replay on one rank."""
+    model, optimizer = seeded(wrap)
+    guard = OverflowGuard(model, optimizer, "skip", explain=True)
+    step(model, optimizer, *data(0))
+    blocks_of(model)[1].fails_in = "forward"
+    x, y = data(1)
+    x[0, 0] = -20
+    calls = []
+
+    def touch(*_):
+        calls.append(1)
+        if dist.get_rank() and len(calls) > 1:
+            if raises:
+                raise RuntimeError("the program was called again")
+            os.mkdir("/a/folder")
+
+    blocks_of(model)[0].register_forward_hook(touch)
+    step(model, optimizer, x, y)
+    return guard.last_report.explanation.notes, guard.num_skipped
+
+
+ENDS = {
+    (wrap.__name__, raises): functools.partial(ending_within, wrap, raises)
+    for wrap in (fsdp2, ddp)
+    for raises in (False, True)
+}
+
+
 def asked():
     """A policy of the user's own, which is given the explanation."""
     model, optimizer = seeded(ddp)
@@ -332,6 +361,7 @@ def on_two_ranks():
         "no explainer": without_explainer(),
         "raising": raising_on_one_rank(),
         "writing": writing_on_one_rank(),
+        "ending": [run() for run in ENDS.values()],
         "asked": asked(),
         "transient": transient(),
         "reduced in half": reduced_in_half(),
@@ -392,6 +422,17 @@ def test_a_rank_whose_replay_raises_ends_that_of_all():
 def test_what_one_rank_alone_writes_ends_the_replay_of_all():
     for [note], skipped in (each["writing"] for each in on_two()):
         assert "Not replayed: compute writes to a file, test_replay_ranks.py:" in note
+        assert skipped == 1
+
+
+@pytest.mark.parametrize("case", range(len(ENDS)))
+def test_no_rank_waits_in_a_collective_for_one_that_has_ended(case):
+    name, raises = list(ENDS)[case]
+    for each in on_two():
+        [note, *_], skipped = each["ending"][case]
+        assert "rank 1" in note, name
+        assert ("called again" in note) == raises
+        assert raises or "Not replayed: touch changes files or folders" in note
         assert skipped == 1
 
 
