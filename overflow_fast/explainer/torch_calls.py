@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,7 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import _C
 from ..scanner.text import is_of_program, is_own
 from ..torch_internals.replaying import with_function_modes
-from ..torch_internals.tensor_internals import pytree
 from .users_lines import BEGINS, Span, span_of
 
 # One name for what is one operation; "r" marks operands that stand the other way round.
@@ -190,8 +190,7 @@ class TorchCall:
     @functools.cached_property
     def inputs(self) -> list[Value]:
         """The tensors that it was given."""
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return [each for each in leaves if isinstance(each, Value)]
+        return [e for e in leaves((self.args, self.kwargs)) if isinstance(e, Value)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -258,7 +257,7 @@ class TorchCalls(TorchFunctionMode):
         if name.endswith("_") and not name.endswith("__"):
             name, is_in_place = name.rstrip("_"), True
         name = _NAMES.get(name, name)
-        given, named = pytree.tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        given, named = _mapped((args, kwargs), self._value)
         sites = tuple(Site(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
         call = TorchCall(name, func, given, named, sites, is_in_place)
         if name in ("add", "mul") and not isinstance(args[-1], torch.Tensor):
@@ -274,14 +273,31 @@ class TorchCalls(TorchFunctionMode):
         return value
 
     def _end(self, call: TorchCall, args: Any, kwargs: Any, result: Any) -> None:
-        made = pytree.tree_leaves(result)
         if call.is_in_place:  # its Value was that of its input
-            out = kwargs.get("out")
-            made = pytree.tree_leaves(args[:1] if out is None else out)
-        made = [each for each in made if isinstance(each, torch.Tensor)]
+            result = args[:1] if kwargs.get("out") is None else kwargs["out"]
+        made = [each for each in leaves(result) if isinstance(each, torch.Tensor)]
         for place, each in enumerate(made):
             value = self._values[each] = Value(each, call, place)
             call.results.append(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields what tuples, lists and dicts of a call hold."""
+    if isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], Value]) -> Any:
+    """The same with a `Value` for each tensor; pytree's own takes ten times as long."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_mapped(each, change) for each in value])
+    if kind is dict:
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return change(value) if isinstance(value, torch.Tensor) else value
 
 
 _running = threading.local()

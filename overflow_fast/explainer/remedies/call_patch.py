@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...torch_internals.tensor_internals import pytree
 from ..replayer import Patch
-from ..torch_calls import Key, TorchCall, TorchCalls, Value
+from ..torch_calls import Key, TorchCall, TorchCalls, Value, leaves
 from .patterns import Found, computed, matched
 from .rules import RULES
 
@@ -194,8 +194,7 @@ def _instead(found: Found, call: TorchCall, args: Any, kwargs: Any) -> Any:
 
 
 def _tensors_in(given: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(given)
-    return [each for each in leaves if isinstance(each, torch.Tensor)]
+    return [each for each in leaves(given) if isinstance(each, torch.Tensor)]
 
 
 def _widened(each: Any) -> Any:
