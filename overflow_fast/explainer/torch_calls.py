@@ -223,7 +223,10 @@ class TorchCalls(TorchFunctionMode):
         frames = [] if name in _PASSED else _frames(sys._getframe(1))
         if not frames:  # it makes no tensor, or is none of the program's calls
             return func(*args, **kwargs)
-        call = self._begun(name, func, args, kwargs, frames)
+        try:
+            call = self._begun(name, func, args, kwargs, frames)
+        except RuntimeError:  # a tensor of a kind that has no version
+            return func(*args, **kwargs)
         result = self.run(call, args, kwargs)
         self._end(call, args, kwargs, result)
         return result

@@ -10,7 +10,14 @@ import torch
 
 from ..torch_calls import TorchCall, Value
 from .call_patch import InFloat32
-from .rule_text import NotWrittenError, Writer, inner_place, node_at, shown_at
+from .rule_text import (
+    NOT_WRITTEN,
+    NotWrittenError,
+    Writer,
+    inner_place,
+    short_text,
+    shown_at,
+)
 from .source_file import Edit
 
 # Calls that give float32 where one of their inputs has it.
@@ -45,7 +52,7 @@ def has_text(roots: Sequence[TorchCall], calls: Sequence[TorchCall]) -> bool:
     try:
         for root in roots:
             _edits(root, False, _casts_of(root, True, set()), root, calls)
-    except NotWrittenError:
+    except NOT_WRITTEN:
         return False
     return True
 
@@ -150,14 +157,8 @@ def float32_text(change: InFloat32, calls: Sequence[TorchCall]) -> str:
     roots = [call for call in calls if call.key in change.roots]
     if all(root.name == "to" for root in roots):
         return "cast to float32 instead of float16"
-    texts = dict.fromkeys(f"`{_short(root)}`" for root in roots)
+    texts = dict.fromkeys(f"`{short_text(root)}`" for root in roots)
     line = shown_at(roots[-1])[1]
     lines = [shown_at(call)[1] for call in calls if call.key in change.ends]
     until = f", up to line {lines[-1]}" if lines and lines[-1] != line else ""
     return f"compute {' and '.join(texts)} in float32{until}"
-
-
-def _short(call: TorchCall) -> str:
-    node = node_at(call.sites[0])
-    text = call.name if node is None else ast.unparse(node)
-    return text if len(text) <= 60 else f"{text[:56]} ..."

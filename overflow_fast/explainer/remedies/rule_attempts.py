@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,19 +10,19 @@ from typing import Any
 import torch
 
 from ...guard.report.explanation import Explanation, Remedy
-from ...scanner.text import short_name
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, InFloat32, RuleChange
 from .float32_text import float32_edits, float32_text, has_text
-from .patterns import Found, Input, matched
+from .patterns import Found, matched
 from .rule_text import (
-    NotWrittenError,
+    NOT_WRITTEN,
     inner_place,
-    node_at,
-    operand_of,
+    remedy_in_words,
     rule_edits,
+    short_text,
     shown_at,
+    site_text,
 )
 from .rules import (
     EMPTY_ROWS,
@@ -121,62 +120,62 @@ def _up_to(failure: Failure) -> list[TorchCall]:
 def _trials_of(
     rule: Rule, root: TorchCall, failure: Failure, trials: Trials, dim: Any = None
 ) -> Iterator[tuple[Trial, Found]]:
-    if root.key in trials.applied.keys:
-        return
+    if root.key not in trials.applied.keys:
+        yield from trials_of(rule, root, failure.calls, dim)
+
+
+def trials_of(
+    rule: Rule, root: TorchCall, calls: Sequence[TorchCall], dim: Any = None
+) -> Iterator[tuple[Trial, Found]]:
+    """Yields the trials of a rule for a call, each with what it puts there.
+
+    Args:
+        rule: The rule.
+        root: The call.
+        calls: All calls of the replay.
+        dim: The dimensions along which a maximum is subtracted.
+    """
     for number in numbers_of(rule, root.dtype):
         found = matched(rule, root, root.dtype, number, dim)
-        if found is not None:
-            reads = frozenset(call.key for call in (root, *found.calls))
-            change = RuleChange(
-                *(root.key, RULES.index(rule), root.dtype, number, dim, reads)
-            )
-            yield _trial(change, root, found, failure.calls), found
+        if found is None:
+            continue
+        reads = frozenset(call.key for call in (root, *found.calls))
+        place = RULES.index(rule)
+        change = RuleChange(root.key, place, root.dtype, number, dim, reads)
+        yield _trial(change, root, found, calls), found
 
 
 def _trial(
     change: RuleChange, root: TorchCall, found: Found, calls: Sequence[TorchCall]
 ) -> Trial:
     text = with_numbers(found.text or _STAY, found.numbers)
-    patch = CallPatch((change,))
+    patch, place = CallPatch((change,)), inner_place(root)
     try:
         edits = rule_edits(root, calls, change.found)
-    except NotWrittenError as error:
-        file, line = shown_at(root)
+        return Trial(remedy_of(text, edits), patch, edits)
+    except NOT_WRITTEN as error:
         told = _in_words(text, root, found, str(error))
-        with contextlib.suppress(NotWrittenError):
-            if inner_place(root):
-                edits = rule_edits(root, calls, change.found, anywhere=True)
-                told = f"{text}: `{remedy_of(text, edits).code}` in {inner_place(root)}"
-        return Trial(Remedy(told, file=file, line=line, last_line=line), patch)
-    return Trial(remedy_of(text, edits), patch, edits)
+    with contextlib.suppress(*NOT_WRITTEN):
+        if place:
+            edits = rule_edits(root, calls, change.found, anywhere=True)
+            told = f"{text}: `{remedy_of(text, edits).code}` in {place}"
+    return Trial(remedy_in_words(told, root), patch)
 
 
 def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     """A remedy for which there is no line: of what is computed, and instead of what."""
-    node, place = node_at(root.sites[0]) if root.sites else None, inner_place(root)
-    whole = f" in `{_short(node)}`" if node is not None else f" in `{root.name}`"
-    whole += f" ({place})" * bool(place)
-    elsewhere = [_named(each) for each in found.inputs() if _is_elsewhere(each, root)]
+    place = inner_place(root)
+    whole = f"{text} in `{short_text(root)}`" + f" ({place})" * bool(place)
+    elsewhere = [
+        f"`{short_text(leaf.call, leaf.place)}` ({site_text(leaf.call.sites[0])})"
+        for leaf in found.inputs()
+        if isinstance(leaf.value, Value)
+        and leaf.call.sites[0].code is not root.sites[0].code
+    ]
     if elsewhere and not place:
-        return f"{text} of {' and '.join(dict.fromkeys(elsewhere))}{whole}"
-    return f"{text}{whole}" if place else f"{text}{whole}: {why}"
-
-
-def _is_elsewhere(leaf: Input, root: TorchCall) -> bool:
-    is_tensor = isinstance(leaf.value, Value) and bool(leaf.call.sites)
-    return is_tensor and leaf.call.sites[0].code is not root.sites[0].code
-
-
-def _named(leaf: Input) -> str:
-    site = leaf.call.sites[0]
-    node = operand_of(leaf.call, leaf.place, node_at(site))
-    text = f"what `{leaf.call.name}` is given" if node is None else f"`{_short(node)}`"
-    return f"{text} ({short_name(site.code.co_filename)}:{site.line})"
-
-
-def _short(node: ast.AST) -> str:
-    text = ast.unparse(node)
-    return text if len(text) <= 60 else f"{text[:56]} ..."
+        of = " and ".join(dict.fromkeys(elsewhere))
+        return f"{text} of {of} in `{short_text(root)}`"
+    return whole if place else f"{whole}: {why}"
 
 
 # The calls before and behind one.
@@ -300,13 +299,10 @@ def _float32_trial(
     ends = _ends_of(change, table.torch_calls, sizes)
     change = replace(change, ends=frozenset(call.key for call in ends))
     text, patch = float32_text(change, calls), CallPatch((change,))
-    with contextlib.suppress(NotWrittenError):
+    with contextlib.suppress(*NOT_WRITTEN):
         edits = float32_edits(change, calls)
         return None if in_words else Trial(remedy_of(text, edits), patch, edits)
-    if not in_words:
-        return None
-    file, line = shown_at(roots[0])
-    return Trial(Remedy(text, file=file, line=line, last_line=line), patch)
+    return Trial(remedy_in_words(text, roots[0]), patch) if in_words else None
 
 
 def _is_half(call: TorchCall) -> bool:
@@ -373,22 +369,15 @@ def update_remedies(
     if root is None or not shown_at(root)[0]:  # a line of torch's own
         return
     for rule in GUARDS:
-        number = numbers_of(rule, root.dtype)[0]
-        one = matched(rule, root, root.dtype, number)
-        if one is None or rule.needs_inf or num_tried == _MOST_GUARDS:
+        if rule.needs_inf or num_tried >= _MOST_GUARDS:
             continue
-        num_tried += 1
-        reads = frozenset(call.key for call in (root, *one.calls))
-        change = RuleChange(
-            root.key, RULES.index(rule), root.dtype, number, None, reads
-        )
-        trial = _trial(change, root, one, calls)
-        assert isinstance(trial.patch, CallPatch)
-        try:
-            with trial.patch.applied({}):
-                is_finite = is_finite_now()
-        except Exception:
+        for trial, _ in trials_of(rule, root, calls):
+            num_tried += 1
+            patch = trial.patch
+            assert isinstance(patch, CallPatch)
             is_finite = False
-        if trial.patch.is_applied:
-            text = f"{trial.remedy.text}{_GIVEN}"
-            yield replace(trial.remedy, text=text, is_finite=is_finite)
+            with contextlib.suppress(Exception), patch.applied({}):
+                is_finite = is_finite_now()
+            if patch.is_applied:
+                text = f"{trial.remedy.text}{_GIVEN}"
+                yield replace(trial.remedy, text=text, is_finite=is_finite)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import copy
 import functools
 import inspect
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ...guard.report.explanation import Remedy
 from ...scanner.text import installed_name, is_of_program, short_name
 from ..torch_calls import PARAMETERS, SAME, Site, TorchCall, Value
 from ..users_lines import source_lines
@@ -26,11 +28,16 @@ from .patterns import Found, Input, parsed
 from .rules import MOVES, RANDOM, safe_argument, with_numbers
 from .source_file import Edit, Operand, SourceFile
 
+_MOST_TEXT = 60
 _MOST_TURNS = 64  # of a loop, whose texts are compared
 
 
 class NotWrittenError(Exception):
     """Raised where a change has no text that says the same at the changed place."""
+
+
+# The others are of code that Python cannot write anew.
+NOT_WRITTEN = (NotWrittenError, SyntaxError, ValueError, RecursionError)
 
 
 def rule_edits(
@@ -77,12 +84,35 @@ def shown_at(root: TorchCall) -> tuple[str, int]:
     return SourceFile.of(site.code.co_filename).shown, site.line
 
 
+def remedy_in_words(text: str, root: TorchCall) -> Remedy:
+    """Makes the remedy of a call for which there is no line."""
+    file, line = shown_at(root)
+    return Remedy(text, file=file, line=line, last_line=line)
+
+
+def site_text(site: Site) -> str:
+    """A place in code, such as "model.py:12"."""
+    return f"{short_name(site.code.co_filename)}:{site.line}"
+
+
 def inner_place(root: TorchCall) -> str:
     """The place of a call that an installed package makes, or ""."""
     site = root.sites[0]
-    if is_of_program(site.code.co_filename):
-        return ""
-    return f"{short_name(site.code.co_filename)}:{site.line}"
+    return "" if is_of_program(site.code.co_filename) else site_text(site)
+
+
+def short_text(call: TorchCall, place: int | None = None) -> str:
+    """How a call or one of its operands is written, or else its name.
+
+    Args:
+        call: The call.
+        place: The operand's place; None for the call.
+    """
+    node = node_at(call.sites[0])
+    with contextlib.suppress(NotWrittenError):
+        node = node if place is None else operand_of(call, place, node)
+    text = call.name if node is None else ast.unparse(node)
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 4]} ..."
 
 
 _IS_CALL = re.compile(r"CALL\(.*\)")

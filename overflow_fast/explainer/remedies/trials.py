@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import time
@@ -135,6 +136,8 @@ def _edited(edits: Sequence[Edit]) -> dict[str, SourceFile]:
         SourceFile.of(file).edited([edit for edit in edits if edit.file == file])
         for file in files
     ]
+    for each in after:
+        ast.parse("".join(each.lines))  # else it is no text to give
     return {each.shown: each for each in after}
 
 
