@@ -248,6 +248,71 @@ def test_an_augmented_assignment(tmp_path):
     assert fresh.loss_of(-torch.ones(3, 2), torch.ones(2)).isfinite()
 
 
+HEAD = "import torch\nimport torch.nn.functional as F\n"
+ROWS = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
+# Code that writes to what the failing call is given, or is called once alone.
+WRITING = {
+    "an item": (
+        "def loss_of(x, w):\n    s = x * w\n    s[x == 0] = -torch.inf\n"
+        "    return s.softmax(-1)[:, 0].mean()\n",
+        *(ROWS, "s[x == 0] = -1e9"),
+    ),
+    "a method": (
+        "def loss_of(x, w):\n    y = x * w\n    y.sqrt_()\n    return y.mean()\n",
+        *(-torch.ones(3, 2), "y.copy_(y.clone().clamp(min=1e-8).sqrt_())"),
+    ),
+    "an element of a list": (
+        "def loss_of(x, w):\n    ys = [x * w]\n    for y in ys:\n"
+        "        y /= y.sum()\n    return ys[0].mean()\n",
+        torch.zeros(3, 2),
+        "y.copy_(y.clone() / torch.where(y.sum() == 0, 1e-8, y.sum()))",
+    ),
+    "a module that is called once": (
+        "LAYER = torch.nn.Dropout(0.0)\ndef loss_of(x, w):\n"
+        "    p = torch.softmax(LAYER(x * w * 1e4), -1)\n"
+        "    return torch.log(p).mean()\n",
+        *(torch.tensor([[0.5, -0.5]]), "(exact_argument := LAYER(x * w * 1e4))"),
+    ),
+    "a module of torch": (
+        "SOFTMAX = torch.nn.Softmax(-1)\ndef loss_of(x, w):\n"
+        "    return SOFTMAX(torch.where(x == 0, -torch.inf, x * w))[:, 0].mean()\n",
+        *(ROWS, "F.softmax(torch.where(x == 0, -torch.inf, x * w).clamp(min=-1e9),"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_line_does_what_was_tried(name, tmp_path):
+    code, x, wanted = WRITING[name]
+    module, path = module_of(tmp_path, HEAD + code)
+    found = explained(module.loss_of, x)
+    good = [each for each in found.remedies if each.is_recommended]
+    assert any(wanted in each.code for each in good), found
+    for remedy in good:
+        text = path.read_text()
+        for part in sorted(remedy.parts or [remedy], key=lambda each: -each.line):
+            path.write_text(edited(path, part))
+        fresh, model = module_of(tmp_path, path.read_text())[0], Holder()
+        path.write_text(text)
+        loss = fresh.loss_of(x, model.w)
+        loss.backward()
+        assert loss.item() == remedy.loss and model.w.grad.isfinite().all(), remedy
+
+
+def test_what_has_a_name_elsewhere_alone_is_told_in_words(tmp_path):
+    module, _ = module_of(
+        tmp_path,
+        "import torch\ndef entropy(p):\n    return -(p * torch.log(p)).sum()\n"
+        "def loss_of(x, w):\n    return entropy(torch.softmax(x * w * 1e4, -1))\n",
+    )
+    found = explained(module.loss_of, torch.tensor([[0.5, -0.5]]))
+    line, words = found.remedies[:2]
+    assert line.is_recommended and line.code and words.is_recommended
+    assert words.code == "" and words.line == 3
+    assert words.text.startswith("use log_softmax of `x * w * 10000.0` (remedied_")
+    assert words.text.endswith(":5) in `torch.log(p)`")
+
+
 def test_what_did_not_help_is_not_recommended(tmp_path):
     code = "torch.log(x * w).mean() + torch.lgamma(x * w - 1).mean()"
     module, _ = module_of(tmp_path, SOURCE.format(code))

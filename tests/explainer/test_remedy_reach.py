@@ -195,7 +195,39 @@ def a_gradient_of_a_gradient(tmp_path):
     return loss_of
 
 
+def on_a_device(tmp_path):
+    def loss_of(x, w):
+        with torch.device("cpu"):
+            return torch.log(x * w + torch.zeros(2)).mean()
+
+    return loss_of
+
+
+class Passing(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_mode_of_ones_own(tmp_path):
+    def loss_of(x, w):
+        with Passing():
+            return torch.log(x * w).mean() + torch.exp(x).sum() * 0
+
+    return loss_of
+
+
+def in_autocast(tmp_path):
+    def loss_of(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.log(x @ w).mean()
+
+    return loss_of
+
+
 REACHED = {
+    "within a default device": on_a_device,
+    "within a mode of one's own": in_a_mode_of_ones_own,
+    "within autocast": in_autocast,
     "code without a file": without_a_file,
     "an installed package": through_distributions,
     "a module of torch": a_module_of_torch,
