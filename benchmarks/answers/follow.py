@@ -62,14 +62,17 @@ def rows_of(only: str) -> list[dict[str, Any]]:
                 "failure": failure.name,
                 "curable": can_be_remedied(failure),
                 "recommended": len(found),
-                "finite": sum(each.is_finite for each in found),
+                "in_words": sum(each.is_finite is None for each in found),
+                "finite": sum(each.is_finite is True for each in found),
                 "long": sum(each.lasts is not None for each in found),
                 "lasts": sum(each.lasts is True for each in found),
                 "healthy": sum(each.healthy is not None for each in found),
                 "as_said": sum(
                     each.healthy is not None and each.keeps_its_word for each in found
                 ),
-                "first_like_cured": found[0].like_cured if found else None,
+                "first_like_cured": next(
+                    (e.like_cured for e in found if e.is_finite is not None), None
+                ),
             }
         )
         texts = [f"  {_marks(each)} {each.text}" for each in found]
@@ -102,6 +105,9 @@ def table_of(rows: list[dict[str, Any]]) -> str:
         "that a change of the program cures": len(curable),
         "with a recommended remedy": sum(row["recommended"] > 0 for row in curable),
         "recommended remedies": sum(row["recommended"] for row in rows),
+        "of these told in words, which cannot be followed": sum(
+            row["in_words"] for row in rows
+        ),
         "finite in a fresh run": sum(row["finite"] for row in rows),
         "finite for 50 further steps": _part_of(rows, "lasts", "long"),
         "loss of a healthy batch raised by no more than they say": _part_of(

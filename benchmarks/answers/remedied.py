@@ -35,7 +35,8 @@ class Followed:
 
     Attributes:
         text: The remedy.
-        is_finite: Whether the run with it is finite all along.
+        is_finite: Whether the run with it is finite all along; None where it is told in
+            words, which no program can follow.
         lasts: Whether it is for 50 further steps; None where the run that is cured by
             hand is not, either.
         healthy: By how much it changes the loss of the batch without the sample that
@@ -48,7 +49,7 @@ class Followed:
     """
 
     text: str
-    is_finite: bool
+    is_finite: bool | None
     lasts: bool | None = None
     healthy: float | None = None
     announced: float | None = None
@@ -91,8 +92,17 @@ def _explanation(failure: Failure) -> Any:
 
 
 def _followed(remedy: Any, failure: Failure) -> Followed:
+    if not all(part.code for part in _parts(remedy)):
+        return Followed(str(remedy), None)
     if any(part.file not in ("", failure.file) for part in _parts(remedy)):
         return Followed(str(remedy), False)  # no file of the failure's own
+    try:
+        return _run_with(remedy, failure)
+    except Exception as error:  # the text is no program that runs
+        return Followed(f"{remedy} ({error})", False)
+
+
+def _run_with(remedy: Any, failure: Failure) -> Followed:
     with _remedied(remedy, failure) as build:
         is_all = is_finite(build())
         cured = _longer(failure.build(True))

@@ -82,23 +82,3 @@ def _leave(end: float, ends_anyway: bool = False) -> bool:
         if is_over:
             return False
         time.sleep(_PAUSE)
-
-
-def nothing_is_compiled(seconds: float) -> bool:
-    """Waits until no thread can compile code any more; call it in `run_eagerly()`.
-
-    What runs compiled code since before that may compile more of it.
-
-    Args:
-        seconds: How long to wait.
-
-    Returns:
-        False if a thread could compile code still.
-    """
-    end = time.perf_counter() + seconds
-    waited_for = list(compiled_calls_elsewhere())
-    while waited_for and time.perf_counter() < end:
-        time.sleep(_PAUSE)
-        now = list(compiled_calls_elsewhere())
-        waited_for = [each for each in waited_for if any(each is n for n in now)]
-    return not waited_for

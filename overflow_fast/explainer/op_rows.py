@@ -17,6 +17,7 @@ from ..torch_internals.replaying import (
 )
 from .op_trace import ModuleStack, OpCall, TracedModule
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of
+from .torch_calls import TorchCall
 from .users_lines import Frames, runs_in_hook
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
@@ -124,6 +125,7 @@ class Row:
         details: What is known of its inputs and outputs, where it made the bad value.
         call: Its arguments, where it made the bad value and they are wanted; else None.
         module_call: The call of the module that called it, likewise.
+        torch_call: The torch call that ran it, where these are recorded; else None.
     """
 
     __slots__ = (
@@ -131,6 +133,7 @@ class Row:
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
         *("variable", "call", "module_call", "is_communication"),
         *("in_hook", "masks", "reduces", "read_from", "abs_max"),
+        "torch_call",
     )
 
     def __init__(
@@ -154,6 +157,7 @@ class Row:
         self.variable: torch.Tensor | None = None
         self.call: OpCall | None = None
         self.module_call: TracedModule | None = None
+        self.torch_call: TorchCall | None = None
 
     @property
     def place(self) -> tuple[object, ...]:

@@ -35,6 +35,7 @@ from .op_trace import ModuleStack, OpCall
 from .storage_map import StorageMap, memory_of
 from .tape import Tape, TapedCall
 from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float
+from .torch_calls import TorchCall, running_call
 
 _MAX_SOURCES = 8
 _MOST_WRITERS = 32
@@ -65,6 +66,7 @@ class OpTable:
         undefined: The last operations whose results float64 cannot tell, each with
             those that it depends on.
         is_compiled: True if an operation ran in a call of what was compiled.
+        torch_calls: The torch calls that ran them, where these were recorded.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class OpTable:
         self._num_details = 0
         self._tape = Tape(self._writers) if looks_back else None
         self.undefined: dict[Row, list[TapedCall]] = {}
+        self.torch_calls: list[TorchCall] = []
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
         """The sources of the non-finite values of a tensor."""
@@ -105,6 +108,15 @@ class OpTable:
         for leaf in leaves:
             leaf.is_read = True
         return list(leaves)
+
+    def made_of(self, tensors: Iterable[torch.Tensor]) -> set[Row]:
+        """The operations that some tensors were computed by."""
+        waiting = [row for tensor in tensors for row in self._writers.get(tensor) or ()]
+        found = set(waiting)
+        for row in waiting:  # it grows meanwhile
+            waiting += [each for each in row.read_from if each not in found]
+            found.update(row.read_from)
+        return found
 
     def _is_bad(self, leaf: Leaf) -> bool:
         return leaf.tensor is not None and any(self.kinds.of([leaf.tensor]))
@@ -162,7 +174,8 @@ class OpTable:
         for tensor in fresh:
             self._writers.put(tensor, (row,))
         for tensor in op.written:  # of many writers to the same memory the last ones
-            before = self._writers.get(tensor) or ()
+            is_over = op.overwrites(tensor) and is_whole(tensor)
+            before = () if is_over else self._writers.get(tensor) or ()
             self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], row))
 
     def close(self) -> None:
@@ -182,6 +195,7 @@ class OpTable:
 
     def _begin(self, op: OpCall, modules: ModuleStack) -> Row:
         row = row_of(op, modules, len(self.rows))
+        row.torch_call = running_call()
         self.rows.append(row)
         if self._may_be_compiled and not self.is_compiled:
             self.is_compiled = is_in_compiled_call()

@@ -19,6 +19,7 @@ from ..torch_internals.replaying import (
     TorchDispatchMode,
     autograd_node,
     schema_of,
+    without_torch_function,
 )
 from .storage_map import memory_of
 from .tensor_kinds import is_float
@@ -252,6 +253,10 @@ class OpCall:
             given = [t for t in given if not any(t is each for each in over)]
         return [t for t in given if is_float(t) and t.numel()] if floats else given
 
+    def overwrites(self, tensor: torch.Tensor) -> bool:
+        """True if it writes to all of a tensor, whatever was in it."""
+        return any(tensor is each for each in self._overwritten)
+
     def keep_written(self) -> None:
         """Copies what it reads and then overwrites."""
         for tensor in self.written:
@@ -376,4 +381,5 @@ class OpTrace(TorchDispatchMode):
             return NotImplemented  # it comes again, with this rank's parts
         if _signature(func)[0].startswith("profiler."):
             return func(*args, **kwargs)
-        return self._observer.run(OpCall(func, args, kwargs), self._modules)
+        with without_torch_function():
+            return self._observer.run(OpCall(func, args, kwargs), self._modules)

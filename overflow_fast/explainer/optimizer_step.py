@@ -15,14 +15,15 @@ from ..guard.report.explanation import Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
 from ..scanner.text import dtype_name, nonfinite_text
 from ..scanner.tree import path_text, tensors
+from ..torch_internals.replaying import with_torch_function
 from .bad_step import SLOWER, BadStep
 from .op_rows import NOT_TRIED
 from .op_table import OpTable
 from .op_trace import OpTrace
-from .remedies.line_edit import functions_are_found_once
-from .remedies.line_forms import update_remedies
+from .remedies.rule_attempts import update_remedies
 from .root_op import details_of
 from .tensor_kinds import inf_signs
+from .torch_calls import TorchCalls
 from .trace_back import trace_back
 from .users_lines import op_at
 
@@ -149,7 +150,7 @@ def _made_again(
     """The explanation if the same elements become non-finite again."""
     twin = _Twin(optimizer, group, parameter, parameter.dtype)
     table = OpTable([], details_of)
-    with OpTrace({}, table):
+    with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
     bad = ~twin.parameter.isfinite()
     is_same = bool((bad & ~parameter.detach().isfinite()).any())
@@ -185,10 +186,10 @@ def _made_again(
             is_finite=_is_finite_again(optimizer, {**group, "eps": other}, parameter),
         )
         found.remedies = [remedy]
-    with functions_are_found_once():
-        found.remedies += update_remedies(
-            row, found, lambda: _is_finite_again(optimizer, group, parameter)
-        )
+    found.remedies += update_remedies(
+        *(row, calls.calls, found),
+        lambda: _is_finite_again(optimizer, group, parameter),
+    )
     found.remedies.sort(key=lambda each: not each.is_finite)
     found.evidence.append(
         f"the step made again with gradients of 0 makes {num} of these {most} values "
@@ -303,7 +304,7 @@ class _Twin:
     def step(self) -> None:
         """Makes the class's own step, without hooks."""
         step: Any = type(self._optimizer).step
-        with torch.no_grad():
+        with torch.no_grad(), with_torch_function():  # which is off in hooks of ours
             getattr(step, "__wrapped__", step)(self._optimizer)
 
 

@@ -21,7 +21,6 @@ import ast
 import contextlib
 import functools
 import inspect
-import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +46,6 @@ from ..torch_internals.replaying import (
 )
 from .ambient import with_autocast_of_now
 from .calls import Call, Captured, ModelCall
-from .remedies.line_edit import NotEditableError, forbid_edit, is_mark, let_edit
 from .replayer import Observer
 from .statement_names import (
     BLOCKS,
@@ -59,7 +57,7 @@ from .statement_names import (
     written,
 )
 from .tensor_kinds import floats_in, is_float, kinds_of
-from .users_lines import source_lines
+from .users_lines import note_made_of_lines, source_lines
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _UNSUITABLE = (
@@ -515,19 +513,13 @@ def _has_effects(node: ast.AST) -> bool:
 # Makes a function of them, and a call that can be replayed.
 
 
-_numbers = itertools.count(1)
-# The place among the statements of the file in place of the statement.
-_Place = tuple[int, "list[_Place] | None"]
-
-
 class _LossCode:
-    """The code of the statements, also of an edited file: see `MadeCode`.
+    """The code of the statements.
 
     Args:
         line: The line of the loss.
 
     Attributes:
-        number: Tells it from others.
         place: The file and the number of the last line.
     """
 
@@ -537,60 +529,31 @@ class _LossCode:
         own_name = "<module>" if is_module else getattr(line.around, "name", "")
         if code.co_name != own_name:
             raise UncertainError("the file is not the code that runs")
-        modules = [
-            name
-            for name, value in line.variables.items()
-            if isinstance(value, types.ModuleType)  # for what an edit calls
-        ]
-        names = dict.fromkeys([*statements.held, *modules])
-        self.number = next(_numbers)
-        self._names = [] if is_module else list(names)
-        self._file, self._name, self._returns = (
-            code.co_filename,
-            own_name,
-            line.backward.id,
-        )
-        self._flags = code.co_flags & _FUTURE
-        numbers = {id(each): i for i, (each, _) in enumerate(_numbered(line.tree))}
-        self._num_statements = len(numbers)
-        self._body = _places_of(statements.body, numbers)
-        self._whole = self._compiled(line.tree)
+        self._names = [] if is_module else list(statements.held)
+        self._name, self._returns = own_name, line.backward.id
+        self._whole = self._compiled(_body_of(statements.body), code)
         self.place = line.place_of(statements.last_line)
 
     def function(self, line: LossLine) -> Callable[[], Any]:
         """The function that computes the loss again from what the frame holds now."""
         made = types.FunctionType(self._whole, line.frame.f_globals)
-        function = made(*(line.variables[name] for name in self._names))
-        function.__code__ = own = self._inner(self._whole)
-        let_edit(own, self)
+        function: Any = made(*(line.variables[name] for name in self._names))
+        function.__code__ = function.__code__.replace(co_name=self._name)
+        note_made_of_lines(function.__code__)
         loss: Callable[[], Any] = function
         return loss
 
-    def code_of(self, text: str) -> types.CodeType:
-        """See `MadeCode`."""
-        return self._inner(self._compiled(ast.parse(text)))
-
-    def _inner(self, whole: types.CodeType) -> types.CodeType:
-        inner = next(e for e in whole.co_consts if isinstance(e, types.CodeType))
-        return inner.replace(co_name=self._name)
-
-    def _compiled(self, tree: ast.Module) -> types.CodeType:
-        """The code of a function that makes the one with the statements of a tree."""
-        found = _numbered(tree)
-        if len(found) != self._num_statements:
-            raise NotEditableError("the edit changes more than a line")
-        body = _statements_at(self._body, found)
-        # All names are read, lest an edit changes which those are.
-        names = f"lambda: ({', '.join(self._names)},)" if self._names else "None"
-        inner = _definition(
-            "loss", [], [ast.parse(names).body[0], *body], self._returns
-        )
+    def _compiled(
+        self, body: Sequence[ast.stmt], own: types.CodeType
+    ) -> types.CodeType:
+        """The code of a function that makes the one with some statements."""
+        inner = _definition("loss", [], body, self._returns)
         outer = _definition("outer", self._names, [inner], "loss")
         for each in (inner, outer):
             ast.copy_location(each, body[-1])
         module = ast.fix_missing_locations(ast.Module([outer], []))
-        flags = self._flags
-        code = compile(module, self._file, "exec", flags, dont_inherit=True)
+        flags = own.co_flags & _FUTURE
+        code = compile(module, own.co_filename, "exec", flags, dont_inherit=True)
         return next(e for e in code.co_consts if isinstance(e, types.CodeType))
 
 
@@ -606,43 +569,15 @@ def _definition(
     return empty
 
 
-_Marked = tuple[ast.stmt, "list[ast.stmt]"]
-
-
-def _numbered(tree: ast.Module) -> list[_Marked]:
-    """The statements of a file, each with the marks of an edit before it."""
-    found: list[_Marked] = []
-    marks: dict[int, list[ast.stmt]] = {}
-    for node in ast.walk(tree):
-        for _, value in ast.iter_fields(node):
-            block = value if isinstance(value, list) else []
-            for one, following in itertools.pairwise(block):
-                if isinstance(one, ast.stmt) and is_mark(one):
-                    marks[id(following)] = [one]
-        if isinstance(node, ast.stmt) and not is_mark(node):
-            found.append((node, marks.get(id(node), [])))
-    return found
-
-
-def _places_of(body: Sequence[_Picked], numbers: Mapping[int, int]) -> list[_Place]:
-    return [
-        (numbers[id(each)], None if inner is None else _places_of(inner, numbers))
-        for each, inner in body
-    ]
-
-
-def _statements_at(
-    places: Sequence[_Place], found: Sequence[_Marked]
-) -> list[ast.stmt]:
-    """The statements at some places, with their marks."""
+def _body_of(picked: Sequence[_Picked]) -> list[ast.stmt]:
+    """The statements, and of blocks those within them that are wanted."""
     body: list[ast.stmt] = []
-    for place, inner in places:
-        each, marks = found[place]
+    for each, inner in picked:
         if inner is not None:
             assert isinstance(each, (ast.With, ast.AsyncWith))
-            block = _statements_at(inner, found)
-            each = ast.copy_location(type(each)(items=each.items, body=block), each)
-        body += [*marks, each]
+            block = type(each)(items=each.items, body=_body_of(inner))
+            each = ast.copy_location(block, each)
+        body.append(each)
     return body
 
 
@@ -877,7 +812,7 @@ def find_gradient_code() -> GradientCode | None:
         statements = []
         for each in picked:
             code = compile(ast.Module([each], []), frame.f_code.co_filename, "exec")
-            forbid_edit(code, "lines behind backward are run again as they are")
+            note_made_of_lines(code)
             statements.append(code)
         held = {n: names[n] for each in picked for n in read(each) if n in names}
         return GradientCode(statements, held, frame.f_globals)

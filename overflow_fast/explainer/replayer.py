@@ -58,6 +58,7 @@ from .replay_ranks import (
 from .root_op import details_of
 from .snapshot import Snapshot
 from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
+from .torch_calls import TorchCalls
 from .trace_back import RootOp, masked_whole, trace_back
 
 
@@ -121,6 +122,7 @@ class StepPart:
         is_whole: Run all calls, each with its backward, as the step did.
         has_table: Record the traced call's operations; else it is run eagerly alone.
         looks_back: See `OpTable`.
+        has_calls: Record the traced call's torch calls, which rules change.
     """
 
     traced: int = -1
@@ -128,6 +130,7 @@ class StepPart:
     is_whole: bool = False
     has_table: bool = True
     looks_back: bool = False
+    has_calls: bool = False
 
 
 _UP_TO_BAD = StepPart()
@@ -567,9 +570,12 @@ class Replayer:
         others = held_leaves(self.models, call.around())
         how = self._keeps_calls, step.looks_back
         result.table = OpTable([*leaves, *others], details_of, *how)
-        with run_eagerly(), OpTrace(self.models, result.table, self._keeps_calls):
+        calls = TorchCalls() if step.has_calls else nullcontext()
+        trace = OpTrace(self.models, result.table, self._keeps_calls)
+        with run_eagerly(), trace, calls:
             yield
         result.table.close()
+        result.table.torch_calls = getattr(calls, "calls", [])
         for leaf in others:
             leaf.note_written()
         result.carried = [leaf.name for leaf in others if leaf.is_carried]

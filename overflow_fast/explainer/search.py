@@ -308,7 +308,7 @@ class Search:
         if (first.is_clean and not is_inside) or without.is_forward_finite(first):
             return without.clean(first)
         place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1
-        part = StepPart(place, looks_back=True)
+        part = StepPart(place, looks_back=True, has_calls=True)
         return self._explained(place, self._replayer.run(part))
 
     def _follow(self) -> Explanation:

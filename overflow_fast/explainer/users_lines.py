@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import sys
 import threading
 import time
+import weakref
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,7 +23,7 @@ _NO_HOOKS = tuple(
     os.path.join("torch", *parts)
     for parts in (("autograd", "function.py"), ("utils", "checkpoint.py"))
 )
-_BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
+BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
 
 # The code, the line and the instruction of each frame.
 Frames = tuple[tuple[CodeType, int, int], ...]
@@ -53,7 +55,7 @@ class UsersFrames:
         while frame is not None and frame not in known:
             code = frame.f_code
             name = code.co_name
-            if name == _ENGINE or (name in _BEGINS and is_own(code.co_filename)):
+            if name == _ENGINE or (name in BEGINS and is_own(code.co_filename)):
                 frame = None
                 break
             if new or not is_own(code.co_filename):  # which hold an operation's tensors
@@ -131,10 +133,20 @@ def source_lines(code: CodeType, around: dict[str, Any] | None = None) -> list[s
     written_at = 0.0
     with contextlib.suppress(OSError, ValueError):  # a cell of a notebook
         written_at = os.stat(code.co_filename).st_mtime
-    is_old = written_at < _LOADED_AT
-    return lines if is_old or _is_compiled_from(code, "".join(lines)) else []
+    is_known = written_at < _LOADED_AT or code in _made_of_lines
+    return lines if is_known or _is_compiled_from(code, "".join(lines)) else []
 
 
+# Code that was made of some lines of a file, after a look that these are what ran.
+_made_of_lines: weakref.WeakSet[CodeType] = weakref.WeakSet()
+
+
+def note_made_of_lines(code: CodeType) -> None:
+    """Notes that a code was made of some of its file's lines, as they are."""
+    _made_of_lines.add(code)
+
+
+@functools.lru_cache(maxsize=16)
 def _is_compiled_from(code: CodeType, text: str) -> bool:
     try:
         waiting = [compile(text, code.co_filename, "exec", dont_inherit=True)]

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from .registry import INTERNALS, Internal, direct, internal
 
 @internal(
     "torch._C._stash_obj_in_tls",
-    "autograd's threads that work for a replay run its edited lines, others do not",
-    "Remedies in lines that backward runs in threads of its own are not tried",
+    "autograd's threads that work for a trial of bfloat16 use it, others do not",
+    "bfloat16 is not tried in what backward runs in threads of its own",
 )
 def _stash(key: str, value: object) -> None:
     if value is not None:
@@ -34,8 +35,8 @@ def _stash(key: str, value: object) -> None:
 
 @internal(
     "torch._C._get_obj_in_tls",
-    "autograd's threads that work for a replay run its edited lines, others do not",
-    "Remedies in lines that backward runs in threads of its own are not tried",
+    "autograd's threads that work for a trial of bfloat16 use it, others do not",
+    "bfloat16 is not tried in what backward runs in threads of its own",
 )
 def _stashed(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
@@ -87,6 +88,13 @@ no_dispatch: Callable[[], AbstractContextManager[None]] = direct(
     _NO_REPLAY,
     contextlib.nullcontext(),
 )
+# Switches `__torch_function__` off while it is entered.
+without_torch_function: Callable[[], AbstractContextManager[None]] = direct(
+    "torch._C.DisableTorchFunction",
+    "what a trace computes of operations is none of the program's torch calls",
+    "Remedies of torch calls may not be found",
+    contextlib.nullcontext(),
+)
 for _name, _api, _reason in (
     (
         "TorchDispatchMode",
@@ -121,6 +129,27 @@ def with_torch_function() -> AbstractContextManager[None]:
     """Switches `__torch_function__` on while it is entered."""
     found: AbstractContextManager[None] = _torch._EnableTorchFunction()
     return found
+
+
+@internal(
+    "torch.autograd.has_torch_function",
+    "autograd takes the function mode off that is to see calls within backward",
+    "Calls within backward, as of checkpoints, get no remedy",
+)
+def _with_modes(function: Any) -> Any:
+    space = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    copy = FunctionType(function.__code__, space, function.__name__)
+    copy.__defaults__, copy.__kwdefaults__ = (
+        function.__defaults__,
+        function.__kwdefaults__,
+    )
+    return copy
+
+
+def with_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of `torch.autograd.backward` or `grad` that leaves function modes on."""
+    found: Callable[..., Any] | None = _with_modes(function)
+    return function if found is None else found
 
 
 def active_modes() -> list[str]:

@@ -97,10 +97,11 @@ def test_lines_of_the_loop_itself_are_named(tmp_path):
     report, path, _, _ = report_of(loop(lines), tmp_path)
     found = report.explanation
     assert (found.phase, found.op.line) == ("optimizer", line_of(path, "g.div_(total)"))
-    assert found.notes[-1] == (
-        "A change of the line was not tried: lines behind backward are run again as "
-        "they are."
-    )
+    codes = [each.code for each in found.remedies if each.is_recommended]
+    assert codes == [
+        "g.copy_(g / torch.where(total == 0, 1e-8, total))",
+        "g.copy_(g / (total + 1e-8))",
+    ]
 
 
 SHOWN = "print('norm', clip(model.parameters()))"

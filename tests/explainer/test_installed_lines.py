@@ -73,8 +73,11 @@ def test_a_line_of_a_package_comes_with_that_of_the_program(lossy, is_own_model,
     assert own in found.op.called_from
     assert (", in run" in found.op.called_from) == (run and not is_own_model)
     assert f"your line {found.op.called_from}" in str(error).splitlines()
-    assert not any(each.file for each in found.remedies)
-    assert "it is in an installed package" in str(error)
+    remedy = found.remedies[0]
+    assert remedy.is_recommended and remedy.code == ""
+    new = "return loss / torch.where(count == 0, 1e-8, count)"
+    assert f"`{new}` in lossy/parts/ratios.py:5" in str(error)
+    assert remedy.file == (__file__ if is_own_model or run else "")
 
 
 @pytest.mark.tries_remedies

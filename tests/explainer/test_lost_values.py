@@ -48,7 +48,7 @@ def cross_entropy(x):
 LOST = {
     "exp in a distribution": (-150, likelihood, "exp", "underflow", "at least 1e-8"),
     "in place, of a part": (-150, in_place, "exp_", "underflow", None),
-    "by a view": (-150, of_a_view, "exp", "underflow", "at least 1e-8"),
+    "by a view": (-150, of_a_view, "exp", "underflow", "argument of exp"),
     "softmax": (
         *(200, lambda x: (x * torch.arange(3)).softmax(-1).log().mean()),
         *("_softmax", "underflow", "log_softmax"),

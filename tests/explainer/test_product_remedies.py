@@ -85,7 +85,7 @@ def test_scores_are_scaled_before_the_product(name, tmp_path):
     found, good = followed(tmp_path, BODIES[name])
     assert found.cause == "range overflow", found
     assert [each.text.endswith("before the product") for each in good] == [True, False]
-    assert good[1].text == "compute attention in float32"
+    assert good[1].text.startswith("compute `") and "in float32" in good[1].text
     assert ".to(q.dtype)" in good[1].code and ".to(" not in good[0].code
 
 
@@ -101,8 +101,8 @@ def test_what_is_read_unscaled_as_well_stays_as_it_is(tmp_path):
     assert not any("before the product" in each.text for each in found.remedies)
 
 
-def test_what_is_scaled_on_a_condition_stays_as_it_is(tmp_path):
-    found, _ = followed(
+def test_what_is_scaled_on_a_condition_is_scaled_before_on_the_same(tmp_path):
+    _, good = followed(
         tmp_path,
         """
         scores = q @ k.mT
@@ -111,8 +111,7 @@ def test_what_is_scaled_on_a_condition_stays_as_it_is(tmp_path):
         return F.softmax(scores, dim=-1) @ v
         """,
     )
-    assert found.remedies[0].text == "compute attention in float32"
-    assert not any("before the product" in each.text for each in found.remedies)
+    assert good[0].code == "scores = q * self.scale @ k.mT"
 
 
 def test_a_mask_is_no_scale(tmp_path):
@@ -134,7 +133,8 @@ def test_float32_as_far_as_the_end_of_the_expression(tmp_path):
         return F.normalize(q @ k.mT, dim=-1) @ v
         """,
     )
-    assert good[0].text == "compute the expression in float32 to its end"
+    assert good[0].text == "compute `q @ k.mT` in float32"
+    assert "F.normalize(q.float() @ k.mT.float(), dim=-1).to(q.dtype)" in good[0].code
 
 
 @pytest.mark.parametrize("factor", ["512", "self.gain", "float(self.gain)"])

@@ -102,8 +102,8 @@ def test_gradients_that_reach_no_parameter():
     assert (found.phase, found.cause) == ("backward", "singular gradient")
     assert (found.op.name, found.module) == ("aten.log", "2")
     assert any("all parameters are finite all the same" in e for e in found.notes)
-    (best,) = [each for each in found.remedies if each.is_finite]
-    assert "y.clamp(min=1e-8)" in best.code
+    codes = [each.code for each in found.remedies if each.is_finite]
+    assert any("y.clamp(min=1e-8)" in code for code in codes)
 
 
 class Fn(nn.Module):
@@ -198,9 +198,10 @@ def test_a_mask_is_named_where_it_makes_a_nan():
     found = explained(model, loss)
     assert found.op.name == "aten.mul.Tensor"
     assert "mask: aten.masked_fill" in found.evidence[0]
-    best = found.remedies[0]
-    assert best.is_recommended
-    assert "logs.clamp(min=-1e9)" in best.code
+    first, second = found.remedies[:2]
+    assert first.is_recommended and second.is_recommended
+    assert "scores.masked_fill(mask, -1e9)" in first.code
+    assert "logs.clamp(min=-1e9)" in second.code
 
 
 def test_an_operation_within_vmap():
@@ -271,7 +272,7 @@ def test_a_tensor_of_whole_numbers_that_is_zero(lengths):
     lengths = lengths if lengths.dim() > 1 else lengths[:, None]
     found = explained(model, lambda: (model(x()) / lengths).mean())
     assert found.remedies and all(each.tried for each in found.remedies)
-    assert found.remedies[0].text == "divide by 1e-8 where the divisor is 0"
+    assert found.remedies[0].text == "divide by a count of at least 1"
     assert found.remedies[0].is_recommended
 
 

@@ -124,7 +124,7 @@ remedied = functools.cache(followed)
 @pytest.mark.filterwarnings("ignore")
 def test_recommended_remedies_help():
     found = {name: remedied(FAILURES[name]) for name in CURED}
-    wrong = [each for all in found.values() for each in all if not each.is_finite]
+    wrong = [e for all in found.values() for e in all if e.is_finite is False]
     assert wrong == []
     assert sum(map(bool, found.values())) >= 0.7 * len(CURED)
 
@@ -137,14 +137,17 @@ IN_THE_MODEL = [each for each in CURABLE if each.phase != "optimizer"]
 @pytest.mark.parametrize("failure", IN_THE_MODEL[::8], ids=names(IN_THE_MODEL[::8]))
 def test_a_recommended_remedy_helps(failure):
     found = remedied(failure)
-    assert found and all(each.is_finite for each in found), found
+    assert found and not any(each.is_finite is False for each in found), found
 
 
 def test_the_kept_remedies_are_of_all_failures_and_help():
     rows = {row["failure"]: row for row in kept_rows("remedies-cpu")}
     assert sorted(rows) == sorted(names(ALONE))
     assert [
-        name for name, row in rows.items() if row["finite"] != row["recommended"]
+        name
+        for name, row in rows.items()
+        if row["finite"] + row["in_words"] != row["recommended"]
     ] == []
+    assert sum(row["in_words"] for row in rows.values()) <= 3
     has_one = [rows[each.name]["recommended"] > 0 for each in CURABLE]
     assert sum(has_one) >= 0.7 * len(CURABLE)

@@ -7,7 +7,6 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,29 +20,15 @@ from ...scanner.modules import (
     named_modules,
     parameters_of,
 )
-from ...scanner.text import error_line, installed_name
+from ...scanner.text import error_line
 from ..calls import batch_size
 from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
-from ..op_rows import Row
 from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel
 from ..tensor_kinds import bad_names
-from ..trace_back import ForwardRows
-from ..users_lines import code_at, place_text
-from .line_edit import NotEditableError, functions_are_found_once
-from .line_forms import (
-    cast_rewrites,
-    empty_row_rewrites,
-    exact_rewrites,
-    expression_of,
-    line_rewrites,
-    loss_in_float32,
-    lost_value_rewrites,
-    mask_rewrites,
-    product_rewrites,
-    written_cast,
-)
+from ..trace_back import ForwardRows, RootOp
+from ..users_lines import place_text
 from .patches import (
     Bfloat16,
     Float32Modules,
@@ -53,6 +38,16 @@ from .patches import (
     SomeSamples,
     WithoutNumber,
 )
+from .rule_attempts import (
+    empty_row_trials,
+    exact_trials,
+    float32_trials,
+    guard_trials,
+    lost_trials,
+    mask_trials,
+    rounded_trials,
+)
+from .rules import EXACT, IN_LOGARITHMS
 from .trials import Attempts, Failure, Trial, Trials, loss_of
 
 # Which of the user's checkpoints holds finite weights.
@@ -153,9 +148,14 @@ def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
     parameters = [each for model in models.values() for each in parameters_of(model)]
     if any(each.dtype == torch.float16 for each in parameters):
         yield Trial(Remedy(*_bfloat16_text(failure, trials)), Bfloat16())
-    elif written_cast(failure, trials) is None:  # else it is none of autocast's
+    elif not _is_cast(failure):  # which is none of autocast's
         code = "torch.autocast(device_type, dtype=torch.bfloat16)"
         yield Trial(Remedy("use bfloat16 for autocast", code), Bfloat16())
+
+
+def _is_cast(failure: Failure) -> bool:
+    """True if the program's own cast overflowed."""
+    return any(call.name == "to" for call in failure.failing_calls[:1])
 
 
 def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
@@ -241,15 +241,12 @@ def _around(model: torch.nn.Module, name: str) -> list[str]:
 # Finds the failure that is left once a remedy is in place.
 
 
-def remaining_failure(
-    failure: Failure, trials: Trials, trial: Trial, place: int
-) -> Failure | None:
+def remaining_failure(failure: Failure, trials: Trials, place: int) -> Failure | None:
     """Replays the step with a remedy in place; returns the failure that is left.
 
     Args:
         failure: The failure that the remedy was tried for.
         trials: The trials; the remedy is in place.
-        trial: The remedy.
         place: The place of the call that was bad with it.
 
     Returns:
@@ -268,25 +265,13 @@ def remaining_failure(
     found = explain_root_op(root_op, rows, result.is_in_gradients)
     after = Failure.of(found, root_op, result.table, place)
     after.checkpoints = failure.checkpoints
-    return None if _is_same(failure, after, trials, trial) else after
-
-
-def _is_same(failure: Failure, after: Failure, trials: Trials, trial: Trial) -> bool:
-    """True if the same expression fails still, as it was or in its new form."""
-    if after.mark != failure.mark:
-        return False
-    if after.row is None or trial.source is None:
-        return True
-    source, node = expression_of(after.row, trials.applied)
-    text = "" if source is None or node is None else source.text_of(node)
-    return not text or any(text in each for each in trial.texts)
+    return None if after.mark == failure.mark else after
 
 
 _LINES = (
     *("range overflow", "undefined", "singular gradient", "empty reduction"),
     *("underflow", "rounding", "gradient explosion"),
 )
-_INSTALLED = "Changes of the line were not tried: it is in an installed package."
 _EAGERLY = (
     "Remedies were tried with compiled code run eagerly; with the compiled code itself "
     "they were not tried."
@@ -310,18 +295,16 @@ def find_remedies(
         step_seconds: How long a plain replay took.
     """
     found = failure.found
-    trials = Trials(replayer, budget, step_seconds, failure.is_compiled)
-    edits_lines = failure.row is not None
-    with functions_are_found_once() if edits_lines else nullcontext():
-        _try_all(failure, trials)
-        if not trials.found_remedy:
-            trials.renew()
-            _go_on(failure, trials, _MOST_TOGETHER - 1)
-        _measure_others(failure, trials)
-        _find_hidden(failure, trials)
+    is_eager = failure.is_compiled
+    trials = Trials(replayer, budget, step_seconds, is_eager, failure.calls)
+    _try_all(failure, trials)
+    if not trials.found_remedy:
+        trials.renew()
+        _go_on(failure, trials, _MOST_TOGETHER - 1)
+    _measure_others(failure, trials)
     found.remedies = sorted(
         [*found.remedies, *trials.remedies],
-        key=lambda e: (not e.is_finite, bool(e.hides), e.changes_others),
+        key=lambda e: (not e.is_finite, bool(e.hides), e.changes_others, not e.code),
     )
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
@@ -354,23 +337,26 @@ def _measure_others(failure: Failure, trials: Trials) -> None:
             _replace(trials, remedy, moved=moved, losses=both)
 
 
-def _find_hidden(failure: Failure, trials: Trials) -> None:
-    """Finds overflows that are left with a remedy, where the loss does not show them.
+def _find_hidden(failure: Failure, trials: Trials) -> Failure | None:
+    """Finds the overflow that is left with the last remedy, if the loss hides one.
 
     Such as that of a divisor: 1 / inf is 0.
     """
-    for patches, remedy in trials.helped if failure.found.is_overflow else ():
-        if _key(remedy) not in map(_key, trials.remedies):
-            continue
-        if not trials.may_run():
-            return
-        table = trials.run(patches, traced=failure.place).table
-        rows = [] if table is None else table.rows
-        for row in rows:
-            if row.makes_bad and row.details is not None and row.details.is_overflow:
-                place = f"{row.name}{place_text(row.frames)}"
-                _replace(trials, remedy, hides=f"{place} still overflows")
-                break
+    patches, remedy = trials.helped[-1]
+    result = trials.run(patches, traced=failure.place)
+    table = result.table
+    if table is None:
+        return None
+    made = table.made_of([*result.losses, *result.gradients.values()])
+    for row in table.rows:
+        details = row.details if row in made and row.makes_bad else None
+        if details is not None and details.is_overflow:
+            place = f"{row.name}{place_text(row.frames)}"
+            _replace(trials, remedy, hides=f"{place} still overflows")
+            root_op = RootOp(row, [row])
+            found = explain_root_op(root_op, ForwardRows(table), row.in_backward)
+            return Failure.of(found, root_op, table, failure.place)
+    return None
 
 
 def _replace(trials: Trials, remedy: Remedy, **changes: Any) -> None:
@@ -397,31 +383,39 @@ def _distance(
 
 
 def _try_all(failure: Failure, trials: Trials) -> None:
-    reasons: list[str] = []
     for attempts in _attempts(failure, trials):
         try:
             trial = next(attempts, None)
             while trial is not None and not trials.is_over:
-                trial = attempts.send(trials.attempt(trial))
+                trial = attempts.send(_attempt(trial, failure, trials))
         except StopIteration:
             pass
-        except NotEditableError as error:
-            reasons.append(str(error))
         if trials.is_over:
             break
-    if reasons and not any(each.line for each in trials.remedies):
-        trials.notes.append(f"A change of the line was not tried: {reasons[0]}.")
+
+
+def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
+    is_finite = trials.attempt(trial)
+    if is_finite and failure.found.is_overflow and trials.may_run():
+        hidden = _find_hidden(failure, trials)
+        if hidden is not None:
+            trials.hiding.append((trial, hidden))
+    return is_finite
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
     """Tries further remedies besides those that have uncovered another failure."""
-    applied, failed = trials.applied, trials.failed
+    applied, failed, hiding = trials.applied, trials.failed, trials.hiding
     seen = set[Any]()
-    for trial, place in failed:
+    left: list[tuple[Trial, Failure | int]] = [*hiding, *failed]
+    for trial, after_or_place in left:
         if trials.is_over or not most:
             return
-        trials.go_on(applied.after(trial))
-        after = remaining_failure(failure, trials, trial, place)
+        trials.go_on(applied.with_trial(trial))
+        if isinstance(after_or_place, Failure):
+            after: Failure | None = after_or_place
+        else:
+            after = remaining_failure(failure, trials, after_or_place)
         if after is None or after.mark in seen:
             continue
         seen.add(after.mark)
@@ -430,51 +424,37 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
             _go_on(after, trials, most - 1)
 
 
-def _is_own(row: Row) -> bool:
-    """True if an operation's line is in no installed package."""
-    return not installed_name(code_at(row.frames)[0])
-
-
 def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     """The patches to try, those that change the least first."""
-    cause, op = failure.found.cause, failure.found.op
-    is_own_line = op is None or not installed_name(op.file)
+    cause, is_overflow = failure.found.cause, failure.found.is_overflow
     if failure.is_meant:
-        yield empty_row_rewrites(failure, trials)
+        yield empty_row_trials(failure, trials)
         return
-    if cause in _LINES and not is_own_line:
-        trials.notes.append(_INSTALLED)
     if cause == "bad data":
         yield _drop_bad_samples(failure, trials)
     if failure.sentinel is not None:
         yield _replace_sentinel(failure.sentinel, failure, trials)
     if cause in ("bad weights", "divergence"):
         yield try_checkpoints(failure.checkpoints, trials)
-    if cause in _LINES and is_own_line:
-        yield exact_rewrites(failure, trials)
-    is_of_loss = is_own_line and not failure.found.module
-    if failure.found.is_overflow:
-        if is_own_line:
-            yield product_rewrites(failure, trials)
-            yield cast_rewrites(failure, trials)
-        if is_of_loss:  # a line of the loss changes less than the model's dtype
-            yield loss_in_float32(failure, trials)
-            yield line_rewrites(failure, trials)
+    if cause in _LINES:
+        yield exact_trials(failure, trials, EXACT)
+    if is_overflow:
+        yield float32_trials(failure, trials, in_words=False)
+        yield exact_trials(failure, trials, IN_LOGARITHMS)
+        yield guard_trials(failure, trials)
         yield try_wider_dtypes(failure, trials)
+        yield float32_trials(failure, trials, in_words=True)
         yield _try_smaller_weights(failure, trials)
-    if failure.mask is not None and _is_own(failure.mask):
-        yield mask_rewrites(failure, trials)
-    if failure.lost is not None and _is_own(failure.lost):
-        yield lost_value_rewrites(failure, trials)
-    if (
-        cause in _LINES
-        and is_own_line
-        and not (failure.found.is_overflow and is_of_loss)
-    ):
-        yield line_rewrites(failure, trials)
+    elif cause in _LINES:
+        yield exact_trials(failure, trials, IN_LOGARITHMS)
+        yield mask_trials(failure, trials)
+        yield rounded_trials(failure, trials)
+        yield guard_trials(failure, trials)
+        yield lost_trials(failure, trials)
+        yield float32_trials(failure, trials, in_words=False)
     if cause == "undefined":
         yield _repair_weights(failure, trials)
-    if failure.found.is_overflow and failure.found.phase == "backward":
+    if is_overflow and failure.found.phase == "backward":
         yield _try_loss_scales(failure, trials)
 
 

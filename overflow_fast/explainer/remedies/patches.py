@@ -22,7 +22,6 @@ from ..force_eager import run_eagerly
 from ..keep_in_fp32 import keep_in_fp32
 from ..named_tensors import state_by_name
 from ..replayer import Patch
-from .line_edit import CodePlace, edited_code
 
 # Changes of precision and of weights that are undone bit for bit.
 
@@ -137,28 +136,6 @@ def with_weights(
 
 
 _Models = Mapping[str, nn.Module]
-
-
-@dataclass(frozen=True)
-class LinePatch(Patch):
-    """The replay runs the code of an edited file.
-
-    Attributes:
-        places: Which code of the file.
-        text: The edited file; see `edited_code`.
-    """
-
-    places: tuple[CodePlace, ...]
-    text: str
-
-    @property
-    def file(self) -> str:
-        """The file."""
-        return self.places[0].file
-
-    def applied(self, models: _Models) -> AbstractContextManager[object]:
-        """See `Patch`."""
-        return edited_code(self.places, self.text)
 
 
 @dataclass(frozen=True)

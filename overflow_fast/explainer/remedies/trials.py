@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...guard.explaining import USE_RUN
 from ...guard.report.explanation import Explanation, Remedy
-from ...scanner.text import error_line, source_name
+from ...scanner.text import error_line
 from ..bad_step import outside_text
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
@@ -23,10 +24,11 @@ from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..sentinel import Sentinel
 from ..tensor_kinds import kinds_of
+from ..torch_calls import Key, TorchCall
 from ..trace_back import ForwardRows, RootOp
-from .line_edit import NotEditableError
-from .patches import Eagerly, FromLoss, LinePatch
-from .source_rewrites import Edit, SourceFile, span_in
+from .call_patch import CallPatch, InFloat32, RuleChange
+from .patches import Eagerly, FromLoss
+from .source_file import Edit, SourceFile, span_in
 
 # The patches that are in place while further ones are tried, and their sum.
 
@@ -41,14 +43,12 @@ class Trial:
     Attributes:
         remedy: It in words and as code.
         patch: The patch.
-        source: The file as it reads with it; None where it edits none.
-        texts: The expressions that it edits, before and after.
+        edits: The same as edits of files, where it is one of code that can be written.
     """
 
     remedy: Remedy
     patch: Patch
-    source: SourceFile | None = None
-    texts: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
 
 
 Attempts = Generator[Trial, bool, None]  # is sent whether the step was finite with it
@@ -59,95 +59,107 @@ class AppliedPatches:
     """The patches that are in place while further ones are tried.
 
     Attributes:
-        remedies: They in words and as code.
-        patches: The patches; of each file one at most.
-        sources: The files as they read with them, by name.
+        trials: They, in the order in which they were found.
     """
 
-    remedies: tuple[Remedy, ...] = ()
-    patches: tuple[Patch, ...] = ()
-    sources: Mapping[str, SourceFile] = field(default_factory=dict)
+    trials: tuple[Trial, ...] = ()
 
-    def source(self, name: str) -> SourceFile:
-        """A file as it reads now."""
-        return self.sources.get(source_name(name)) or SourceFile.of(name)
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """The patches: one for all changes of torch calls."""
+        all_patches = [trial.patch for trial in self.trials]
+        of_calls = [each for each in all_patches if isinstance(each, CallPatch)]
+        others = [each for each in all_patches if not isinstance(each, CallPatch)]
+        changes = tuple(change for each in of_calls for change in each.changes)
+        return (CallPatch(changes), *others) if changes else tuple(others)
 
-    def line_patch(self, patch: LinePatch) -> LinePatch:
-        """A further edit of a file, which holds those that are in place."""
-        before = [
-            each
-            for each in self.patches
-            if isinstance(each, LinePatch) and each.file == patch.file
-        ]
-        places = dict.fromkeys([p for each in before for p in each.places])
-        return replace(patch, places=(*places, *patch.places))
+    @property
+    def keys(self) -> set[Key]:
+        """The keys of the calls that are changed."""
+        return {
+            change.key
+            for patch in self.patches
+            if isinstance(patch, CallPatch)
+            for change in patch.changes
+            if isinstance(change, RuleChange)
+        }
 
     def with_trial(self, trial: Trial) -> AppliedPatches:
-        """These patches and a further one."""
-        file = trial.patch.file if isinstance(trial.patch, LinePatch) else ""
-        kept = [
-            each
-            for each in self.patches
-            if not (file and isinstance(each, LinePatch) and each.file == file)
-        ]
-        sources = dict(self.sources)
-        if trial.source is not None:
-            sources[trial.source.shown] = trial.source
-        return AppliedPatches(
-            (*self.remedies, trial.remedy), (*kept, trial.patch), sources
-        )
-
-    def after(self, trial: Trial) -> AppliedPatches:
-        """These patches and a further one, to go on from: it runs as it reads."""
-        patch = trial.patch
-        if isinstance(patch, LinePatch) and trial.source is not None:
-            patch = replace(patch, text=trial.source.text)
-        return self.with_trial(replace(trial, patch=patch))
+        """These patches and a further one, which may stand for some of them."""
+        kept = self.trials
+        if in_float32(trial.patch):
+            kept = tuple(each for each in kept if not in_float32(each.patch))
+        return AppliedPatches((*kept, trial))
 
     @property
     def remedy(self) -> Remedy:
         """All of the patches as one remedy."""
-        return joined(self.remedies, self.sources)
+        if len(self.trials) == 1:
+            return self.trials[0].remedy
+        edits = [edit for trial in self.trials for edit in trial.edits]
+        texts = dict.fromkeys(trial.remedy.text for trial in self.trials)
+        parts: list[Remedy] = []
+        if len({id(edit.node) for edit in edits}) < len(edits):  # two of one expression
+            parts = [replace(trial.remedy, code="") for trial in self.trials]
+            return Remedy(", and ".join(texts), parts=tuple(parts))
+        sources = _edited(edits)
+        for trial in self.trials:
+            own = _parts(trial.remedy.text, trial.edits, sources)
+            for part in own or trial.remedy.parts or (trial.remedy,):
+                _add(parts, part, sources)
+        return _whole(", and ".join(texts), parts, sources)
 
 
-def edited_remedy(text: str, edits: Sequence[Edit], after: SourceFile) -> Remedy:
-    """Makes the remedy of edits of one file.
+def in_float32(patch: Patch) -> list[InFloat32]:
+    """The changes of a patch that compute calls in float32."""
+    changes = patch.changes if isinstance(patch, CallPatch) else ()
+    return [each for each in changes if isinstance(each, InFloat32)]
+
+
+def remedy_of(text: str, edits: Sequence[Edit]) -> Remedy:
+    """Makes the remedy of edits.
 
     Args:
         text: The edits in words.
         edits: The edits.
-        after: The file as it reads with them.
     """
-    parts: list[Remedy] = []
-    for first, last, _, _ in sorted(span_in(edit.node) for edit in edits):
-        code = after.block(first, last)
-        part = Remedy(text, code, file=after.shown, line=first, last_line=last)
-        _add(parts, part, {after.shown: after})
-    return _whole(text, parts, {after.shown: after})
-
-
-def joined(remedies: Sequence[Remedy], sources: Mapping[str, SourceFile]) -> Remedy:
-    """Joins remedies into one.
-
-    Args:
-        remedies: The remedies, in the order in which they were found.
-        sources: The files as they read with all of them, by the names shown.
-    """
-    if len(remedies) == 1:
-        return remedies[0]
-    parts: list[Remedy] = []
-    for remedy in remedies:
-        for part in remedy.parts or (remedy,):
-            _add(parts, part, sources)
-    text = ", and ".join(dict.fromkeys(remedy.text for remedy in remedies))
+    sources, parts = _edited(edits), list[Remedy]()
+    for part in _parts(text, edits, sources):
+        _add(parts, part, sources)
     return _whole(text, parts, sources)
+
+
+def _edited(edits: Sequence[Edit]) -> dict[str, SourceFile]:
+    """Files as they read with edits, by the names that are shown."""
+    files = dict.fromkeys(edit.file for edit in edits)
+    after = [
+        SourceFile.of(file).edited([edit for edit in edits if edit.file == file])
+        for file in files
+    ]
+    for each in after:
+        ast.parse("".join(each.lines))  # else it is no text to give
+    return {each.shown: each for each in after}
+
+
+def _parts(
+    text: str, edits: Sequence[Edit], sources: Mapping[str, SourceFile]
+) -> list[Remedy]:
+    """A remedy of the lines of each edit."""
+    parts = []
+    for edit in sorted(edits, key=lambda each: (each.file, span_in(each.node))):
+        first, last, _, _ = span_in(edit.node)
+        after = sources[SourceFile.of(edit.file).shown]
+        code, file = after.block(first, last), after.shown
+        parts.append(Remedy(text, code, file=file, line=first, last_line=last))
+    return parts
 
 
 def _add(parts: list[Remedy], part: Remedy, sources: Mapping[str, SourceFile]) -> None:
     """Adds a part; what edits the same lines as another becomes one with it."""
     for i, other in enumerate(parts):
         is_apart = part.line > other.last_line or other.line > part.last_line
-        if part.file and other.file == part.file and not is_apart:
+        is_code = bool(part.code and other.code and part.file)
+        if is_code and other.file == part.file and not is_apart:
             first = min(part.line, other.line)
             last = max(part.last_line, other.last_line)
             texts = dict.fromkeys([other.text, part.text])
@@ -166,11 +178,12 @@ def _whole(
     if len(parts) == 1:
         return replace(parts[0], text=text)
     code = "\n".join(part.code for part in parts)
+    if not all(part.code for part in parts):  # one is told in words
+        return Remedy(text, parts=tuple(parts))
     whole = Remedy(text, code, parts=tuple(parts))
     files = {part.file for part in parts}
-    first, last = parts[0].line, parts[0].last_line
-    for part in parts:
-        first, last = min(first, part.line), max(last, part.last_line)
+    first = min(part.line for part in parts)
+    last = max(part.last_line for part in parts)
     file = parts[0].file
     if not file or len(files) > 1 or last - first > _MAX_BLOCK:
         return whole
@@ -196,13 +209,16 @@ class Trials:
         budget: How many forwards may be run.
         step_seconds: How long a plain replay took.
         is_eager: Compiled code runs eagerly in the trials.
+        torch_calls: The torch calls of the step.
 
     Attributes:
         remedies: What was tried, in order.
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
+        hiding: What helped besides them, but hides an overflow, with that.
         helped: The patches that made the step finite, each with its remedy.
+        torch_calls: The torch calls of the step without any patch.
     """
 
     def __init__(
@@ -211,13 +227,16 @@ class Trials:
         budget: int,
         step_seconds: float,
         is_eager: bool = False,
+        torch_calls: Sequence[TorchCall] = (),
     ) -> None:
+        self.torch_calls = torch_calls
         self._is_eager = is_eager
         self.replayer = replayer
         self.remedies: list[Remedy] = []
         self.notes: list[str] = []
         self.applied = AppliedPatches()
         self.failed: list[tuple[Trial, int]] = []
+        self.hiding: list[tuple[Trial, Failure]] = []
         self.helped: list[tuple[Sequence[Patch], Remedy]] = []
         self._budget = budget
         self._most = replayer.num_forwards + budget
@@ -237,15 +256,17 @@ class Trials:
 
     @property
     def found_remedy(self) -> bool:
-        """True if something has made the step finite."""
-        return any(each.is_finite for each in self.remedies)
+        """True if something has made the step finite, and hides nothing."""
+        return any(each.is_finite and not each.hides for each in self.remedies)
 
     @property
     def is_over(self) -> bool:
         """True if enough has helped, or the budget is spent."""
-        num_good = sum(each.is_finite for each in self.remedies)
-        enough = 1 if self.applied.patches else _ENOUGH
-        return num_good >= enough or not self.may_run()
+        good = [each for each in self.remedies if each.is_finite and not each.hides]
+        enough = 1 if self.applied.trials else _ENOUGH
+        # One that is told in words is worth less than a line.
+        has_code = any(each.code for each in good) or len(good) > enough
+        return (len(good) >= enough and has_code) or not self.may_run()
 
     def may_run(self) -> bool:
         """True if the budget allows one replay more."""
@@ -258,23 +279,22 @@ class Trials:
 
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
-        self.applied, self.failed = applied, []
+        self.applied, self.failed, self.hiding = applied, [], []
 
     def attempt(self, trial: Trial) -> bool:
         """Replays the step with a patch; returns True if it is finite then.
 
         Args:
             trial: The patch. It is made besides those that are in place.
-
-        Raises:
-            NotEditableError: If the patch could not be made.
         """
         applied = self.applied.with_trial(trial)
-        result = self.run(applied.patches)
-        if isinstance(result.error, NotEditableError):
-            raise result.error
-        if result.error is not None and isinstance(trial.patch, LinePatch):
-            return False  # that form does not fit the line: it is no remedy
+        patches = applied.patches
+        result = self.run(patches)
+        of_calls = [each for each in patches if isinstance(each, CallPatch)]
+        if not all(each.is_applied for each in of_calls):
+            return False  # what it reads was gone, or written to
+        if result.error is not None and isinstance(trial.patch, CallPatch):
+            return False  # that form does not fit the call: it is no remedy
         is_finite = result.is_clean
         is_tried = result.error is None
         given = "" if is_finite else self._given_bad(result)
@@ -302,7 +322,7 @@ class Trials:
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
         self.remedies.append(remedy)
         if is_finite:
-            self.helped.append((applied.patches, remedy))
+            self.helped.append((patches, remedy))
         return is_finite
 
     def _given_bad(self, result: ReplayResult) -> str:
@@ -314,7 +334,7 @@ class Trials:
 
     def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
         """Replays the step with patches; see `Replayer.run()`."""
-        return self._run(StepPart(traced), patches)
+        return self._run(StepPart(traced, has_calls=traced >= 0), patches)
 
     def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult | None:
         """Replays a part with patches; returns None if that is not finite."""
@@ -356,6 +376,8 @@ class Failure:
         others: The replay of the other samples than the failing one, if it was run.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
+        calls: The torch calls of the replay in which it was found.
+        hidden: Calls of the forward that made bad values which it does not show.
     """
 
     found: Explanation
@@ -370,11 +392,20 @@ class Failure:
     others: ReplayResult | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
+    calls: Sequence[TorchCall] = ()
+    hidden: Sequence[TorchCall] = ()
+
+    @property
+    def failing_calls(self) -> list[TorchCall]:
+        """The torch call that failed; in backward, those that may be why, too."""
+        own = None if self.row is None else self.row.torch_call
+        return [] if own is None else list(dict.fromkeys([own, *self.hidden]))
 
     @property
     def is_meant(self) -> bool:
-        """True if its infs are those of a mask alone."""
-        return self.row is not None and self.row.is_meant
+        """True if the loss holds the infs of a mask, and nothing else is wrong."""
+        is_whole = self.found.phase == "forward"
+        return is_whole and self.row is not None and self.row.is_meant
 
     @classmethod
     def of(
@@ -400,6 +431,8 @@ class Failure:
             mask=made if isinstance(made, Row) else None,
             growth=growth_of(root_op.source, rows) if found.is_overflow else None,
             is_compiled=table.is_compiled,
+            calls=table.torch_calls,
+            hidden=_hidden(table) if found.phase == "backward" else (),
         )
 
     @property
@@ -408,7 +441,8 @@ class Failure:
         found, op = self.found, self.found.op
         if op is None:
             return found.phase, found.tensor
-        return found.phase, found.module, op.file, op.line, op.name
+        keys = [call.key for call in self.failing_calls[:1]]
+        return found.phase, found.module, op.file, op.line, op.name, *keys
 
     @property
     def is_half(self) -> bool:
@@ -416,3 +450,14 @@ class Failure:
         op = self.found.op
         tensors = [] if op is None else [*op.outputs, *op.inputs]
         return any(each.dtype == "float16" for each in tensors)
+
+
+_MOST_HIDDEN = 2
+
+
+def _hidden(table: OpTable) -> list[TorchCall]:
+    """The calls of a forward that made bad values, whatever became of them."""
+    calls = [
+        row.torch_call for row in table.rows if row.makes_bad and not row.in_backward
+    ]
+    return [call for call in dict.fromkeys(calls) if call is not None][:_MOST_HIDDEN]

@@ -152,7 +152,8 @@ class Remedy:
         text: What is changed, in words, such as "add 1e-8 inside the sqrt".
         code: The code of the change. It replaces the lines `line` to `last_line` of
             `file` where there is a file; else it is called before the run. Lines from
-            the second on have their indentation.
+            the second on have their indentation. "" where `text` tells all: where it
+            has no text that says the same, or is of an installed package.
         tried: Whether the step was replayed with it.
         is_finite: Whether its outputs, loss and gradients were finite then.
         loss: The loss that came out; None if it is not known.
@@ -193,7 +194,9 @@ class Remedy:
     def __str__(self) -> str:
         """The remedy, where it belongs and what came of it, in one line."""
         if self.parts:
-            codes = "; ".join(f"{part._prefix}{part.code}" for part in self.parts)
+            codes = "; ".join(
+                f"{part._prefix}{part.code or part.text}" for part in self.parts
+            )
             return f"{self.text}: {codes} - {self.outcome}"
         code = f": {self.code}" if self.code else ""
         return f"{self._prefix}{self.text}{code} - {self.outcome}"
@@ -379,7 +382,7 @@ class Explanation:
         if not others:
             return remedy.text
         if any(each.place == remedy.place for each in others):
-            return f"{remedy.text}: {remedy._prefix}{remedy.code}"
+            return f"{remedy.text}: {remedy._prefix}{remedy.code or 'in words'}"
         parts = [part.place for each in others for part in each.parts]
         return f"{remedy.text} ({remedy.place}{' alone' * (remedy.place in parts)})"
 

@@ -393,6 +393,9 @@ def test_all_ranks_replay_and_name_who_made_it(name):
         assert is_same
         assert numbers == (None, 1, 1)
         assert ("on rank 1 alone" in text) == (bad == ONE)
+        # Rules of torch calls are data: each rank changes its own calls.
+        added = "the divisor" if fails_in == "forward" else "inside the sqrt"
+        assert added in text.partition("tried  ")[2], text
 
 
 @pytest.mark.parametrize("name", ["explain=False", "nothing kept"])

@@ -1,0 +1,203 @@
+"""Changes of torch calls, as data that every rank can apply to its own replay."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...torch_internals.tensor_internals import pytree
+from ..replayer import Patch
+from ..torch_calls import Key, TorchCall, TorchCalls, Value, leaves
+from .patterns import Found, computed, matched
+from .rules import RULES
+
+# What is held for calls that are still to come, at most: what one layer's pattern reads
+# is let go of with the layer, but a line may run where no pattern of it follows.
+_MOST_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class RuleChange:
+    """A rule for the calls of one expression.
+
+    Attributes:
+        key: The key of the calls.
+        rule: The rule's place in `RULES`.
+        dtype: The dtype that numbers are chosen by.
+        number: One of several numbers that are tried.
+        dim: The dimensions along which a maximum is subtracted.
+        reads: The keys of the calls whose inputs it reads.
+    """
+
+    key: Key
+    rule: int
+    dtype: torch.dtype
+    number: float = 0.0
+    dim: Any = None
+    reads: frozenset[Key] = frozenset()
+
+    def found(self, call: TorchCall) -> Found | None:
+        """The expression in place of a call of its key; None for the call itself."""
+        return matched(RULES[self.rule], call, self.dtype, self.number, self.dim)
+
+
+@dataclass(frozen=True)
+class InFloat32:
+    """Calls in float32, with those behind them until a result fits float16 again.
+
+    Attributes:
+        roots: The keys of the first calls.
+        ends: The keys of the calls whose results are cast back.
+        stops: Those of calls whose results were in float32 as the program is.
+    """
+
+    roots: frozenset[Key]
+    ends: frozenset[Key] = frozenset()
+    stops: frozenset[Key] = frozenset()
+
+
+Change = RuleChange | InFloat32
+
+
+@dataclass(frozen=True)
+class CallPatch(Patch):
+    """The replay computes something else in place of some torch calls.
+
+    Attributes:
+        changes: The changes; of each key one.
+        num_applied: How often each was made in runs of this process, by its place.
+    """
+
+    changes: tuple[Change, ...]
+    num_applied: collections.Counter[int] = field(
+        default_factory=collections.Counter, compare=False
+    )
+
+    @contextmanager
+    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """See `Patch`."""
+        with ChangedCalls(self):
+            yield
+
+    @property
+    def is_applied(self) -> bool:
+        """True if each change was made."""
+        return all(self.num_applied[i] for i in range(len(self.changes)))
+
+
+class ChangedCalls(TorchCalls):
+    """Makes changes of torch calls while it is entered.
+
+    Args:
+        patch: The changes.
+    """
+
+    def __init__(self, patch: CallPatch) -> None:
+        super().__init__()
+        self._patch = patch
+        self._by_key: dict[Key, tuple[int, RuleChange]] = {}
+        self._in_float32: list[tuple[int, InFloat32]] = []
+        self._reads: set[Key] = set()
+        self._held: collections.deque[tuple[Value, int]] = collections.deque()
+        self._num_bytes = 0
+        self._wide: Any = WeakIdKeyDictionary()
+        for place, change in enumerate(patch.changes):
+            if isinstance(change, InFloat32):
+                self._in_float32.append((place, change))
+            else:
+                self._by_key[change.key] = place, change
+                self._reads |= change.reads
+
+    def run(self, call: TorchCall, args: Any, kwargs: Any) -> Any:
+        """Runs a call, or what a change puts in its place."""
+        if call.key in self._reads:
+            self._hold(call.inputs)
+        place, change = self._by_key.get(call.key, (0, None))
+        found = None if change is None else change.found(call)
+        if found is not None and all(map(_is_known, found.inputs())):
+            self._patch.num_applied[place] += 1
+            result = _instead(found, call, args, kwargs)
+            for each in found.calls:
+                for value in (*each.inputs, *each.results):
+                    value.release()
+            return result
+        for place, wide in self._in_float32:
+            if call.key in wide.roots or self._has_wide(args, kwargs):
+                return self._run_in_float32(place, wide, call, args, kwargs)
+        return call.func(*args, **kwargs)
+
+    def _hold(self, values: list[Value]) -> None:
+        for value in values:
+            num_bytes = value.hold()
+            self._held.append((value, num_bytes))
+            self._num_bytes += num_bytes
+        while self._num_bytes > _MOST_BYTES and len(self._held) > len(values):
+            value, num_bytes = self._held.popleft()
+            value.release()
+            self._num_bytes -= num_bytes
+
+    def _has_wide(self, args: Any, kwargs: Any) -> bool:
+        return any(each in self._wide for each in _tensors_in((args, kwargs)))
+
+    def _run_in_float32(
+        self, place: int, change: InFloat32, call: TorchCall, args: Any, kwargs: Any
+    ) -> Any:
+        if call.is_in_place:
+            return call.func(*args, **kwargs)
+        self._patch.num_applied[place] += call.key in change.roots
+        given = _tensors_in((args, kwargs))
+        is_cast = call.name == "to" and all(t.dtype != torch.float16 for t in given)
+        device = given[0].device.type if given else "cpu"
+        with torch.autocast(device, enabled=False):
+            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+            result = args[0].float() if is_cast else call.func(*args, **kwargs)
+        return pytree.tree_map(lambda each: self._back(each, change, call), result)
+
+    def _back(self, each: Any, change: InFloat32, call: TorchCall) -> Any:
+        if not isinstance(each, torch.Tensor) or each.dtype != torch.float32:
+            return each
+        if call.key in change.ends:
+            return each.half()
+        if call.key in change.stops:
+            return each
+        self._wide[each] = True
+        return each
+
+
+def _is_known(given: Any) -> bool:
+    value = given.value
+    return not isinstance(value, Value) or value.is_as_it_was
+
+
+def _instead(found: Found, call: TorchCall, args: Any, kwargs: Any) -> Any:
+    if not call.is_in_place:
+        return computed(found, call, args, kwargs)
+    out = kwargs.get("out")
+    target = args[0] if out is None else out
+    for value in call.inputs:
+        if value.tensor is target:
+            value.keep_copy()
+    kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+    new = computed(found, call, args, kwargs)
+    if (
+        new is not None and new is not target
+    ):  # it was not written to by the call itself
+        target.copy_(new)
+    return None if call.name == "__setitem__" else target
+
+
+def _tensors_in(given: Any) -> list[torch.Tensor]:
+    return [each for each in leaves(given) if isinstance(each, torch.Tensor)]
+
+
+def _widened(each: Any) -> Any:
+    if isinstance(each, torch.Tensor):
+        return each.float() if each.dtype == torch.float16 else each
+    return torch.float32 if each is torch.float16 else each

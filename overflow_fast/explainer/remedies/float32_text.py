@@ -1,0 +1,164 @@
+"""Writes calls in float32, from the first ones to where a result fits float16 again."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..torch_calls import TorchCall, Value
+from .call_patch import InFloat32
+from .rule_text import (
+    NOT_WRITTEN,
+    NotWrittenError,
+    Writer,
+    inner_place,
+    short_text,
+    shown_at,
+)
+from .source_file import Edit
+
+# Calls that give float32 where one of their inputs has it.
+_PROMOTING = {
+    *("add", "sub", "mul", "div", "pow", "rsub", "rdiv", "rpow", "where", "maximum"),
+    *("minimum", "masked_fill", "cat", "stack", "atan2", "hypot", "lerp", "addcmul"),
+}
+
+
+def float32_edits(change: InFloat32, calls: Sequence[TorchCall]) -> tuple[Edit, ...]:
+    """The edits that compute calls in float32.
+
+    Args:
+        change: The first calls and the last ones.
+        calls: All calls of the replay without it.
+
+    Raises:
+        NotWrittenError: If it has no text, with the reason.
+    """
+    found: dict[object, tuple[Edit, ...]] = {}
+    root: TorchCall | None = None
+    for call, is_end, casts in _changed(change, calls):
+        root = call if call.key in change.roots else root
+        edits = _edits(call, is_end, casts, root, calls)
+        if found.setdefault(call.key, edits) != edits:
+            raise NotWrittenError("it differs from one turn of a loop to another")
+    return tuple(edit for edits in found.values() for edit in edits)
+
+
+def has_text(roots: Sequence[TorchCall], calls: Sequence[TorchCall]) -> bool:
+    """True if the first calls can be written in float32."""
+    try:
+        for root in roots:
+            _edits(root, False, _casts_of(root, True, set()), root, calls)
+    except NOT_WRITTEN:
+        return False
+    return True
+
+
+def _changed(
+    change: InFloat32, calls: Sequence[TorchCall]
+) -> Iterator[tuple[TorchCall, bool, list[int]]]:
+    """Yields what differs: a call, if its result is cast back, operands to be cast."""
+    wide: set[Value] = set()
+    for call in calls:
+        is_root = call.key in change.roots
+        if not is_root and wide.isdisjoint(call.inputs):
+            continue
+        if call.is_in_place:
+            if is_root:
+                raise NotWrittenError("it writes to its argument")
+            wide.update(call.results)
+            continue
+        is_end = call.key in change.ends
+        if not is_end and call.key not in change.stops:
+            wide.update(call.results)
+        casts = _casts_of(call, is_root, wide)
+        if is_end or casts or (is_root and call.name == "to"):
+            yield call, is_end, casts
+
+
+def _casts_of(call: TorchCall, is_root: bool, wide: set[Value]) -> list[int]:
+    """The places of a call's operands that are to be cast to float32."""
+    if call.name == "to":
+        if not is_root and any(v.dtype == torch.float16 for v in call.results):
+            raise NotWrittenError("a later cast to float16 is one to float32")
+        return []
+    half = [
+        value
+        for value in call.inputs
+        if value.dtype == torch.float16 and value not in wide
+    ]
+    if is_root and not half:
+        raise NotWrittenError("autocast makes it float16")
+    # A number in a tensor widens no tensor that has dimensions.
+    promotes = any(value in wide and value.shape for value in call.inputs)
+    if not half or (not is_root and promotes and call.name in _PROMOTING):
+        return []
+    operands = call.operands
+    casts = [i for i, each in enumerate(operands) if each in half]
+    if len(casts) != len(half):
+        raise NotWrittenError("an argument of it has no text of its own")
+    return casts
+
+
+def _edits(
+    call: TorchCall,
+    is_end: bool,
+    casts: list[int],
+    root: TorchCall | None,
+    calls: Sequence[TorchCall],
+) -> tuple[Edit, ...]:
+    writer = Writer(call, calls)
+    if isinstance(writer.node, ast.AugAssign):
+        raise NotWrittenError("it writes to its argument")
+    if casts and inner_place(call):  # `keep_in_fp32` has the weights in float32, too
+        raise NotWrittenError("it is a module's")
+    if casts:
+        new = writer.with_operands(
+            call,
+            {
+                place: _cast(writer.place_operand(call, place), "float")
+                for place in casts
+            },
+        )
+    elif call.name == "to" and not is_end:
+        new = _cast(writer.place_operand(call, 0), "float")
+    else:
+        new = writer.place_whole()
+    return writer.edits_to(_cast_back(new, root, writer) if is_end else new)
+
+
+def _cast(of: ast.expr, name: str) -> ast.expr:
+    return ast.Call(ast.Attribute(of, name), [], [])
+
+
+def _cast_back(of: ast.expr, root: TorchCall | None, writer: Writer) -> ast.expr:
+    """A cast to the dtype that the first call was given, where that has a name."""
+    operands = [] if root is None else root.operands
+    for place, each in enumerate(operands):
+        if root is not None and isinstance(each, Value):
+            with contextlib.suppress(NotWrittenError):
+                name = writer.place_operand(root, place)
+                text = ast.unparse(name)
+                if isinstance(each, Value) and _is_name(text):
+                    dtype = ast.parse(f"{text}.dtype", mode="eval").body
+                    return ast.Call(ast.Attribute(of, "to"), [dtype], [])
+    return _cast(of, "half")
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not text.startswith("OPERAND_")
+
+
+def float32_text(change: InFloat32, calls: Sequence[TorchCall]) -> str:
+    """The calls that are computed in float32, as far as which line, in words."""
+    roots = [call for call in calls if call.key in change.roots]
+    if all(root.name == "to" for root in roots):
+        return "cast to float32 instead of float16"
+    texts = dict.fromkeys(f"`{short_text(root)}`" for root in roots)
+    line = shown_at(roots[-1])[1]
+    lines = [shown_at(call)[1] for call in calls if call.key in change.ends]
+    until = f", up to line {lines[-1]}" if lines and lines[-1] != line else ""
+    return f"compute {' and '.join(texts)} in float32{until}"

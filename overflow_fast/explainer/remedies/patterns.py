@@ -1,0 +1,376 @@
+"""Matches patterns of rules against torch calls, and computes what is put instead.
+
+A match is a `Found`: an expression whose names stand for inputs of calls, or for more
+expressions. It is computed with the tensors of a replay, and written with the code of
+the program in `rule_text`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ...torch_internals.tensor_internals import pytree
+from ..torch_calls import PARAMETERS, SAME, TorchCall, Value
+from .rules import (
+    ELEMENTWISE,
+    IN_PLACE_MOVES,
+    LOGS,
+    MOVES,
+    RANDOM,
+    Rule,
+    named_numbers,
+    safe_argument,
+)
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a call.
+
+    Attributes:
+        call: The call.
+        place: Its place among the operands.
+    """
+
+    call: TorchCall
+    place: int
+
+    @property
+    def value(self) -> Any:
+        """A `Value`, or what else it is."""
+        return self.call.operands[self.place]
+
+
+@dataclass
+class Found:
+    """An expression and what its names stand for.
+
+    Attributes:
+        new: The expression.
+        names: An `Input`, another `Found`, the call of `f` or a number, by name.
+        calls: The calls that were read.
+        moved: A call that moves values, and is to move those of "y" instead; or None.
+        has_rest: Whether a call was given more than the pattern has.
+        text: In words; "" for nothing of its own.
+        numbers: The numbers that EPS and others stand for.
+    """
+
+    new: str = ""
+    names: dict[str, Any] = field(default_factory=dict)
+    calls: list[TorchCall] = field(default_factory=list)
+    moved: TorchCall | None = None
+    has_rest: bool = False
+    text: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def inputs(self) -> Iterator[Input]:
+        """The inputs that it is computed of."""
+        for name, of in self.names.items():
+            if isinstance(of, Found):
+                yield from of.inputs()
+            elif isinstance(of, Input) and f"LOG_{name}" not in self.names:
+                yield of
+
+    @property
+    def code(self) -> str:
+        """The expression as it is computed."""
+        return self.new.replace("LOG(y)", "LOG_y").replace("LOG(z)", "LOG_z")
+
+    @property
+    def is_known(self) -> bool:
+        """True if it takes the logarithm of no value that may be negative."""
+        inner = [each for each in self.names.values() if isinstance(each, Found)]
+        plain = self.names.get("y") if self.new == "log(y)" else None
+        is_plain = isinstance(plain, Input) and isinstance(plain.value, Value)
+        return not is_plain and all(each.is_known for each in inner)
+
+
+def matched(
+    rule: Rule,
+    call: TorchCall,
+    dtype: torch.dtype,
+    number: float = 0.0,
+    dim: Any = None,
+) -> Found | None:
+    """The expression that a rule puts in place of a call; None if it is for another.
+
+    Args:
+        rule: The rule.
+        call: The call.
+        dtype: The dtype that numbers are chosen by.
+        number: The number for N.
+        dim: The dimensions for DIM.
+    """
+    found = Found()
+    if rule.pattern != "*" and not _matches(parsed(rule.pattern), call, found):
+        return None
+    if rule.when is not None and not rule.when(call):
+        return None
+    found.new, found.numbers = rule.new, named_numbers(dtype, number)
+    found.text = rule.text
+    if "LOG(" in rule.new and not _put_logs(found):
+        return None
+    if "CALL" not in rule.new and (found.has_rest or any(map(_has_more, found.calls))):
+        return None  # what the pattern knows nothing of
+    if "DIM" in rule.new:
+        found.names["DIM"] = dim
+    return found
+
+
+@functools.cache
+def parsed(text: str) -> ast.expr:
+    """An expression; `f(*)` is a call of anything."""
+    return ast.parse(text.replace("(*)", "(ANY)"), mode="eval").body
+
+
+_OPERATORS = {
+    **{ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"},
+    **{ast.Pow: "pow", ast.MatMult: "matmul"},
+}
+
+
+def _matches(node: ast.AST, call: TorchCall, found: Found) -> bool:
+    name, wanted = _shape(node)
+    operands = call.operands
+    if name == "f" and call.name in ELEMENTWISE:
+        found.names["f"] = call
+    elif name != call.plain_name:
+        return False
+    if len(operands) < len(wanted):
+        return False
+    places = list(range(len(operands)))
+    if name == "f" and call.plain_name == "div":  # the divisor is its argument
+        places = places[1:]
+    orders = [places]
+    if name in ("add", "mul") and len(operands) == 2:
+        orders.append(places[::-1])
+    before = dict(found.names), list(found.calls), found.has_rest
+    for order in orders:
+        found.names, found.calls = dict(before[0]), [*before[1], call]
+        rest = [] if name == "f" else [operands[i] for i in order[len(wanted) :]]
+        found.has_rest = before[2] or any(
+            e is not None and e is not False for e in rest
+        )
+        pairs = zip(wanted, order, strict=False)
+        if all(_stands(each, Input(call, place), found) for each, place in pairs):
+            return True
+    return False
+
+
+def _shape(node: ast.AST) -> tuple[str, list[ast.expr]]:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)], [node.left, node.right]
+    if isinstance(node, ast.UnaryOp):
+        return "neg", [node.operand]
+    assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return node.func.id, node.args
+
+
+def _stands(node: ast.expr, leaf: Input, found: Found) -> bool:
+    of = leaf.value
+    if isinstance(node, ast.Constant):
+        return _is_constant(of, node.value)
+    if isinstance(node, ast.Name):
+        return _takes_name(node.id, leaf, found)
+    made = of.call if isinstance(of, Value) else None
+    if made is None or of is not made.results[of.place]:
+        return False
+    if made.name in IN_PLACE_MOVES and _shape(node)[0] not in MOVES and made.args:
+        return _stands(node, Input(made, 0), found)
+    return _matches(node, made, found)
+
+
+def _takes_name(name: str, leaf: Input, found: Found) -> bool:
+    of = leaf.value
+    is_tensor = isinstance(of, Value)
+    if name in ("n", "d", "k") and is_tensor and (of.shape or name != "n"):
+        return False
+    if name == "d" and isinstance(of, bool):
+        return False
+    if name in ("x", "a", "b", "c", "m") and not is_tensor:
+        return False
+    if name == "m" and of.dtype is not torch.bool:
+        return False
+    if name in found.names:
+        return _are_same(found.names[name].value, of)
+    found.names[name] = leaf
+    return True
+
+
+def _are_same(one: Any, other: Any, depth: int = 4) -> bool:
+    """True for the same value, and for one that was computed again of the same."""
+    if one is other:
+        return True
+    if not isinstance(one, Value) or not isinstance(other, Value):
+        return type(one) is type(other) and not isinstance(one, Value) and one == other
+    calls = one.call, other.call
+    if calls[0] is None or calls[1] is None or not depth or one.place != other.place:
+        return False
+    is_plain = not (calls[0].is_in_place or calls[1].is_in_place)
+    is_plain = is_plain and calls[0].name not in RANDOM and not calls[0].kwargs
+    given = calls[0].args, calls[1].args
+    return (
+        is_plain
+        and calls[0].func == calls[1].func
+        and calls[0].kwargs == calls[1].kwargs
+        and len(given[0]) == len(given[1])
+        and all(_are_same(*pair, depth - 1) for pair in zip(*given, strict=True))
+    )
+
+
+def _is_constant(of: Any, wanted: Any) -> bool:
+    if isinstance(of, Value) or wanted is None or isinstance(wanted, bool):
+        return of is wanted
+    if wanted == 2 and of in (None, "fro"):  # the default of a norm
+        return True
+    is_number = isinstance(of, (int, float)) and not isinstance(of, bool)
+    return is_number and abs(of - wanted) < 1e-7 * abs(wanted)  # as float32 has it
+
+
+def _has_more(call: TorchCall) -> bool:
+    """True if a call was given a keyword that no pattern reads, such as a dtype."""
+    known = {*PARAMETERS.get(call.name, "input").split(), "", "alpha", "value", "out"}
+    more = {k: v for k, v in call.kwargs.items() if SAME.get(k, k) not in known}
+    is_scaled = call.kwargs.get("alpha", 1) != 1
+    return is_scaled or any(v is not None and v is not False for v in more.values())
+
+
+# The logarithm of a value, by how it was made.
+
+_DEPTH = 12
+
+
+def _put_logs(found: Found, depth: int = _DEPTH) -> bool:
+    """Fills in the `LOG`s of an expression; False if none is known by its making."""
+    is_known = False
+    for name in ("y", "z"):
+        if f"LOG({name})" in found.new and name in found.names:
+            inner, is_inner = _log_of(found.names[name], depth)
+            found.names[f"LOG_{name}"] = inner
+            found.calls += inner.calls
+            found.text = found.text or inner.text
+            is_known |= is_inner
+    return is_known
+
+
+def _log_of(leaf: Input, depth: int) -> tuple[Found, bool]:
+    """The logarithm of a value, and whether it is known without computing the value."""
+    value = leaf.value
+    made = value.call if isinstance(value, Value) else None
+    plain = Found("log(y)", {"y": leaf})
+    if made is None or depth == 0 or made.is_in_place or not made.args:
+        return plain, False
+    if made.name in MOVES and isinstance(made.args[0], Value):
+        inner, is_known = _log_of(Input(made, 0), depth - 1)
+        moved = _moved(made, value.place, inner)
+        return (moved, True) if is_known else (plain, False)
+    if made.name == "broadcast_tensors":
+        inner, is_known = _log_of(Input(made, value.place), depth - 1)
+        moved = _moved(made, -1, inner)
+        return (moved, True) if is_known else (plain, False)
+    for pattern, (new, text) in LOGS.items():
+        found = Found(new, text=text)
+        if not _matches(parsed(pattern), made, found) or found.has_rest:
+            continue
+        if any(map(_has_more, found.calls)):
+            continue
+        if "LOG(" not in new or _put_logs(found, depth - 1):
+            return found, True
+    return plain, False
+
+
+def _moved(call: TorchCall, place: int, inner: Found) -> Found:
+    """An expression whose values a call moves."""
+    calls, text = [call, *inner.calls], inner.text
+    moved = Found("", {"y": inner}, calls, call, text=text)
+    if len(call.results) > 1 and place >= 0:
+        return Found(f"y[{place}]", {"y": moved}, calls, text=text)
+    return moved
+
+
+# Computes what is put in place of a call.
+
+
+def _log(of: Any) -> Any:
+    return of.log() if isinstance(of, torch.Tensor) else math.log(of)
+
+
+# What expressions may call, besides methods.
+SPACE: dict[str, Any] = {
+    **{"torch": torch, "F": functional, "max": max, "log": _log, "inf": math.inf},
+    **{"where": torch.where, "masked_fill": torch.masked_fill, "value": 1},
+}
+
+
+def computed(found: Found, call: TorchCall, args: Any, kwargs: Any) -> Any:
+    """Computes an expression in place of a call.
+
+    Args:
+        found: The expression.
+        call: The call.
+        args: The tensors and what else it was given.
+        kwargs: The same by name.
+    """
+    if found.moved is not None:
+        return _move(found.moved, computed(found.names["y"], call, args, kwargs))
+    space: dict[str, Any] = {**SPACE, **kwargs, **found.numbers}
+    space["CALL"] = _changed(call, args, kwargs)
+    space["CALL_ON"] = lambda of: call.func(of, *args[1:], **kwargs)
+    for name, of in found.names.items():
+        if isinstance(of, Found):
+            space[name] = computed(of, call, args, kwargs)
+        elif isinstance(of, TorchCall):
+            space["f"] = functools.partial(_again, of)
+            space["SAFE"] = safe_argument(of)
+        else:
+            space[name] = _tensor_of(of.value) if isinstance(of, Input) else of
+    space["k"] = bool(space.get("k"))
+    return eval(_compiled(found.code), space)
+
+
+@functools.cache
+def _compiled(code: str) -> CodeType:
+    return compile(code, "<rule>", "eval")
+
+
+def _changed(call: TorchCall, args: Any, kwargs: Any) -> Callable[..., Any]:
+    """The call with other keywords; a number for -inf, None for no keyword."""
+
+    def again(low: float = -math.inf, **changes: Any) -> Any:
+        def lower(of: Any) -> Any:
+            return low if type(of) is float and of == -math.inf else of
+
+        new = {k: v for k, v in {**kwargs, **changes}.items() if k != "out"}
+        dropped = {k for k, v in changes.items() if v is None}
+        new = {k: lower(v) for k, v in new.items() if k not in dropped}
+        return call.func(*pytree.tree_map(lower, args), **new)
+
+    return again
+
+
+def _tensor_of(of: Any) -> Any:
+    return of.tensor if isinstance(of, Value) else of
+
+
+def _move(move: TorchCall, of: Any) -> Any:
+    if move.name == "broadcast_tensors":
+        return of.expand(move.results[0].shape)
+    args, kwargs = pytree.tree_map(_tensor_of, (move.args[1:], move.kwargs))
+    return move.func(of, *args, **kwargs)
+
+
+def _again(call: TorchCall, of: torch.Tensor) -> Any:
+    """A call with another operand: the divisor of a quotient, else the first."""
+    if call.plain_name == "div":
+        return _tensor_of(call.operands[0]) / of
+    args, kwargs = pytree.tree_map(_tensor_of, (call.args[1:], call.kwargs))
+    return call.func(of, *args, **kwargs)

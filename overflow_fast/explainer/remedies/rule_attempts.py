@@ -1,0 +1,383 @@
+"""Tries rules on the torch call that failed, and on those before and behind it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...guard.report.explanation import Explanation, Remedy
+from ..op_rows import Row
+from ..torch_calls import Key, TorchCall, Value
+from .call_patch import CallPatch, InFloat32, RuleChange
+from .float32_text import float32_edits, float32_text, has_text
+from .patterns import Found, matched
+from .rule_text import (
+    NOT_WRITTEN,
+    inner_place,
+    remedy_in_words,
+    rule_edits,
+    short_text,
+    shown_at,
+    site_text,
+)
+from .rules import (
+    EMPTY_ROWS,
+    GUARDS,
+    IN_LOGARITHMS,
+    LOST,
+    MASKS,
+    MOVES,
+    ROUNDED,
+    RULES,
+    Rule,
+    numbers_of,
+    with_numbers,
+)
+from .trials import Attempts, Failure, Trial, Trials, in_float32, remedy_of
+
+_MOST_GUARDS = 6
+_MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
+_MOST_BEHIND = 12
+_STAY = "stay with logarithms"
+
+
+def exact_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Attempts:
+    """Forms that are the same in exact arithmetic, and stay in range."""
+    for failed in failure.failing_calls:
+        for root in (failed, *_behind(failure.calls, failed)):
+            for rule in rules:
+                dim = _ratio_dim(failure.calls, root) if "DIM" in rule.new else None
+                if "DIM" in rule.new and (dim is None or root is not failed):
+                    continue
+                for trial, found in _trials_of(rule, root, failure, trials, dim):
+                    if rule in IN_LOGARITHMS and not found.is_known:
+                        continue  # nan where a factor is negative
+                    reads = found.calls
+                    is_near = any(value.call in reads for value in failed.inputs)
+                    if failed in (root, *reads) or ("LOG" in rule.new and is_near):
+                        yield trial
+
+
+def guard_trials(failure: Failure, trials: Trials) -> Attempts:
+    """Guarded forms of the call that failed."""
+    op = failure.found.op
+    has_inf = op is not None and any(each.num_inf for each in op.inputs)
+    for failed in failure.failing_calls[:1]:
+        num_tried = 0
+        for rule in GUARDS:
+            if rule.needs_inf and not has_inf:
+                continue
+            for trial, _ in _trials_of(rule, failed, failure, trials):
+                yield trial
+                num_tried += 1
+            if num_tried >= _MOST_GUARDS:
+                return
+
+
+def mask_trials(failure: Failure, trials: Trials) -> Attempts:
+    """The mask whose infs meet, made of a large number instead."""
+    masks = [] if failure.mask is None else [failure.mask.torch_call]
+    yield from _on(MASKS, [*masks, *_up_to(failure)], failure, trials)
+
+
+def rounded_trials(failure: Failure, trials: Trials) -> Attempts:
+    """A number that the dtype holds, in a sum before the call that failed."""
+    yield from _on(ROUNDED, _up_to(failure), failure, trials)
+
+
+def lost_trials(failure: Failure, trials: Trials) -> Attempts:
+    """A lower bound of what became 0 in its dtype."""
+    if failure.lost is not None and failure.found.cause == "underflow":
+        yield from _on(LOST, [failure.lost.torch_call], failure, trials)
+
+
+def empty_row_trials(failure: Failure, trials: Trials) -> Attempts:
+    """A sum of nothing but a mask's -inf, which then counts as 0."""
+    yield from _on(EMPTY_ROWS, failure.failing_calls[:1], failure, trials)
+
+
+def _on(
+    rules: Sequence[Rule],
+    calls: Sequence[TorchCall | None],
+    failure: Failure,
+    trials: Trials,
+) -> Attempts:
+    for call in filter(None, dict.fromkeys(calls)):
+        for rule in rules:
+            for trial, _ in _trials_of(rule, call, failure, trials):
+                yield trial
+
+
+def _up_to(failure: Failure) -> list[TorchCall]:
+    """The call that failed, and those before it, the nearest first."""
+    return [e for call in failure.failing_calls[:1] for e in (call, *_before(call))]
+
+
+def _trials_of(
+    rule: Rule, root: TorchCall, failure: Failure, trials: Trials, dim: Any = None
+) -> Iterator[tuple[Trial, Found]]:
+    if root.key not in trials.applied.keys:
+        yield from trials_of(rule, root, failure.calls, dim)
+
+
+def trials_of(
+    rule: Rule, root: TorchCall, calls: Sequence[TorchCall], dim: Any = None
+) -> Iterator[tuple[Trial, Found]]:
+    """Yields the trials of a rule for a call, each with what it puts there.
+
+    Args:
+        rule: The rule.
+        root: The call.
+        calls: All calls of the replay.
+        dim: The dimensions along which a maximum is subtracted.
+    """
+    for number in numbers_of(rule, root.dtype):
+        found = matched(rule, root, root.dtype, number, dim)
+        if found is None:
+            continue
+        reads = frozenset(call.key for call in (root, *found.calls))
+        place = RULES.index(rule)
+        change = RuleChange(root.key, place, root.dtype, number, dim, reads)
+        yield _trial(change, root, found, calls), found
+
+
+def _trial(
+    change: RuleChange, root: TorchCall, found: Found, calls: Sequence[TorchCall]
+) -> Trial:
+    text = with_numbers(found.text or _STAY, found.numbers)
+    patch, place = CallPatch((change,)), inner_place(root)
+    try:
+        edits = rule_edits(root, calls, change.found)
+        return Trial(remedy_of(text, edits), patch, edits)
+    except NOT_WRITTEN as error:
+        told = _in_words(text, root, found, str(error))
+    with contextlib.suppress(*NOT_WRITTEN):
+        if place:
+            edits = rule_edits(root, calls, change.found, anywhere=True)
+            told = f"{text}: `{remedy_of(text, edits).code}` in {place}"
+    return Trial(remedy_in_words(told, root), patch)
+
+
+def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
+    """A remedy for which there is no line: of what is computed, and instead of what."""
+    place = inner_place(root)
+    whole = f"{text} in `{short_text(root)}`" + f" ({place})" * bool(place)
+    elsewhere = [
+        f"`{short_text(leaf.call, leaf.place)}` ({site_text(leaf.call.sites[0])})"
+        for leaf in found.inputs()
+        if isinstance(leaf.value, Value)
+        and leaf.call.sites[0].code is not root.sites[0].code
+    ]
+    if elsewhere and not place:
+        of = " and ".join(dict.fromkeys(elsewhere))
+        return f"{text} of {of} in `{short_text(root)}`"
+    return whole if place else f"{whole}: {why}"
+
+
+# The calls before and behind one.
+
+
+def _before(call: TorchCall) -> list[TorchCall]:
+    """The calls that made its inputs, and those before them."""
+    found: list[TorchCall] = []
+    waiting = [value.call for value in call.inputs]
+    while waiting and len(found) < _MOST_BEFORE:
+        each = waiting.pop(0)
+        if each is not None and each not in found:
+            found.append(each)
+            waiting += [value.call for value in each.inputs]
+    return found
+
+
+def _behind(calls: Sequence[TorchCall], call: TorchCall) -> list[TorchCall]:
+    """The calls that were given its result, and those after them."""
+    found: list[TorchCall] = []
+    known = set(call.results)
+    for each in calls[calls.index(call) + 1 :]:
+        if len(found) < _MOST_BEHIND and not known.isdisjoint(each.inputs):
+            found.append(each)
+            known.update(each.results)
+    return found
+
+
+_LINEAR = {
+    *(*MOVES, "sum", "mean", "cumsum", "add", "mul", "matmul", "clamp", "where"),
+    *("index_add", "scatter_add", "scatter", "masked_fill"),
+}
+
+
+def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
+    """The dimensions along which a maximum may be subtracted before an exp, or None.
+
+    That is where all that is made of the exp is a quotient of what is linear in it.
+    """
+    if root.plain_name != "exp" or root.is_in_place:
+        return None
+    degree: dict[Value, int] = dict.fromkeys(root.results, 1)
+    dims: list[Any] = []
+    used: set[Value] = set()
+    for call in calls[calls.index(root) + 1 :]:
+        given = [degree.get(value, 0) for value in call.inputs]
+        if not any(given):
+            continue
+        used.update(call.inputs)
+        if call.plain_name == "div":
+            above, below = (degree.get(each, 0) for each in call.operands[:2])
+            own = above - below
+        elif call.name in ("matmul", "mul"):
+            own = sum(given)
+        elif call.name in _LINEAR and (call.name != "add" or min(given) == 1):
+            own = max(given)
+        else:
+            return None
+        if own not in (0, 1):
+            return None
+        if call.name in ("sum", "cumsum", "mean") and call.operands[1] is not None:
+            dims.append(call.operands[1])
+        degree |= dict.fromkeys(call.results, own)
+    if any(own and value not in used for value, own in degree.items()):
+        return None
+    return dims[0] if len(set(map(str, dims))) == 1 else ()
+
+
+# In float32, until a result fits float16 again.
+
+_MOST_ROOTS = 3  # calls that are in float32 each on its own
+_LARGEST, _SMALLEST = 6e4, 1e-2  # of what fits float16, by its largest magnitude
+
+
+def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts:
+    """The calls that failed in float32, and those behind until one fits again.
+
+    A run with all that follows in float32 tells where that is.
+
+    Args:
+        failure: The failure.
+        trials: The trials.
+        in_words: Whether to try what can be told in words alone, or what can be
+            written.
+    """
+    if in_words and trials.found_remedy:
+        return
+    keys = {call.key for call in failure.failing_calls}
+    for each in trials.applied.trials:  # which this one stands for as well
+        keys |= {key for change in in_float32(each.patch) for key in change.roots}
+    for _ in range(_MOST_ROOTS):
+        trial = _float32_trial(keys, failure, trials, in_words)
+        if trial is None:
+            return
+        is_finite = yield trial
+        hidden = [left for of, left in trials.hiding if of is trial]
+        if not is_finite or not hidden:
+            return
+        keys = keys | {call.key for call in hidden[0].failing_calls}
+
+
+def _float32_trial(
+    keys: set[Key], failure: Failure, trials: Trials, in_words: bool
+) -> Trial | None:
+    calls = trials.torch_calls
+    roots = [call for call in calls if call.key in keys and _is_half(call)]
+    if not roots or not trials.may_run() or not (in_words or has_text(roots, calls)):
+        return None
+    keys = {call.key for call in roots}
+    stops = frozenset(_keys_of(calls, _was_wide))
+    change = InFloat32(frozenset(keys), stops=stops)
+    patch = CallPatch((change,))
+    patches = trials.applied.with_trial(Trial(Remedy(""), patch)).patches
+    table = trials.run(patches, traced=failure.place).table
+    if table is None:
+        return None
+    sizes: dict[TorchCall, float] = {}
+    for row in table.rows:  # the last one that is no view made what a call returned
+        if row.torch_call is not None and row.abs_max is not None:
+            sizes[row.torch_call] = torch.inf if row.kinds else row.abs_max
+    ends = _ends_of(change, table.torch_calls, sizes)
+    change = replace(change, ends=frozenset(call.key for call in ends))
+    text, patch = float32_text(change, calls), CallPatch((change,))
+    with contextlib.suppress(*NOT_WRITTEN):
+        edits = float32_edits(change, calls)
+        return None if in_words else Trial(remedy_of(text, edits), patch, edits)
+    return Trial(remedy_in_words(text, roots[0]), patch) if in_words else None
+
+
+def _is_half(call: TorchCall) -> bool:
+    values = (*call.inputs, *call.results)
+    return any(value.dtype == torch.float16 for value in values)
+
+
+def _was_wide(call: TorchCall) -> bool:
+    return all(value.dtype != torch.float16 for value in call.results)
+
+
+def _keys_of(
+    calls: Sequence[TorchCall], condition: Callable[[TorchCall], bool]
+) -> set[Key]:
+    """The keys for whose calls a condition holds, all of them."""
+    false = {call.key for call in calls if not condition(call)}
+    return {call.key for call in calls} - false
+
+
+def _ends_of(
+    change: InFloat32, calls: Sequence[TorchCall], sizes: dict[TorchCall, float]
+) -> list[TorchCall]:
+    """The calls whose results fit float16 again, where a run has cast none back."""
+
+    def fits(call: TorchCall) -> bool:
+        size = sizes.get(call, torch.inf)
+        return call.name not in MOVES and (size == 0 or _SMALLEST < size < _LARGEST)
+
+    fitting = _keys_of(calls, fits)
+    wide: set[Value] = set()
+    ends: dict[Key, TorchCall] = {}
+    for call in calls:
+        is_wide = call.key in change.roots or not wide.isdisjoint(call.inputs)
+        if not is_wide or call.key in change.stops:
+            continue
+        if call.key in fitting and not call.is_in_place:
+            ends.setdefault(call.key, call)
+        else:
+            wide.update(call.results)
+    return list(ends.values())
+
+
+# Tries guarded forms of a line of an optimizer's own step.
+
+_GIVEN = " (with gradients of 0)"
+
+
+def update_remedies(
+    row: Row,
+    calls: Sequence[TorchCall],
+    found: Explanation,
+    is_finite_now: Callable[[], bool],
+) -> Iterator[Remedy]:
+    """Tries other forms of the line of an operation in an optimizer's step.
+
+    Args:
+        row: The operation.
+        calls: The torch calls of the step.
+        found: Its explanation.
+        is_finite_now: Makes the step again on a copy, with gradients of 0; tells
+            whether the weight is finite then.
+    """
+    root, num_tried = row.torch_call, 0
+    if root is None or not shown_at(root)[0]:  # a line of torch's own
+        return
+    for rule in GUARDS:
+        if rule.needs_inf or num_tried >= _MOST_GUARDS:
+            continue
+        for trial, _ in trials_of(rule, root, calls):
+            num_tried += 1
+            patch = trial.patch
+            assert isinstance(patch, CallPatch)
+            is_finite = False
+            with contextlib.suppress(Exception), patch.applied({}):
+                is_finite = is_finite_now()
+            if patch.is_applied:
+                text = f"{trial.remedy.text}{_GIVEN}"
+                yield replace(trial.remedy, text=text, is_finite=is_finite)

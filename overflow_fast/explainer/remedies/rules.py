@@ -1,0 +1,333 @@
+"""The remedies of torch calls, as a table: a pattern, and what is computed instead.
+
+Both are Python expressions. In a pattern, `x`, `a`, `b`, `c` and `m` stand for tensors
+(`m` for one of booleans), `n` for a number, `d` for dimensions, `k` for `keepdim`, and
+`y` and `z` for anything; `f` stands for any function that computes each element by
+itself. What is computed may call methods of these, torch's functions, and
+
+- `LOG(y)`: the logarithm of a value by how it was made, see `LOGS`;
+- `CALL(key=value)`: the call itself, with other keywords, none for None; `CALL(LOW)`
+  with a number in place of -inf; `CALL_ON(y)` with another first argument;
+- EPS, WIDE, JITTER and LOW: numbers by the dtype; N: one of several that are tried;
+- `SAFE`: an argument of `f` at which it is finite; `DIM`: see `ratio_dim`.
+
+The same expression is computed in a replay and written out in the report. A new remedy
+is one row.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..torch_calls import TorchCall, Value
+
+# Calls that move values and compute none: what holds of a value holds behind them.
+MOVES = {
+    *("__getitem__", "view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose"),
+    *("permute", "t", "T", "mT", "gather", "index_select", "masked_select", "select"),
+    *("expand", "expand_as", "contiguous", "clone", "detach", "chunk", "split", "to"),
+    *("unbind", "roll", "broadcast_tensors", "flip", "take_along_dim", "narrow"),
+    *("movedim", "swapaxes", "unflatten"),
+}
+# Calls that leave each value where it is.
+IN_PLACE_MOVES = {"to", "contiguous", "clone"}
+# Calls that compute each element by itself: what `f` stands for.
+ELEMENTWISE = {
+    *("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "exp", "expm1", "pow", "div"),
+    *("reciprocal", "acos", "asin", "atanh", "square", "cosh", "sinh", "tan", "lgamma"),
+    *("norm", "acosh", "erfinv", "logit", "exp2", "rdiv"),
+}
+# Calls that return something else each time.
+RANDOM = {
+    *("dropout", "rand", "rand_like", "randn", "randn_like", "bernoulli", "normal"),
+    *("multinomial", "randint", "randperm", "feature_dropout", "alpha_dropout"),
+}
+_FINITE_AT_0 = ("exp", "expm1", "acos", "asin", "cosh", "sinh", "atanh", "erfinv")
+
+# The logarithm of a value, by how the value was made, and the remedy in words.
+# fmt: off
+_OF_TANH = "2 * (0.6931471805599453 - x - F.softplus(-2 * x))"
+_TANH = "write log(1 - tanh(x)^2) as 2 (log 2 - x - softplus(-2 x))"
+_OF_EXPM1 = "x + (-(-x).expm1()).log()"
+_EXPM1 = "write log expm1 x as x + log(-expm1(-x))"
+LOGS = {
+    "exp(x)": ("x", "use the argument of exp itself"),
+    "softmax(x, d)": ("x.log_softmax(d)", "use log_softmax"),
+    "sigmoid(x)": ("F.logsigmoid(x)", "use logsigmoid"),
+    "1 - sigmoid(x)": ("F.logsigmoid(-x)", "use logsigmoid"),
+    "1 + exp(x)": ("F.softplus(x)", "use softplus"),
+    "exp(x) - 1": (_OF_EXPM1, _EXPM1),
+    "expm1(x)": (_OF_EXPM1, _EXPM1),
+    "1 - exp(x)": ("(-x.expm1()).log()", "use -expm1 instead of 1 - exp"),
+    "cosh(x)": ("x.abs() + (-2 * x.abs()).exp().log1p() - 0.6931471805599453",
+                "write log cosh x as |x| + log1p(exp(-2 |x|)) - log 2"),
+    "1 - tanh(x) ** 2": (_OF_TANH, _TANH),
+    "1 - square(tanh(x))": (_OF_TANH, _TANH),
+    "sum(y, None)": ("LOG(y).flatten().logsumexp(0)", "use logsumexp"),
+    "sum(y, d, k)": ("LOG(y).logsumexp(d, k)", "use logsumexp"),
+    "prod(y, d, k)": ("LOG(y).sum(d, k)", "use the sum of logarithms"),
+    "mean(y, None)": (
+        "LOG(y).flatten().logsumexp(0) - torch.tensor(LOG(y).numel()).log()",
+        "use logsumexp"),
+    "y * z": ("LOG(y) + LOG(z)", ""),
+    "y / z": ("LOG(y) - LOG(z)", ""),
+    "y ** n": ("n * LOG(y)", ""),
+    "sqrt(y)": ("LOG(y) / 2", ""),
+    "square(y)": ("2 * LOG(y)", ""),
+}
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An expression to compute in place of a call.
+
+    Attributes:
+        pattern: The call and what made its inputs; "*" for any call.
+        new: What is computed.
+        text: In words; "" for those of the `LOG`.
+        when: Whether it may be of use; None for always.
+        needs_inf: Whether it is for calls that were given infs.
+    """
+
+    pattern: str
+    new: str
+    text: str
+    when: Callable[[TorchCall], bool] | None = None
+    needs_inf: bool = False
+
+
+def is_count(of: Any) -> bool:
+    """True for what counts: an integer, or made of integers and booleans."""
+    if not isinstance(of, Value):
+        return isinstance(of, int)
+    if not of.dtype.is_floating_point:
+        return True
+    made = of.call
+    names = {*MOVES, "sum", "clamp", "mul"}
+    return made is not None and made.name in names and all(map(is_count, made.inputs))
+
+
+def _counts(call: TorchCall) -> bool:
+    return is_count(call.operands[1])
+
+
+def _is_by_number(call: TorchCall) -> bool:
+    return not isinstance(call.operands[1], Value)
+
+
+def _is_below_one(call: TorchCall) -> bool:
+    return _is_by_number(call) and bool(call.operands[1] < 1)
+
+
+def _has_weights(call: TorchCall) -> bool:
+    return isinstance(call.kwargs.get("weight"), Value)
+
+
+def _has_no_weights(call: TorchCall) -> bool:
+    return not _has_weights(call)
+
+
+def _is_of_nothing(call: TorchCall) -> bool:
+    return any(0 in value.shape for value in call.inputs)
+
+
+def _has_boolean_mask(call: TorchCall) -> bool:
+    return getattr(call.kwargs.get("attn_mask"), "dtype", None) is torch.bool
+
+
+def _has_float_mask(call: TorchCall) -> bool:
+    mask = call.kwargs.get("attn_mask")
+    return isinstance(mask, Value) and not _has_boolean_mask(call)
+
+
+def _has_low(call: TorchCall) -> bool:
+    given = (*call.args, *call.kwargs.values())
+    return any(type(each) is float and each == -math.inf for each in given)
+
+
+def _rounds_to_zero(call: TorchCall) -> bool:
+    small = [n for n in call.operands if isinstance(n, float) and n]
+    return any(not torch.tensor(n, dtype=call.dtype) for n in small)
+
+
+def _rules(*rows: tuple[Any, ...]) -> tuple[Rule, ...]:
+    """Makes rules of rows: pattern, expression, words, when; of `f|g(y)` two."""
+    found = []
+    for pattern, new, text, *when in rows:
+        names, bracket, rest = pattern.partition("(")
+        for name in names.split("|"):
+            words = text.replace("{}", name)
+            found.append(Rule(f"{name}{bracket}{rest}", new, words, *when))
+    return tuple(found)
+
+
+# fmt: off
+_BEFORE = "scale before the product"
+_FIRST = "leave values out before the call, not only after it"
+# Equal in exact arithmetic, where the call has a value.
+EXACT = _rules(
+    ("exp(x) / sum(exp(x), d, True)", "x.softmax(d)", "use softmax"),
+    ("log(y)", "LOG(y)", ""),
+    ("log2(y)", "LOG(y) / 0.6931471805599453", ""),
+    ("log10(y)", "LOG(y) / 2.302585092994046", ""),
+    ("log1p(exp(x))", "F.softplus(x)", "use softplus"),
+    ("log1p(-sigmoid(x))", "F.logsigmoid(-x)", "use logsigmoid"),
+    ("atanh(tanh(x))", "x", "use the argument of tanh itself"),
+    ("x / norm(x, 2, d, True)", "F.normalize(x, dim=d)",
+     "use normalize, which divides by at least 1e-12"),
+    ("where(c, f(y), z)", "where(c, f(where(c, y, SAFE)), z)", _FIRST),
+    ("where(c, z, f(y))", "where(c, z, f(where(c, SAFE, y)))", _FIRST),
+    ("masked_fill(f(y), c, n)", "masked_fill(f(masked_fill(y, c, SAFE)), c, n)",
+     _FIRST),
+    ("(a @ b) * n", "(a * n) @ b", _BEFORE),
+    ("(a @ b) / n", "(a / n) @ b", _BEFORE),
+    ("einsum(z, a, b) * n", "torch.einsum(z, a * n, b)", _BEFORE),
+    ("einsum(z, a, b) / n", "torch.einsum(z, a / n, b)", _BEFORE),
+    ("baddbmm(x, a, b) * n", "torch.baddbmm(x * n, a * n, b)", _BEFORE),
+    ("baddbmm(x, a, b) / n", "torch.baddbmm(x / n, a / n, b)", _BEFORE),
+    ("m * x", "where(m, x, 0)", "leave values out by `where`"),
+    ("mean(y)", "y.sum() / max(y.numel(), 1)",
+     "return 0 where there is nothing to average", _is_of_nothing),
+    ("exp(y)", "CALL_ON(y - y.detach().amax(DIM, keepdim=True))",
+     "subtract the maximum before exp"),
+)
+# As exact, but slower and less plain than float32 is where that helps.
+IN_LOGARITHMS = _rules(
+    ("y / z", "(LOG(y) - LOG(z)).exp()", "divide by subtracting logarithms"),
+    ("y * z", "(LOG(y) + LOG(z)).exp()", "multiply by adding logarithms"),
+    ("sqrt(y)", "(LOG(y) / 2).exp()", "take the root of the logarithm"),
+    ("y ** n", "(n * LOG(y)).exp()", "take the power of the logarithm"),
+)
+
+_LIKE = "dtype=y.dtype, device=y.device"
+_KEPT = "z[z != ignore_index]"
+_AT_ZERO = "divide by EPS where the divisor is 0"
+_TO_DIVISOR = "add EPS to the divisor"
+_TO_INPUT = "add EPS to the input"
+_IN_NORM = "add EPS inside the root of the norm"
+_NONE = "return 0 where there is nothing to average"
+_OF_INFS = "replace the nan of inf - inf and 0 * inf by 0"
+_FACTOR = "clamp the factor to at least LOW"
+# Guarded forms of a call, the mildest first.
+GUARDS = _rules(
+    ("cross_entropy|nll_loss(y, z)",
+     "CALL(reduction='sum') / (z != ignore_index).sum().clamp(min=1)",
+     "divide the sum by a count of at least 1", _has_no_weights),
+    ("cross_entropy|nll_loss(y, z)",
+     f"CALL(reduction='sum') / weight[{_KEPT}].sum().clamp(min=1e-8)",
+     "divide the sum by a sum of weights of at least 1e-8", _has_weights),
+    ("ctc_loss(*)", "CALL(zero_infinity=True)", "pass zero_infinity=True"),
+    ("y / x", "y / x.clamp(min=1)", "divide by a count of at least 1", _counts),
+    ("y / n", "y / (n or EPS)", "divide by EPS in place of 0", _is_by_number),
+    ("y / x", "y / where(x == 0, EPS, x)", _AT_ZERO),
+    ("y / x", "y / (x + EPS)", _TO_DIVISOR),
+    ("reciprocal(x)", "1 / where(x == 0, EPS, x)", _AT_ZERO),
+    ("reciprocal(x)", "1 / (x + EPS)", _TO_DIVISOR),
+    ("addcdiv(x, y, z)", "x + value * y / (z + EPS)", _TO_DIVISOR),
+    ("y ** n", "(y + EPS) ** n", "add EPS to the base of the power", _is_below_one),
+    ("y ** n", "y.clamp(min=EPS) ** n", "clamp the base to at least EPS",
+     _is_below_one),
+    ("norm(y, 2, None)", "(y.square().sum() + EPS).sqrt()", _IN_NORM),
+    ("norm(y, 2, d, k)", "(y.square().sum(d, k) + EPS).sqrt()", _IN_NORM),
+    ("std(y, d)", "(y.var(d, correction=0) + EPS).sqrt()",
+     "use no correction, and add EPS inside the root"),
+    ("std(y, d)", "(y.var(d) + EPS).sqrt()",
+     "add EPS inside the root of the deviation"),
+    ("var|var_mean(*)", "CALL(unbiased=None, correction=0)",
+     "use no correction, which divides by n"),
+    ("logit(y)", "CALL(eps=WIDE)", "pass eps=WIDE"),
+    ("sqrt|rsqrt(y)", "CALL_ON(y + EPS)", "add EPS inside the {}"),
+    ("sqrt|rsqrt(y)", "CALL_ON(y.clamp(min=EPS))",
+     "clamp the argument to at least EPS"),
+    ("log|log2|log10(y)", "CALL_ON(y.clamp(min=EPS))",
+     "clamp the logarithm's argument to at least EPS"),
+    ("log1p(y)", "CALL_ON(y.clamp(min=WIDE - 1))",
+     "clamp the logarithm's argument to at least WIDE"),
+    ("acos|asin|atanh|erfinv(y)", "CALL_ON(y.clamp(WIDE - 1, 1 - WIDE))",
+     "clamp the argument to a magnitude of 1 - WIDE"),
+    ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",
+     "clamp the argument to at least 1 + WIDE"),
+    ("exp|expm1|exp2(y)", "CALL_ON(y.clamp(max=N))", "clamp the argument to N"),
+    ("sinh|cosh(y)", "CALL_ON(y.clamp(-N, N))",
+     "clamp the argument between -N and N"),
+    ("poisson_nll_loss(y)", "CALL_ON(y.clamp(min=0))",
+     "clamp the rate to at least 0"),
+    ("poisson_nll_loss(y)", "CALL_ON(y.clamp(max=N))", "clamp the argument to N"),
+    ("softmax|log_softmax|logsumexp(y)", "CALL_ON(y.clamp(min=LOW))",
+     "clamp the scores to at least LOW"),
+    ("norm|normalize|cdist|cosine_similarity|pairwise_distance|dist|atan2(y)",
+     "CALL_ON(y + EPS)", _TO_INPUT),
+    ("logdet|slogdet|det|inverse|cholesky(y)",
+     f"CALL_ON(y + JITTER * torch.eye(y.shape[-1], {_LIKE}))",
+     "add JITTER to the diagonal"),
+    ("eigh|svd|eig(y)",
+     f"CALL_ON(y + torch.diag(torch.linspace(0, 1e-3, y.shape[-1], {_LIKE})))",
+     "add numbers from 0 to 1e-3 to the diagonal, which no two values share"),
+    ("scaled_dot_product_attention(*)",
+     "CALL(attn_mask=attn_mask | ~attn_mask.any(-1, keepdim=True))",
+     "let rows without a key see all keys", _has_boolean_mask),
+    ("scaled_dot_product_attention(*)", "CALL(attn_mask=attn_mask.clamp(min=LOW))",
+     "clamp the mask to at least LOW", _has_float_mask),
+    ("x * y", "x.clamp(min=LOW) * y", _FACTOR, None, True),
+    ("y * x", "y * x.clamp(min=LOW)", _FACTOR, None, True),
+    ("add|sub|mul|sum|matmul(*)", "torch.nan_to_num(CALL())", _OF_INFS, None, True),
+    ("mean|mse_loss|l1_loss|smooth_l1_loss|huber_loss|median|kl_div|"
+     "binary_cross_entropy_with_logits|binary_cross_entropy(*)",
+     "torch.nan_to_num(CALL())", _NONE, _is_of_nothing),
+)
+# Of what made the infs that a call was given, in its place.
+MASKS = _rules(("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low))
+# Of a sum before a call, one of whose terms is a number that its dtype does not hold.
+ROUNDED = _rules(
+    ("y + n", "y + EPS", "add EPS, which the dtype holds", _rounds_to_zero))
+# Of what made a value that became 0.
+LOST = _rules(("*", "CALL().clamp(min=EPS)", "clamp the result to at least EPS"))
+# Of a sum of nothing but a mask's -inf: a shallower mask would make a huge loss.
+EMPTY_ROWS = _rules(
+    ("logsumexp(*)", "CALL().masked_fill(CALL() == -inf, 0)",
+     "take 0 where all scores are masked"))
+# fmt: on
+RULES = (*EXACT, *IN_LOGARITHMS, *GUARDS, *MASKS, *ROUNDED, *LOST, *EMPTY_ROWS)
+
+_NUMBERS = {  # EPS, WIDE, JITTER, LOW
+    torch.float64: (1e-12, 1e-7, 1e-9, -1e9),
+    torch.float32: (1e-8, 1e-6, 1e-6, -1e9),
+    torch.bfloat16: (1e-6, 1e-2, 1e-2, -1e9),
+    torch.float16: (1e-4, 1e-3, 1e-3, -1e4),
+}
+# The largest arguments of exp; a loss of exp(80) is finite and of no use.
+_LARGEST = {torch.float64: (80, 700), torch.float16: (10, 5)}
+
+
+def numbers_of(rule: Rule, dtype: torch.dtype) -> tuple[float, ...]:
+    """The numbers that are tried for N."""
+    has_one = re.search(r"\bN\b", rule.new) is not None
+    return _LARGEST.get(dtype, (20, 80)) if has_one else (0.0,)
+
+
+def named_numbers(dtype: torch.dtype, chosen: float = 0.0) -> dict[str, float]:
+    """The numbers that EPS, WIDE, JITTER, LOW and N stand for."""
+    numbers = (*_NUMBERS.get(dtype, _NUMBERS[torch.float32]), chosen)
+    return dict(zip(("EPS", "WIDE", "JITTER", "LOW", "N"), numbers, strict=True))
+
+
+def with_numbers(text: str, numbers: Mapping[str, float]) -> str:
+    """A text with numbers for the names of such."""
+    for name, value in numbers.items():
+        is_plain = 0.1 <= abs(value) < 1e4 or not value
+        number = f"{value:g}" if is_plain else f"{value:.0e}"
+        number = number.replace("e-0", "e-").replace("e+0", "e")
+        text = re.sub(rf"\b{name}\b", number, text)
+    return text
+
+
+def safe_argument(call: TorchCall) -> float:
+    """An operand whose result and derivative are finite."""
+    return 0.0 if call.name in _FINITE_AT_0 else 1.0

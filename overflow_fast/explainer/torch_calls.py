@@ -1,0 +1,346 @@
+"""The torch calls of a replay, as the program makes them: what made which value.
+
+A mode sees each call of a torch function before autograd does, in its own thread and in
+autograd's while they work for it. A call of `F.cross_entropy` is one call. No value is
+read, so that no device is waited for, and tensors are referred to weakly.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import _C
+from ..scanner.text import is_of_program, is_own
+from ..torch_internals.replaying import with_function_modes
+from .users_lines import BEGINS, Span, span_of
+
+# One name for what is one operation; "r" marks operands that stand the other way round.
+_NAMES = {
+    **dict.fromkeys(("true_divide", "divide"), "div"),
+    **dict.fromkeys(("__rdiv__", "__rtruediv__"), "rdiv"),
+    **dict.fromkeys(("__rsub__", "rsub"), "rsub"),
+    **dict.fromkeys(("mm", "bmm", "__matmul__"), "matmul"),
+    **dict.fromkeys(("vector_norm", "linalg_vector_norm", "linalg_norm"), "norm"),
+    **{"__rpow__": "rpow", "__pow__": "pow", "multiply": "mul", "subtract": "sub"},
+    **{"negative": "neg", "arccos": "acos", "arcsin": "asin", "arctanh": "atanh"},
+    **{"arccosh": "acosh", "arctan2": "atan2", "square_": "square"},
+    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), "to"),
+    **{"special_expit": "sigmoid", "linalg_svd": "svd", "linalg_eigh": "eigh"},
+    **{"linalg_inv": "inverse", "linalg_cholesky": "cholesky", "linalg_det": "det"},
+    **{"linalg_slogdet": "slogdet", "linalg_eig": "eig", "special_logit": "logit"},
+}
+SWAPPED = ("rdiv", "rsub", "rpow")
+# The parameters that patterns read, where they may be given by name.
+PARAMETERS = {
+    **dict.fromkeys(("sum", "mean", "prod", "logsumexp", "amax"), "input dim keepdim"),
+    **dict.fromkeys(("cumsum", "softmax", "log_softmax"), "input dim"),
+    **dict.fromkeys(("div", "add", "sub", "mul", "matmul"), "input other"),
+    **{"norm": "input p dim keepdim", "where": "condition input other"},
+    **{"pow": "input exponent", "masked_fill": "input mask value"},
+    **{"clamp": "input min max", "linear": "input weight bias"},
+}
+SAME = {"self": "input", "x": "input", "ord": "p", "axis": "dim", "_stacklevel": ""}
+_BACKWARD = (torch.autograd.backward, torch.Tensor.backward, torch.autograd.grad)
+# What tells of a tensor, and makes none: most of all calls.
+_PASSED = {
+    *("size", "dim", "stride", "numel", "is_contiguous", "is_floating_point"),
+    *("is_complex", "__len__", "__format__", "__repr__", "_set_grad_enabled"),
+    *("shape", "dtype", "device", "requires_grad", "grad", "is_cuda", "is_cpu", "ndim"),
+    *("layout", "is_leaf", "grad_fn", "_version", "is_sparse", "is_nested", "itemsize"),
+    *("__set__", "__hash__", "requires_grad_", "register_hook", "is_inference"),
+    *("element_size", "storage_offset", "data_ptr", "untyped_storage", "item"),
+}
+_MOST_SITES = 8  # from a torch call out to the program's own line
+# A call's name and, of each of its sites, file, function, first line, instruction: data
+# that is the same on each rank.
+Key = tuple[str, tuple[tuple[str, str, int, int], ...]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in code: Python 3.10 knows its line, later ones its columns, too."""
+
+    code: CodeType
+    line: int
+    instruction: int
+
+    @property
+    def span(self) -> Span | None:
+        """First and last line, first and last column in UTF-8; None if not known."""
+        return span_of(((self.code, self.line, self.instruction),))
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """The place as data."""
+        code = self.code
+        first = code.co_firstlineno
+        return code.co_filename, code.co_name, first, self.instruction
+
+
+class Value:
+    """A tensor as it was at a call.
+
+    Attributes:
+        call: The call that made it, or None.
+        place: Its place among the call's results.
+        version: How often it had been written to.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, call: TorchCall | None, place: int
+    ) -> None:
+        self.call, self.place = call, place
+        self.version = _version_of(tensor)
+        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.requires_grad = tensor.requires_grad
+        self._weak = weakref.ref(tensor)
+        self._held: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor, if anything holds it still."""
+        return self._weak() if self._held is None else self._held
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """False if it is gone, or was written to since."""
+        tensor = self.tensor
+        return tensor is not None and _version_of(tensor) == self.version
+
+    def hold(self) -> int:
+        """Keeps it alive; returns how many bytes that are."""
+        if self._held is not None or (tensor := self._weak()) is None:
+            return 0
+        self._held = tensor
+        return tensor.nbytes
+
+    def keep_copy(self) -> None:
+        """Keeps a copy of it, for it is about to be written to."""
+        tensor = self.tensor
+        self._held = None if tensor is None else tensor.clone()
+        self.version = 0 if self._held is None else _version_of(self._held)
+
+    def release(self) -> None:
+        """Keeps it alive no longer."""
+        self._held = None
+
+
+@dataclass(eq=False)
+class TorchCall:
+    """A call of a torch function.
+
+    Attributes:
+        name: Its name, one for all ways to call what is one operation.
+        func: The function.
+        args: Its positional arguments, with a `Value` for each tensor.
+        kwargs: Its keyword arguments, likewise.
+        sites: The lines that led to it, from the innermost outside of torch's own
+            plumbing out to the first one of the program.
+        is_in_place: Whether it writes to an argument.
+        results: What it returned, or wrote to.
+        variables: The variables that hold its tensor, of a sum or a product with a
+            number: `2 * x` and `x * 2` are the same call.
+    """
+
+    name: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sites: tuple[Site, ...]
+    is_in_place: bool = False
+    results: list[Value] = field(default_factory=list)
+    variables: set[str] = field(default_factory=set)
+
+    @functools.cached_property
+    def key(self) -> Key:
+        """The key that it has in common with the other calls of its expression."""
+        return self.name, tuple(site.key for site in self.sites)
+
+    @property
+    def plain_name(self) -> str:
+        """Its name as if its operands stood in their order."""
+        return self.name[1:] if self.name in SWAPPED else self.name
+
+    @functools.cached_property
+    def operands(self) -> list[Any]:
+        """Its arguments, in the order of its operation's parameters."""
+        name = self.plain_name
+        named = {SAME.get(k, k): v for k, v in self.kwargs.items()}
+        found = list(self.args)
+        if len(found) > 2 and name in ("sum", "mean"):  # x.sum(0, 1)
+            is_more = all(type(each) is int for each in found[1:])
+            found[1:] = [tuple(found[1:])] if is_more else found[1:]
+        parameters = PARAMETERS.get(name, "input").split()
+        for parameter in parameters[len(found) :]:
+            found.append(named.get(parameter))
+        return found[::-1] if self.name in SWAPPED else found
+
+    @functools.cached_property
+    def inputs(self) -> list[Value]:
+        """The tensors that it was given."""
+        return [e for e in leaves((self.args, self.kwargs)) if isinstance(e, Value)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the numbers that it computes with."""
+        found = [v.dtype for v in self.inputs if v.dtype.is_floating_point]
+        found += [v.dtype for v in self.results if v.dtype.is_floating_point]
+        return found[0] if found else torch.float32
+
+
+class TorchCalls(TorchFunctionMode):
+    """Records torch calls while it is entered.
+
+    Attributes:
+        calls: The calls, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[TorchCall] = []
+        self._values: Any = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__":  # such as of x.T
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if func in _BACKWARD:
+            return self._backward(name, func, args, kwargs)
+        frames = [] if name in _PASSED else _frames(sys._getframe(1))
+        if not frames:  # it makes no tensor, or is none of the program's calls
+            return func(*args, **kwargs)
+        try:
+            call = self._begun(name, func, args, kwargs, frames)
+        except RuntimeError:  # a tensor of a kind that has no version
+            return func(*args, **kwargs)
+        result = self.run(call, args, kwargs)
+        self._end(call, args, kwargs, result)
+        return result
+
+    def run(self, call: TorchCall, args: Any, kwargs: Any) -> Any:
+        """Runs a call, which is the one that runs in this thread meanwhile."""
+        outer = running_call()
+        _running.call = call
+        try:
+            return call.func(*args, **kwargs)
+        finally:
+            _running.call = outer
+
+    def _backward(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs backward with the mode on, which torch took off: for checkpoints."""
+        if func is torch.Tensor.backward:
+            func, kwargs = torch.autograd.backward, {**kwargs}
+            kwargs["grad_tensors"] = kwargs.pop("gradient", None)
+        frames = _frames(sys._getframe(2)) if func is torch.autograd.grad else []
+        call = self._begun(name, func, args, kwargs, frames) if frames else None
+        with self:
+            result = with_function_modes(func)(*args, **kwargs)
+        if call is not None:
+            self._end(call, args, kwargs, result)
+        return result
+
+    def _begun(
+        self, name: str, func: Any, args: Any, kwargs: Any, frames: list[FrameType]
+    ) -> TorchCall:
+        is_in_place = name == "__setitem__" or kwargs.get("out") is not None
+        if name.endswith("_") and not name.endswith("__"):
+            name, is_in_place = name.rstrip("_"), True
+        name = _NAMES.get(name, name)
+        given, named = _mapped((args, kwargs), self._value)
+        sites = tuple(Site(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
+        call = TorchCall(name, func, given, named, sites, is_in_place)
+        if name in ("add", "mul") and not isinstance(args[-1], torch.Tensor):
+            variables = frames[0].f_locals.items()
+            call.variables = {key for key, value in variables if value is args[0]}
+        self.calls.append(call)
+        return call
+
+    def _value(self, tensor: torch.Tensor) -> Value:
+        value: Value | None = self._values.get(tensor)
+        if value is None or value.version != _version_of(tensor):
+            value = self._values[tensor] = Value(tensor, None, 0)
+        return value
+
+    def _end(self, call: TorchCall, args: Any, kwargs: Any, result: Any) -> None:
+        if call.is_in_place:  # its Value was that of its input
+            result = args[:1] if kwargs.get("out") is None else kwargs["out"]
+        made = [each for each in leaves(result) if isinstance(each, torch.Tensor)]
+        for place, each in enumerate(made):
+            value = self._values[each] = Value(each, call, place)
+            call.results.append(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields what tuples, lists and dicts of a call hold."""
+    if isinstance(value, (tuple, list, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], Value]) -> Any:
+    """The same with a `Value` for each tensor; pytree's own takes ten times as long."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_mapped(each, change) for each in value])
+    if kind is dict:
+        return {key: _mapped(each, change) for key, each in value.items()}
+    return change(value) if isinstance(value, torch.Tensor) else value
+
+
+_running = threading.local()
+
+
+def running_call() -> TorchCall | None:
+    """The call that runs in this thread, or None."""
+    return getattr(_running, "call", None)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return _C.versions_of([tensor])[0]
+
+
+# The files of the modes, whose frames stand between a call and who made it.
+_MODES = {__file__, str(Path(__file__).parent / "remedies" / "call_patch.py")}
+_PLUMBING = _MODES | {
+    f"{torch.__path__[0]}/{name}.py"
+    for name in (
+        *("overrides", "_tensor", "functional", "nn/functional", "_VF"),
+        *("_jit_internal", "nn/modules/module", "utils/_contextlib", "_compile"),
+        *("utils/checkpoint", "utils/_device", "_dynamo/eval_frame"),
+    )
+}
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """From the innermost line out to the first one of the program's own.
+
+    None for a call of this package's, as of its hooks.
+    """
+    found: list[FrameType] = []
+    while frame is not None and len(found) < _MOST_SITES:
+        code, file = frame.f_code, frame.f_code.co_filename
+        if is_own(file) and file not in _MODES:
+            if not found or code.co_name in BEGINS:
+                break
+        elif file not in _PLUMBING and code.co_name != "__torch_function__":
+            found.append(frame)
+            if is_of_program(file):
+                break
+        frame = frame.f_back
+    return found
