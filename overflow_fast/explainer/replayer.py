@@ -36,11 +36,11 @@ from ..scanner.tensors import loss_in
 from ..scanner.tree import entry_label
 from ..torch_internals.replaying import (
     no_dispatch,
+    uncompiled_calls,
 )
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
 from .calls import Call, loss_and_gradients, part_of
-from .force_eager import run_eagerly
 from .held_tensors import held_leaves
 from .named_tensors import names_of, partitions_of, state_by_name
 from .op_rows import Leaf
@@ -536,7 +536,7 @@ class Replayer:
     ) -> Iterator[None]:
         """Runs eagerly, and records all operations in the result's table."""
         if not step.has_table:
-            with run_eagerly():
+            with uncompiled_calls():
                 yield
             return
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
@@ -546,7 +546,7 @@ class Replayer:
         others = held_leaves(self.models, call.around())
         how = self._keeps_calls, step.looks_back
         result.table = OpTable([*leaves, *others], details_of, *how)
-        with run_eagerly(), OpTrace(self.models, result.table, self._keeps_calls):
+        with uncompiled_calls(), OpTrace(self.models, result.table, self._keeps_calls):
             yield
         result.table.close()
         for leaf in others:

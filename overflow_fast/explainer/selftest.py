@@ -22,7 +22,7 @@ from ..scanner.tensors import loss_in
 from ..scanner.text import aligned, printable
 from ..scanner.tree import NotRebuilt, mapped, tensors_in
 from ..torch_internals.module_internals import forward_hooks
-from .force_eager import run_eagerly
+from ..torch_internals.replaying import uncompiled_calls
 from .snapshot import Snapshot
 
 # The results of planted faults, as a table.
@@ -369,7 +369,7 @@ class SelfTest:
         tensors.begin_round()
         with everything_kept(self._models()):
             try:
-                with torch.enable_grad(), run_eagerly():
+                with torch.enable_grad(), uncompiled_calls():
                     loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from .registry import internal, stack
 _WRAPPERS = ("eval_frame.py",)
 
 
-def _is_compiled_call(frame: FrameType) -> bool:
+def is_compiled_call(frame: FrameType) -> bool:
     """Returns True for the frame that runs compiled code, or what it was made of."""
     code = frame.f_code
     is_named = code.co_name == "compile_wrapper"
@@ -31,7 +31,7 @@ def is_in_compiled_call() -> bool:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_compiled_call(frame):
+        if is_compiled_call(frame):
             return True
         frame = frame.f_back
     return False
@@ -44,7 +44,7 @@ def compiled_calls_elsewhere() -> Iterator[FrameType]:
     for thread, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost
         while frame is not None and thread != threading.get_ident():
-            if _is_compiled_call(frame):
+            if is_compiled_call(frame):
                 yield frame
             frame = frame.f_back
 
@@ -132,7 +132,7 @@ def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
     """
     is_inside = False
     for frame in stack():
-        is_inside = is_inside or _is_compiled_call(frame)
+        is_inside = is_inside or is_compiled_call(frame)
         caller = frame.f_locals.get("self") if is_inside else None
         if isinstance(caller, nn.Module):
             is_same = caller is module or uncompiled(caller) is module
