@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..torch_internals.compiler import (
+from ..torch_internals.replaying import (
     compiled_calls_elsewhere,
     fails_uncompiled,
     stance_restorer,

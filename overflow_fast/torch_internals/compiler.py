@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -24,40 +22,6 @@ def is_compiled_call(frame: FrameType) -> bool:
     return is_named and code.co_filename.endswith(_WRAPPERS)
 
 
-def is_in_compiled_call() -> bool:
-    """Returns True within a call of what was compiled, also where it runs eagerly.
-
-    It is asked in each operation: a loop takes less time than `stack()` does.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_compiled_call(frame):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def compiled_calls_elsewhere() -> Iterator[FrameType]:
-    """Yields the calls of what was compiled that other threads run."""
-    if "torch._dynamo" not in sys.modules:
-        return
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost
-        while frame is not None and thread != threading.get_ident():
-            if is_compiled_call(frame):
-                yield frame
-            frame = frame.f_back
-
-
-def fails_uncompiled(call: FrameType) -> bool:
-    """Returns True for a call of what was compiled with `fullgraph=True`.
-
-    Args:
-        call: One of `compiled_calls_elsewhere()`.
-    """
-    return bool(call.f_locals.get("fullgraph_count_enabled"))
-
-
 @internal(
     "torch._dynamo.convert_frame.input_codes.seen",
     "hooks in compiled code are guards of it: taking them off compiles it again",
@@ -71,28 +35,6 @@ def has_compiled() -> bool:
     import torch._dynamo  # another thread may still be at that
 
     return bool(torch._dynamo.convert_frame.input_codes.seen)
-
-
-@internal(
-    "torch._dynamo.eval_frame._stance",
-    "set_stance() tells what it replaced only when it has, which a signal may prevent",
-    "After a replay the stance of torch.compile is the default",
-)
-def _stance() -> Any:
-    return torch._dynamo.eval_frame._stance
-
-
-def stance_restorer() -> Callable[[], None]:
-    """Returns what puts the stance of torch.compile back that there is now."""
-    now = _stance()
-    if now is None:
-        return functools.partial(torch.compiler.set_stance, "default")
-    return functools.partial(
-        torch.compiler.set_stance,
-        now.stance,
-        skip_guard_eval_unsafe=now.skip_guard_eval_unsafe,
-        force_backend=now.backend,
-    )
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -140,18 +82,65 @@ def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
     return is_inside, None if is_inside else module
 
 
+undone_when_compiled: list[Callable[[], None]] = []  # or when hooks are gone
+
+
 @internal(
-    "torch._dynamo.config.skip_nnmodule_hook_guards",
+    "torch._dynamo.convert_frame.register_bytecode_hook",
     "a module with hooks must not run code compiled for another one without any",
     "Compiled models that share code with a model without a guard may not be watched",
 )
-def guard_on_hooks() -> None:
+def guard_on_hooks() -> Callable[[], None]:
     """Makes code that is compiled from now on check that modules have no hooks.
 
-    For all threads, where the user has not set it: a setting is one thread's own.
+    Returns:
+        What ends it. It waits for a compilation that another thread is at.
     """
-    config: Any = torch._dynamo.config
-    config._config["skip_nnmodule_hook_guards"].default = False
+    convert = torch._dynamo.convert_frame
+    with convert.compile_lock:  # it goes through its hooks
+        handle = convert.register_bytecode_hook(_on_compiled)
+
+    def end() -> None:
+        with convert.compile_lock:
+            handle.remove()
+            _undo()
+
+    return end
+
+
+@internal(
+    "torch._guards.CompileContext",
+    "the hooks of a compilation that runs must not be taken off",
+    "Hooks on compilations may outlive a guard that nobody has removed",
+    True,
+)
+def is_compiling() -> bool:
+    """True while this thread compiles."""
+    return torch._guards.CompileContext.try_get() is not None
+
+
+def _on_compiled(code: CodeType, new_code: CodeType) -> None:
+    _undo()
+    _add_guards()
+
+
+def _undo() -> None:
+    while undone_when_compiled:
+        undone_when_compiled.pop()()
+
+
+@internal(
+    "torch._dynamo.guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT",
+    "dynamo leaves such a check out, unless its config says otherwise for all threads",
+    "Compiled models that share code with a model without a guard may not be watched",
+)
+def _add_guards() -> None:
+    kinds = torch._dynamo.guards.GuardBuilder
+    guards = sys._getframe(3).f_locals["output"].guards  # of dynamo, which calls hooks
+    for guard in list(guards):
+        if guard.create_fn is kinds.EMPTY_NN_MODULE_HOOKS_DICT:
+            source = guard.originating_source
+            guards.add(source.make_guard(kinds.SEQUENCE_LENGTH))
 
 
 @internal(

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -191,7 +192,7 @@ class _Stop(Exception):
     pass
 
 
-class _FirstOperation(TorchDispatchMode):
+class _FirstOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Ends at the first operation, and keeps which one that was."""
 
     found: Any = None
@@ -205,7 +206,7 @@ class _FirstOperation(TorchDispatchMode):
 
 def _is_cached(weight: torch.Tensor, device: str) -> bool:
     """True if autocast has a cast of a weight: it needs none before a product."""
-    first = _FirstOperation()
+    first = _FirstOperation()  # type: ignore[no-untyped-call]
     region = torch.autocast(device, cache_enabled=True)
     with contextlib.suppress(_Stop), region, torch.enable_grad(), first:
         torch.mm(weight, weight)
@@ -254,6 +255,65 @@ def without_cached_casts(weights: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(caches)
         torch.autocast_decrement_nesting()
+
+
+# Code that was compiled.
+
+
+def is_in_compiled_call() -> bool:
+    """Returns True within a call of what was compiled, also where it runs eagerly.
+
+    It is asked in each operation: a loop takes less time than `stack()` does.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_compiled_call(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def compiled_calls_elsewhere() -> Iterator[FrameType]:
+    """Yields the calls of what was compiled that other threads run."""
+    if "torch._dynamo" not in sys.modules:
+        return
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        while frame is not None and thread != threading.get_ident():
+            if is_compiled_call(frame):
+                yield frame
+            frame = frame.f_back
+
+
+def fails_uncompiled(call: FrameType) -> bool:
+    """Returns True for a call of what was compiled with `fullgraph=True`.
+
+    Args:
+        call: One of `compiled_calls_elsewhere()`.
+    """
+    return bool(call.f_locals.get("fullgraph_count_enabled"))
+
+
+@internal(
+    "torch._dynamo.eval_frame._stance",
+    "set_stance() tells what it replaced only when it has, which a signal may prevent",
+    "After a replay the stance of torch.compile is the default",
+)
+def _stance() -> Any:
+    return torch._dynamo.eval_frame._stance
+
+
+def stance_restorer() -> Callable[[], None]:
+    """Returns what puts the stance of torch.compile back that there is now."""
+    now = _stance()
+    if now is None:
+        return functools.partial(torch.compiler.set_stance, "default")
+    return functools.partial(
+        torch.compiler.set_stance,
+        now.stance,
+        skip_guard_eval_unsafe=now.skip_guard_eval_unsafe,
+        force_backend=now.backend,
+    )
 
 
 # What was compiled calls the function that it was made of, and compiles nothing, where
