@@ -197,6 +197,10 @@ class _FirstOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     found: Any = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else its first operation imports torch._dynamo
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
