@@ -21,6 +21,7 @@ import torch
 
 from .. import _C
 from ..torch_internals.compiler import (
+    compile_locks,
     guard_on_hooks,
     has_compiled,
     is_compiling,
@@ -31,8 +32,8 @@ from ..torch_internals.needed import Needing
 _log = logging.getLogger("overflow_fast")
 _DYNAMO = "torch._dynamo"
 _ends: list[Callable[[], None]] = []  # what ends the guards on hooks, while there are
-_lock = threading.RLock()  # taken before dynamo's own
-_load_lock = threading.RLock()  # within dynamo's own
+_lock = threading.RLock()  # taken behind dynamo's own: a compilation may copy hooks
+_load_lock = threading.RLock()
 _logged: set[str] = set()
 
 
@@ -58,15 +59,18 @@ def unregister(owner: object) -> None:
 
 
 def _end(may_wait: bool) -> None:
-    # If the lock is taken, whoever has it registers or ends.
-    if (may_wait or not is_compiling()) and _lock.acquire(may_wait):
-        try:
-            if not _owners:
-                _remove_finder()
-                while _ends:
-                    _ends.pop()()
-        finally:
-            _lock.release()
+    if is_compiling() and not may_wait:
+        return  # it may go through its hooks
+    with contextlib.ExitStack() as stack:
+        for lock in (*compile_locks(), _lock):
+            # If it is taken, whoever has it registers or ends.
+            if not lock.acquire(may_wait):
+                return
+            stack.callback(lock.release)
+        if not _owners:
+            _remove_finder()
+            while _ends:
+                _ends.pop()()
 
 
 _owners = Needing(_end)
@@ -98,7 +102,9 @@ def _register() -> None:
     Where torch has changed, a line is logged, and dynamo breaks its graphs where hooks
     run; the next hooks try again.
     """
-    with _lock:  # behind the import of dynamo, whose end waits for it
+    with contextlib.ExitStack() as stack:
+        for lock in (*compile_locks(), _lock):
+            stack.enter_context(lock)
         _remove_finder()  # an import may have passed before the finder was there
         try:
             if _owners and not _ends:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .registry import internal, stack
+from .registry import internal, listed, stack
 
 _WRAPPERS = ("eval_frame.py",)
 
@@ -94,18 +94,27 @@ def guard_on_hooks() -> Callable[[], None]:
     """Makes code that is compiled from now on check that modules have no hooks.
 
     Returns:
-        What ends it. It waits for a compilation that another thread is at.
+        What ends it. Both are called within the `compile_locks()`.
     """
-    convert = torch._dynamo.convert_frame
-    with convert.compile_lock:  # it goes through its hooks
-        handle = convert.register_bytecode_hook(_on_compiled)
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(_on_compiled)
 
     def end() -> None:
-        with convert.compile_lock:
-            handle.remove()
-            _undo()
+        handle.remove()
+        _undo()
 
     return end
+
+
+@listed(
+    "torch._dynamo.convert_frame.compile_lock",
+    "a compilation goes through the hooks on compilations",
+    "A guard that is made or removed while another thread compiles may make that fail",
+)
+def compile_locks() -> tuple[Any, ...]:
+    """The lock that a thread has while it compiles; none before the first could."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")
+    lock = getattr(convert, "compile_lock", None)
+    return () if lock is None else (lock,)
 
 
 @internal(

@@ -32,8 +32,9 @@ class Needing:
 
     def _drop(self, number: int, may_wait: bool) -> None:
         gone = self._gone.pop(number, None)
-        if gone is not None:
-            gone.detach()
+        if gone is None:
+            return
+        gone.detach()
         if not self._gone:
             self._end(may_wait)
 

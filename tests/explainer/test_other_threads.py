@@ -1,6 +1,7 @@
 """What is run again changes nothing for other threads, and nothing for later."""
 
 import contextlib
+import copy
 import threading
 import warnings
 
@@ -9,7 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import MaskedOps, OverflowGuard, advise_precision
+from overflow_fast import (
+    DebugUnderflowOverflow,
+    MaskedOps,
+    OverflowGuard,
+    advise_precision,
+)
 from overflow_fast.detector.observers import without_observers
 from overflow_fast.explainer.snapshot import Snapshot
 from overflow_fast.torch_internals.replaying import uncompiled_calls
@@ -136,6 +142,33 @@ def test_a_whole_graph_that_runs_eagerly_leaves_nothing_on():
             False
         )
     inner(torch.ones(2))
+
+
+def test_a_compilation_may_copy_hooks_while_others_are_put_on_and_off():
+    watched, is_inside = nn.Linear(2, 2), threading.Event()
+    detector = DebugUnderflowOverflow(watched)
+
+    def put_on_and_off():
+        is_inside.wait(60)
+        DebugUnderflowOverflow(nn.Linear(2, 2)).remove()
+
+    def backend(graph, inputs):
+        is_inside.set()
+        thread.join(0.2)  # it waits for this
+        copy.deepcopy(watched)
+        return graph
+
+    def compile_it():
+        torch.compile(sine, backend=backend)(torch.ones(2))
+
+    thread = threading.Thread(target=put_on_and_off, daemon=True)
+    other = threading.Thread(target=compile_it, daemon=True)
+    for each in (thread, other):
+        each.start()
+    for each in (thread, other):
+        each.join(60)
+        assert not each.is_alive()
+    detector.remove()
 
 
 class Net(nn.Module):
