@@ -26,12 +26,15 @@ from ..torch_internals.compiler import (
     has_compiled,
     is_compiling,
     recompile_all,
+    recompile_hooked,
+    traced_hooks,
 )
 from ..torch_internals.needed import Needing
 
 _log = logging.getLogger("overflow_fast")
 _DYNAMO = "torch._dynamo"
 _ends: list[Callable[[], None]] = []  # what ends the guards on hooks, while there are
+_is_unchecked: list[bool] = []  # not empty: some code was compiled without them
 _lock = threading.RLock()  # taken behind dynamo's own: a compilation may copy hooks
 _load_lock = threading.RLock()
 _logged: set[str] = set()
@@ -79,12 +82,16 @@ _owners = Needing(_end)
 def recompile() -> None:
     """Discards compiled code, so that it is compiled with the hooks put on since.
 
-    What was compiled before `register()` does not notice a hook on a module that had
-    none then.
+    All that was compiled before any `register()`, which does not notice a hook on a
+    module that had none then; else what was compiled with hooks that were on before.
     """
     _register_if_imported()  # by another thread, just before the finder was there
     if not has_compiled():
         return
+    if _ends and not _is_unchecked:
+        recompile_hooked()
+        return
+    _is_unchecked.clear()
     recompile_all()
     _log.info("Hooks were added: compiled code is compiled again at its next call.")
 
@@ -110,6 +117,7 @@ def _register() -> None:
             if _owners and not _ends:
                 end = guard_on_hooks()
                 _ends.extend([] if end is None else [end])
+                _is_unchecked.extend([True] * has_compiled())
             while _steps:
                 _steps[0]()
                 del _steps[0]
@@ -157,6 +165,7 @@ def _is_loaded() -> bool:
     False where compiled code might drop what that puts into it, or it cannot be loaded:
     hooks are left out of compiled code then. The next trace asks again.
     """
+    traced_hooks.append(True)
     with _load_lock:
         if not _loaded:
             try:

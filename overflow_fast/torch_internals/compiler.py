@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
@@ -83,6 +84,8 @@ def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
 
 
 undone_when_compiled: list[Callable[[], None]] = []  # or when hooks are gone
+traced_hooks: list[bool] = []  # not empty: the compilation that runs has met hooks
+_hooked: list[weakref.ref[CodeType]] = []  # what was compiled with hooks
 
 
 @internal(
@@ -131,6 +134,9 @@ def is_compiling() -> bool:
 def _on_compiled(code: CodeType, new_code: CodeType) -> None:
     _undo()
     _add_guards()
+    if traced_hooks:
+        traced_hooks.clear()
+        _hooked.append(weakref.ref(code))
 
 
 def _undo() -> None:
@@ -160,3 +166,16 @@ def _add_guards() -> None:
 def recompile_all() -> None:
     """Discards all compiled code; it is compiled again at its next call."""
     torch._dynamo.reset_code_caches()
+
+
+@internal(
+    "torch._dynamo.eval_frame.reset_code",
+    "code compiled for hooks that are gone counts towards dynamo's limit",
+    "Compiled models may run eagerly after many bad steps",
+)
+def recompile_hooked() -> None:
+    """Discards the code that was compiled with hooks."""
+    with torch._dynamo.convert_frame.compile_lock:
+        for found in filter(None, [each() for each in _hooked]):
+            torch._dynamo.eval_frame.reset_code(found)
+        _hooked.clear()

@@ -205,6 +205,29 @@ def test_threads_explain_steps_of_compiled_models_side_by_side():
     assert [each.explanation.op.name for each in reports] == ["aten.log"] * 3
 
 
+@pytest.mark.parametrize("watch", ["tripwire", None])
+def test_bad_steps_discard_no_compiled_code_of_others(watch):
+    """Nor do they use up the entries that dynamo allows a function."""
+    others, own = Backend(), Backend()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {} if watch is None else {"watch": watch}
+    other = torch.compile(sine, backend=others)
+    with OverflowGuard(model, optimizer, "skip", **given) as guard:
+        call = torch.compile(model, backend=own, fullgraph=True)
+        for number in range(2 * torch._dynamo.config.recompile_limit):
+            x = torch.full((4, 6), -1.0 if number % 2 else 1.0)
+            guard.run(lambda x=x: call(x).sum() / x.mean().log().sqrt()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            of_another_thread(lambda: other(torch.ones(2)))
+        assert guard.num_skipped >= 8
+        assert len(others.graphs) == 1
+        count = len(own.graphs)
+        call(torch.ones(3, 6))  # of another size
+        assert len(own.graphs) == count + 1
+
+
 # Warnings.
 
 
