@@ -80,10 +80,10 @@ _owners = Needing(_end)
 
 
 def recompile() -> None:
-    """Discards compiled code, so that it is compiled with the hooks put on since.
+    """Discards compiled code that does not notice the hooks put on since.
 
-    All that was compiled before any `register()`, which does not notice a hook on a
-    module that had none then; else what was compiled with hooks that were on before.
+    That is all that was compiled before any `register()`, and does not notice a hook on
+    a module that had none then; else too much of what was compiled with other hooks.
     """
     _register_if_imported()  # by another thread, just before the finder was there
     if not has_compiled():

@@ -45,21 +45,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 @internal(
-    "torch.nn.Module._compiled_call_impl",
-    "module.compile() compiles a call with its hooks, which then do not run",
-    "Modules that are compiled in place are not recorded",
-)
-def own_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The code of `module.compile()`, which runs in place of the module's call."""
-    return module._compiled_call_impl
-
-
-def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Replaces what runs in place of the module's call."""
-    module._compiled_call_impl = call
-
-
-@internal(
     "torch._dynamo.eval_frame.OptimizedModule",
     "a replay calls what the program called, which runs compiled code",
     "Replays of `torch.compile(model)` run eagerly where the model itself is watched",
@@ -136,7 +121,8 @@ def _on_compiled(code: CodeType, new_code: CodeType) -> None:
     _add_guards()
     if traced_hooks:
         traced_hooks.clear()
-        _hooked.append(weakref.ref(code))
+        if not any(each() is code for each in _hooked):
+            _hooked.append(weakref.ref(code))
 
 
 def _undo() -> None:
@@ -174,8 +160,13 @@ def recompile_all() -> None:
     "Compiled models may run eagerly after many bad steps",
 )
 def recompile_hooked() -> None:
-    """Discards the code that was compiled with hooks."""
+    """Discards code that was compiled with hooks half as often as dynamo lets it be.
+
+    It notices other hooks itself, and may be what the same hooks need the next time.
+    """
+    frames, most = torch._dynamo.eval_frame, torch._dynamo.config.recompile_limit // 2
     with torch._dynamo.convert_frame.compile_lock:
-        for found in filter(None, [each() for each in _hooked]):
-            torch._dynamo.eval_frame.reset_code(found)
-        _hooked.clear()
+        for code in filter(None, [each() for each in _hooked]):
+            if len(frames._debug_get_cache_entry_list(code)) >= most:
+                frames.reset_code(code)
+        _hooked[:] = [each for each in _hooked if each() is not None]

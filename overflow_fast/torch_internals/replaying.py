@@ -320,6 +320,21 @@ def stance_restorer() -> Callable[[], None]:
     )
 
 
+@internal(
+    "torch.nn.Module._compiled_call_impl",
+    "module.compile() compiles a call with its hooks, which then do not run",
+    "Modules that are compiled in place are not recorded",
+)
+def own_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """The code of `module.compile()`, which runs in place of the module's call."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Replaces what runs in place of the module's call."""
+    module._compiled_call_impl = call
+
+
 # What was compiled calls the function that it was made of, and compiles nothing, where
 # this thread's context of a trace says that a kernel runs for its shapes.
 

@@ -207,7 +207,6 @@ def test_threads_explain_steps_of_compiled_models_side_by_side():
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
 def test_bad_steps_discard_no_compiled_code_of_others(watch):
-    """Nor do they use up the entries that dynamo allows a function."""
     others, own = Backend(), Backend()
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -223,9 +222,22 @@ def test_bad_steps_discard_no_compiled_code_of_others(watch):
             of_another_thread(lambda: other(torch.ones(2)))
         assert guard.num_skipped >= 8
         assert len(others.graphs) == 1
-        count = len(own.graphs)
-        call(torch.ones(3, 6))  # of another size
-        assert len(own.graphs) == count + 1
+        assert len(own.graphs) <= 2
+
+
+def test_many_detectors_do_not_use_up_the_entries_that_dynamo_allows():
+    model, backend = Sine(), Backend()
+    call = torch.compile(lambda x: model(x), backend=backend, fullgraph=True)
+    other = DebugUnderflowOverflow(nn.Linear(2, 2))  # stays on
+    for _ in range(2 * torch._dynamo.config.recompile_limit):
+        count = len(backend.graphs)
+        detector = DebugUnderflowOverflow(model)
+        call(torch.ones(2))
+        assert len(backend.graphs) == count + 1
+        with pytest.raises(ValueError, match="inf/nan detected"):
+            call(torch.full((2,), torch.inf))
+        detector.remove()
+    other.remove()
 
 
 # Warnings.
