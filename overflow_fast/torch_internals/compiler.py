@@ -164,7 +164,8 @@ def recompile_hooked() -> None:
 
     It notices other hooks itself, and may be what the same hooks need the next time.
     """
-    frames, most = torch._dynamo.eval_frame, torch._dynamo.config.recompile_limit // 2
+    frames: Any = torch._dynamo.eval_frame
+    most = torch._dynamo.config.recompile_limit // 2
     with torch._dynamo.convert_frame.compile_lock:
         for code in filter(None, [each() for each in _hooked]):
             if len(frames._debug_get_cache_entry_list(code)) >= most:
