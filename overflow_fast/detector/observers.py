@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator
 
 from torch import nn
@@ -22,11 +21,10 @@ from .hooks import root_hooks
 def without_observers(models: Iterable[nn.Module]) -> Iterator[None]:
     """Pauses guards and takes modes off, but the one that sets the default device.
 
-    Warnings are not shown either: the step has given them already.
+    Warnings are left alone: their filters are of all threads, and Python's own show a
+    warning of the step no more.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
         stack.enter_context(_paused(models))
         stack.enter_context(with_torch_function())
         stack.enter_context(without_function_modes())

@@ -29,13 +29,18 @@ def applied(ambient: Ambient, models: Iterable[nn.Module]) -> Iterator[None]:
             model.train(ambient.training)
         if ambient.shares_buffers is not None:
             set_shares_buffers(model, ambient.shares_buffers)
+    was_caching = torch.is_autocast_cache_enabled()
+    caches = ambient.caches and was_caching  # see `without_cached_casts()`
     with ExitStack() as stack:
         for type, enabled, dtype in ambient.autocast:
-            stack.enter_context(
-                torch.autocast(
-                    type, dtype=dtype, enabled=enabled, cache_enabled=ambient.caches
+            now = torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)
+            # The end of a region drops what autocast has cached for any thread.
+            if (*now, was_caching) != (enabled, dtype, caches):
+                stack.enter_context(
+                    torch.autocast(
+                        type, dtype=dtype, enabled=enabled, cache_enabled=caches
+                    )
                 )
-            )
         yield
 
 

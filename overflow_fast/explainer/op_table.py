@@ -13,11 +13,9 @@ import torch
 
 from ..scanner.tensors import PLAIN, extent_of, is_whole
 from ..scanner.tree import tensors_in
-from ..torch_internals.compiler import (
-    has_compiled,
-    is_in_compiled_call,
-)
+from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import (
+    is_in_compiled_call,
     no_dispatch,
 )
 from .mask_counts import MaskCounts

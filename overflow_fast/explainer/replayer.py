@@ -36,12 +36,12 @@ from ..scanner.tensors import loss_in
 from ..scanner.tree import entry_label
 from ..torch_internals.replaying import (
     no_dispatch,
+    uncompiled_calls,
 )
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
 from .calls import Call, loss_and_gradients, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
-from .force_eager import run_eagerly
 from .held_tensors import held_leaves
 from .named_tensors import names_of, partitions_of, state_by_name
 from .op_rows import Leaf
@@ -560,7 +560,7 @@ class Replayer:
     ) -> Iterator[None]:
         """Runs eagerly, and records all operations in the result's table."""
         if not step.has_table:
-            with run_eagerly():
+            with uncompiled_calls():
                 yield
             return
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
@@ -572,7 +572,7 @@ class Replayer:
         result.table = OpTable([*leaves, *others], details_of, *how)
         calls = TorchCalls() if step.has_calls else nullcontext()
         trace = OpTrace(self.models, result.table, self._keeps_calls)
-        with run_eagerly(), trace, calls:
+        with uncompiled_calls(), trace, calls:
             yield
         result.table.close()
         result.table.torch_calls = getattr(calls, "calls", [])

@@ -23,6 +23,7 @@ from ..scanner.tensors import host_copy, is_readable
 from ..scanner.text import dtype_name
 from ..scanner.tree import mapped, tensors_in
 from ..torch_internals.module_internals import own_buffers, own_parameters, submodules
+from ..torch_internals.replaying import without_cached_casts
 from .op_trace import OpCall, TracedModule
 
 SCRIPT, TENSORS = "repro.py", "repro.safetensors"
@@ -312,6 +313,7 @@ def _module_fails(saved: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bo
     kwargs = value_of(saved["kwargs"], given)
     with ExitStack() as stack:
         stack.enter_context(without_observers([module]))
+        stack.enter_context(without_cached_casts(module.parameters()))
         stack.enter_context(RandomStates())
         torch.default_generator.manual_seed(0)  # of the CPU alone
         for device, dtype in saved["autocast"]:

@@ -22,6 +22,7 @@ from ..scanner.modules import (
 )
 from ..scanner.tensors import is_readable, place_of
 from ..scanner.tree import CALL_DEPTH, mapped
+from ..torch_internals.replaying import without_cached_casts
 from .copies import on_copies, to_dtype
 from .op_trace import TracedModule
 from .replayer import Observer
@@ -119,7 +120,12 @@ def compare_devices(call: TracedModule, output: Any) -> DeviceErrors | None:
         return None
     device, dtype = own[0].device, own[0].dtype
     try:
-        with without_observers([call.module]), torch.no_grad():
+        weights = call.module.parameters()
+        with (
+            without_observers([call.module]),
+            without_cached_casts(weights),
+            torch.no_grad(),
+        ):
             again = [_run(call, device, num_drawn=number) for number in (0, 1)]
             same, exact = _run(call, OTHER), _run(call, OTHER, torch.float64)
     except Exception:  # a dtype or device that its code asks for

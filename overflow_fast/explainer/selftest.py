@@ -22,8 +22,8 @@ from ..scanner.tensors import loss_in
 from ..scanner.text import aligned, printable
 from ..scanner.tree import NotRebuilt, mapped, tensors_in
 from ..torch_internals.module_internals import forward_hooks
+from ..torch_internals.replaying import uncompiled_calls
 from .effects.rule import EffectRule, StoppedError
-from .force_eager import run_eagerly
 from .snapshot import Snapshot
 
 # The results of planted faults, as a table.
@@ -374,7 +374,11 @@ class SelfTest:
         tensors.begin_round()
         with everything_kept(self._models()):
             try:
-                with torch.enable_grad(), run_eagerly(), self._rule.applied(math.inf):
+                with (
+                    torch.enable_grad(),
+                    uncompiled_calls(),
+                    self._rule.applied(math.inf),
+                ):
                     loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..scanner.modules import (
     reshard,
 )
 from ..scanner.tensors import devices_of, is_whole
+from ..torch_internals.replaying import without_cached_casts
 from ..torch_internals.tensor_internals import (
     gradient_hooks,
     local_tensor,
@@ -40,7 +42,8 @@ class Snapshot:
     Parameters, buffers, other tensors, gradients, attributes with all mutable objects
     in them, and random states. Everything is restored in place, so that identities and
     aliases stay. Gradients are set aside by reference, and hooks on them that step an
-    optimizer in backward with them: they are not called meanwhile.
+    optimizer in backward with them: they are not called meanwhile. What autocast has
+    cached of weights is neither read nor dropped.
 
     Weights are copied if they are small, or a forward is known to write to them; of
     the others a write is noticed, and reported by `problems`.
@@ -74,6 +77,7 @@ class Snapshot:
         self._calls_hooks = calls_hooks
         self._on_copies = on_copies
         self._is_taken = False
+        self._casts = ExitStack()
         self._gradients: list[Callable[[], None]] = []
         self._leaves: list[torch.Tensor] = []
         self._tensors: list[tuple[str, KeptTensor]] = []
@@ -111,6 +115,8 @@ class Snapshot:
         self.iterators = objects.without_copy
         self._is_taken = True
         try:
+            weights = (each for model in models for each in parameters_of(model))
+            self._casts.enter_context(without_cached_casts(weights))
             self._leaves = list(self._find_leaves())
             for each in self._leaves:
                 self._set_gradient_aside(each)
@@ -162,6 +168,7 @@ class Snapshot:
         if not self._is_taken:
             return
         self._is_taken = False
+        self._casts.close()
         reshard(self._models.values())
         self.problems = [
             f"{name} could not be put back ({why})." for name, why in self._put_back()

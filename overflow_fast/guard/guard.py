@@ -42,7 +42,6 @@ from .parts import (
     warn_foreign_parameters,
     warn_of_other_guards,
 )
-from .process import without_collection
 from .report.report import Cost, GuardCoverage, NonFiniteError, Report
 from .report.run_log import log_begin, log_end
 from .verdict.headroom import HeadroomTable
@@ -154,11 +153,10 @@ class OverflowGuard:
     ) -> None:
         config = GuardConfig.of(locals())
         models, optimizers = named_models(model), optimizers_of(optimizer)
-        with without_collection():
-            warn_foreign_parameters(models, optimizers)
-            self._parts = GuardParts(config, models, optimizers, _defer)
-            self.enable()
-            log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
+        warn_foreign_parameters(models, optimizers)
+        self._parts = GuardParts(config, models, optimizers, _defer)
+        self.enable()
+        log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

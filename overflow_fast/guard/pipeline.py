@@ -46,7 +46,6 @@ from .optimizers.loss_scaling import (
 )
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .policy import Situation, checked_action, choose, limit_skips
-from .process import without_collection
 from .ranks.agreement import Agreed, Agreement
 from .report.report import Cost, GuardCoverage, NonFiniteError, Report
 from .report.run_log import AlarmLog, log_notices
@@ -568,8 +567,7 @@ class Pipeline:
         if self._explaining.looks_again and not is_of_flag(self._detect(step)):
             with self._left_out():
                 step = self._explaining.look_again(step)
-        with without_collection():
-            report = self._make_report(step, self._detect(step))
+        report = self._make_report(step, self._detect(step))
         if not self._explaining.is_off:
             ends, verdict = report.action == "raise", report.verdict
             with self._left_out():
@@ -615,15 +613,13 @@ class Pipeline:
             step: This rank's step.
             begin: The number of frames before the step, or its replay.
         """
-        with without_collection():
-            verdict = self._detect(step)
+        verdict = self._detect(step)
         ends = self._config.on_overflow == "raise"
         first = min((bad.frame.order for bad in step.frames), default=begin)
         is_asked = callable(self._config.on_overflow)
 
         def make() -> Report:
-            with without_collection():
-                report = self._make_report(step, verdict)
+            report = self._make_report(step, verdict)
             return report if is_asked else self._choose_action(step, report)
 
         return self.agreement.agree(

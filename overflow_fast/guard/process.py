@@ -1,10 +1,7 @@
-"""The process at hand: its rank, its settings, and pauses of its garbage collector."""
+"""The process at hand: its rank and its settings."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,20 +39,3 @@ def settings_of_torch() -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "default_dtype": str(torch.get_default_dtype()),
     }
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Pauses the garbage collector while many objects are made that stay in use.
-
-    It would look through the whole program again and again and find nothing to free:
-    half of the time in which a guard of 20,000 modules is made. No forward or backward
-    of the program's runs within.
-    """
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()

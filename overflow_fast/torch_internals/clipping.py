@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grad
 
+from .needed import Needing
 from .registry import internal, listed
 
 
@@ -28,7 +28,6 @@ class ClippingListener(Protocol):
         """
 
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _replaced: dict[str, tuple[Any, Any]] = {}  # ours and what was there, by name
 _found = threading.local()  # `norm`: the last one that clip_grad_norm_ has computed
 
@@ -62,12 +61,16 @@ def stop_listening(listener: ClippingListener) -> None:
     Where other code has wrapped one since, it stays, and only calls what it wraps.
     """
     _listeners.discard(listener)
-    if _listeners:
-        return
+
+
+def _put_back(may_wait: bool) -> None:
     for name, (ours, function) in _replaced.items():
         if getattr(clip_grad, name) is ours:
             setattr(clip_grad, name, function)
     _replaced.clear()
+
+
+_listeners = Needing(_put_back)
 
 
 @listed(

@@ -2,60 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+import weakref
+from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .registry import internal, stack
+from .registry import internal, listed, stack
 
 _WRAPPERS = ("eval_frame.py",)
 
 
-def _is_compiled_call(frame: FrameType) -> bool:
+def is_compiled_call(frame: FrameType) -> bool:
     """Returns True for the frame that runs compiled code, or what it was made of."""
     code = frame.f_code
     is_named = code.co_name == "compile_wrapper"
     return is_named and code.co_filename.endswith(_WRAPPERS)
-
-
-def is_in_compiled_call() -> bool:
-    """Returns True within a call of what was compiled, also where it runs eagerly.
-
-    It is asked in each operation: a loop takes less time than `stack()` does.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if _is_compiled_call(frame):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def compiled_calls_elsewhere() -> Iterator[FrameType]:
-    """Yields the calls of what was compiled that other threads run."""
-    if "torch._dynamo" not in sys.modules:
-        return
-    for thread, innermost in sys._current_frames().items():
-        frame: FrameType | None = innermost
-        while frame is not None and thread != threading.get_ident():
-            if _is_compiled_call(frame):
-                yield frame
-            frame = frame.f_back
-
-
-def fails_uncompiled(call: FrameType) -> bool:
-    """Returns True for a call of what was compiled with `fullgraph=True`.
-
-    Args:
-        call: One of `compiled_calls_elsewhere()`.
-    """
-    return bool(call.f_locals.get("fullgraph_count_enabled"))
 
 
 @internal(
@@ -73,47 +38,10 @@ def has_compiled() -> bool:
     return bool(torch._dynamo.convert_frame.input_codes.seen)
 
 
-@internal(
-    "torch._dynamo.eval_frame._stance",
-    "set_stance() tells what it replaced only when it has, which a signal may prevent",
-    "After a replay the stance of torch.compile is the default",
-)
-def _stance() -> Any:
-    return torch._dynamo.eval_frame._stance
-
-
-def stance_restorer() -> Callable[[], None]:
-    """Returns what puts the stance of torch.compile back that there is now."""
-    now = _stance()
-    if now is None:
-        return functools.partial(torch.compiler.set_stance, "default")
-    return functools.partial(
-        torch.compiler.set_stance,
-        now.stance,
-        skip_guard_eval_unsafe=now.skip_guard_eval_unsafe,
-        force_backend=now.backend,
-    )
-
-
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that `torch.compile(module)` was given; any other as it is."""
     found = getattr(module, "_orig_mod", module)
     return found if isinstance(found, nn.Module) else module
-
-
-@internal(
-    "torch.nn.Module._compiled_call_impl",
-    "module.compile() compiles a call with its hooks, which then do not run",
-    "Modules that are compiled in place are not recorded",
-)
-def own_compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """The code of `module.compile()`, which runs in place of the module's call."""
-    return module._compiled_call_impl
-
-
-def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Replaces what runs in place of the module's call."""
-    module._compiled_call_impl = call
 
 
 @internal(
@@ -132,7 +60,7 @@ def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
     """
     is_inside = False
     for frame in stack():
-        is_inside = is_inside or _is_compiled_call(frame)
+        is_inside = is_inside or is_compiled_call(frame)
         caller = frame.f_locals.get("self") if is_inside else None
         if isinstance(caller, nn.Module):
             is_same = caller is module or uncompiled(caller) is module
@@ -140,18 +68,80 @@ def compiled_call_of(module: nn.Module) -> tuple[bool, nn.Module | None]:
     return is_inside, None if is_inside else module
 
 
+undone_when_compiled: list[Callable[[], None]] = []  # or when hooks are gone
+traced_hooks: list[bool] = []  # not empty: the compilation that runs has met hooks
+_hooked: list[weakref.ref[CodeType]] = []  # what was compiled with hooks
+
+
 @internal(
-    "torch._dynamo.config.skip_nnmodule_hook_guards",
+    "torch._dynamo.convert_frame.register_bytecode_hook",
     "a module with hooks must not run code compiled for another one without any",
     "Compiled models that share code with a model without a guard may not be watched",
 )
-def guard_on_hooks() -> None:
+def guard_on_hooks() -> Callable[[], None]:
     """Makes code that is compiled from now on check that modules have no hooks.
 
-    For all threads, where the user has not set it: a setting is one thread's own.
+    Returns:
+        What ends it. Both are called within the `compile_locks()`.
     """
-    config: Any = torch._dynamo.config
-    config._config["skip_nnmodule_hook_guards"].default = False
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(_on_compiled)
+
+    def end() -> None:
+        handle.remove()
+        _undo()
+
+    return end
+
+
+@listed(
+    "torch._dynamo.convert_frame.compile_lock",
+    "a compilation goes through the hooks on compilations",
+    "A guard that is made or removed while another thread compiles may make that fail",
+)
+def compile_locks() -> tuple[Any, ...]:
+    """The lock that a thread has while it compiles; none before the first could."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")
+    lock = getattr(convert, "compile_lock", None)
+    return () if lock is None else (lock,)
+
+
+@internal(
+    "torch._guards.CompileContext",
+    "the hooks of a compilation that runs must not be taken off",
+    "Hooks on compilations may outlive a guard that nobody has removed",
+    True,
+)
+def is_compiling() -> bool:
+    """True while this thread compiles."""
+    return torch._guards.CompileContext.try_get() is not None
+
+
+def _on_compiled(code: CodeType, new_code: CodeType) -> None:
+    _undo()
+    _add_guards()
+    if traced_hooks:
+        traced_hooks.clear()
+        if not any(each() is code for each in _hooked):
+            _hooked.append(weakref.ref(code))
+
+
+def _undo() -> None:
+    while undone_when_compiled:
+        undone_when_compiled.pop()()
+
+
+@internal(
+    "torch._dynamo.guards.GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT",
+    "dynamo leaves such a check out, unless its config says otherwise for all threads",
+    "Compiled models that share code with a model without a guard may not be watched",
+)
+def _add_guards() -> None:
+    kinds = torch._dynamo.guards.GuardBuilder
+    guards = sys._getframe(3).f_locals["output"].guards  # of dynamo, which calls hooks
+    for guard in list(guards):
+        if guard.create_fn is kinds.EMPTY_NN_MODULE_HOOKS_DICT:
+            source = guard.originating_source
+            guards.add(source.make_guard(kinds.SEQUENCE_LENGTH))
 
 
 @internal(
@@ -162,3 +152,22 @@ def guard_on_hooks() -> None:
 def recompile_all() -> None:
     """Discards all compiled code; it is compiled again at its next call."""
     torch._dynamo.reset_code_caches()
+
+
+@internal(
+    "torch._dynamo.eval_frame.reset_code",
+    "code compiled for hooks that are gone counts towards dynamo's limit",
+    "Compiled models may run eagerly after many bad steps",
+)
+def recompile_hooked() -> None:
+    """Discards code that was compiled with hooks half as often as dynamo lets it be.
+
+    It notices other hooks itself, and may be what the same hooks need the next time.
+    """
+    frames: Any = torch._dynamo.eval_frame
+    most = torch._dynamo.config.recompile_limit // 2
+    with torch._dynamo.convert_frame.compile_lock:
+        for code in filter(None, [each() for each in _hooked]):
+            if len(frames._debug_get_cache_entry_list(code)) >= most:
+                frames.reset_code(code)
+        _hooked[:] = [each for each in _hooked if each() is not None]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
 import torch
 
+from .compiler import undone_when_compiled
 from .registry import INTERNALS, Internal, internal
 
 
@@ -88,17 +88,19 @@ def _takes(operator: Any, handle: Any, *rest: Any) -> bool:
     "an operator that is not fused makes compiled code save other tensors for backward",
     "Compiled models save other tensors for backward under the guard",
 )
-@functools.cache
 def keep_partition(*operators: Any) -> None:
     """Makes AOTAutograd save for backward what it would save without some operators.
 
     Behind an operator that cannot be fused it computes nothing again in backward, and
     so saves what it would not save otherwise, such as the mask of a ReLU. An operator
-    that only reads is no reason for that.
+    that only reads is no reason for that. This holds for the compilation that runs:
+    others wait for it.
 
     Args:
         operators: Those without outputs.
     """
+    if functional_mode() is None or undone_when_compiled:
+        return  # no trace of AOTAutograd, or one of the same compilation
     from torch._functorch import partitioners
 
     class OpTypes(partitioners.OpTypes):
@@ -109,7 +111,18 @@ def keep_partition(*operators: Any) -> None:
 
     chosen = partitioners.get_default_op_list
     OpTypes(**vars(chosen()))  # raises here, and not where code is compiled
-    partitioners.get_default_op_list = lambda: OpTypes(**vars(chosen()))
+
+    def put_back() -> None:
+        if partitioners.get_default_op_list is extended:
+            partitioners.get_default_op_list = chosen
+
+    def extended() -> OpTypes:
+        undone_when_compiled.clear()
+        put_back()  # a compilation that fails ends without a word
+        return OpTypes(**vars(chosen()))
+
+    undone_when_compiled.append(put_back)
+    partitioners.get_default_op_list = extended
 
 
 INTERNALS["EvalFramePause"] = Internal(

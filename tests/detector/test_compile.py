@@ -36,6 +36,7 @@ from overflow_fast import (
     OverflowGuard,
     Schedule,
 )
+from overflow_fast.detector import dynamo
 from overflow_fast.scanner.tree import label_text
 
 pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
@@ -479,9 +480,16 @@ def test_a_compiled_submodule_called_on_its_own_is_a_step():
         assert frames(form, **CAPTURED) == frames(eager)
 
 
+@pytest.fixture
+def no_other_hooks():
+    """Takes off what other tests have left: code compiled meanwhile notices hooks."""
+    for owner in list(dynamo._owners):
+        owner.remove()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_hooks_that_come_late_take_effect(form, caplog):
+def test_hooks_that_come_late_take_effect(form, caplog, no_other_hooks):
     model, optimizer = make()
     compiled = form(model, backend="eager")
     x, y = batches(1)[0]
@@ -538,7 +546,7 @@ def test_a_step_that_is_not_watched_is_not_recorded():
         assert guard.coverage().tensors_listed > listed
 
 
-def test_a_cadence_leaves_alone_what_else_is_compiled(monkeypatch):
+def test_a_cadence_leaves_alone_what_else_is_compiled(monkeypatch, no_other_hooks):
     """An eager model is watched, and something else in the process is compiled."""
     torch.compile(torch.sin, backend="aot_eager")(torch.ones(2))
     torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(2))

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -55,10 +54,6 @@ def norms(tmp_path, monkeypatch):
 def fresh():
     torch._dynamo.reset()
     yield
-    for _ in range(1000):  # while whole graphs of other threads still run eagerly
-        if torch._dynamo.eval_frame._stance.stance == "default":
-            break
-        time.sleep(0.01)
     torch._dynamo.reset()
 
 

@@ -291,6 +291,64 @@ assert not is_waiting() and detects(model, model)
     fresh(BEGIN + code)
 
 
+def test_hooks_that_could_not_be_loaded_are_loaded_later():
+    code = """
+import logging
+logging.getLogger("overflow_fast").setLevel(logging.CRITICAL)
+detector = of.DebugUnderflowOverflow(model)
+sys.modules["overflow_fast.detector.compiled"] = None  # gone for a while
+call = torch.compile(lambda x: model(x), backend="eager")
+call(torch.ones(1, 2))
+del sys.modules["overflow_fast.detector.compiled"]
+detector.remove()
+detector = of.DebugUnderflowOverflow(model)
+call = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
+assert detects(call, model)
+"""
+    fresh(BEGIN + code)
+
+
+def test_hooks_that_could_not_be_registered_are_registered_later():
+    code = """
+import logging
+logging.getLogger("overflow_fast").setLevel(logging.CRITICAL)
+import torch._dynamo
+real = torch.compiler.substitute_in_graph
+
+def fails(function, **options):
+    if "root" in repr(function) or "paused" in repr(function):
+        raise RuntimeError("not now")
+    return real(function, **options)
+
+torch.compiler.substitute_in_graph = fails
+of.DebugUnderflowOverflow(model).remove()
+torch.compiler.substitute_in_graph = real
+detector = of.DebugUnderflowOverflow(model)
+call = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
+assert detects(call, model)
+"""
+    fresh(BEGIN + code)
+
+
+def test_two_first_traces_load_the_hooks_once():
+    code = """
+import time
+from overflow_fast.detector import compiled, dynamo
+
+def register():
+    calls.append(threading.get_ident())
+    time.sleep(0.1)
+    return True
+
+calls, compiled.register = [], register
+threads = [threading.Thread(target=dynamo._is_loaded) for _ in range(4)]
+for each in threads: each.start()
+for each in threads: each.join()
+assert len(calls) == 1
+"""
+    fresh(BEGIN + code)
+
+
 def test_threads_may_import_dynamo_while_hooks_are_put_on():
     code = """
 begin = threading.Barrier(5)

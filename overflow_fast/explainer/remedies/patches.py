@@ -16,9 +16,9 @@ from ...scanner.modules import modules_in, tensors_of
 from ...torch_internals.replaying import (
     inherited,
     set_inherited,
+    uncompiled_calls,
 )
 from ..calls import Call, part_of
-from ..force_eager import run_eagerly
 from ..keep_in_fp32 import keep_in_fp32
 from ..named_tensors import state_by_name
 from ..replayer import Patch
@@ -97,8 +97,6 @@ def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
             for module in modules_in(model):
                 handle = module.register_forward_pre_hook(_begin_bfloat16, prepend=True)
                 stack.enter_context(handle)
-        torch.clear_autocast_cache()
-        stack.callback(torch.clear_autocast_cache)
         yield
 
 
@@ -277,7 +275,7 @@ class Eagerly(Patch):
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Patch`."""
-        return run_eagerly()
+        return uncompiled_calls()
 
 
 @dataclass(frozen=True)

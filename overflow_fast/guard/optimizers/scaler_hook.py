@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ...scanner.text import drop_own_frames
+from ...torch_internals.needed import Needing
 from ..report.report import NonFiniteError
 
 
@@ -24,7 +24,6 @@ class ScalerListener(Protocol):
         """Called when it has returned."""
 
 
-_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 _running: dict[int, GradScaler] = {}
 _replaced: dict[Any, Any] = {}  # the `step` that was there, by ours
 
@@ -55,10 +54,16 @@ def stop_listening(listener: ScalerListener) -> None:
     wraps.
     """
     _listeners.discard(listener)
+
+
+def _put_back(may_wait: bool) -> None:
     original = _replaced.get(vars(GradScaler)["step"])
-    if original is not None and not _listeners:
+    if original is not None:
         _replaced.clear()
         GradScaler.step = original  # type: ignore[method-assign]
+
+
+_listeners = Needing(_put_back)
 
 
 def _with_listeners(step: Callable[..., Any]) -> Callable[..., Any]:

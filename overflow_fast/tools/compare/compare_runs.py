@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ...guard.process import without_collection
 from ...scanner.modules import is_within
 from ...scanner.text import capitalized, counted, either, numbered, some, with_progress
 from .comparison import Comparison, RootDifference, has_other_shape
@@ -728,21 +727,18 @@ def compare_runs(
     remarks, earlier = list[Remark](), EarlierSteps()
     shared = sorted({*mine.steps} & {*its.steps})
     for step in with_progress(shared, "steps", len(shared)):
-        with without_collection():
-            own = [each.read() for each in mine.steps[step]]
-            other = [each.read(own) for each in its.steps[step]]
-            mine.has_forward |= _has_forward(own)
-            its.has_forward |= _has_forward(other)
-            before = result.num_alone
-            rows, first = _compare_step(
-                result, remarks, step, own, other, names, earlier
-            )
-            if first is not None and result.first is None:
-                result.first = earlier.described(first)
-            earlier.add(rows, result.num_alone - before)
-            remarks += earlier.add_optimizers(step, rank_pairs(own, other))
-            mark(rows, threshold, cosine)
-            result.add_step(rows)
+        own = [each.read() for each in mine.steps[step]]
+        other = [each.read(own) for each in its.steps[step]]
+        mine.has_forward |= _has_forward(own)
+        its.has_forward |= _has_forward(other)
+        before = result.num_alone
+        rows, first = _compare_step(result, remarks, step, own, other, names, earlier)
+        if first is not None and result.first is None:
+            result.first = earlier.described(first)
+        earlier.add(rows, result.num_alone - before)
+        remarks += earlier.add_optimizers(step, rank_pairs(own, other))
+        mark(rows, threshold, cosine)
+        result.add_step(rows)
     result.said += [*run_remarks(mine, its), *as_sentences(remarks)]
     result.said += [
         f"{path} cannot be read ({why}): its tensors were compared by fingerprints."

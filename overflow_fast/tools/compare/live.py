@@ -27,6 +27,7 @@ from ...scanner.modules import Handles, named_modules, step_of
 from ...scanner.tensors import devices_of, loss_in
 from ...scanner.text import dtype_name
 from ...scanner.tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
+from ...torch_internals.replaying import without_cached_casts
 from ...torch_internals.running import (
     graph_task_id,
 )
@@ -595,6 +596,7 @@ def _run_both(
         with (
             torch.inference_mode(is_inference),
             torch.set_grad_enabled(has_gradients),
+            without_cached_casts(sides[0].model.parameters()),
             applied(ambient, []),
         ):
             sides[1].run(lockstep.sink(1))

@@ -20,12 +20,9 @@ from ...scanner.tensors import PLAIN, NotScanned
 from ...scanner.text import error_line
 from ...scanner.tree import Path, call_tensors, path_text, tensors, tensors_in
 from ...scanner.types import TensorPath
-from ...torch_internals.compiler import (
-    own_compiled_call,
-    set_compiled_call,
-    uncompiled,
-)
+from ...torch_internals.compiler import uncompiled
 from ...torch_internals.module_internals import own_buffers, own_parameters
+from ...torch_internals.replaying import own_compiled_call, set_compiled_call
 from ...torch_internals.running import (
     graph_task_id,
     is_recorded,

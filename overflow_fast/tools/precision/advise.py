@@ -19,7 +19,6 @@ from ...detector.observers import without_observers
 from ...detector.selection import Selection, Wanted
 from ...explainer.copies import HALF, check_model, copied_batch, on_copies
 from ...explainer.effects.rule import EffectRule, StoppedError
-from ...explainer.force_eager import run_eagerly
 from ...explainer.keep_in_fp32 import keep_in_fp32
 from ...guard.undo.random import RandomStates
 from ...guard.verdict.call_order import Calls
@@ -31,6 +30,7 @@ from ...scanner.ops import scan
 from ...scanner.tensors import check_number, devices_of, loss_in
 from ...scanner.text import dtype_name, error_line
 from ...torch_internals.module_internals import is_dropout
+from ...torch_internals.replaying import uncompiled_calls
 from .layers import DTYPES, LayerProbe, RelativeDifference, floats_in
 from .precision_advice import (
     Judge,
@@ -687,12 +687,10 @@ def _told_of_effects() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _calm(model: nn.Module) -> Iterator[None]:
-    """Guards, modes, compiled code and autocast do not take part in a run."""
+    """Guards, modes and compiled code do not take part in a run."""
     with ExitStack() as stack:
         stack.enter_context(without_observers([model]))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(run_eagerly())
-        torch.clear_autocast_cache()
-        stack.callback(torch.clear_autocast_cache)
+        stack.enter_context(uncompiled_calls())
         yield

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 import overflow_fast
-from overflow_fast.torch_internals.compiler import (
-    own_compiled_call,
-)
+from overflow_fast.torch_internals.replaying import own_compiled_call
 
 HOW = ["compile()", "torch.compile"]
 
