@@ -9,10 +9,10 @@ inputs by the same random states, the loss has the same graph, and it is the sam
 
 Where all gradients are non-finite, and a replayed backward leaves finite ones, code
 between backward and the optimizer's step has written to them: clipping by a norm,
-scaling, noise. Those of its lines that work on what leads to a model, and what these
-need, are run behind the replayed backward, out of the function that called it. The
-answer counts where the same gradients are non-finite then. One that is ended before an
-effect (see `effects`) is left out.
+scaling, noise. Those of its lines that work on what leads to a model, and what follows
+from these, are run behind the replayed backward, out of the function that called it.
+The answer counts where the same gradients are non-finite then. One that is ended before
+an effect (see `effects`) is left out.
 """
 
 from __future__ import annotations
@@ -865,18 +865,18 @@ def _place_of(block: Sequence[ast.stmt], line: int) -> int | None:
 
 
 def _picked(lines: Sequence[ast.stmt], names: Mapping[str, Any]) -> list[ast.stmt]:
-    """The statements that work on what leads to a model, and those that they need."""
-    needed: set[str] = set()
+    """The statements that work on what leads to a model, and what follows from them."""
+    made: set[str] = set()
     found = []
-    for each in reversed(lines):
+    for each in lines:
         reads = read(each)
-        is_own = any(_leads_to_model(names.get(name)) for name in reads)
+        is_own = bool(reads & made) or any(_leads_to_model(names.get(n)) for n in reads)
         nodes = list(ast.walk(each))
         is_left = any(isinstance(n, _UNSUITABLE) or _has_effects(n) for n in nodes)
-        if (is_own or assigned(each) & needed) and not is_left:
+        if is_own and not is_left:
             found.append(each)
-            needed |= reads
-    return found[::-1]
+            made |= assigned(each)
+    return found
 
 
 def _leads_to_model(value: Any) -> bool:

@@ -109,7 +109,7 @@ SHOWN = "print('norm', clip(model.parameters()))"
 
 def test_what_is_printed_is_not_printed_again(tmp_path, capsys):
     report, _, _, _ = report_of(loop(SHOWN), tmp_path)
-    assert report.step == 1 and report.explanation.cause == "unknown"
+    assert report.step == 1 and report.explanation.cause == "undefined"
     assert capsys.readouterr().out.count("norm tensor") == 2
 
 
