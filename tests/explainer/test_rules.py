@@ -566,6 +566,33 @@ def test_calls_in_float32_go_back_where_they_fit(tmp_path):
     assert plain.isnan().any() and found.isfinite().all()
 
 
+def test_what_was_in_float32_stays_there(tmp_path):
+    """Also where its numbers would fit float16."""
+    module, _ = module_of(tmp_path, HEAD.format("(x * 60000 * 2).float().mul(0.25)"))
+    x = torch.ones(2, 2).half()
+    _, calls = recorded(module.f, x)
+    keys = [call.key for call in calls]
+    change = InFloat32(*(frozenset({keys[i]}) for i in (1, 3, 2)))
+    with CallPatch((change,)).applied({}):
+        found = module.f(x)
+    assert found.dtype == torch.float32 and found.eq(30000).all()
+
+
+def test_what_is_written_to_is_made_by_the_call_that_wrote():
+    x = torch.rand(3)
+    with TorchCalls() as calls:
+        x[0] = 1.0
+        y = torch.empty(3)
+        torch.exp(x, out=y)
+        z = (y.mul_(2) + x).sum()
+    assert z.isfinite()
+    total = calls.calls[-1].inputs[0].call
+    written = total.inputs[0].call
+    assert (total.name, written.name, written.is_in_place) == ("add", "mul", True)
+    assert written.inputs[0].call.name == "exp"
+    assert written.inputs[0].call.inputs[0].call.name == "__setitem__"
+
+
 def test_numbers_in_a_text_are_short():
     assert not any(re.search(r"e[-+]0\d", rule.text) for rule in RULES)
     assert math.isfinite(sum(numbers_of(GUARDS[0], torch.float32)))

@@ -158,6 +158,8 @@ class ChangedCalls(TorchCalls):
         with torch.autocast(device, enabled=False):
             args, kwargs = pytree.tree_map(_widened, (args, kwargs))
             result = args[0].float() if is_cast else call.func(*args, **kwargs)
+        if any(result is each for each in _tensors_in((args, kwargs))):
+            result = result.view_as(result)  # what is known of it is of this one alone
         return pytree.tree_map(lambda each: self._back(each, change, call), result)
 
     def _back(self, each: Any, change: InFloat32, call: TorchCall) -> Any:
