@@ -299,6 +299,19 @@ def test_a_line_does_what_was_tried(name, tmp_path):
         assert loss.item() == remedy.loss and model.w.grad.isfinite().all(), remedy
 
 
+def test_a_change_that_could_not_be_made_is_not_said_to_be_tried(tmp_path):
+    """What it reads is written to before the call."""
+    module, _ = module_of(
+        tmp_path,
+        "import torch\ndef loss_of(x, w):\n    y = x * w\n    p = y.exp()\n"
+        "    y.mul_(0)\n    return torch.log(p).mean()\n",
+    )
+    found = explained(module.loss_of, torch.full((3, 2), 200.0))
+    texts = [each.text for each in found.remedies]
+    assert "clamp the argument to 20" in texts
+    assert not any("exp itself" in text for text in texts)
+
+
 def test_what_has_a_name_elsewhere_alone_is_told_in_words(tmp_path):
     module, _ = module_of(
         tmp_path,

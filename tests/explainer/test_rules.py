@@ -578,6 +578,22 @@ def test_what_was_in_float32_stays_there(tmp_path):
     assert found.dtype == torch.float32 and found.eq(30000).all()
 
 
+def test_a_cast_in_float32_is_one_to_float32_or_as_it_was(tmp_path):
+    x = torch.full((2, 2), 1e5)
+    for code, dtype in (
+        ("(x * 1).half()", torch.float32),
+        ("(x * 1).to(torch.float16)", torch.float32),
+        ("(x * 1).to(dtype=torch.half)", torch.float32),
+        ("(x * 1).half().double()", torch.float64),
+        ("(x * 1).half().to(torch.bfloat16)", torch.bfloat16),
+    ):
+        module, _ = module_of(tmp_path, HEAD.format(code))
+        _, calls = recorded(module.f, x)
+        with CallPatch((InFloat32(frozenset({calls[1].key})),)).applied({}):
+            found = module.f(x)
+        assert found.dtype == dtype and found.isfinite().all()
+
+
 def test_what_is_written_to_is_made_by_the_call_that_wrote():
     x = torch.rand(3)
     with TorchCalls() as calls:
