@@ -303,8 +303,8 @@ def test_a_change_that_could_not_be_made_is_not_said_to_be_tried(tmp_path):
     """What it reads is written to before the call."""
     module, _ = module_of(
         tmp_path,
-        "import torch\ndef loss_of(x, w):\n    y = x * w\n    p = y.exp()\n"
-        "    y.mul_(0)\n    return torch.log(p).mean()\n",
+        "import torch\ndef loss_of(x, w):\n    y = x * 1.0\n    p = y.exp()\n"
+        "    y.mul_(0)\n    return (torch.log(p) * w).mean()\n",
     )
     found = explained(module.loss_of, torch.full((3, 2), 200.0))
     texts = [each.text for each in found.remedies]
