@@ -236,6 +236,22 @@ def test_a_softmax_over_several_lines(tmp_path):
     assert loss.item() == pytest.approx(remedy.loss)
 
 
+POWER = """import torch
+def loss_of(x, w):
+    e = torch.exp(x * w)
+    return {}
+"""
+
+
+@pytest.mark.parametrize(
+    "line", ["e.log().mean()", "(e / e.sum() / e.sum()).mean()", "e.square().sum()"]
+)
+def test_an_exp_that_is_used_in_no_ratio_keeps_its_maximum(line, tmp_path):
+    module, _ = module_of(tmp_path, POWER.format(line))
+    found = explained(module.loss_of, torch.tensor([[200.0, 201.0]]))
+    assert not any("maximum" in each.text for each in found.remedies), found
+
+
 def test_an_augmented_assignment(tmp_path):
     text = SOURCE.replace(
         "    return {}", "    y = x * w\n    y **= 0.5\n    return y.sum()"
