@@ -126,6 +126,17 @@ def test_a_mask_is_no_scale(tmp_path):
     assert found.remedies and not any("before" in text for text in texts)
 
 
+def test_a_number_in_a_tensor_widens_no_tensor(tmp_path):
+    _, good = followed(
+        tmp_path,
+        """
+        scale = self.weight[0, 1] + 12
+        return (scale.exp() * x[..., :4] @ k[..., :4].mT).softmax(-1) @ v
+        """,
+    )
+    assert "(scale.float().exp() * x[..., :4].float())" in good[0].code
+
+
 def test_float32_as_far_as_the_end_of_the_expression(tmp_path):
     _, good = followed(
         tmp_path,

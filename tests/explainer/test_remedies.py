@@ -236,6 +236,22 @@ def test_a_softmax_over_several_lines(tmp_path):
     assert loss.item() == pytest.approx(remedy.loss)
 
 
+POWER = """import torch
+def loss_of(x, w):
+    e = torch.exp(x * w)
+    return {}
+"""
+
+
+@pytest.mark.parametrize(
+    "line", ["e.log().mean()", "(e / e.sum() / e.sum()).mean()", "e.square().sum()"]
+)
+def test_an_exp_that_is_used_in_no_ratio_keeps_its_maximum(line, tmp_path):
+    module, _ = module_of(tmp_path, POWER.format(line))
+    found = explained(module.loss_of, torch.tensor([[200.0, 201.0]]))
+    assert not any("maximum" in each.text for each in found.remedies), found
+
+
 def test_an_augmented_assignment(tmp_path):
     text = SOURCE.replace(
         "    return {}", "    y = x * w\n    y **= 0.5\n    return y.sum()"
@@ -297,6 +313,19 @@ def test_a_line_does_what_was_tried(name, tmp_path):
         loss = fresh.loss_of(x, model.w)
         loss.backward()
         assert loss.item() == remedy.loss and model.w.grad.isfinite().all(), remedy
+
+
+def test_a_change_that_could_not_be_made_is_not_said_to_be_tried(tmp_path):
+    """What it reads is written to before the call."""
+    module, _ = module_of(
+        tmp_path,
+        "import torch\ndef loss_of(x, w):\n    y = x * 1.0\n    p = y.exp()\n"
+        "    y.mul_(0)\n    return (torch.log(p) * w).mean()\n",
+    )
+    found = explained(module.loss_of, torch.full((3, 2), 200.0))
+    texts = [each.text for each in found.remedies]
+    assert "clamp the argument to 20" in texts
+    assert not any("exp itself" in text for text in texts)
 
 
 def test_what_has_a_name_elsewhere_alone_is_told_in_words(tmp_path):

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from overflow_fast import explain
 from overflow_fast.explainer.remedies.call_patch import CallPatch, RuleChange
 from overflow_fast.explainer.remedies.rules import RULES
+from overflow_fast.explainer.tensor_kinds import kinds_of
 from overflow_fast.explainer.torch_calls import TorchCalls
 
 # Each has `log(x)`, which a second thread calls with 0, and `loss_of(x, w)`.
@@ -267,6 +268,13 @@ def test_a_call_knows_its_instruction_and_its_columns():
     if sys.version_info >= (3, 11):
         spans = [call.sites[0].span for call in calls.calls]
         assert [each[3] - each[2] for each in spans] == [len("torch.sin(x)")] * 2
+
+
+def test_calls_of_this_package_are_none_of_the_programs():
+    x = torch.tensor([1.0, torch.inf])
+    with TorchCalls() as calls:
+        assert kinds_of(x)
+    assert calls.calls == []
 
 
 def test_a_thread_that_the_forward_starts_ends_the_replay():

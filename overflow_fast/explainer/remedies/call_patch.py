@@ -153,11 +153,13 @@ class ChangedCalls(TorchCalls):
             return call.func(*args, **kwargs)
         self._patch.num_applied[place] += call.key in change.roots
         given = _tensors_in((args, kwargs))
-        is_cast = call.name == "to" and all(t.dtype != torch.float16 for t in given)
+        func = torch.Tensor.float if call.func is torch.Tensor.half else call.func
         device = given[0].device.type if given else "cpu"
         with torch.autocast(device, enabled=False):
             args, kwargs = pytree.tree_map(_widened, (args, kwargs))
-            result = args[0].float() if is_cast else call.func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if any(result is each for each in _tensors_in((args, kwargs))):
+            result = result.view_as(result)  # what is known of it is of this one alone
         return pytree.tree_map(lambda each: self._back(each, change, call), result)
 
     def _back(self, each: Any, change: InFloat32, call: TorchCall) -> Any:

@@ -182,7 +182,7 @@ def _stands(node: ast.expr, leaf: Input, found: Found) -> bool:
     if isinstance(node, ast.Name):
         return _takes_name(node.id, leaf, found)
     made = of.call if isinstance(of, Value) else None
-    if made is None or of is not made.results[of.place]:
+    if made is None:
         return False
     if made.name in IN_PLACE_MOVES and _shape(node)[0] not in MOVES and made.args:
         return _stands(node, Input(made, 0), found)
