@@ -61,6 +61,7 @@ class CallWatch {
   int before_function(PyFrameObject* frame, PyObject* function);
   int before_code(PyFrameObject* frame);
   int before_instruction(PyFrameObject* frame);
+  int ask_for_instructions(PyObject* frame);
   const Code* code_of(PyFrameObject* frame);
 
   py::object policy_;
@@ -101,9 +102,28 @@ void CallWatch::begin(double seconds) {
                  : Clock::time_point::max();
   is_over_ = false;
   num_since_ = kGrace;
+  // Python 3.12 sees instructions only if a frame has asked for them before.
+  PyObject* frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
+  if (frame != nullptr && ask_for_instructions(frame) != 0) throw py::error_already_set();
   current = this;
   set_profile(&CallWatch::on_profile, py::none());
   set_trace(&CallWatch::on_trace, py::none());
+  if (frame != nullptr && PyObject_SetAttrString(frame, "f_trace_opcodes", Py_False) != 0) {
+    PyErr_Clear();
+  }
+}
+
+// Has the interpreter call `on_trace` before each instruction of a frame. -1 where it raises.
+int CallWatch::ask_for_instructions(PyObject* frame) {
+#if PY_VERSION_HEX >= 0x030D0000
+  // Python 3.13 asks for a trace function of the frame, too, which is not called.
+  const auto ignored = policy_.attr("ignores");
+  const auto traced = py::reinterpret_steal<py::object>(PyObject_GetAttrString(frame, "f_trace"));
+  if (traced && traced.is_none() && PyObject_SetAttrString(frame, "f_trace", ignored.ptr()) != 0) {
+    return -1;
+  }
+#endif
+  return PyObject_SetAttrString(frame, "f_trace_opcodes", Py_True);
 }
 
 void CallWatch::end() {
@@ -176,9 +196,7 @@ int CallWatch::before_code(PyFrameObject* frame) {
   const Code* code = code_of(frame);
   if (code == nullptr) return -1;
   auto* own = reinterpret_cast<PyObject*>(frame);
-  if (!code->offsets.empty() && PyObject_SetAttrString(own, "f_trace_opcodes", Py_True) != 0) {
-    return -1;
-  }
+  if (!code->offsets.empty() && ask_for_instructions(own) != 0) return -1;
   return code->is_asked ? ask("on_code", own) : 0;
 }
 

@@ -466,6 +466,7 @@ def test_other_threads_go_on(world, capfd):
             seen.append(1)
             world.log.write("x")
             print("told")
+            world.logger.info("told")
             world.simple.put(world.simple.get())
             time.sleep(0.001)
 
@@ -479,6 +480,8 @@ def test_other_threads_go_on(world, capfd):
     other.join()
     assert len(seen) > begun
     assert capfd.readouterr().out.count("told") == len(seen)
+    world.handler.flush()
+    assert (world.folder / "log.txt").read_text().count("told") == len(seen)
 
 
 def test_an_iterator_of_another_thread_is_left_alone(world):
@@ -540,6 +543,17 @@ def test_two_threads_are_watched_at_once(world, capfd):
     assert not capfd.readouterr().out
     print("told")
     assert capfd.readouterr().out == "told\n"
+
+
+def test_a_loop_that_is_a_generator_may_call_another_of_its_kind(world):
+    def steps(depth):
+        if depth:
+            with EffectRule().applied(60):
+                found = list(steps(depth - 1))
+            yield found
+        yield 1
+
+    assert list(steps(1)) == [[1], 1]
 
 
 def test_an_exit_of_the_code_is_an_error():

@@ -24,6 +24,7 @@ GUARD = "a guard is made"
 TRIPWIRE = 'a guard with `watch="tripwire"` is made'
 TRACED = "a graph with hooks is traced by AOTAutograd"
 OWN = "code with hooks is traced"
+REPLAY = "a bad step is run again"  # for moments only: see test_stopping.py
 
 PYTHON = ("sys", "os", "warnings", "gc", "logging", "signal", "builtins", "atexit")
 # What Python or torch count and fill by themselves, whoever runs.

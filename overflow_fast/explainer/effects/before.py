@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import operator
 import sys
 import types
@@ -29,6 +30,7 @@ class Before:
         self._objects: dict[int, Any] = {}
         self._generators: dict[types.CodeType, list[Any]] = {}
         self._states: list[tuple[Any, Any]] = []
+        self._around: set[int] = set()
         kinds: dict[type, bool] = {}
         for each in gc.get_objects():
             kind = type(each)
@@ -50,13 +52,13 @@ class Before:
 
     def is_running(self, code: types.CodeType) -> bool:
         """True if a generator with a code, of those that were there, goes on now."""
-        return any(
-            getattr(each, "gi_running", False) or getattr(each, "cr_running", False)
-            for each in self._generators.get(code, ())
-        )
+        own = self._generators.get(code, ())
+        return any(_runs(each) and id(each) not in self._around for each in own)
 
     def note(self) -> None:
-        """Notes how far iterators are, for `put_back()`."""
+        """Notes how far iterators are, and which generators the run is called in."""
+        generators = itertools.chain.from_iterable(self._generators.values())
+        self._around = {id(each) for each in generators if _runs(each)}
         self._states = [(each, place_of(each)) for each in self._held]
 
     def put_back(self) -> bool:
@@ -67,6 +69,11 @@ class Before:
                 each.__setstate__(place[-1])
         self._states = []
         return bool(taken)
+
+
+def _runs(generator: Any) -> bool:
+    is_running = getattr(generator, "gi_running", False)
+    return is_running or bool(getattr(generator, "cr_running", False))
 
 
 def _gives_items(kind: type) -> bool:

@@ -26,7 +26,7 @@ _TAKES = {
     *("GET_ITER", "GET_YIELD_FROM_ITER", "CALL_FUNCTION_EX", "CONTAINS_OP"),
     *("UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"),
 }
-_CALLS = {"CALL", "CALL_FUNCTION"}
+_CALLS = {"CALL", "CALL_FUNCTION", "CALL_METHOD"}
 _WITH_CODES = {dis.opmap[name] for name in _WITH if name in dis.opmap}
 # What takes from an iterator without a call of a function that is seen.
 _TAKERS = {
@@ -140,7 +140,7 @@ def value_before(frame: types.FrameType, index: int) -> tuple[Any, int]:
             return held.get(each.argval, UNSEEN), index
         around = frame.f_builtins | frame.f_globals
         return around.get(each.argval, UNSEEN), index
-    if each.opname.startswith("LOAD_ATTR"):
+    if each.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
         owner, start = value_before(frame, index)
         return _attribute(owner, each.argval), start
     is_item = each.opname == "BINARY_SUBSCR" or each.argrepr == "[]"

@@ -340,6 +340,9 @@ class _Policy:
         if words:
             self._stop(sys._getframe(1), words)
 
+    def ignores(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        """Stands where a debugger's function would: nothing calls it meanwhile."""
+
     def on_over(self, frame: types.FrameType) -> None:
         """Raises Effect: the time is over, or too many effects were swallowed."""
         if not self.before.is_running(frame.f_code):
