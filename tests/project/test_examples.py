@@ -39,7 +39,7 @@ SAID = {
         "Step 0 is not finite",
         "cause range overflow (float16): scores = q @ k.transpose(-2, -1) (nanogpt.py:",
         "aten.bmm in blocks.1.attn)",
-        "tried compute attention in float32: nanogpt.py:",
+        "tried compute `q @ k.transpose(-2, -1)` in float32, up to line",
     ],
     "nanogpt healthy": ["step 9: loss"],
     "trainer": [
