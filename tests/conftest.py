@@ -141,9 +141,9 @@ def pytest_runtest_setup(item):
     pytest.skip("needs a GPU")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def no_others():
-    """The guards that other files of tests have left on are off.
+    """The guards that other tests have left on are off.
 
     They are cycles, and a test's exception or a cache may hold one for longer.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -341,7 +341,7 @@ def made_again(kept: KeptCall) -> Call:
     call._kept = kept
     call.forwards = list(map(made_again, kept.forwards))
     if kept.began is not None:
-        call.seconds = time.perf_counter() - kept.began
+        call.seconds = perf_counter() - kept.began
     call.function = (
         functools.partial(call_model, kept.function)
         if is_of_model

@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -369,7 +369,7 @@ class StepKeeper:
         call.is_part_of_compiled = is_compiled
         call.has_stand_ins = has_stand_ins
         call.called_at = _calling_line()
-        call.began = time.perf_counter()
+        call.began = perf_counter()
         before = self._forwards if self.is_running else self.calls
         call.follows_others = any(each.awaits_backward for each in before)
 
@@ -400,7 +400,7 @@ class StepKeeper:
             held = HeldFunction(function)
             ambient = Ambient(model, self._devices_of(model))
             call = KeptCall(held, held.values, ambient)
-            call.began = time.perf_counter()
+            call.began = perf_counter()
         was_running = self.is_running
         self.is_running = was_running or call is not None
         try:

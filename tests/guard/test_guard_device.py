@@ -73,7 +73,14 @@ def test_the_verdict_is_that_of_the_cpu(device):
         report.pop("cost")
         report.pop("summary")
         sentences = report.pop("sentences")
-        report["sentences"] = [s for s in sentences if "The guard takes" not in s]
+        report["verdict"].pop("stale_inputs")  # on a device they are not scanned again
+        doubt = " when they were scanned, before its call"
+        assert any(doubt in each for each in sentences) == defer
+        report["sentences"] = [
+            each.replace(doubt, "")
+            for each in sentences
+            if "The guard takes" not in each
+        ]
         texts.append(report)
     assert texts[0] == texts[1]
 

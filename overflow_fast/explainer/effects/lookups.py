@@ -5,7 +5,6 @@ Names, attributes and items are looked up without running code of the program.
 
 from __future__ import annotations
 
-import builtins
 import collections
 import dis
 import itertools
@@ -69,34 +68,40 @@ def values_at(frame: types.FrameType) -> list[Any]:
     own, index = _instructions_of(frame.f_code), index_of(frame)
     if own[index].opname not in _CALLS:
         return [value_before(frame, index)[0]]
-    values: list[Any] = []
-    for _ in range(min(own[index].arg or 0, _MOST_ARGUMENTS)):
-        value, index = value_before(frame, index)
-        values.append(value)
+    arguments, index = _arguments(frame, index)
     function = value_before(frame, index)[0] if index >= 0 else UNSEEN
     try:
-        return values if function in _TAKERS else []
+        return [value for value, _ in arguments] if function in _TAKERS else []
     except TypeError:  # an object that has no hash
         return []
 
 
+def _arguments(frame: types.FrameType, index: int) -> tuple[list[tuple[Any, int]], int]:
+    """The arguments of a call, last first, with where they begin; and where all do."""
+    found = []
+    count = _instructions_of(frame.f_code)[index].arg or 0
+    for _ in range(min(count, _MOST_ARGUMENTS)):
+        value, index = value_before(frame, index)
+        found.append((value, index))
+    return found, index
+
+
 def index_of(frame: types.FrameType) -> int:
+    """The place of the instruction that a frame has come to."""
     own = _instructions_of(frame.f_code)
     return next((i for i, e in enumerate(own) if e.offset == frame.f_lasti), 0)
 
 
 def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
-    """The first argument of the call that a frame is about to make, of one or two.
+    """The first argument of the call that a frame is about to make, of a few.
 
     Returns:
         It, and whether it is a local variable of the frame.
     """
-    index = index_of(frame)
-    last, start = value_before(frame, index)
-    before, begin = value_before(frame, start)
-    # The function itself comes before its arguments.
-    is_alone = before is builtins.next or before is UNSEEN or begin < 0
-    value, place = (last, start) if is_alone else (before, begin)
+    arguments, _ = _arguments(frame, index_of(frame))
+    if not arguments:
+        return UNSEEN, False
+    value, place = arguments[-1]
     first = _instructions_of(frame.f_code)[max(place, 0)]
     is_fast = first.opname.startswith("LOAD_FAST")
     return value, is_fast and frame.f_locals.get(first.argval) is value

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
+
+_MOST_USED = 64
 
 
 class _Quieted:
@@ -48,6 +51,9 @@ class Quiet:
         self._lock = threading.Lock()
         self._streams: dict[str, _Quieted] = {}
         self._handlers: list[logging.Handler] = []
+        # `print` of another thread holds no reference of its own to the stream that it
+        # has begun to write to: the last ones stay alive.
+        self._used: collections.deque[_Quieted] = collections.deque(maxlen=_MOST_USED)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -72,6 +78,7 @@ class Quiet:
             stream = getattr(sys, name)
             if stream is not None:
                 self._streams[name] = _Quieted(stream, self._threads)
+                self._used.append(self._streams[name])
                 setattr(sys, name, self._streams[name])
         handlers: Any = vars(logging)["_handlerList"]  # weak references
         found = [reference() for reference in handlers]
