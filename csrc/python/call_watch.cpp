@@ -62,6 +62,7 @@ class CallWatch {
   int before_code(PyFrameObject* frame);
   int before_instruction(PyFrameObject* frame);
   int ask_for_instructions(PyObject* frame);
+  void note_returned(PyObject* value);
   const Code* code_of(PyFrameObject* frame);
 
   py::object policy_;
@@ -73,7 +74,7 @@ class CallWatch {
   std::vector<py::object> held_;                      // the codes, whose addresses stay theirs
   Py_tracefunc profile_ = nullptr, trace_ = nullptr;  // what was there before
   py::object profile_arg_, trace_arg_;
-  py::object returned_;  // by the last function of Python, if nothing was called since
+  py::object returned_;  // a lock, by the last function of Python, if nothing was called since
 };
 
 thread_local CallWatch* current = nullptr;
@@ -212,6 +213,13 @@ int CallWatch::before_instruction(PyFrameObject* frame) {
   return ask("on_instruction", own, returned.ptr());
 }
 
+// A lock alone: autograd copies a gradient to which somebody else holds a reference.
+void CallWatch::note_returned(PyObject* value) {
+  const bool is_lock =
+      value != nullptr && std::string_view(Py_TYPE(value)->tp_name).substr(0, 8) == "_thread.";
+  returned_ = is_lock ? py::reinterpret_borrow<py::object>(value) : py::object();
+}
+
 int CallWatch::on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
   CallWatch* own = current;
   if (own == nullptr || own->is_inside_ || what != PyTrace_C_CALL) return 0;
@@ -227,7 +235,7 @@ int CallWatch::on_trace(PyObject*, PyFrameObject* frame, int what, PyObject* arg
     case PyTrace_LINE: return own->check_time(frame);
     case PyTrace_CALL: return own->check_time(frame) != 0 ? -1 : own->before_code(frame);
     case PyTrace_OPCODE: return own->before_instruction(frame);
-    case PyTrace_RETURN: own->returned_ = py::reinterpret_borrow<py::object>(arg); return 0;
+    case PyTrace_RETURN: own->note_returned(arg); return 0;
     default: return 0;
   }
 }

@@ -45,6 +45,7 @@ NOT_OF_TORCH = {
     *("_batches_that_stepped", "_should_accumulate", "_logger_connector"),
     *("_current_frames", "_exit", "_SubParsersAction", "_option_string_actions"),
     "_overflow_check_and_loss_scale_update",
+    *("_is_owned", "_waiters", "_is_zero", "_is_mine"),  # of Python's locks
 }
 CSRC = PACKAGE.parent / "csrc"
 CPP_ROOM = CSRC / "torch_internals"

@@ -9,7 +9,6 @@ import gc
 import io
 import itertools
 import operator
-import sys
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -80,8 +79,8 @@ def _gives_items(kind: type) -> bool:
     """True for iterators, generators, coroutines and files."""
     if kind.__module__ in ("builtins", "itertools", "_io", "_csv", "types"):
         return hasattr(kind, "__next__") or hasattr(kind, "cr_code")
-    loaders = sys.modules.get("torch.utils.data.dataloader")
-    is_loader = loaders is not None and issubclass(kind, loaders._BaseDataLoaderIter)
+    is_torchs = kind.__module__ == "torch.utils.data.dataloader"
+    is_loader = is_torchs and hasattr(kind, "__next__")
     return is_loader or issubclass(kind, io.IOBase)
 
 

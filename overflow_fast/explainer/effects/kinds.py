@@ -1,4 +1,4 @@
-"""What is an effect, in the words of a report: "forward <words>, data.py:31"."""
+"""The kinds of effects, in the words of a report: "forward <words>, data.py:31"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the next instruction of a running frame works on, where that can be told.
+"""Looks up what the next instruction of a running frame works on.
 
 Names, attributes and items are looked up without running code of the program.
 """

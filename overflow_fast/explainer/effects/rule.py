@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...scanner.text import is_of_program, is_own, short_name
+from ...scanner.text import is_of_program, is_of_user, is_own, short_name
 from . import kinds
 from .before import Before, place_of
 from .collectives import collectives
@@ -115,7 +115,7 @@ class EffectRule:
 
 
 class _Policy:
-    """Says what is an effect; see `_C.CallWatch`, which asks it.
+    """Tells effects from other calls; see `_C.CallWatch`, which asks it.
 
     Args:
         before: What was there before.
@@ -190,7 +190,8 @@ class _Policy:
         if isinstance(owner, io.IOBase):
             return self._words_of_file(owner, name)
         if isinstance(owner, kinds.LOCK_TYPES):
-            return self._words_of_lock(owner, name, _is_tried(frame))
+            is_torchs = not is_of_user(frame.f_code.co_filename)
+            return self._words_of_lock(owner, name, is_torchs or _is_tried(frame))
         kind = type(owner)
         if kind in kinds.GENERATORS:
             return kinds.ITERATOR if self.before.has(owner) else ""
@@ -321,7 +322,8 @@ class _Policy:
         for each in values_at(frame):
             value = returned if each is UNSEEN else each
             if isinstance(value, kinds.LOCK_TYPES):
-                if _stays_held(value):
+                # What torch waits for is held by torch, in another thread.
+                if is_of_user(frame.f_code.co_filename) and _stays_held(value):
                     self._stop(frame, kinds.LOCK)
             elif each is not UNSEEN and self.before.has(value) and not _is_over(value):
                 self._stop(frame, kinds.ITERATOR)
@@ -430,7 +432,7 @@ def _store_functions() -> set[Any]:
     """The functions of the stores by which ranks find one another."""
     if not torch.distributed.is_available():
         return set()
-    store = torch._C._distributed_c10d.Store
+    store: Any = vars(torch.distributed)["Store"]
     names = ("set", "get", "add", "compare_set", "delete_key", "wait", "append")
     found = (getattr(store, name, None) for name in names)
     return {getattr(each, "__func__", each) for each in found if each is not None}
