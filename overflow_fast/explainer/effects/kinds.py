@@ -114,7 +114,7 @@ _T = TypeVar("_T")
 
 
 class Run(Protocol):
-    """What a function of Python may have to do with.
+    """A run, as far as a function of Python may have to do with it.
 
     Attributes:
         before: What was there before.

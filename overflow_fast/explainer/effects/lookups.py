@@ -64,7 +64,7 @@ def places_in(code: types.CodeType) -> tuple[int, ...]:
 
 
 def values_at(frame: types.FrameType) -> list[Any]:
-    """What the next instruction of a frame waits for or takes from, if it is told."""
+    """Looks up what the next instruction of a frame waits for or takes from."""
     own, index = _instructions_of(frame.f_code), index_of(frame)
     if own[index].opname not in _CALLS:
         return [value_before(frame, index)[0]]
