@@ -1,10 +1,11 @@
 #include "call_watch.h"
 
 #include <frameobject.h>
+#include <pybind11/stl.h>
 
-#include <array>
 #include <chrono>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -21,17 +22,16 @@ using Clock = std::chrono::steady_clock;
 // What is raised when the time is over may be caught. The code gets this many calls and lines to
 // clean up behind itself, and then it is raised again.
 constexpr int kGrace = 2000;
-// Of the events of audit hooks, those that the policy is asked about begin with one of these.
-constexpr std::array<std::string_view, 14> kAudited = {
-    "open",     "os.",     "shutil.", "subprocess.", "socket.", "sqlite3.",       "fcntl.",
-    "smtplib.", "ftplib.", "mmap.",   "tempfile.",   "winreg.", "builtins.input", "urllib."};
 
 // Sees what the thread that began it calls, each before it runs: functions of C and of Python,
-// `with` and `for` statements, and what audit hooks see. A policy in Python says once for each function and
-// each code whether it is to be asked, and raises where one may not run. See `explainer/effects.py`.
+// instructions that wait or take without a call, and what audit hooks see. A policy in Python says
+// once for each function and each code whether it is to be asked, and raises where one may not run.
+// See `explainer/effects/rule.py`.
 class CallWatch {
  public:
-  explicit CallWatch(py::object policy) : policy_(std::move(policy)) {}
+  // The policy is told of the events of audit hooks that begin with one of `audited`.
+  CallWatch(py::object policy, std::vector<std::string> audited)
+      : policy_(std::move(policy)), audited_(std::move(audited)) {}
   CallWatch(const CallWatch&) = delete;
   CallWatch& operator=(const CallWatch&) = delete;
   ~CallWatch() = default;
@@ -66,6 +66,7 @@ class CallWatch {
   const Code* code_of(PyFrameObject* frame);
 
   py::object policy_;
+  std::vector<std::string> audited_;
   Clock::time_point end_;
   bool is_over_ = false, is_inside_ = false;
   int num_since_ = kGrace;
@@ -244,7 +245,7 @@ int CallWatch::on_audit(const char* event, PyObject* args, void*) {
   CallWatch* own = current;
   if (own == nullptr || own->is_inside_) return 0;
   const std::string_view name(event);
-  for (const std::string_view each : kAudited) {
+  for (const std::string& each : own->audited_) {
     if (name.substr(0, each.size()) == each) {
       const py::str text(event);
       return own->ask("on_audit", text.ptr(), args);
@@ -257,7 +258,7 @@ int CallWatch::on_audit(const char* event, PyObject* args, void*) {
 
 void bind_call_watch(py::module_& m) {
   py::class_<CallWatch>(m, "CallWatch")
-      .def(py::init<py::object>(), py::arg("policy"))
+      .def(py::init<py::object, std::vector<std::string>>(), py::arg("policy"), py::arg("audited"))
       .def("begin", &CallWatch::begin, py::arg("seconds"))
       .def("end", &CallWatch::end)
       .def("refuse_all", &CallWatch::refuse_all);

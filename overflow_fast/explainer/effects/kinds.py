@@ -37,6 +37,7 @@ STORE = "uses the store of the ranks"
 
 LOCK_TYPES = (type(threading.Lock()), type(threading.RLock()))
 ACQUIRES = ("acquire", "__enter__", "acquire_lock")
+RELEASES = ("release", "release_lock")
 FILE_WRITES = {"write", "writelines", "truncate", "flush"}
 FILE_READS = {
     *("read", "read1", "readall", "readline", "readlines", "readinto", "readinto1"),
@@ -100,6 +101,8 @@ EVENTS = {
     "sqlite3.": DATABASE,
     "builtins.input": INPUT,
 }
+# Of these, and of what begins with a name above, the policy is told.
+AUDITED = ["open", "mmap.__new__", *EVENTS]
 HARMLESS = {
     *("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.getxattr"),
     *("os.listxattr", "os.listdrives", "socket.gethostname"),
@@ -124,7 +127,7 @@ class Run(Protocol):
     before: Before
     taken: list[Any]
 
-    def is_held(self, lock: Any) -> bool:
+    def lets_go(self, lock: Any) -> bool:
         """Takes a lock from what the run holds; False if it does not hold it."""
 
 
@@ -184,7 +187,7 @@ def _of_acquire(run: Run, own: dict[str, Any]) -> str:
 
 
 def _of_release(run: Run, own: dict[str, Any]) -> str:
-    return "" if run.is_held(own["self"]) else SIGNALS
+    return "" if run.lets_go(own["self"]) else SIGNALS
 
 
 def _of_join(run: Run, own: dict[str, Any]) -> str:

@@ -70,10 +70,8 @@ def values_at(frame: types.FrameType) -> list[Any]:
         return [value_before(frame, index)[0]]
     arguments, index = _arguments(frame, index)
     function = value_before(frame, index)[0] if index >= 0 else UNSEEN
-    try:
-        return [value for value, _ in arguments] if function in _TAKERS else []
-    except TypeError:  # an object that has no hash
-        return []
+    is_taker = any(function is each for each in _TAKERS)  # calls no `__eq__`
+    return [value for value, _ in arguments] if is_taker else []
 
 
 def _arguments(frame: types.FrameType, index: int) -> tuple[list[tuple[Any, int]], int]:

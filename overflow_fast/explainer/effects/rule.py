@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import gc
 import io
 import itertools
@@ -82,7 +83,7 @@ class EffectRule:
 
     def __init__(self, held: Iterable[Any] = (), meet: Meet | None = None) -> None:
         self._policy = _Policy(Before(held), meet)
-        self._watch = _C.CallWatch(self._policy)
+        self._watch = _C.CallWatch(self._policy, kinds.AUDITED)
 
     @contextlib.contextmanager
     def applied(self, seconds: float) -> Iterator[None]:
@@ -161,7 +162,7 @@ class _Policy:
         if isinstance(owner, io.IOBase):
             return name in kinds.FILE_WRITES or name in kinds.FILE_READS
         if isinstance(owner, kinds.LOCK_TYPES):
-            return name in (*kinds.ACQUIRES, "release", "release_lock")
+            return name in (*kinds.ACQUIRES, *kinds.RELEASES)
         kind = type(owner)
         if kind.__module__ in ("sqlite3", "_sqlite3", "select", "_multiprocessing"):
             return True
@@ -189,14 +190,12 @@ class _Policy:
             return kinds.FUNCTIONS[function]
         if isinstance(owner, io.IOBase):
             return self._words_of_file(owner, name)
-        if isinstance(owner, kinds.LOCK_TYPES):
+        kind = type(owner)
+        if isinstance(owner, kinds.LOCK_TYPES) or kind.__module__ == "_multiprocessing":
             is_torchs = not is_of_user(frame.f_code.co_filename)
             return self._words_of_lock(owner, name, is_torchs or _is_tried(frame))
-        kind = type(owner)
         if kind in kinds.GENERATORS:
             return kinds.ITERATOR if self.before.has(owner) else ""
-        if kind.__module__ == "_multiprocessing":
-            return self._words_of_shared_lock(owner, name, _is_tried(frame))
         if kind.__module__ == "_queue":
             is_taken = name in ("get", "put", "get_nowait", "put_nowait")
             return kinds.QUEUE if is_taken else ""
@@ -245,20 +244,11 @@ class _Policy:
             if name != "__enter__":
                 self.taken.append(lock)
             return ""
-        return "" if self.is_held(lock) else kinds.SIGNALS
-
-    def _words_of_shared_lock(self, lock: Any, name: str, is_tried: bool) -> str:
-        if name in kinds.ACQUIRES:
-            if lock._is_zero() and not lock._is_mine():
-                return "" if is_tried else kinds.LOCK
-            if name != "__enter__":
-                self.taken.append(lock)
+        if name not in kinds.RELEASES:
             return ""
-        if name != "release":
-            return ""
-        return "" if self.is_held(lock) else kinds.SIGNALS
+        return "" if self.lets_go(lock) else kinds.SIGNALS
 
-    def is_held(self, lock: Any) -> bool:
+    def lets_go(self, lock: Any) -> bool:
         """Takes a lock from what this run holds; False if it does not hold it."""
         for place, each in enumerate(self.taken):
             if each is lock:
@@ -334,9 +324,8 @@ class _Policy:
         if event == "open":
             words = kinds.WRITES if _opens_for_writing(*args[:3]) else ""
         elif event == "mmap.__new__":
-            words = (
-                kinds.WRITES if args[2:3] not in ((1,), (3,)) else ""
-            )  # else read, copy
+            is_shared = args[2:3] not in ((1,), (3,))  # else it reads, or copies
+            words = kinds.WRITES if is_shared else ""
         elif event in kinds.HARMLESS:
             words = ""
         if words:
@@ -409,6 +398,8 @@ def _stays_held(lock: Any) -> bool:
 
 
 def _is_held(lock: Any) -> bool:
+    if type(lock).__module__ == "_multiprocessing":
+        return bool(lock._is_zero() and not lock._is_mine())
     if isinstance(lock, kinds.LOCK_TYPES[0]):
         return bool(lock.locked())
     return "owner=0 " not in repr(lock) and not lock._is_owned()
@@ -428,6 +419,7 @@ def _opens_for_writing(path: Any, mode: Any = None, flags: Any = 0) -> bool:
     return is_written or (isinstance(mode, str) and bool(set(mode) & set("wax+")))
 
 
+@functools.cache
 def _store_functions() -> set[Any]:
     """The functions of the stores by which ranks find one another."""
     if not torch.distributed.is_available():
