@@ -101,7 +101,8 @@ def set_text(names: Sequence[str]) -> str:
 
 STOPPED = "Not replayed: {}."
 STOPPED_FUNCTION = (
-    f"Not replayed: {{}}. Do that before, and call the rest within `{USE_RUN}`."
+    "Not replayed: {}; the models' forwards within that function were. Do that before, "
+    f"and call the rest within `{USE_RUN}`."
 )
 SOME = "Some replays are finite, but {}."
 NOT_REDUCED = (

@@ -217,9 +217,11 @@ class _OwnLines:
         Args:
             stopped: What it was stopped by.
         """
-        found = self._searched(self._replayer(self._calls))
-        found.notes = [each for each in found.notes if USE_RUN not in each]
-        found.notes.insert(0, STOPPED_FUNCTION.format(stopped))
+        replayer = self._replayer(self._calls)
+        found = self._searched(replayer)
+        if not replayer.stopped:  # else its note says what the forwards were stopped by
+            found.notes = [each for each in found.notes if USE_RUN not in each]
+            found.notes.insert(0, STOPPED_FUNCTION.format(stopped))
         return found
 
     def _replayer(self, calls: Sequence[Call]) -> Replayer:

@@ -247,8 +247,20 @@ def test_the_forward_within_a_function_that_is_stopped_is_explained(tmp_path):
     assert found.cause == "undefined"
     assert "torch.log(x.mean(1, keepdim=True))" in found.op.code
     assert found.notes[0].startswith("Not replayed: loss writes to a file, test_reach")
+    assert "; the models' forwards within that function were." in found.notes[0]
     assert log.tell() == 1
     log.close()
+
+
+def test_a_forward_that_is_stopped_within_a_function_is_said_once(tmp_path):
+    write, _ = write_of(tmp_path)
+    model = Net(write)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        guard.run(lambda: model(torch.full((4, 6), BAD)).mean()).backward()
+        optimizer.step()
+        found = guard.last_report.explanation
+    assert found.notes == [f"Not replayed: {STOP}"]
 
 
 # Other replays.
