@@ -278,8 +278,7 @@ class TorchCalls(TorchFunctionMode):
     def _end(self, call: TorchCall, args: Any, kwargs: Any, result: Any) -> None:
         if call.is_in_place:  # its Value was that of its input
             result = args[:1] if kwargs.get("out") is None else kwargs["out"]
-        made = [each for each in leaves(result) if isinstance(each, torch.Tensor)]
-        for place, each in enumerate(made):
+        for place, each in enumerate(tensors_among(result)):
             value = self._values[each] = Value(each, call, place)
             call.results.append(value)
 
@@ -291,6 +290,11 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(each)
     else:
         yield value
+
+
+def tensors_among(value: Any) -> list[torch.Tensor]:
+    """Lists the tensors among the arguments or results of a call."""
+    return [each for each in leaves(value) if isinstance(each, torch.Tensor)]
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], Value]) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...torch_internals.tensor_internals import pytree
 from ..replayer import Patch
-from ..torch_calls import Key, TorchCall, TorchCalls, Value, leaves
+from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
 from .patterns import Found, computed, matched
 from .rules import RULES
 
@@ -144,7 +144,7 @@ class ChangedCalls(TorchCalls):
             self._num_bytes -= num_bytes
 
     def _has_wide(self, args: Any, kwargs: Any) -> bool:
-        return any(each in self._wide for each in _tensors_in((args, kwargs)))
+        return any(each in self._wide for each in tensors_among((args, kwargs)))
 
     def _run_in_float32(
         self, place: int, change: InFloat32, call: TorchCall, args: Any, kwargs: Any
@@ -152,13 +152,13 @@ class ChangedCalls(TorchCalls):
         if call.is_in_place:
             return call.func(*args, **kwargs)
         self._patch.num_applied[place] += call.key in change.roots
-        given = _tensors_in((args, kwargs))
+        given = tensors_among((args, kwargs))
         func = torch.Tensor.float if call.func is torch.Tensor.half else call.func
         device = given[0].device.type if given else "cpu"
         with torch.autocast(device, enabled=False):
             args, kwargs = pytree.tree_map(_widened, (args, kwargs))
             result = func(*args, **kwargs)
-        if any(result is each for each in _tensors_in((args, kwargs))):
+        if any(result is each for each in tensors_among((args, kwargs))):
             result = result.view_as(result)  # what is known of it is of this one alone
         return pytree.tree_map(lambda each: self._back(each, change, call), result)
 
@@ -193,10 +193,6 @@ def _instead(found: Found, call: TorchCall, args: Any, kwargs: Any) -> Any:
     ):  # it was not written to by the call itself
         target.copy_(new)
     return None if call.name == "__setitem__" else target
-
-
-def _tensors_in(given: Any) -> list[torch.Tensor]:
-    return [each for each in leaves(given) if isinstance(each, torch.Tensor)]
 
 
 def _widened(each: Any) -> Any:
