@@ -58,7 +58,7 @@ class Snapshot:
             these are not copied.
 
     Attributes:
-        iterators: Iterators, files and queues among what it holds, which have no copy.
+        lost: Iterators, files and queues among what it holds, which have no copy.
         problems: After the exit, a sentence for each tensor that stays changed.
         has_hooks: Hooks behind gradients are set aside.
     """
@@ -81,7 +81,7 @@ class Snapshot:
         self._gradients: list[Callable[[], None]] = []
         self._leaves: list[torch.Tensor] = []
         self._tensors: list[tuple[str, KeptTensor]] = []
-        self.iterators: list[Any] = []
+        self.lost: list[Any] = []
         self.problems: list[str] = []
         self.has_hooks = False
 
@@ -112,7 +112,7 @@ class Snapshot:
             (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))
             for name, tensor in others
         ]
-        self.iterators = objects.without_copy
+        self.lost = objects.lost
         self._is_taken = True
         try:
             weights = (each for model in models for each in parameters_of(model))

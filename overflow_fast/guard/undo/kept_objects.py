@@ -180,9 +180,8 @@ class KeptObjects:
 
     Attributes:
         kept: What is kept, in the order in which it was met.
-        lost: The names of what cannot be restored: iterators, files, sockets, queues,
-            caches of `functools`, and what is larger than is kept.
-        without_copy: Those of them that are no arrays.
+        lost: What cannot be restored: iterators, files, sockets, queues, caches of
+            `functools`, and what is larger than is kept.
         tensors: The tensors that were met, by id, with the name of the first place.
         is_whole: All that can be reached was entered.
     """
@@ -198,8 +197,7 @@ class KeptObjects:
         self._is_narrow = opens is not None
         self._seen: dict[int, Any] = {}
         self.kept: list[Kept] = []
-        self.lost: list[str] = []
-        self.without_copy: list[Any] = []
+        self.lost: list[Any] = []
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self.is_whole = True
 
@@ -244,7 +242,7 @@ class KeptObjects:
         if issubclass(kind, (type, enum.Enum)):
             return
         if self._is_large(value):
-            self.lost.append(name)
+            self.lost.append(value)
         elif issubclass(kind, torch.Tensor):
             self.tensors[id(value)] = name, value
             if kind in _PLAIN_TENSORS or self._opens(value):
@@ -273,8 +271,7 @@ class KeptObjects:
         elif self._opens(value):
             yield from self._of_object(name, value)
         elif _is_without_copy(kind) and not _is_terminal(value):
-            self.lost.append(name)
-            self.without_copy.append(value)
+            self.lost.append(value)
 
     def _of_container(
         self, name: str, value: Any, access: Access
