@@ -12,6 +12,7 @@
 #include "../torch_internals/hidden.h"
 #include "bind_state.h"
 #include "call_watch.h"
+#include "collected.h"
 #include "hook.h"
 #include "metal_launches.h"
 
@@ -87,6 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_recorder(m);
   bind_state(m);
   bind_call_watch(m);
+  bind_collected(m);
   add_frame_hook(m);
   add_hook_functions(m);
   py::enum_<ScanBackend>(m, "ScanBackend")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -22,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .. import _C
 from ..detector.debug import DebugUnderflowOverflow
 from ..detector.hooks import root_hooks
 from ..detector.selection import NoModuleError
@@ -262,23 +262,20 @@ def parameters_in(module: nn.Module) -> set[int]:
 
 def _existing() -> tuple[list[nn.Module], list[Any]]:
     """All modules, and all optimizers and wrappers of them."""
-    objects = gc.get_objects()
-    kinds = {id(kind): kind for kind in map(type, objects)}  # of a hundred objects one
-    of_modules = {key for key, kind in kinds.items() if issubclass(kind, nn.Module)}
-    stepped = {key for key, kind in kinds.items() if _has_step(kind)} - of_modules
     modules, optimizers = list[nn.Module](), list[Any]()
-    for each in objects:
-        key = id(type(each))
-        if key in of_modules:
+    for each in _C.collected(_is_looked_for):
+        if issubclass(type(each), nn.Module):
             if "_modules" in vars(each):  # it may be under construction
                 modules.append(each)
-        elif key in stepped and _has_groups(each):
+        elif _has_groups(each):
             optimizers.append(each)
     return modules, optimizers
 
 
-def _has_step(kind: type) -> bool:
-    return callable(inspect.getattr_static(kind, "step", None))
+def _is_looked_for(kind: type) -> bool:
+    return issubclass(kind, nn.Module) or callable(
+        inspect.getattr_static(kind, "step", None)
+    )
 
 
 def _has_groups(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import sys
 import threading
 import warnings
 
@@ -17,7 +18,9 @@ from overflow_fast import (
     advise_precision,
 )
 from overflow_fast.detector.observers import without_observers
+from overflow_fast.explainer.effects.before import Before
 from overflow_fast.explainer.snapshot import Snapshot
+from overflow_fast.integrations import script_guard
 from overflow_fast.torch_internals.replaying import uncompiled_calls
 
 assert torch._dynamo.list_backends()  # imports it
@@ -203,6 +206,36 @@ def test_threads_explain_steps_of_compiled_models_side_by_side():
     for each in threads:
         each.join()
     assert [each.explanation.op.name for each in reports] == ["aten.log"] * 3
+
+
+@pytest.mark.parametrize(
+    "look", [Before, script_guard._existing], ids=["replay", "script"]
+)
+def test_other_threads_make_tuples_while_objects_are_looked_for(look):
+    failed, made, is_over = [], [], threading.Event()
+    own = iter([1, 2])
+    interval = sys.getswitchinterval()
+
+    def work():
+        while not is_over.is_set():
+            try:
+                made.append(tuple(x for x in range(50)))
+            except SystemError as error:  # where somebody else holds the tuple
+                failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for each in threads:
+            each.start()
+        found = [look() for _ in range(5)]
+    finally:
+        is_over.set()
+        for each in threads:
+            each.join()
+        sys.setswitchinterval(interval)
+    assert made and not failed
+    assert look is not Before or all(each.has(own) for each in found)
 
 
 @pytest.mark.parametrize("watch", ["tripwire", None])

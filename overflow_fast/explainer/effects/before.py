@@ -5,13 +5,14 @@ A replay may take from those of its own, and from none of these.
 
 from __future__ import annotations
 
-import gc
 import io
 import itertools
 import operator
 import types
 from collections.abc import Iterable
 from typing import Any
+
+from ... import _C
 
 
 class Before:
@@ -30,14 +31,7 @@ class Before:
         self._generators: dict[types.CodeType, list[Any]] = {}
         self._states: list[tuple[Any, Any]] = []
         self._around: set[int] = set()
-        kinds: dict[type, bool] = {}
-        for each in gc.get_objects():
-            kind = type(each)
-            is_kept = kinds.get(kind)
-            if is_kept is None:
-                is_kept = kinds[kind] = _gives_items(kind)
-            if not is_kept:
-                continue
+        for each in _C.collected(_gives_items):
             self._objects[id(each)] = each
             code = getattr(each, "gi_code", None) or getattr(each, "cr_code", None)
             if isinstance(code, types.CodeType):
