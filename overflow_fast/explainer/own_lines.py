@@ -56,6 +56,7 @@ from .statement_names import (
     read,
     written,
 )
+from .syntax import code_of, module_of
 from .tensor_kinds import floats_in, is_float, kinds_of
 from .users_lines import note_made_of_lines, source_lines
 
@@ -129,7 +130,7 @@ def running_code() -> Iterator[tuple[FrameType, str, ast.Module]]:
             continue
         source = "".join(source_lines(code, frame.f_globals))
         with contextlib.suppress(SyntaxError):
-            yield frame, source, ast.parse(source)
+            yield frame, source, module_of(source)
 
 
 def find_loss_line() -> LossLine | None:
@@ -553,14 +554,14 @@ class _LossCode:
             ast.copy_location(each, body[-1])
         module = ast.fix_missing_locations(ast.Module([outer], []))
         flags = own.co_flags & _FUTURE
-        code = compile(module, own.co_filename, "exec", flags, dont_inherit=True)
+        code = code_of(module, own.co_filename, flags)
         return next(e for e in code.co_consts if isinstance(e, types.CodeType))
 
 
 def _definition(
     name: str, names: Sequence[str], body: Sequence[ast.stmt], returns: str
 ) -> ast.FunctionDef:
-    empty = ast.parse(f"def {name}(): return {returns}").body[0]
+    empty = module_of(f"def {name}(): return {returns}").body[0]
     assert isinstance(empty, ast.FunctionDef)
     empty.args.args = [ast.arg(each) for each in names]
     for node in ast.walk(empty):
@@ -811,7 +812,7 @@ def find_gradient_code() -> GradientCode | None:
             return None
         statements = []
         for each in picked:
-            code = compile(ast.Module([each], []), frame.f_code.co_filename, "exec")
+            code = code_of(ast.Module([each], []), frame.f_code.co_filename)
             note_made_of_lines(code)
             statements.append(code)
         held = {n: names[n] for each in picked for n in read(each) if n in names}

@@ -1,9 +1,12 @@
 """What is run again changes nothing for other threads, and nothing for later."""
 
+import ast
 import contextlib
 import copy
+import gc
 import sys
 import threading
+import time
 import warnings
 
 import pytest
@@ -18,6 +21,7 @@ from overflow_fast import (
     advise_precision,
 )
 from overflow_fast.detector.observers import without_observers
+from overflow_fast.explainer import syntax
 from overflow_fast.explainer.effects.before import Before
 from overflow_fast.explainer.snapshot import Snapshot
 from overflow_fast.integrations import script_guard
@@ -236,6 +240,47 @@ def test_other_threads_make_tuples_while_objects_are_looked_for(look):
         sys.setswitchinterval(interval)
     assert made and not failed
     assert look is not Before or all(each.has(own) for each in found)
+
+
+def test_a_text_has_a_tree_while_other_threads_make_trees():
+    text = "\n".join(f"a{i} = [b.c({i}) + d for b in e]" for i in range(50))
+    is_over, failed = threading.Event(), []
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+
+    def work():
+        while not is_over.is_set():
+            with contextlib.suppress(SystemError):  # theirs is not ours to mend
+                ast.parse("a = [b.c(1) + d for b in e]")
+            time.sleep(0.01)
+
+    def look():
+        try:
+            for _ in range(100):
+                syntax.module_of(text)
+        except SystemError as error:
+            failed.append(error)
+
+    def switch(phase, info):
+        time.sleep(0)
+
+    others = [threading.Thread(target=work) for _ in range(2)]
+    own = [threading.Thread(target=look) for _ in range(2)]
+    gc.callbacks.append(switch)  # what lets another thread run within a tree
+    sys.setswitchinterval(1e-5)
+    gc.set_threshold(700)
+    try:
+        for each in [*others, *own]:
+            each.start()
+        for each in own:
+            each.join()
+    finally:
+        is_over.set()
+        for each in others:
+            each.join()
+        gc.callbacks.remove(switch)
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
+    assert not failed
 
 
 @pytest.mark.parametrize("watch", ["tripwire", None])

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..syntax import expression_of
 from ..torch_calls import TorchCall, Value
 from .call_patch import InFloat32
 from .rule_text import (
@@ -143,7 +144,7 @@ def _cast_back(of: ast.expr, root: TorchCall | None, writer: Writer) -> ast.expr
                 name = writer.place_operand(root, place)
                 text = ast.unparse(name)
                 if isinstance(each, Value) and _is_name(text):
-                    dtype = ast.parse(f"{text}.dtype", mode="eval").body
+                    dtype = expression_of(f"{text}.dtype")
                     return ast.Call(ast.Attribute(of, "to"), [dtype], [])
     return _cast(of, "half")
 

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from ...torch_internals.tensor_internals import pytree
+from ..syntax import expression_of
 from ..torch_calls import PARAMETERS, SAME, TorchCall, Value
 from .rules import (
     ELEMENTWISE,
@@ -129,7 +130,7 @@ def matched(
 @functools.cache
 def parsed(text: str) -> ast.expr:
     """An expression; `f(*)` is a call of anything."""
-    return ast.parse(text.replace("(*)", "(ANY)"), mode="eval").body
+    return expression_of(text.replace("(*)", "(ANY)"))
 
 
 _OPERATORS = {

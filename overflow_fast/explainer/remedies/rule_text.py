@@ -22,6 +22,7 @@ import torch
 
 from ...guard.report.explanation import Remedy
 from ...scanner.text import installed_name, is_of_program, short_name
+from ..syntax import expression_of
 from ..torch_calls import PARAMETERS, SAME, Site, TorchCall, Value
 from ..users_lines import source_lines
 from .patterns import Found, Input, parsed
@@ -615,7 +616,7 @@ def _constant(value: Any) -> ast.expr:
     kinds = (type(None), bool, int, float, str, tuple, list)
     if not isinstance(plain, kinds):
         raise NotWrittenError("an argument has no text")
-    return ast.parse(repr(plain), mode="eval").body
+    return expression_of(repr(plain))
 
 
 def _is(node: Any, *values: Any) -> bool:

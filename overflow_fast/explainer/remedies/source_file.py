@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...scanner.text import source_name
+from ..syntax import expression_of, module_of
 from ..users_lines import Span
 
 
@@ -66,7 +67,7 @@ class SourceFile:
     @functools.cached_property
     def _nodes(self) -> list[ast.AST]:
         try:
-            return list(ast.walk(ast.parse("".join(self.lines))))
+            return list(ast.walk(module_of("".join(self.lines))))
         except (SyntaxError, ValueError):
             return []
 
@@ -219,13 +220,15 @@ def _call_span(node: ast.AST) -> Span | None:
 def _in_one_line(text: str, node: ast.AST) -> str:
     if "\n" not in text:
         return text
-    return ast.unparse(ast.parse(f"({text}\n)" if isinstance(node, ast.expr) else text))
+    return ast.unparse(
+        expression_of(f"({text}\n)") if isinstance(node, ast.expr) else module_of(text)
+    )
 
 
 def _is_bare(text: str) -> bool:
     """True if an expression can be an argument without brackets."""
     is_bracketed = text.startswith("(") and text.endswith(")")
-    node = ast.parse(f"({text})", mode="eval").body
+    node = expression_of(f"({text})")
     kinds = (ast.GeneratorExp, ast.Yield, ast.NamedExpr, ast.Tuple)
     return is_bracketed or not isinstance(node, kinds)
 
@@ -235,13 +238,13 @@ _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.Li
 
 def atom(text: str) -> str:
     """An expression that a method can be called on: in brackets where it needs them."""
-    node = ast.parse(text, mode="eval").body
+    node = expression_of(text)
     is_bracketed = node.col_offset > 0 and (node.end_col_offset or 0) < len(text)
     return text if is_bracketed or isinstance(node, _ATOMS) else f"({text})"
 
 
 def _is_atom(text: str) -> bool:
     try:
-        return isinstance(ast.parse(text, mode="eval").body, _ATOMS)
+        return isinstance(expression_of(text), _ATOMS)
     except SyntaxError:  # a statement
         return False

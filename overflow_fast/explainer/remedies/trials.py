@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import os
 import time
@@ -23,6 +22,7 @@ from ..op_rows import Row
 from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..sentinel import Sentinel
+from ..syntax import module_of
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
 from ..trace_back import ForwardRows, RootOp
@@ -137,7 +137,7 @@ def _edited(edits: Sequence[Edit]) -> dict[str, SourceFile]:
         for file in files
     ]
     for each in after:
-        ast.parse("".join(each.lines))  # else it is no text to give
+        module_of("".join(each.lines))  # else it is no text to give
     return {each.shown: each for each in after}
 
 
