@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from overflow_fast.guard.report.causes import BAD_DATA, BAD_WEIGHTS, RANGE_OVERFLOW
+
 from .failure import Failure, Run, is_finite, train
 from .tools import Answer
 
@@ -88,12 +90,12 @@ def _of_entry(failure: Failure, entry: dict[str, Any]) -> Answer:
         answer.op = f"aten.{_ALIASES.get(api, api)}"
     for key, each in data.get("parameters", {}).items():
         if _is_bad(each):
-            answer.phase, answer.cause = "weights", "bad weights"
+            answer.phase, answer.cause = "weights", BAD_WEIGHTS.name
             answer.tensor = f"{answer.module}.{key}"
     if answer.cause is None and _is_bad([data.get("input_args"), data.get("input")]):
-        answer.cause = "bad data"
+        answer.cause = BAD_DATA.name
     elif answer.cause is None and "Infinity" in json.dumps(data.get("output")):
-        answer.cause = "range overflow"
+        answer.cause = RANGE_OVERFLOW.name
     stack = " ".join(map(str, entry["stack_info"]))
     place = re.search(rf"{re.escape(failure.file)}, line (\d+)", stack)
     answer.line = int(place[1]) if place else None

@@ -12,14 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overflow_fast.guard.report.causes import ONLY_COMPILED
+
 MARK = "# <-"
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
-CAUSES = (
-    *("range overflow", "undefined", "singular gradient", "empty reduction"),
-    *("underflow", "rounding", "gradient explosion", "bad setting"),
-    *("bad data", "bad weights", "divergence", "not reproducible"),
-    "only in compiled code",
-)
 
 
 @dataclass
@@ -59,7 +55,7 @@ class Failure:
         name: Of the function that builds it.
         source: The public reports, as owner/repo#number.
         phase: Where the first bad value arises, or already was.
-        cause: Out of `CAUSES`; "a|b" where both are right.
+        cause: The name of one of `causes.CAUSES`; "a|b" where both are right.
         op: The operation, such as "aten.exp"; in backward that of the forward whose
             derivative fails; "" where there is none; "a|b" where both are right.
         module: The name of the module whose code calls it, or that has the weight; ""
@@ -97,7 +93,7 @@ class Failure:
     @property
     def has_module(self) -> bool:
         """True if a module is to be named: not of bad data or a compiler."""
-        return self.phase != "data" and self.cause != "only in compiled code"
+        return self.phase != "data" and self.cause != ONLY_COMPILED.name
 
     @property
     def line(self) -> int:

@@ -25,6 +25,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from overflow_fast.guard.report.causes import DIVERGENCE
+
 from .failure import Failure
 from .oracle import base_of
 from .tools import Answer
@@ -78,7 +80,7 @@ def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
     tensor = None
     if failure.tensor and answer.tensor is not None:
         tensor = _last(answer.tensor) in failure.tensor.split("|")
-    if failure.cause == "divergence" or not failure.has_module:
+    if failure.cause == DIVERGENCE.name or not failure.has_module:
         is_lost = False
     misleads = cause is False or is_lost or is_wrong_phase
     return Judgement(

@@ -22,10 +22,16 @@ from torch.utils import _pytree as pytree
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.report.causes import (
+    BAD_WEIGHTS,
+    DIVERGENCE,
+    NOT_REPRODUCIBLE,
+    ONLY_COMPILED,
+)
 
 from .failure import Failure, Run, is_finite, train
 
-_NONE = ("not reproducible", "only in compiled code", "bad weights", "divergence")
+_NONE = {NOT_REPRODUCIBLE.name, ONLY_COMPILED.name, BAD_WEIGHTS.name, DIVERGENCE.name}
 _numbers = itertools.count()
 
 
@@ -65,7 +71,7 @@ class Followed:
 def can_be_remedied(failure: Failure) -> bool:
     """True if a change of the program cures it, not other hardware or weights."""
     is_alone = failure.ranks == 1 and failure.kind == ""
-    return is_alone and not set(failure.causes) & set(_NONE)
+    return is_alone and not set(failure.causes) & _NONE
 
 
 def followed(failure: Failure) -> list[Followed]:

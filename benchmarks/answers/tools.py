@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.report.causes import (
+    BAD_DATA,
+    BAD_WEIGHTS,
+    RANGE_OVERFLOW,
+    UNKNOWN,
+)
 
 from .failure import Failure, Run, train
 
@@ -74,7 +80,7 @@ def _of_explanation(failure: Failure, report: Any) -> Answer:
         return Answer(text=str(report))
     answer = Answer(text=str(found))
     answer.phase = found.phase or None
-    answer.cause = None if found.cause == "unknown" else found.cause
+    answer.cause = None if found.cause == UNKNOWN.name else found.cause
     answer.tensor = found.tensor or None
     answer.sample = None if found.sample is None else int(found.sample)
     if found.op is not None:
@@ -110,12 +116,12 @@ def transformers(failure: Failure, run: Run) -> Answer:
         answer = Answer(phase="forward", module=lines[0].split()[0], text=text[-1500:])
         first = bad[0]
         if first.startswith("input"):
-            answer.phase, answer.cause = "data", "bad data"
+            answer.phase, answer.cause = "data", BAD_DATA.name
         elif not first.startswith("output"):
-            answer.phase, answer.cause = "weights", "bad weights"
+            answer.phase, answer.cause = "weights", BAD_WEIGHTS.name
             answer.tensor = f"{answer.module}.{first}".lstrip(".")
         elif re.search(r"\binf\b", frame):
-            answer.cause = "range overflow"
+            answer.cause = RANGE_OVERFLOW.name
         return answer
     return Answer(text=text or "no alarm")
 

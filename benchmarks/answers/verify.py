@@ -7,6 +7,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from overflow_fast.guard.report.causes import (
+    BAD_DATA,
+    BAD_WEIGHTS,
+    NOT_REPRODUCIBLE,
+    ONLY_COMPILED,
+    ROUNDING,
+    UNDERFLOW,
+)
+
 from .failure import Failure, is_finite
 from .oracle import base_of, look
 
@@ -18,7 +27,9 @@ def problems(failure: Failure) -> list[str]:
         found.append("it is finite")
     if not ends_finite(failure, cured=True):
         found.append("cured, it is not finite")
-    if {"underflow", "rounding"} & set(failure.causes) and not _is_finite_wide(failure):
+    if {UNDERFLOW.name, ROUNDING.name} & set(failure.causes) and not _is_finite_wide(
+        failure
+    ):
         found.append("in float64 from the start, it is not finite")
     return found + of_place(failure)
 
@@ -51,20 +62,20 @@ def of_place(failure: Failure) -> list[str]:
     """
     if failure.kind == "transient" or failure.op.startswith("c10d"):
         return []  # cured, it is the same step without the fault
-    if failure.cause == "only in compiled code":
+    if failure.cause == ONLY_COMPILED.name:
         with torch.compiler.set_stance("force_eager"):
             is_clean = ends_finite(failure, cured=False)
         return [] if is_clean else ["run eagerly, it fails too"]
     seen = look(failure)
     if seen is None:
         return ["no operation makes a bad value"]
-    if failure.cause in ("bad data", "bad weights"):
+    if failure.cause in (BAD_DATA.name, BAD_WEIGHTS.name):
         wanted = {f"{failure.phase} {name}" for name in failure.tensor.split("|")}
         return [] if wanted & set(seen.origin) else [f"it reads {seen}"]
     if failure.kind == "unwritten":
         wanted = f"unwritten {failure.line}"
         return [] if wanted in seen.origin else [f"it reads {seen}"]
-    if failure.cause == "not reproducible":
+    if failure.cause == NOT_REPRODUCIBLE.name:
         return []
     truths = [(base_of(op), failure.module, failure.line) for op in failure.ops]
     experiment = (base_of(seen.op), seen.module, seen.line if failure.line else 0)

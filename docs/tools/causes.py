@@ -1,6 +1,8 @@
-"""Writes docs/causes.md: the failures of benchmarks/answers, and what the guard says.
+"""Writes docs/causes.md, and the tables of causes of the other pages.
 
-python docs/tools/causes.py
+docs/causes.md has the failures of benchmarks/answers, and what the guard says.
+
+python docs/tools/causes.py [--tables]
 """
 
 from __future__ import annotations
@@ -9,15 +11,23 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 
 from answers.failure import MARK, Failure
 from answers.families import FAILURES
 from answers.run import ask
+from pages import headings, slug
 
-PAGE = Path(__file__).parents[1] / "causes.md"
+from overflow_fast.guard.report.causes import CAUSES, Cause
+
+DOCS = Path(__file__).parents[1]
+PAGE = DOCS / "causes.md"
+READING, NAN = "reading-a-report.md", "my-run-is-nan.md"
 _HEAD = """\
 # Causes
 
@@ -34,56 +44,6 @@ Lines of code are those of
 them, and True in the run that is finite. A test runs the failures again. Yours is not
 here? Look at [my run is nan](my-run-is-nan.md) for where to begin.
 """
-# Of a cause: what it means and what helps in general.
-CLASSES = {
-    "range overflow": """\
-The result is a number, and the dtype cannot hold it: float16's maximum is 65504,
-that of bfloat16 and float32 3.4e38. Use a wider dtype for that module
-([`keep_in_fp32`](guides/precision.md#parts-of-a-model-in-float32)), change the order of
-operations so that numbers stay small, or bound the argument of an `exp`.""",
-    "undefined": """\
-The operation has no finite value for its inputs in any precision: 0 / 0, the
-logarithm of 0, the root of a negative number, a softmax of nothing but -inf. Bound
-the input, not the output.""",
-    "underflow": """\
-A number too small for the dtype became 0 before, and an operation such as a logarithm
-or a division was given that 0: the evidence names where it was lost. Use the form that
-never makes the small number: `log_softmax`, `logsigmoid`, `logsumexp`; or a lower
-bound that the dtype holds.""",
-    "rounding": """\
-A result was rounded before, such as a sigmoid or a `tanh` to 1, and the operation that
-fails was given the rounded number. Use the form that never makes it, such as
-`logsigmoid` of the negative logit.""",
-    "singular gradient": """\
-The forward is finite, and its derivative is not: a root or a power below 1 at 0,
-`acos` at 1, or the branch that `torch.where` leaves out. Bound the input of the
-operation, so that backward cannot reach the singular place.""",
-    "gradient explosion": """\
-The forward is finite, and the gradient grows by a factor with each call or module
-that it goes back through, until the dtype cannot hold it. Smaller or orthogonal
-weights, normalizations or residual connections keep the factor near 1. Clipping by the
-norm afterwards comes too late for an inf.""",
-    "empty reduction": """\
-A mean, or a division by a count, of no elements. Divide by at least 1, or return 0.""",
-    "divergence": """\
-The weights have grown so far that a layer overflows; with the weights as large as
-some steps ago the same step is finite. Lower the learning rate, warm up, clip
-gradients.""",
-    "bad setting": """\
-A learning rate, weight decay, epsilon or beta in `param_groups` was nan or inf in a
-step. The weights are lost: load a checkpoint, and check what sets it.""",
-    "bad data": """\
-The batch was non-finite before the model saw it.""",
-    "bad weights": """\
-A weight or a buffer was non-finite before the step: a bad checkpoint, or memory that
-was never initialized.""",
-    "not reproducible": """\
-The same step is finite when it is run again, or it reads memory that nothing has
-written to.""",
-    "only in compiled code": """\
-The compiled step is non-finite each time, and the same code run eagerly is not.""",
-}
-
 # What stands in titles for words of the functions' names.
 _WORDS = {
     "nan to num": "`nan_to_num`",
@@ -126,9 +86,9 @@ def page(said: dict[str, str]) -> str:
         said: The explanation of each failure, by its name.
     """
     parts = [_HEAD.format(count=len(FAILURES))]
-    for cause, text in CLASSES.items():
+    for cause in with_examples():
         own = _of_cause(cause)
-        parts.append(f"## {cause.capitalize()}\n\n{text}\n")
+        parts.append(f"## {cause.name.capitalize()}\n\n{cause.help}\n")
         parts += [entry(failure, said[failure.name]) for failure in own]
     return "\n".join(parts)
 
@@ -136,12 +96,83 @@ def page(said: dict[str, str]) -> str:
 def shown(text: str) -> dict[str, str]:
     """The explanations that a page has, by the names of their failures."""
     found = re.findall(r"^### .*?^```\n(.*?)\n```$", text, re.M | re.S)
-    names = [each.name for cause in CLASSES for each in _of_cause(cause)]
+    names = [each.name for cause in with_examples() for each in _of_cause(cause)]
     return dict(zip(names, found, strict=True))
 
 
-def _of_cause(cause: str) -> list[Failure]:
-    return [each for each in FAILURES.values() if each.causes[0] == cause]
+def with_examples() -> list[Cause]:
+    """The causes that have a section of the page."""
+    return [each for each in CAUSES.values() if each.help]
+
+
+# The tables of other pages.
+
+
+class Language(NamedTuple):
+    """How a page in a language names causes and their page.
+
+    Attributes:
+        code: Of the language, which is its folder, too; "" for English.
+        named: A name with its translation.
+        comma: What stands between two links.
+        causes: The page of causes: its words and its path.
+    """
+
+    code: str
+    named: str
+    comma: str
+    causes: tuple[str, str]
+
+
+LANGUAGES = (
+    Language("", "{0}", ", ", ("causes", "causes.md")),
+    Language("zh", "{0}（{1}）", "、", ("全部原因", "../causes.md")),  # noqa: RUF001
+    Language("ko", "{0} ({1})", ", ", ("모든 원인", "../causes.md")),
+)
+
+
+def with_tables() -> Iterator[tuple[Path, str]]:
+    """Yields the pages that have a table of causes, with their texts as they should be.
+
+    A table is told by the row of its first cause.
+    """
+    path = DOCS / READING
+    rows = [f"| {_shown(e)} | {e.meaning} |" for e in CAUSES.values()]
+    yield path, _with_rows(path.read_text(), rows)
+    english = headings((DOCS / NAN).read_text())
+    for language in LANGUAGES:
+        path = DOCS / language.code / NAN
+        text = path.read_text()
+        titles = dict(zip(english, headings(text), strict=True))
+        rows = [_row(each, language, titles) for each in CAUSES.values()]
+        yield path, _with_rows(text, list(filter(None, rows)))
+
+
+def _row(cause: Cause, language: Language, titles: dict[str, str]) -> str:
+    links = [f"[{titles[e]}](#{slug(titles[e])})" for e in cause.sections]
+    if cause.help:
+        words, path = language.causes
+        links.append(f"[{words}]({path}#{slug(cause.name)})")
+    name = language.named.format(_shown(cause), cause.translations.get(language.code))
+    return f"| {name} | {language.comma.join(links)} |" if links else ""
+
+
+def _shown(cause: Cause) -> str:
+    return f"`{cause.name}{' (float16)' * cause.is_overflow}`"
+
+
+def _with_rows(text: str, rows: list[str]) -> str:
+    found = re.search(
+        rf"^\| {re.escape(_shown(next(iter(CAUSES.values()))))}", text, re.M
+    )
+    assert found is not None
+    end = re.compile(r"^(?!\|)", re.M).search(text, found.start())
+    assert end is not None
+    return text[: found.start()] + "\n".join(rows) + "\n" + text[end.start() :]
+
+
+def _of_cause(cause: Cause) -> list[Failure]:
+    return [each for each in FAILURES.values() if each.causes[0] == cause.name]
 
 
 def _title(failure: Failure) -> str:
@@ -157,5 +188,8 @@ def _link(source: str) -> str:
 
 
 if __name__ == "__main__":
-    answers = {name: ask(each, "ours-run") for name, each in FAILURES.items()}
-    PAGE.write_text(page({name: tidied(a[-1].text) for name, a in answers.items()}))
+    for path, text in with_tables():
+        path.write_text(text)
+    if "--tables" not in sys.argv:
+        said = {name: ask(each, "ours-run")[-1] for name, each in FAILURES.items()}
+        PAGE.write_text(page({name: tidied(each.text) for name, each in said.items()}))

@@ -18,6 +18,7 @@ from ..guard.explaining import USE_RUN
 from ..guard.files.reading import is_regular
 from ..guard.options import BUDGET
 from ..guard.process import world_size
+from ..guard.report.causes import NOT_REPRODUCIBLE, UNKNOWN
 from ..guard.report.explanation import Artifact, Explanation
 from ..guard.step_keeper import GRAPH, Ambient
 from ..guard.undo.step_start import StepStart
@@ -309,12 +310,12 @@ class _LossStep(_OwnLines):
         behind = _GradientStep(self._models, loss_call.calls, *given)
         found = behind.explained(found)
         self.num_forwards += behind.num_forwards
-        if found.cause == "not reproducible" and not loss_call.is_only_loss:
+        if found.cause == NOT_REPRODUCIBLE.name and not loss_call.is_only_loss:
             return None  # another loss may have been bad
         if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy
             found.remedies = [each for each in found.remedies if each.is_recommended]
         found.notes.append(_OWN_LINES.format(loss_call.place))
-        return None if found.cause == "unknown" else found
+        return None if found.cause == UNKNOWN.name else found
 
     def _may_run(self) -> bool:
         incident = self._incident

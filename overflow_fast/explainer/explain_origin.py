@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ..guard.report import causes
 from ..guard.report.explanation import Explanation, Op, TensorSummary
 from ..scanner.modules import module_of_parameter
 from ..scanner.text import nonfinite_text, numbered
@@ -33,11 +34,11 @@ from .trace_back import ForwardRows, RootOp
 from .users_lines import op_at, place_text, programs_line
 
 _CAUSES = {
-    RANGE: "range overflow",
-    INTERMEDIATE: "range overflow",
-    UNDEFINED: "undefined",
-    EMPTY: "empty reduction",
-    SINGULAR: "rounding",
+    RANGE: causes.RANGE_OVERFLOW.name,
+    INTERMEDIATE: causes.RANGE_OVERFLOW.name,
+    UNDEFINED: causes.UNDEFINED.name,
+    EMPTY: causes.EMPTY_REDUCTION.name,
+    SINGULAR: causes.ROUNDING.name,
 }
 _NOT_CLIPPED = (
     "Clipping gradients by their norm after backward does not help: it makes nan of an "
@@ -114,11 +115,11 @@ def _explain_row(
     details = row.details
     if row.is_communication:
         if "reduce" in row.name:
-            found.cause = "range overflow"
+            found.cause = causes.RANGE_OVERFLOW.name
         text = "no rank gave it non-finite values, and what it returned holds some"
         found.evidence.append(f"{row.name}: {text}")
     elif row.is_empty:
-        found.cause = "not reproducible"
+        found.cause = causes.NOT_REPRODUCIBLE.name
         found.evidence.append(_UNWRITTEN.format(row.name))
     elif details is None:
         found.notes.append("The operation was not computed again.")
@@ -127,7 +128,7 @@ def _explain_row(
         made, why = _evidence(details, found.op)
         found.evidence += ["; ".join([made, *clauses]), why]
         clauses = []
-        if found.cause == "range overflow":
+        if found.cause == causes.RANGE_OVERFLOW.name:
             _add_growth(found, growth_of(row, forward_rows))
     found.evidence += clauses
     if in_gradients and not row.in_backward:
@@ -142,7 +143,7 @@ def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
     if not growth.explodes:
         found.evidence[-1] += f"; {growth.text}"
         return
-    found.cause = "gradient explosion"
+    found.cause = causes.GRADIENT_EXPLOSION.name
     found.evidence.insert(0, growth.text)
     found.notes.append(_NOT_CLIPPED)
 
@@ -171,9 +172,9 @@ def named_row(row: Row, forward_rows: ForwardRows) -> Row:
 
 
 def _cause_of(details: Details, is_backward: bool) -> str:
-    cause = _CAUSES.get(details.why, "unknown")
-    if is_backward and cause == "undefined":
-        return "singular gradient"
+    cause = _CAUSES.get(details.why, causes.UNKNOWN.name)
+    if is_backward and cause == causes.UNDEFINED.name:
+        return causes.SINGULAR_GRADIENT.name
     return cause
 
 
@@ -303,12 +304,14 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
         is_given = leaf.name.startswith("batch")  # else the program's own variable
         held = f"holds {what}" if is_given else f"held {what} before the forward"
         text = f"{name} {held}{at}"
-        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+        return Explanation(
+            "data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text]
+        )
     text = f"{name} held {what} when the model received it from the loop{at}"
     if call.follows_others:
         text += "; the loop may have computed it from outputs of the forwards before"
         return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
-    return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+    return Explanation("data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text])
 
 
 def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
@@ -320,12 +323,14 @@ def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
         return Explanation(tensor=leaf.name, evidence=[text], notes=[note])
     if leaf.kind == "object":
         text = f"{name} holds {what}, and the step does not write to it{at}"
-        return Explanation("data", "bad data", tensor=leaf.name, evidence=[text])
+        return Explanation(
+            "data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text]
+        )
     of = "the model" if leaf.kind == "attribute" else "a module that is not watched"
     text = f"{name} of {of} holds {what}, and the step does not write to it{at}"
     module = module_of_parameter(leaf.name)
     return Explanation(
-        "weights", "bad weights", module, tensor=leaf.name, evidence=[text]
+        "weights", causes.BAD_WEIGHTS.name, module, tensor=leaf.name, evidence=[text]
     )
 
 
@@ -334,7 +339,7 @@ def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanatio
     evidence = f"the {kind} {name} held {what} before the step{at}"
     module = module_of_parameter(name)
     return Explanation(
-        "weights", "bad weights", module, tensor=name, evidence=[evidence]
+        "weights", causes.BAD_WEIGHTS.name, module, tensor=name, evidence=[evidence]
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import flags
+from ..guard.report.causes import NOT_REPRODUCIBLE, RANGE_OVERFLOW
 from ..guard.report.explanation import Explanation, Op
 from ..scanner.modules import parameters_of
 from ..scanner.tree import tensors_in
@@ -82,12 +83,12 @@ def explain_flag(replayer: Replayer) -> Explanation:
     if search.found is None:
         again = "" if result.error is None else f", which raised {result.error}"
         return Explanation(
-            cause="not reproducible",
+            cause=NOT_REPRODUCIBLE.name,
             evidence=[f"no operation of the replay{again} sets the overflow flag"],
         )
     found = Explanation(
         "backward" if search.in_backward else "forward",
-        "range overflow",
+        RANGE_OVERFLOW.name,
         search.module,
         search.found,
     )

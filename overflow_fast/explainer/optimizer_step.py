@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..guard.report.causes import (
+    BAD_SETTING,
+    DIVERGENCE,
+    RANGE_OVERFLOW,
+    UNDEFINED,
+)
 from ..guard.report.explanation import Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
 from ..scanner.text import dtype_name, nonfinite_text
@@ -127,7 +133,7 @@ def _by_settings(
     made = f"{made}; {', '.join(since)}" if since else made
     return Explanation(
         "optimizer",
-        "bad setting",
+        BAD_SETTING.name,
         module_of_parameter(found.tensor),
         tensor=found.tensor,
         evidence=[text, made],
@@ -164,7 +170,7 @@ def _made_again(
     num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
     found = Explanation(
         "optimizer",
-        "range overflow" if is_finite else "undefined",
+        RANGE_OVERFLOW.name if is_finite else UNDEFINED.name,
         "",
         _op_of(row),
         found.tensor,
@@ -269,7 +275,7 @@ def _too_large(
         )
         return Explanation(
             "optimizer",
-            "divergence",
+            DIVERGENCE.name,
             module_of_parameter(found.tensor),
             tensor=found.tensor,
             evidence=found.evidence,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..scanner.text import dtype_name
 from ..scanner.tree import mapped, tensors_in
@@ -27,7 +28,6 @@ from .tape import Contents, TapedCall, TapedTensor
 from .tensor_kinds import is_float
 from .users_lines import op_at, place_text
 
-UNDERFLOW, ROUNDING = "underflow", "rounding"
 _NEAREST = 12  # operations, which are run before the others
 _CHEAP = 2**18  # elements: operations on fewer, up to the first on more, come first
 _NOISE = 0.01  # of a value; rounding is at most 0.004, in bfloat16
@@ -203,10 +203,14 @@ class Lost:
 
     @property
     def cause(self) -> str:
-        """UNDERFLOW or ROUNDING."""
+        """The name of UNDERFLOW or of ROUNDING."""
         if self.is_beyond:
-            return UNDERFLOW if self.own == 0 else ROUNDING
-        return UNDERFLOW if self.own == 0 and abs(self.true) < self.least else ROUNDING
+            return UNDERFLOW.name if self.own == 0 else ROUNDING.name
+        return (
+            UNDERFLOW.name
+            if self.own == 0 and abs(self.true) < self.least
+            else ROUNDING.name
+        )
 
 
 class _Undefined:
@@ -457,7 +461,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
     found.cause = lost.cause
     if lost.is_beyond:
         found.lost_by = op_at(lost.row.name, lost.row.frames)
-        verb = "underflowed" if lost.cause == UNDERFLOW else "was rounded"
+        verb = "underflowed" if lost.cause == UNDERFLOW.name else "was rounded"
         found.evidence[1:2] = [
             f"{_place(lost.row)} {verb} to {lost.own:g}, in float64 as well: of finite "
             "numbers it is never that",
@@ -479,7 +483,7 @@ def _place(row: Row) -> str:
 
 
 def _change(lost: Lost) -> str:
-    if lost.cause == UNDERFLOW:
+    if lost.cause == UNDERFLOW.name:
         least = f"{lost.dtype}'s smallest normal number is {lost.least:.2g}"
         return f"underflowed: {lost.true:.3g} became 0 ({least})"
     return "was rounded: {} became {}".format(*_told_apart(lost.true, lost.own))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..guard.report.causes import DIVERGENCE, NOT_REPRODUCIBLE, UNKNOWN
 from ..guard.report.explanation import NOT_THE_LOSS, Explanation, Sample
 from ..scanner.modules import module_of_parameter
 from ..torch_internals.replaying import (
@@ -75,7 +76,7 @@ def find(
     elif (
         size < 2
         or found.phase not in ("forward", "backward")
-        or found.cause == "not reproducible"
+        or found.cause == NOT_REPRODUCIBLE.name
         or not replayer.ranks.can_cut(place)
     ):
         index = None
@@ -432,7 +433,7 @@ class Search:
             return
         result = self._replayer.run(patches=[ScaledWeights(growth.factors)])
         if result.error is None and not result.bad_outputs:
-            found.cause = "divergence"
+            found.cause = DIVERGENCE.name
             found.evidence[0] += "; with weights as large as before it is finite"
             found.remedies.append(SLOWER)
 
@@ -470,7 +471,7 @@ class Search:
         """Names the rank on which it began, if it began on one."""
         claims = self._ranks.claims.values()
         if max(claims) == _FROM_OTHERS and min(claims) != _FROM_OTHERS:
-            found.cause = "unknown"  # what one rank gave is not known
+            found.cause = UNKNOWN.name  # what one rank gave is not known
         elif not self._ranks.is_alone and max(claims) > _FROM_OTHERS:
             found.rank = self._ranks.rank
             alike = min(max(claims), _IN_BACKWARD)  # what was handed on is no origin

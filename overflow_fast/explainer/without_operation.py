@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..guard.explaining import USE_RUN
+from ..guard.report.causes import (
+    LEFT_OVER_GRADIENTS,
+    NOT_REPRODUCIBLE,
+    ONLY_COMPILED,
+)
 from ..guard.report.explanation import NOT_REPLAYED, Explanation, Remedy
 from ..scanner.modules import (
     module_of_parameter,
@@ -128,12 +133,12 @@ class WithoutOperation:
                 text = notes.effects_text(self._changed)
                 return Explanation(notes=[notes.SOME.format(text)])
             text = "replays of the same step differ: some of them are finite"
-            return Explanation("forward", "not reproducible", evidence=[text])
+            return Explanation("forward", NOT_REPRODUCIBLE.name, evidence=[text])
         phase = "forward" if first.bad_outputs else "backward"
         text = (
             "compiled code gives it each time, and the same code run eagerly does not"
         )
-        return Explanation(phase, "only in compiled code", evidence=[text])
+        return Explanation(phase, ONLY_COMPILED.name, evidence=[text])
 
     def failed(self, error: Exception) -> Explanation:
         """The replay has raised, or was ended before an effect."""
@@ -149,7 +154,7 @@ class WithoutOperation:
         assert incident is not None
         is_gradient = incident.kind in ("gradient", "grad_output")
         found = Explanation(
-            "backward" if is_gradient else "forward", "not reproducible"
+            "backward" if is_gradient else "forward", NOT_REPRODUCIBLE.name
         )
         found.evidence.append(
             f"{num_bad} of {num_runs} replays of the same step are non-finite"
@@ -264,7 +269,7 @@ def _left_over(incident: BadStep) -> Explanation:
     name, *others = incident.gradients
     more = f" and {counted(len(others), 'other')}" if others else ""
     steps = incident.left_over.values()
-    found = Explanation(cause="left-over gradients", tensor=name)
+    found = Explanation(cause=LEFT_OVER_GRADIENTS.name, tensor=name)
     found.module = module_of_parameter(name)
     found.evidence.append(
         f"`{name}`{more}: {notes.LEFT_OVER.format(min(steps))}; the step is finite "
@@ -282,4 +287,4 @@ def _explain_finite(result: ReplayResult) -> Explanation:
     if open_ends:
         return Explanation(notes=open_ends)
     evidence = ["the step is finite when it is run"]
-    return Explanation(cause="not reproducible", evidence=evidence)
+    return Explanation(cause=NOT_REPRODUCIBLE.name, evidence=evidence)

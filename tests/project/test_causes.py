@@ -1,6 +1,7 @@
 """The page of causes is what its generator writes, and what the guard says today."""
 
 import importlib.util
+import json
 import re
 
 import pytest
@@ -8,6 +9,13 @@ import torch
 from answers.families import FAILURES
 from answers.tools import TOOLS
 from pages import ROOT, without_numbers
+
+from overflow_fast.explainer.remedies import attempts
+from overflow_fast.guard.report.causes import CAUSES, RANGE_OVERFLOW, Cause
+from overflow_fast.guard.report.explanation import Explanation, Op, TensorSummary
+from overflow_fast.guard.report.report import Report
+from overflow_fast.guard.verdict.verdict import BadEntry, Verdict
+from overflow_fast.tools.page.incidents import Incident
 
 _spec = importlib.util.spec_from_file_location("causes", ROOT / "docs/tools/causes.py")
 causes = importlib.util.module_from_spec(_spec)
@@ -20,7 +28,8 @@ FEW = ALONE[3 :: len(ALONE) // 6]
 
 
 def test_every_failure_has_a_reason_and_a_place():
-    assert set(causes.CLASSES) == {each.causes[0] for each in FAILURES.values()}
+    with_examples = {each.causes[0] for each in FAILURES.values()}
+    assert {each.name for each in causes.with_examples()} == with_examples
     assert SHOWN.keys() == FAILURES.keys()
     for each in FAILURES.values():
         assert len(re.split(r"\.\s+", each.build.__doc__.strip())) >= 2, each.name
@@ -30,10 +39,76 @@ def test_the_page_is_what_its_generator_writes():
     assert causes.page(SHOWN) == TEXT, "run python docs/tools/causes.py"
 
 
+def test_tables_of_causes_are_what_the_generator_writes():
+    for path, text in causes.with_tables():
+        assert path.read_text() == text, "run python docs/tools/causes.py --tables"
+
+
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_line_that_was_tried_is_not_said_not_to_be(name):
     is_tried = re.search(r"^tried     \S+:\d+: ", SHOWN[name], re.MULTILINE)
     assert not (is_tried and "A change of the line was not tried" in SHOWN[name])
+
+
+# A cause is one row of one table.
+
+
+@pytest.fixture
+def invented(monkeypatch):
+    """A cause that is added to the table, and to nothing else."""
+    cause = Cause(
+        "cosmic ray",
+        meaning="a bit of memory was flipped",
+        help="Use memory that corrects errors.",
+        sections=("It does not happen again",),
+        remedies=("checkpoints",),
+        is_overflow=True,
+        names_maker=False,
+        translations={"zh": "宇宙射线", "ko": "우주선"},
+    )
+    monkeypatch.setitem(CAUSES, cause.name, cause)
+    return cause
+
+
+def report_with(cause):
+    made = TensorSummary("float16", (2,), 1.0, 2.0, 0, 1)
+    found = Explanation("forward", cause.name, "fc", Op("aten.mm", outputs=[made]))
+    first = BadEntry("output", "fc", "Linear", "output", "float16", 0, 1, 2, "-")
+    return Report(3, "skip", Verdict(first=first), explanation=found)
+
+
+def test_an_invented_cause_is_in_the_report_and_its_json(invented):
+    report = report_with(invented)
+    assert "cause     cosmic ray (float16)" in str(report.explanation)
+    assert report.explanation.is_overflow and not report.explanation.names_maker
+    as_json = json.loads(report.to_json())
+    assert as_json["explanation"]["cause"] == "cosmic ray"
+
+
+def test_an_invented_cause_is_on_the_page(invented):
+    vague, known = (
+        Incident.of(report_with(each)) for each in (invented, RANGE_OVERFLOW)
+    )
+    assert known.headline.startswith("Cause: range overflow")
+    assert not vague.headline.startswith("Cause")
+
+
+def test_an_invented_cause_is_in_the_tables_of_each_language(invented):
+    texts = {path.parent.name: text for path, text in causes.with_tables()}
+    for language in ("zh", "ko"):
+        assert invented.translations[language] in texts[language]
+    (reading, *_) = (text for _, text in causes.with_tables())
+    assert f"| `cosmic ray (float16)` | {invented.meaning} |" in reading
+    assert "## Cosmic ray\n\nUse memory that corrects errors." in causes.page(SHOWN)
+
+
+def test_an_invented_cause_has_its_remedies(invented):
+    class Failure:
+        found = Explanation(cause=invented.name)
+        is_meant, sentinel, checkpoints = False, None, []
+
+    kinds = [each.__name__ for each in attempts._attempts(Failure(), None)]
+    assert kinds[0] == "try_checkpoints" and "float32_trials" in kinds
 
 
 @pytest.mark.filterwarnings("ignore")

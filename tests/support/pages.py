@@ -28,9 +28,14 @@ def slug(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def headings(text):
+    """The headings of a page, in order."""
+    return re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.M)
+
+
 def anchors(text):
     """The anchors of a page's headings, in order."""
-    return [slug(h) for h in re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.M)]
+    return [slug(each) for each in headings(text)]
 
 
 def links(text):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...guard.report.causes import Cause
 from ...guard.report.explanation import Remedy
 from ...scanner.modules import (
     is_normalization,
@@ -268,10 +269,6 @@ def remaining_failure(failure: Failure, trials: Trials, place: int) -> Failure |
     return None if after.mark == failure.mark else after
 
 
-_LINES = (
-    *("range overflow", "undefined", "singular gradient", "empty reduction"),
-    *("underflow", "rounding", "gradient explosion"),
-)
 _EAGERLY = (
     "Remedies were tried with compiled code run eagerly; with the compiled code itself "
     "they were not tried."
@@ -426,35 +423,35 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
 
 def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     """The patches to try, those that change the least first."""
-    cause, is_overflow = failure.found.cause, failure.found.is_overflow
+    cause = Cause.of(failure.found.cause)
     if failure.is_meant:
         yield empty_row_trials(failure, trials)
         return
-    if cause == "bad data":
+    if "samples" in cause.remedies:
         yield _drop_bad_samples(failure, trials)
     if failure.sentinel is not None:
         yield _replace_sentinel(failure.sentinel, failure, trials)
-    if cause in ("bad weights", "divergence"):
+    if "checkpoints" in cause.remedies:
         yield try_checkpoints(failure.checkpoints, trials)
-    if cause in _LINES:
+    if "calls" in cause.remedies:
         yield exact_trials(failure, trials, EXACT)
-    if is_overflow:
+    if cause.is_overflow:
         yield float32_trials(failure, trials, in_words=False)
         yield exact_trials(failure, trials, IN_LOGARITHMS)
         yield guard_trials(failure, trials)
         yield try_wider_dtypes(failure, trials)
         yield float32_trials(failure, trials, in_words=True)
         yield _try_smaller_weights(failure, trials)
-    elif cause in _LINES:
+    elif "calls" in cause.remedies:
         yield exact_trials(failure, trials, IN_LOGARITHMS)
         yield mask_trials(failure, trials)
         yield rounded_trials(failure, trials)
         yield guard_trials(failure, trials)
         yield lost_trials(failure, trials)
         yield float32_trials(failure, trials, in_words=False)
-    if cause == "undefined":
+    if "weights" in cause.remedies:
         yield _repair_weights(failure, trials)
-    if is_overflow and failure.found.phase == "backward":
+    if cause.is_overflow and failure.found.phase == "backward":
         yield _try_loss_scales(failure, trials)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...guard.report.causes import UNDERFLOW
 from ...guard.report.explanation import Explanation, Remedy
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
@@ -91,7 +92,7 @@ def rounded_trials(failure: Failure, trials: Trials) -> Attempts:
 
 def lost_trials(failure: Failure, trials: Trials) -> Attempts:
     """A lower bound of what became 0 in its dtype."""
-    if failure.lost is not None and failure.found.cause == "underflow":
+    if failure.lost is not None and failure.found.cause == UNDERFLOW.name:
         yield from _on(LOST, [failure.lost.torch_call], failure, trials)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...scanner.text import counted, printable, short_name
+from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
 
 # The operation that failed, with its inputs and outputs, and the sample.
 
@@ -110,13 +111,6 @@ class Sample(int):
 
 
 PHASES = ("forward", "backward", "optimizer", "data", "weights")
-CAUSES = (
-    *("range overflow", "undefined", "singular gradient", "empty reduction"),
-    *("underflow", "rounding", "gradient explosion", "bad setting"),
-    *("bad data", "bad weights", "left-over gradients", "divergence"),
-    *("not reproducible", "only in compiled code", "unknown"),
-)
-OVERFLOWS = ("range overflow", "gradient explosion")  # a number was too large
 # Of gradients: what stands between backward and the optimizer is not run again.
 NOT_REPLAYED = (
     "Code between backward and the optimizer's step (clipping, unscaling, "
@@ -255,7 +249,7 @@ class Explanation:
     Attributes:
         phase: Where the first bad value arose: "forward", "backward" or "optimizer", or
             where it already was: "data" or "weights". "" if that is not known.
-        cause: Out of `CAUSES`.
+        cause: Out of the table in `causes.py`.
         module: The name of the module whose code made it; "" for code outside modules.
         op: The operation that made it, or None if it is not known.
         tensor: The name of the bad weight, buffer or gradient, or the bad key of the
@@ -277,7 +271,7 @@ class Explanation:
     """
 
     phase: str = ""
-    cause: str = "unknown"
+    cause: str = UNKNOWN.name
     module: str = ""
     op: Op | None = None
     tensor: str = ""
@@ -297,12 +291,12 @@ class Explanation:
     @property
     def is_transient(self) -> bool:
         """True if the whole step was run again, and was finite then."""
-        return self.cause == "not reproducible" and NOT_REPLAYED not in self.notes
+        return self.cause == NOT_REPRODUCIBLE.name and NOT_REPLAYED not in self.notes
 
     @property
     def is_overflow(self) -> bool:
         """True if a number was too large for its dtype."""
-        return self.cause in OVERFLOWS
+        return Cause.of(self.cause).is_overflow
 
     @property
     def is_of_loss(self) -> bool:
@@ -312,8 +306,8 @@ class Explanation:
     @property
     def names_maker(self) -> bool:
         """True if it is known what made the first bad value."""
-        is_vague = self.cause in ("unknown", "not reproducible")
-        return not is_vague and (self.op is not None or bool(self.tensor))
+        is_named = self.op is not None or bool(self.tensor)
+        return is_named and Cause.of(self.cause).names_maker
 
     @property
     def artifact_bytes(self) -> int:

@@ -31,6 +31,7 @@ from ..verdict.verdict import (
     nonfinite_settings,
 )
 from ..watching.watch import ModelWatch
+from .causes import BAD_DATA, NOT_REPRODUCIBLE, UNKNOWN, Cause
 from .explanation import Explanation
 
 # The sentence of a report that advises what to try.
@@ -69,15 +70,11 @@ def advice_for(
     return ""
 
 
-# Of -inf alone: `mask.log()` may be intended, what overflows or diverges is not.
-_MAY_BE_INTENDED = {"unknown", "not reproducible", "only in compiled code", "undefined"}
-
-
 def answers(explanation: Explanation | None, first: BadEntry) -> bool:
     """True if -inf, as masks have it, is known to be no intended one."""
     is_mask = first.signs == "-" and not first.num_nan
-    cause = "unknown" if explanation is None else explanation.cause
-    return is_mask and cause not in _MAY_BE_INTENDED
+    cause = UNKNOWN if explanation is None else Cause.of(explanation.cause)
+    return is_mask and not cause.may_be_intended
 
 
 def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
@@ -168,7 +165,7 @@ def exit_code_of(explanation: Explanation | None, is_repeated: bool) -> int:
         return OTHERWISE
     if explanation.is_transient:
         return TRANSIENT
-    if explanation.cause == "not reproducible":
+    if explanation.cause == NOT_REPRODUCIBLE.name:
         return OTHERWISE  # code that was not replayed may have made it
     is_known = explanation.op is not None or bool(explanation.phase)
     return DETERMINISTIC if is_known else OTHERWISE
@@ -643,7 +640,7 @@ class Report:
         """
         is_open = len(self.verdict.candidates) > 1
         found = self.explanation
-        return is_open and found is not None and found.cause != "bad data"
+        return is_open and found is not None and found.cause != BAD_DATA.name
 
     @property
     def _is_written_in_step(self) -> bool:

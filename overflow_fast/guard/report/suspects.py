@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...scanner.text import aligned, printable
 from ..files.reading import FileError, lines_of, open_regular
+from .causes import NOT_REPRODUCIBLE
 
 if TYPE_CHECKING:
     from .log_schema import RunLine, StepLine
 
-TRANSIENT_CAUSE = "not reproducible"
 # Lines that cannot be of an incident are passed over undecoded.
 _OF_INCIDENTS = (b'"kind": "run"', b'"is_clean": false')
 
@@ -120,7 +120,7 @@ def suspects_of(incidents: Iterable[LoggedIncident]) -> Suspects:
     rows = []
     for (host, device), own in devices.items():
         whats = {each.what for each in own}
-        transient = {each.what for each in own if each.cause == TRANSIENT_CAUSE}
+        transient = {each.what for each in own if each.cause == NOT_REPRODUCIBLE.name}
         elsewhere = {what for what in whats if len(places[what]) > 1}
         steps = sorted({each.step for each in own})
         last = max(each.time for each in own)

@@ -15,6 +15,7 @@ import torch
 
 from ...guard.files.json_text import SCHEMA, to_plain
 from ...guard.files.reading import FileError, open_tensors, read_bytes, why_unreadable
+from ...guard.report.causes import UNKNOWN, Cause
 from ...guard.report.report import Report
 from ...scanner.text import dtype_name, is_cell, short_name
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
@@ -24,7 +25,6 @@ _CONTEXT = 3
 _MAX_SOURCE = 2**24
 _CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
 _TENSORS = "tensors.safetensors"
-_VAGUE = {"unknown", "not reproducible"}
 
 
 class EvidenceError(FileError):
@@ -93,14 +93,14 @@ class Incident:
     @property
     def headline(self) -> str:
         """Cause and cure in one sentence; the event where the cause is not known."""
-        cause, op = self.explanation.get("cause", "unknown"), self.op
-        if cause in _VAGUE:
+        cause, op = Cause.of(self.explanation.get("cause", UNKNOWN.name)), self.op
+        if not cause.names_maker:
             event = f"Step {self.step} was not finite."
             return self.sentences[0] if self.sentences else event
         place = f"{short_name(op['file'])}:{op['line']}" if op.get("file") else ""
         name = self.explanation.get("tensor") or self.explanation.get("module")
         where = f" at {place}" if place else f" of {name}" if name else ""
-        text = f"Cause: {cause}{where}"
+        text = f"Cause: {cause.name}{where}"
         cure = self.cure.get("text")
         return f"{text}. The step is finite with this change: {cure}." if cure else text
 
