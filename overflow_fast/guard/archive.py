@@ -17,7 +17,7 @@ from .monitors.monitor import Notice
 from .options import exporters_of
 from .outer import outer
 from .record.flight import FlightRecorder
-from .report.report import RankInfo, Report, place_of
+from .report.report import RankInfo, Report
 from .report.run_log import JsonLog, RunIdentity
 from .verdict.headroom import HeadroomTracker
 from .verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
@@ -196,7 +196,7 @@ class Archive:
             report.evidence = self._evidence.keep(report.step, offending, batch)
         first = report.verdict.first
         if first is not None and self._earlier:
-            what = report.step, f"{place_of(first)}: {first.label}"
+            what = report.step, f"{first.place}: {first.label}"
             found = (each.run for each in self._earlier if each.what == what)
             report.repeats = next(found, "")
 
@@ -263,7 +263,7 @@ class Archive:
             line["headroom_at"] = headroom.where
         first = verdict.first
         if first is not None:
-            where = place_of(first)
+            where = first.place
             line["headroom_bits"], line["headroom_at"] = 0.0, where
             line["first"] = f"{where}: {first.label}"
             line["origin"] = verdict.origin

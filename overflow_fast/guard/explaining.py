@@ -11,7 +11,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,11 +21,13 @@ from ..torch_internals.tensor_internals import local_part
 from .config import GuardConfig
 from .outer import outer
 from .ranks.agreement import Agreed
-from .report.explanation import Explanation
 from .step import Step
 from .step_keeper import LastSteps, StepKeeper
 from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
+
+if TYPE_CHECKING:
+    from .report.explanation import Explanation
 
 USE_RUN = "guard.run(lambda: loss)"
 _STEPS_BETWEEN = 100
@@ -159,9 +161,7 @@ class Explaining:
         try:
             return self._loaded().explain(verdict, step.moment)
         except Exception as error:  # the alarm matters more than its explanation
-            return Explanation(
-                notes=[f"The step was not explained: {error_line(error)}."]
-            )
+            return _noting(f"The step was not explained: {error_line(error)}.")
 
     def offer(
         self, step: Step, verdict: Verdict, ends: bool, joins: bool
@@ -199,7 +199,7 @@ class Explaining:
             return None, False
         text = why_not_together(offers)
         if text:
-            return Explanation(notes=[text]), False
+            return _noting(text), False
         known = _without_explainer(moment)
         if known is not None:
             return known, False
@@ -271,8 +271,15 @@ class Explaining:
 def _without_explainer(moment: str) -> Explanation | None:
     """The explanation of what is never run again; None for other steps."""
     if moment in ("after", "evaluation"):
-        return Explanation(notes=[_LATE if moment == "after" else _NO_STEP])
+        return _noting(_LATE if moment == "after" else _NO_STEP)
     return None
+
+
+def _noting(text: str) -> Explanation:
+    """An explanation that says why there is none."""
+    from .report.explanation import Explanation  # no clean step needs it
+
+    return Explanation(notes=[text])
 
 
 def with_note(found: Step, note: str) -> Step:

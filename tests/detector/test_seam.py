@@ -13,7 +13,8 @@ from torch import nn
 import overflow_fast
 from overflow_fast import _C, OverflowGuard
 from overflow_fast.detector.frames import BackwardFrame, frames_text
-from overflow_fast.guard.report.report import Report, who_made_it
+from overflow_fast.guard.report.report import Report
+from overflow_fast.guard.report.wording import who_made_it
 from overflow_fast.guard.verdict.first_bad import attribute
 from overflow_fast.guard.verdict.remarks import bad_settings
 from overflow_fast.guard.verdict.verdict import (

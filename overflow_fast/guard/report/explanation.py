@@ -417,6 +417,36 @@ class Explanation:
         return f"{int(self.sample)}{of} (counted from 0){index}{outlier}"
 
 
+# The exit status that tells a launcher what to do about an incident.
+
+
+# Megatron-LM's rerun machine ends with these: 16 asks for a run on other hardware,
+# which tells a faulty device from the data; 17 says that a result was not valid.
+DETERMINISTIC, TRANSIENT, OTHERWISE = 16, 17, 1
+
+
+def exit_code_of(explanation: Explanation | None, is_repeated: bool) -> int:
+    """Chooses the exit status for an incident.
+
+    Args:
+        explanation: The findings of the replay, or None.
+        is_repeated: An earlier run ended with the same step and place: a restart does
+            not help, and no launcher must be told to try one more.
+
+    Returns:
+        16 if the replay gave it again, 17 if the whole step was replayed and finite,
+        else 1.
+    """
+    if is_repeated or explanation is None:
+        return OTHERWISE
+    if explanation.is_transient:
+        return TRANSIENT
+    if explanation.cause == NOT_REPRODUCIBLE.name:
+        return OTHERWISE  # code that was not replayed may have made it
+    is_known = explanation.op is not None or bool(explanation.phase)
+    return DETERMINISTIC if is_known else OTHERWISE
+
+
 def _shortened(chain: list[str]) -> str:
     if len(chain) > 2 * _FEW:
         chain = [*chain[:_FEW], "...", *chain[-_FEW:]]

@@ -85,6 +85,11 @@ class BadEntry:
     is_finite_now: bool = False
 
     @property
+    def place(self) -> str:
+        """The name of its module, or of the tensor; or "the model"."""
+        return self.fqn or "the model"
+
+    @property
     def path(self) -> TensorPath:
         """Where the tensor is."""
         if self.class_name:

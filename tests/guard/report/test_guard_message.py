@@ -176,7 +176,7 @@ def test_each_logged_line_of_a_report_names_the_package(caplog):
 
 
 def test_without_advice_there_is_no_line_for_it(monkeypatch):
-    monkeypatch.setattr("overflow_fast.guard.report.report.advice_for", lambda *_: "")
+    monkeypatch.setattr("overflow_fast.guard.report.wording.advice_for", lambda *_: "")
     assert "What to try" not in str(report_of("fc"))
 
 

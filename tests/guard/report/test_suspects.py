@@ -12,8 +12,13 @@ from guarding import INF, batches, make, plant, train_step
 from ranks import all_of
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
-from overflow_fast.guard.report.explanation import NOT_REPLAYED, Explanation, Op
-from overflow_fast.guard.report.report import RankInfo, exit_code_of
+from overflow_fast.guard.report.explanation import (
+    NOT_REPLAYED,
+    Explanation,
+    Op,
+    exit_code_of,
+)
+from overflow_fast.guard.report.report import RankInfo
 from overflow_fast.guard.report.suspects import (
     LoggedIncident,
     read_incidents,

@@ -12,7 +12,7 @@ from guarding import flat
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard.report.report import what_of
+from overflow_fast.guard.report.wording import what_of
 
 INF, NAN = math.inf, math.nan
 

@@ -1,0 +1,478 @@
+"""The words of a report: what its data say, each sentence beside the fields it says."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from ...detector.frames import frames_text
+from ...scanner.text import (
+    as_lines,
+    capitalized,
+    counted,
+    nonfinite_text,
+    printable,
+    some,
+    text_html,
+)
+from ..verdict.verdict import (
+    BadEntry,
+    EntryHeadroom,
+    NonModuleOrigin,
+    Verdict,
+    is_of_flag,
+    nonfinite_settings,
+)
+from .causes import BAD_DATA, UNKNOWN, Cause
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
+    from .report import Cost, GuardCoverage, Report
+
+# The sentence of a report that advises what to try.
+
+
+def advice_for(
+    verdict: Verdict,
+    step: int = 0,
+    is_cured: bool = False,
+) -> str:
+    """Writes what to try, by the bad entry and its origin.
+
+    Args:
+        verdict: The verdict, not clean.
+        step: The step's number; before the first one weights were bad from the start.
+        is_cured: A replay has tried what helps.
+
+    Returns:
+        The sentence without its full stop; "" where no help is known.
+    """
+    first = verdict.first
+    assert first is not None
+    if first.kind == "optimizer_state":
+        return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
+    if verdict.source in ("weight", "buffer"):
+        return _advise_on_tensor(first, verdict, step)
+    if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
+        rule = {f"{first.fqn}:{first.label}": "-inf"}
+        return f"if this is intended, as in a mask, allow={rule}"
+    if is_cured:
+        return ""
+    if verdict.source == "batch":
+        return "check the data of this batch"
+    if verdict.batch_places:
+        return f"check {', '.join(verdict.batch_places)}"
+    return ""
+
+
+def answers(explanation: Explanation | None, first: BadEntry) -> bool:
+    """True if -inf, as masks have it, is known to be no intended one."""
+    is_mask = first.signs == "-" and not first.num_nan
+    cause = UNKNOWN if explanation is None else Cause.of(explanation.cause)
+    return is_mask and not cause.may_be_intended
+
+
+def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
+    name = f"`{first.fqn}`" if first.kind == verdict.source else verdict.maker
+    settings = nonfinite_settings(verdict.remarks)
+    if settings:
+        return f"set {' and '.join(settings)} to a finite number first; {_load(name)}"
+    if step == 0 and verdict.source == "buffer":
+        return ""  # the forward may write it, initialized or not
+    if step == 0:
+        return f"initialize {name} or load it again"
+    if verdict.source == "buffer":  # the guard may put it back
+        still = f"if {name} is still non-finite after this step"
+        return f"{still}, load a checkpoint in which it is finite"
+    return _load(name)
+
+
+def _load(name: str) -> str:
+    return f"load a checkpoint in which {name} is finite"
+
+
+# Words for a bad entry, and for the gradients beside it.
+
+
+_NEAREST = 8
+
+
+def what_of(entry: BadEntry) -> str:
+    """Writes how many bad values an entry holds, and which entry it is."""
+    values = nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)
+    if entry.is_finite_now:
+        return (
+            f"what was read as the weight `{entry.label}` held {values}; the weight is "
+            "finite now"
+        )
+    holds = f"holds {values}"
+    if entry.class_name:
+        return f"{entry.path.of_module('`')} ({entry.class_name}) {holds}"
+    return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
+
+
+def share_sentences(entry: BadEntry) -> list[str]:
+    """Writes how many of an entry's values are bad, where it has more than one."""
+    if entry.numel <= 1:
+        return []
+    bad = entry.num_nan + entry.num_inf
+    are = "is" if bad == 1 else "are"
+    return [f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."]
+
+
+def gradient_sentences(verdict: Verdict) -> list[str]:
+    """Names the gradients that are bad, and the nearest ones that are not."""
+    dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
+    if not dirty:
+        return []
+    sentences = [f"Non-finite gradients: {some(dirty, _NEAREST)}."]
+    if clean:
+        sentences.append(f"The nearest finite ones: {some(clean, _NEAREST)}.")
+    return sentences
+
+
+# The sentences of a report on headroom.
+
+
+_FEW_BITS = 8
+
+
+def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
+    """Writes how large the first bad entry was when it was last seen finite."""
+    if headroom is None or headroom.abs_max == 0:
+        return []
+    could = (
+        f", which could grow {headroom.growth} before it overflows "
+        f"{headroom.dtype} ({headroom.limit:.5g})"
+    )
+    near = could if headroom.bits <= _FEW_BITS else ""
+    return [
+        "When it was last seen finite, its largest magnitude was "
+        f"{headroom.abs_max:.3g}{near}."
+    ]
+
+
+def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
+    """Writes which value is nearest to its dtype's maximum, if it is near."""
+    if headroom is None or headroom.bits > _FEW_BITS:
+        return []
+    return [
+        "The finite value nearest to its dtype's maximum: "
+        f"{headroom.where}, which could grow {headroom.growth} before "
+        f"{headroom.dtype} overflows."
+    ]
+
+
+# Words for where a non-finite value came from.
+
+
+_FEW = 4
+
+
+def who_made_it(first: BadEntry, verdict: Verdict) -> str:
+    """Writes the origin of the first bad value, as far as it is known."""
+    return " ".join([_sentence(first, verdict), *verdict.remarks])
+
+
+def _sentence(first: BadEntry, verdict: Verdict) -> str:
+    maker = verdict.maker
+    if verdict.origin == "made":
+        but = _exceptions(verdict)
+        given = f"The inputs of {maker} were finite{' except ' * bool(but)}{but}"
+        given += " when they were scanned, before its call" * bool(verdict.stale_inputs)
+        return f"{given}; {_code_of(maker, verdict)} produced it."
+    if verdict.origin == "given" and verdict.source == "unclear":
+        return f"It was non-finite when the model received it: it came from {maker}."
+    if verdict.source == "weight" and len(verdict.candidates) > 1:
+        if not first.class_name:  # it is the weight itself
+            return f"{capitalized(maker)}."
+        return f"It was already non-finite when {first.place} read it: {maker}."
+    if verdict.origin == "given":
+        return f"It was non-finite before the step: it came from {maker}."
+    if verdict.origin == "unclear":
+        return f"Which code produced it is not known: {maker}."
+    if first.kind == "input" and verdict.source == "caller":
+        name, *others = verdict.candidates
+        if not isinstance(name, NonModuleOrigin) and not others:
+            code = _code_of(name, verdict)
+            return f"Module {first.fqn} received it; {code} produced it."
+    if first.class_name and first.fqn and first.kind in ("input", "grad_output"):
+        return f"Module {first.fqn} received it; it came from {maker}."
+    return f"It came from {maker}."
+
+
+def _exceptions(verdict: Verdict) -> str:
+    """Lists the inputs of the maker that were non-finite by intent; "" for none."""
+    exceptions = {"-inf": verdict.masks, "allowed values": verdict.allowed}
+    return " and ".join(
+        f"{what} in {', '.join(labels)}"
+        for what, labels in exceptions.items()
+        if labels
+    )
+
+
+def _code_of(name: str, verdict: Verdict) -> str:
+    """Names the code of a module, as near as it is known."""
+    after = f", after {verdict.after}," if verdict.after else ""
+    if not verdict.unwatched:
+        return f"code in {_module(name)} itself{after}"
+    names = some(verdict.unwatched, _FEW)
+    return f"code in {_module(name)}{after} (not watched within it: {names})"
+
+
+def _module(name: str) -> str:
+    """Names a module so that a number is not taken for another thing."""
+    return name if name == "the model" else f"module {name}"
+
+
+_RECOMPUTED = (
+    "It was finite in the forward and arose when backward computed that again "
+    "(activation checkpointing)."
+)
+_OF_LOSS = "It came from the code that computes the loss from the model's output."
+_MAY_BE_BAD = "weights may be non-finite now"
+_OUTCOMES = {
+    "raise": "The optimizer step is not made: NonFiniteError is raised before it.",
+    "skip": "The optimizer step was skipped.",
+    "warn": f"The optimizer step was made: {_MAY_BE_BAD}.",
+}
+_MOMENTS = {
+    "after": "The optimizer step was made before its stats arrived (sync='lagged'): "
+    f"{_MAY_BE_BAD}.",
+    "evaluation": "It was found in a forward without autograd, and in no step.",
+    "check": "It was found by `check()`, which can skip no optimizer step.",
+}
+
+
+class ReportText:
+    """The sentences of a report.
+
+    Args:
+        report: The report.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self.verdict, self.explanation = report.verdict, report.explanation
+
+    def text(self) -> str:
+        """The frames, the details as lines, and the answer at the end."""
+        batch, lines = self.verdict.batch, self.report.frames
+        frames = [*frames_text(batch, lines), ""] if lines else []
+        details = [as_lines(self._details())] if self._is_told else []
+        return "\n".join([*frames, *filter(None, details), self.answer()])
+
+    def answer(self) -> str:
+        """The event, its cause and its remedy, the remedy at the end.
+
+        Terminals and logs of jobs show the end of a text. Details are left out where
+        the cause is known.
+        """
+        above, rows, advice = self._parts()
+        return "\n".join(filter(None, [as_lines(above), *rows, as_lines(advice)]))
+
+    def _parts(self) -> tuple[list[str], list[str], list[str]]:
+        """The sentences above the explanation, its rows, and those below."""
+        details = [] if self._is_told else self._details()
+        above = [*self._event(), *details, *self._reasons()]
+        return above, self._explained(), self._advice()
+
+    def html(self) -> str:
+        """The report as HTML, for a notebook."""
+        first, *rest = self._event()
+        lines = [*rest, *self._explained(), *self._advice(), *self._reasons()]
+        return text_html(first, [*lines, *self._details()], self.text())
+
+    def short_text(self, note: str) -> str:
+        """The headline, the outcome of the step, and a note."""
+        return as_lines([self.headline(), *self._outcome(), note])
+
+    def summary(self) -> str:
+        """The answer, and the details, a sentence a line."""
+        details = self._details() if self._is_told else []
+        return "\n".join([*details, *itertools.chain(*self._parts())])
+
+    def sentences(self) -> list[str]:
+        """All but the explanation and the frames, the headline first."""
+        return [
+            *self._event(),
+            *self._advice(),
+            *self._reasons(),
+            *self._details(),
+        ]
+
+    def _event(self) -> list[str]:
+        if self.verdict.first is None:
+            return [f"Step {self.report.step} is clean.", *self.report.notes]
+        return [self.headline(), *self._outcome(), *self.report.notes]
+
+    def _explained(self) -> list[str]:
+        return [] if self.explanation is None else str(self.explanation).splitlines()
+
+    def _reasons(self) -> list[str]:
+        """The reasons for the answer, and where there is more."""
+        first = self.verdict.first
+        if first is None:
+            return []
+        report = self.report
+        origin = "" if report.is_of_state else self._origin(first)
+        return [
+            *([_RECOMPUTED] if self.verdict.is_recomputed else []),
+            *([origin] if origin else []),
+            *([f"Evidence is in `{report.evidence}`."] if report.evidence else []),
+            *([f"To look at it, open `{report.page}`."] if report.page else []),
+        ]
+
+    def _advice(self) -> list[str]:
+        first = self.verdict.first
+        if first is None or answers(self.explanation, first):
+            return []
+        if self._is_written_in_step:
+            return []
+        advice = advice_for(self.verdict, self.report.step, self._is_cured)
+        return [f"What to try: {advice}."] if advice else []
+
+    def _details(self) -> list[str]:
+        first = self.verdict.first
+        if first is None:
+            return cost_sentences(self.report.cost)
+        return [
+            *share_sentences(first),
+            *headroom_sentences(self.verdict.headroom),
+            *least_sentences(self.report.least_headroom),
+            *gradient_sentences(self.verdict),
+            *self.report.not_covered,
+            *cost_sentences(self.report.cost),
+        ]
+
+    def _origin(self, first: BadEntry) -> str:
+        """The maker: what hooks know, or what they add to a replay's answer.
+
+        A replay names the operation; where bad inputs and weights came from, it does
+        not know.
+        """
+        found = self.explanation
+        if found is not None and found.is_of_loss and self._may_be_of_loss(first):
+            return _OF_LOSS  # fewer candidates than the hooks have
+        if not self._is_told:
+            return who_made_it(first, self.verdict)
+        if found is not None and found.phase == "optimizer":
+            return ""  # its step was made again: what it may come from was tried
+        is_given = self.verdict.origin == "given" and not self._is_written_in_step
+        if is_given and not self._is_settled:
+            return who_made_it(first, self.verdict)
+        # The masks are those of the first bad call: not of another maker.
+        but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
+        given = [f"Given to {self.verdict.maker}: {but}."] if but else []
+        return " ".join([*given, *self.verdict.remarks])
+
+    def _may_be_of_loss(self, first: BadEntry) -> bool:
+        """True if the hooks leave it open, and have seen a forward that was finite."""
+        is_of_forward = first.kind in ("input", "output")
+        is_seen = not is_of_forward and "the model" not in self.verdict.candidates
+        return is_seen and self.verdict.origin == "unclear"
+
+    @property
+    def _is_cured(self) -> bool:
+        """True if a remedy was tried in a replay, and has helped."""
+        found = [] if self.explanation is None else self.explanation.remedies
+        return any(each.is_recommended for each in found)
+
+    @property
+    def _is_told(self) -> bool:
+        """True if a replay has told what made the value."""
+        return self.explanation is not None and self.explanation.names_maker
+
+    @property
+    def _is_settled(self) -> bool:
+        """True if a replay settles what hooks leave open: who made a bad input.
+
+        Bad data may still be the batch's, or computed by the loop.
+        """
+        is_open = len(self.verdict.candidates) > 1
+        found = self.explanation
+        return is_open and found is not None and found.cause != BAD_DATA.name
+
+    @property
+    def _is_written_in_step(self) -> bool:
+        """True for a weight that the step itself has written, by the replay."""
+        first, found = self.verdict.first, self.explanation
+        is_weight = first is not None and first.kind == "weight"
+        return is_weight and found is not None and found.phase == "forward"
+
+    def headline(self) -> str:
+        """The first sentence: the step, the bad values, and their place."""
+        assert self.verdict.first is not None
+        where = f" on {self.report.where}" if self.report.where else ""
+        subject = "The state" if self.report.is_of_state else f"Step {self.report.step}"
+        if is_of_flag(self.verdict):
+            label = self.verdict.first.label
+            return f"{subject} has overflowed{where}: the {label} is set."
+        return f"{subject} is not finite{where}: {what_of(self.verdict.first)}."
+
+    def _outcome(self) -> list[str]:
+        """The outcome of the optimizer's step, as far as that is known."""
+        if self.report.skipped_by:
+            return [f"The {self.report.skipped_by} skipped the optimizer step."]
+        if self.report.moment == "before":
+            return [_OUTCOMES[self.report.action]]
+        return [_MOMENTS[self.report.moment]] if self.report.moment else []
+
+
+# What a guard has checked, and what it costs.
+
+
+def cost_sentences(cost: Cost) -> list[str]:
+    """Writes the guard's share of a step, where that was measured."""
+    if not cost.step_seconds:
+        return []
+    return [f"The guard takes {cost.share:.1%} of the time of a watched step."]
+
+
+def gaps_of(coverage: GuardCoverage) -> list[str]:
+    """Lists what was not checked, in sentences."""
+    sentences = []
+    if coverage.not_scanned:
+        counts = (f"{count} x {why}" for why, count in coverage.not_scanned.items())
+        sentences.append(f"Not scanned: {', '.join(counts)}.")
+    if coverage.opaque:
+        counts = (
+            f"{counted(count, 'value')} of type {name}"
+            for name, count in coverage.opaque.items()
+        )
+        sentences.append(f"Not looked into: {', '.join(counts)}.")
+    if coverage.not_watched:
+        kinds = ", ".join(kind.replace("_", " ") for kind in coverage.not_watched)
+        is_default = coverage.not_watched == ["optimizer_state"]
+        why = "off by default" if is_default else "not in `watch`"
+        sentences.append(f"Not checked ({why}): {kinds}.")
+    if 0 < coverage.modules_watched < coverage.modules:
+        left_out = coverage.modules - coverage.modules_watched
+        sentences.append(f"{left_out} of {coverage.modules} modules were left out.")
+    if coverage.steps_watched < coverage.steps:
+        count = coverage.steps - coverage.steps_watched
+        sentences.append(f"{count} of {coverage.steps} steps were not watched.")
+    if coverage.without_gradient:
+        parameters = counted(coverage.without_gradient, "parameter")
+        sentences.append(f"{parameters} had no gradient.")
+    if not coverage.has_seen_loss and "loss" not in coverage.not_watched:
+        sentences.append("No loss was seen: `guard.record(loss=loss)` adds it.")
+    if coverage.ignores_spikes:
+        sentences.append("Spikes were not looked for: they need `sync='step'`.")
+    if coverage.failures:
+        times = counted(coverage.failures, "time")
+        sentences.append(f"The guard itself failed {times}.")
+    return sentences
+
+
+def coverage_text(coverage: GuardCoverage) -> str:
+    """Writes what was checked, what was not, and which rules match nothing."""
+    checked = (
+        f"Checked {coverage.tensors_listed} tensors in {coverage.tensors_scanned} "
+        f"scans of {coverage.bytes_scanned} bytes in {coverage.steps_watched} steps."
+    )
+    unused = [
+        f"The rule {rule!r} has matched nothing: compare it with a report's labels."
+        for rule in coverage.rules_unused
+    ]
+    return printable(" ".join([checked, *gaps_of(coverage), *unused]))
