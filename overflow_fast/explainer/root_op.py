@@ -13,6 +13,7 @@ from ..scanner.text import error_line
 from ..scanner.tree import mapped, tensors_in
 from ..torch_internals.replaying import (
     attention_by_definition,
+    schema_defaults,
     schema_names,
 )
 from .mask_counts import LOSSES_OF_LABELS, MaskCounts, has_no_label
@@ -48,7 +49,7 @@ def run_in_float64(func: Any, base: str, args: Any, kwargs: Any) -> Any:
     Raises:
         NotImplementedError: If that is not the same operation.
     """
-    _require_repeatable(func)
+    _require_repeatable(func, args, kwargs)
     if base in _HALF_TO_FLOAT:
         args = (*args[:2], False)
     if base.startswith("_scaled_dot_product") and "backward" not in base:
@@ -56,11 +57,20 @@ def run_in_float64(func: Any, base: str, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _require_repeatable(func: Any) -> None:
+def _require_repeatable(func: Any, args: Any, kwargs: Any) -> None:
     if not str(func).startswith(("aten.", "prims.")):
         raise NotImplementedError("an operation of an extension")
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
         raise NotImplementedError("it draws random numbers")
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """False for dropout that is off, as in attention; the tag is of all calls."""
+    by_place = dict(zip(schema_names(func), args, strict=False))
+    given = {**schema_defaults(func), **by_place, **kwargs}
+    rates = (given.get(name) for name in ("dropout_p", "dropout"))
+    is_off = any(rate == 0 for rate in rates if isinstance(rate, (int, float)))
+    return not (is_off or given.get("train", given.get("training")) is False)
 
 
 def _widened(op: OpCall, value: Any) -> Any:
@@ -107,7 +117,7 @@ def _part_of(
     Raises:
         NotImplementedError: If there is no such part, or it is too large as well.
     """
-    _require_repeatable(op.func)
+    _require_repeatable(op.func, op.args, op.kwargs)
     results = [t for t in tensors_in(output) if is_float(t)]
     place = next((i for i, each in enumerate(results) if each is bad), None)
     if op.written or place is None:

@@ -400,6 +400,12 @@ def schema_names(function: Any) -> list[str]:
     return [argument.name for argument in function._schema.arguments]
 
 
+def schema_defaults(function: Any) -> dict[str, Any]:
+    """What an operator's arguments are where they are not given."""
+    arguments = function._schema.arguments
+    return {e.name: e.default_value for e in arguments if e.has_default_value()}
+
+
 def schema_of(function: Any) -> Any:
     """The schema of an operator, or None."""
     return getattr(function, "_schema", None)

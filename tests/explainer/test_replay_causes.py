@@ -86,6 +86,11 @@ def root(x):
     return (0 * x).abs().sqrt()
 
 
+def attended(x, values, **options):
+    x, values = x[None, None], values[None, None]
+    return F.scaled_dot_product_attention(x, x, values, **options)[0, 0]
+
+
 # By what is in the middle of a model.
 MODULES = {
     "a custom Function": (lambda x: Exp.apply(1000 * x), "forward", RANGE, "aten.exp"),
@@ -158,6 +163,18 @@ MODULES = {
             *(torch.full((1, 4, 4), -INF).triu(1), 1e20 * x[None], 1e20 * x.T[None])
         )[0].softmax(-1),
         *("forward", RANGE, "aten.baddbmm"),
+    ),
+    "fused attention": (
+        lambda x: attended(1e20 * x, x),
+        *("forward", RANGE, "aten._scaled_dot_product_flash_attention_for_cpu"),
+    ),
+    "fused attention, causal, scaled": (
+        lambda x: attended(1e20 * x, x, is_causal=True, scale=3.0),
+        *("forward", RANGE, "aten._scaled_dot_product_flash_attention_for_cpu"),
+    ),
+    "fused attention with a mask": (
+        lambda x: attended(1e20 * x, x, attn_mask=torch.zeros(4, 4)),
+        *("forward", RANGE, "aten._scaled_dot_product_flash_attention_for_cpu"),
     ),
     "only masked": (
         lambda x: (x + torch.full((4, 4), -INF)).softmax(-1),
