@@ -55,7 +55,7 @@ class FlagSearch(Observer):
                 self._note(op, output, modules)
         return output
 
-    def on_module(self, name: str, output: Any) -> None:
+    def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """See `OpObserver`."""
 
     def _each(self, name: str) -> list[Any]:

@@ -59,7 +59,8 @@ class OpTable:
 
     Attributes:
         rows: The operations, in order.
-        bad_modules: The modules' outputs that were bad, with their names, in order.
+        bad_modules: What modules were given or returned and was bad, with their names,
+            in order.
         kinds: Knows which kinds of non-finite values tensors hold.
         undefined: The last operations whose results float64 cannot tell, each with
             those that it depends on.
@@ -180,9 +181,9 @@ class OpTable:
         """Lets go of what only operations that are still to come would need."""
         self._tape = None
 
-    def on_module(self, name: str, output: Any) -> None:
-        """Notes what a module has returned, if it is bad."""
-        floats = floats_in(output)
+    def on_module(self, name: str, values: Any, is_given: bool) -> None:
+        """Notes what a module is given or has returned, if it is bad."""
+        floats = floats_in(values)
         with no_dispatch():
             found = self.kinds.of(floats)
         for tensor, kinds in zip(floats, found, strict=True):

@@ -77,19 +77,19 @@ class ModuleStack:
 
     Args:
         models: The watched models, by what their modules' names begin with.
-        on_end: Called with the name of each module of theirs that has returned, and its
-            output.
+        on_values: Called with the name of each module of theirs that begins, what it
+            was given, and True; once it has returned, with its output and False.
         keeps_calls: Keep what the modules that run were called with.
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], on_end: Any, keeps_calls: bool = False
+        self, models: Mapping[str, nn.Module], on_values: Any, keeps_calls: bool = False
     ) -> None:
         self._names: dict[nn.Module, str] = {}
         for prefix, model in models.items():
             for name, module in named_modules(model):
                 self._names.setdefault(module, full_name(prefix, name))
-        self._on_end, self._keeps_calls = on_end, keeps_calls
+        self._on_values, self._keeps_calls = on_values, keeps_calls
         self._running: list[tuple[int, str, bool]] = []
         self._calls: list[TracedModule] = []
         self._handles = Handles()
@@ -134,6 +134,7 @@ class ModuleStack:
         self._running.append((id(module), name, in_backward))
         if self._keeps_calls:
             self._calls.append(TracedModule.begun(module, name, args, kwargs))
+        self._on_values(name, (args, kwargs), True)
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         # One that an exception has left without its hook stands above it.
@@ -141,7 +142,7 @@ class ModuleStack:
             self._pop()
         if self._running:
             self._pop()
-        self._on_end(self._names[module], output)
+        self._on_values(self._names[module], output, False)
 
     def _pop(self) -> None:
         self._running.pop()
@@ -316,7 +317,7 @@ class OpCall:
 
 
 class OpObserver(Protocol):
-    """Sees the operations of a trace, and what modules return."""
+    """Sees the operations of a trace, and what modules are given and return."""
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation with `op.run()`, and returns what that returned.
@@ -326,12 +327,13 @@ class OpObserver(Protocol):
             modules: Knows which module runs.
         """
 
-    def on_module(self, name: str, output: Any) -> None:
-        """Takes in what a module has returned.
+    def on_module(self, name: str, values: Any, is_given: bool) -> None:
+        """Takes in what a module is given, or has returned.
 
         Args:
             name: The module's name.
-            output: What it returned.
+            values: What it is given, or what it returned.
+            is_given: Which of both.
         """
 
 

@@ -52,6 +52,7 @@ def find(
     replayer: Replayer,
     place: int,
     may_run: Callable[[int], bool],
+    stays_within: bool = False,
 ) -> ReplayResult | None:
     """Adds the sample to an explanation, where it is one alone.
 
@@ -81,7 +82,7 @@ def find(
     ):
         index = None
     else:
-        index, others = _halved(source, replayer, place, size, may_run)
+        index, others = _halved(source, replayer, place, size, may_run, stays_within)
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), ""
         if found.is_overflow and sentinel_in(call, index) is None:
@@ -105,6 +106,7 @@ def _halved(
     place: int,
     size: int,
     may_run: Callable[[int], bool],
+    stays_within: bool,
 ) -> tuple[int | None, ReplayResult | None]:
     """The sample with which alone the same operation fails, and not without it.
 
@@ -120,12 +122,12 @@ def _halved(
         observers = [] if fails_again is None else [fails_again]
         part = StepPart(place, tuple(rows), has_table=fails_again is None)
         result = replayer.run(part, observers=observers)
-        is_bad = result.is_forward or result.is_in_gradients
+        is_bad = stays_within or result.is_forward or result.is_in_gradients
         if result.error is not None or not is_bad:
             return False
         if fails_again is not None:
             return fails_again.is_seen
-        again = result.root_op(replayer.models)
+        again = None if stays_within else result.root_op(replayer.models)
         other = None if again is None else again.source
         return isinstance(other, Row) and other.place == source.place
 
@@ -147,8 +149,11 @@ def _halved(
     if not may_run(1):
         return None, None
     rows = tuple(i for i in range(size) if i != left[0])
-    others = replayer.run(StepPart(place, rows, has_table=False))
-    return (left[0], others) if others.is_clean else (None, None)
+    observers = [_FailsAgain(source)] * stays_within
+    part = StepPart(place, rows, has_table=False)
+    others = replayer.run(part, observers=observers)
+    is_finite = others.is_clean and not any(each.is_seen for each in observers)
+    return (left[0], others) if is_finite else (None, None)
 
 
 def _guesses(source: Row, size: int) -> tuple[int, int] | None:
@@ -199,7 +204,7 @@ class _FailsAgain(Observer):
                 self.is_seen = any(map(kinds_of, floats_in(written)))
         return output
 
-    def on_module(self, name: str, output: Any) -> None:
+    def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """See `OpObserver`."""
 
 
@@ -224,8 +229,7 @@ _BEHIND = (
 )
 _OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 _ENDS_FINITE = (
-    "The forward ends finite all the same: what follows leaves these values out. "
-    "Backward runs through them."
+    "The forward ends finite all the same: what follows leaves these values out."
 )
 _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
@@ -303,7 +307,7 @@ class Search:
             return self._without_operation.failed(first.error)
         incident = self._incident
         is_inside = incident is not None and (
-            not incident.reaches_loss or incident.kind == "output"
+            not incident.reaches_loss or incident.kind in ("input", "output")
         )
         without = self._without_operation
         if (first.is_clean and not is_inside) or without.is_forward_finite(first):
@@ -358,7 +362,8 @@ class Search:
         try:
             if found.is_overflow:
                 self._test_growth(found)
-            others = find(found, root_op, self._replayer, place, self.may_run)
+            within = traced.is_clean
+            others = find(found, root_op, self._replayer, place, self.may_run, within)
             self._others = None if others is None else others.held()
             self._find_sentinel(found, place)
             self._try_remedies(found, root_op, traced, place)
@@ -383,8 +388,9 @@ class Search:
             found.notes.append(_BEHIND)
             return found
         found = explain_root_op(root_op, rows, in_gradients, call)
-        if traced.is_in_gradients and is_seen and found.phase == "forward":
-            found.notes.append(_ENDS_FINITE)
+        if is_seen and found.phase == "forward" and not traced.is_forward:
+            is_read = traced.is_in_gradients
+            found.notes.append(_ENDS_FINITE + " Backward runs through them." * is_read)
         was_finite = incident is not None and incident.weights.get(found.tensor)
         if incident is not None and found.phase == "weights" and was_finite:
             return explain_update(self._replayer.models, incident, found)
@@ -460,6 +466,7 @@ class Search:
         failure.lost = self._lost
         failure.sentinel = self._sentinel
         failure.others = self._others
+        failure.stays_within = traced.is_clean
         find_remedies(failure, self._replayer, self._budget, self._first.seconds)
         changed = self._changed
         found_remedy = any(each.is_recommended for each in found.remedies)

@@ -162,18 +162,18 @@ def test_other_ranks_can_be_sent_a_patch(patch):
 
 def test_a_trace_shows_operations_with_their_modules():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    seen, returned = [], []
+    seen, given, returned = [], [], []
 
     class Names:
         def run(self, op, modules):
             seen.append((op.base, modules.current(False)))
             return op.run()
 
-        def on_module(self, name, output):
-            returned.append(name)
+        def on_module(self, name, values, is_given):
+            (given if is_given else returned).append(name)
 
     with OpTrace({"": model}, Names()):
         model(torch.randn(2, 4))
     model(torch.randn(2, 4))
     assert ("addmm", "0") in seen and ("relu", "1") in seen
-    assert returned == ["0", "1", ""]
+    assert given == ["", "0", "1"] and returned == ["0", "1", ""]

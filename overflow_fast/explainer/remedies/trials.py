@@ -210,6 +210,8 @@ class Trials:
         step_seconds: How long a plain replay took.
         is_eager: Compiled code runs eagerly in the trials.
         torch_calls: The torch calls of the step.
+        within: The call within which the bad values stay: what follows leaves them
+            out. None where outputs, loss or gradients hold them.
 
     Attributes:
         remedies: What was tried, in order.
@@ -228,8 +230,10 @@ class Trials:
         step_seconds: float,
         is_eager: bool = False,
         torch_calls: Sequence[TorchCall] = (),
+        within: int | None = None,
     ) -> None:
         self.torch_calls = torch_calls
+        self._within = within
         self._is_eager = is_eager
         self.replayer = replayer
         self.remedies: list[Remedy] = []
@@ -289,13 +293,13 @@ class Trials:
         """
         applied = self.applied.with_trial(trial)
         patches = applied.patches
-        result = self.run(patches)
+        result = self.run(patches, -1 if self._within is None else self._within)
         of_calls = [each for each in patches if isinstance(each, CallPatch)]
         if not all(each.is_applied for each in of_calls):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
             return False  # that form does not fit the call: it is no remedy
-        is_finite = result.is_clean
+        is_finite = result.is_clean and not (result.table and result.table.bad_modules)
         is_tried = result.error is None
         given = "" if is_finite else self._given_bad(result)
         if given:  # it is what it was, whatever the remedy has changed
@@ -378,6 +382,7 @@ class Failure:
         is_compiled: True if the step calls code that was compiled.
         calls: The torch calls of the replay in which it was found.
         hidden: Calls of the forward that made bad values which it does not show.
+        stays_within: The step ends finite: what follows leaves the bad values out.
     """
 
     found: Explanation
@@ -394,6 +399,7 @@ class Failure:
     is_compiled: bool = False
     calls: Sequence[TorchCall] = ()
     hidden: Sequence[TorchCall] = ()
+    stays_within: bool = False
 
     @property
     def failing_calls(self) -> list[TorchCall]:

@@ -100,7 +100,7 @@ class _Ops:
             self.found.append(_Op(str(op.func), modules.lines(), _summaries(output)))
         return output
 
-    def on_module(self, name: str, output: Any) -> None:
+    def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """See `OpObserver`."""
 
 
