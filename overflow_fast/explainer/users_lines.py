@@ -132,7 +132,9 @@ def source_lines(code: CodeType, around: dict[str, Any] | None = None) -> list[s
     lines = linecache.getlines(code.co_filename, around)
     written_at = 0.0
     with contextlib.suppress(OSError, ValueError):  # a cell of a notebook
-        written_at = os.stat(code.co_filename).st_mtime
+        found = os.stat(code.co_filename)
+        # What `mv`, `cp -p` and `rsync -t` put there has the date of another file.
+        written_at = max(found.st_mtime, found.st_ctime)
     is_known = written_at < _LOADED_AT or code in _made_of_lines
     return lines if is_known or _is_compiled_from(code, "".join(lines)) else []
 

@@ -1,10 +1,12 @@
 """A replay that is finite, or differs, is no reason to say more than is known."""
 
 import itertools
+import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from remedied_files import module_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
@@ -354,3 +356,108 @@ def test_a_loss_of_an_output_from_outside_is_run_again():
     found = caught.value.report.explanation
     assert "a second time" not in str(found)
     assert any("`h` was computed outside" in note for note in found.notes), found
+
+
+class Undefined(nn.Module):
+    """Takes the logarithm of a negative number in its first column."""
+
+    def __init__(self, then):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.then = nn.Linear(3, 3), Then(then)
+
+    def forward(self, x):
+        sizes = self.fc(x).abs()
+        return self.then(torch.log(torch.cat([-1 - sizes[:, :1], 1 + sizes], 1)))
+
+
+class Then(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+LEAVES_OUT = {
+    "masked_fill": lambda x: x.masked_fill(x.isnan(), 0.0),
+    "where": lambda x: torch.where(x.isnan(), 0.0, x),
+    "nan_to_num": torch.nan_to_num,
+    "fmax": lambda x: torch.fmax(x, torch.zeros_like(x)),
+    "slice": lambda x: x[:, 1:],
+    "index": lambda x: x[:, [1, 2]],
+    "nansum": lambda x: x.nansum(1),
+    "narrow": lambda x: x.narrow(1, 1, 2),
+    "split": lambda x: x.split([1, 3], 1)[1],
+    "nanmean": lambda x: x.nanmean(1),
+}
+
+
+@pytest.mark.tries_remedies
+@pytest.mark.parametrize("name", LEAVES_OUT)
+def test_what_the_next_module_leaves_out_is_found_within_the_step(name):
+    model, x = Undefined(LEAVES_OUT[name]), data()
+    found = explained(model, lambda: model(x).square().mean())
+    assert (found.phase, found.cause) == ("forward", "undefined")
+    assert (found.op.name, found.op.file) == ("aten.log", __file__)
+    assert any("ends finite" in each for each in found.notes)
+    assert found.sample is None  # it is of each
+    for remedy in found.remedies:  # one that changes what is masked helps nothing
+        assert remedy.is_finite == ("logarithm" in remedy.text)
+
+
+def test_one_sample_of_what_is_left_out_is_named():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.then = nn.Linear(3, 3), Then(torch.nan_to_num)
+
+        def forward(self, x):
+            return self.then(torch.log(x[:, :1]) + self.fc(x))
+
+    model, x = Model(), data().abs()
+    x[2, 0] = -1
+    found = explained(model, lambda: model(x).square().mean())
+    assert (found.cause, found.sample, found.num_samples) == ("undefined", 2, 4)
+
+
+RAN = """
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 1)
+    def forward(self, x):
+        # a comment
+        y = torch.log(x[:, :1])
+        return y.mean() + self.fc(x).mean()
+"""
+EDITS = {
+    "another operation": RAN.replace("log(x[:, :1])", "sqrt(x[:, :1].clamp(min=0))"),
+    "lines above": f"# one\n# two\n{RAN}",
+    "a line less": RAN.replace("        # a comment\n", ""),
+    "emptied": "",
+    "none": RAN,
+}
+
+
+@pytest.mark.tries_remedies
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("edit", EDITS)
+def test_no_line_is_shown_of_a_file_that_has_another_text_now(edit, is_old, tmp_path):
+    module, path = module_of(tmp_path, RAN)
+    model, x = module.Model(), -data().abs()
+
+    def loss():
+        path.write_text(EDITS[edit])
+        if is_old:  # as `mv`, `cp -p` and `tar x` leave it
+            os.utime(path, (1e9, 1e9))
+        return model(x)
+
+    found = explained(model, loss, runs=False)
+    assert found.op.name == "aten.log"
+    lines = [found.op.code, *(each.file for each in found.remedies)]
+    assert any(lines) == (edit == "none")
+    assert any(each.is_finite for each in found.remedies)

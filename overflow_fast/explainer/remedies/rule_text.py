@@ -80,7 +80,7 @@ def node_at(site: Site) -> Any:
 def shown_at(root: TorchCall) -> tuple[str, int]:
     """The program's file and line that a remedy of a call is of; "" and 0 if none."""
     site = root.sites[-1]
-    if not is_of_program(site.code.co_filename):
+    if not is_of_program(site.code.co_filename) or not source_lines(site.code):
         return "", 0
     return SourceFile.of(site.code.co_filename).shown, site.line
 
