@@ -10,7 +10,12 @@ import torch
 from torch import nn
 
 from ..guard.report import causes
-from ..guard.report.explanation import Explanation, Op, TensorSummary
+from ..guard.report.explanation import (
+    SEEN_IN_BACKWARD,
+    Explanation,
+    Op,
+    TensorSummary,
+)
 from ..scanner.modules import module_of_parameter
 from ..scanner.text import nonfinite_text, numbered
 from . import bad_step as notes
@@ -45,10 +50,6 @@ _NOT_CLIPPED = (
     "inf."
 )
 _LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten.index", "aten.gather")
-_LEFT_OUT = (
-    "It arises in the forward, whose result is finite all the same; backward runs "
-    "through it."
-)
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
 _UNWRITTEN = (
@@ -131,8 +132,9 @@ def _explain_row(
         if found.cause == causes.RANGE_OVERFLOW.name:
             _add_growth(found, growth_of(row, forward_rows))
     found.evidence += clauses
-    if in_gradients and not row.in_backward:
-        found.notes.append(_LEFT_OUT)
+    is_hidden = named is not row and named.makes_bad and not named.is_meant
+    if in_gradients and (is_hidden or not row.in_backward):
+        found.notes.append(SEEN_IN_BACKWARD)
     return found
 
 

@@ -543,9 +543,14 @@ def _reduces_nothing(
     return ""
 
 
+_MEAN = 1  # of the ways to reduce a loss, as ATen numbers them
+
+
 def _weighs_nothing(op: OpCall, output: Any) -> str:
     """Describes the class weights whose sum a mean is divided by, if that is 0."""
     if op.base.rstrip("_") not in LOSSES_OF_LABELS or op.args[2] is None:
+        return ""
+    if op.args[3] != _MEAN:  # it divides by nothing
         return ""
     if float(tensors_in(output)[1]) != 0:
         return ""

@@ -81,11 +81,15 @@ def find(
         or not replayer.ranks.can_cut(place)
     ):
         index = None
+    elif not may_run(1):
+        index = None
+        found.notes.append(_NO_BUDGET)
     else:
         index, others = _halved(source, replayer, place, size, may_run, stays_within)
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), ""
-        if found.is_overflow and sentinel_in(call, index) is None:
+        is_of_size = found.is_overflow or found.lost_by is not None
+        if is_of_size and sentinel_in(call, index) is None:
             outlier = outlier_in(call, index)
         found.sample = Sample.of(index, dataset, outlier)
     return others
@@ -218,6 +222,9 @@ def _dataset_index(call: Call, index: int, size: int) -> int | None:
     return None
 
 
+_NO_BUDGET = (
+    "The samples of the batch were not compared: the budget of forwards was spent."
+)
 _NOT_TRIED = (
     "No remedy was tried: the step writes to {}, which could not be put back to what "
     "it was before, and holds non-finite values."
@@ -281,10 +288,13 @@ class Search:
 
     def may_run(self, forwards: int = 1) -> bool:
         """True if the budget allows so many forwards more."""
+        left = self._budget - self._replayer.num_forwards
+        return left >= forwards and self._has_time()
+
+    def _has_time(self) -> bool:
         seconds = time.perf_counter() - self._begin
         step = 0.0 if self._first is None else self._first.seconds
-        left = self._budget - self._replayer.num_forwards
-        return left >= forwards and seconds < seconds_for(step)
+        return seconds < seconds_for(step)
 
     def run(self) -> Explanation:
         """Replays, and finds the explanation or follows the rank that does."""
@@ -410,7 +420,7 @@ class Search:
         table.undefined.clear()
         lost = None
         for some in nearest_first(calls) if calls else ():
-            if not self.may_run(0):
+            if not self._has_time():
                 break
             with no_dispatch(), torch.no_grad():
                 lost = lost_value(some) or lost

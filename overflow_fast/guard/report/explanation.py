@@ -116,6 +116,10 @@ NOT_REPLAYED = (
     "Code between backward and the optimizer's step (clipping, unscaling, "
     "communication) was not replayed."
 )
+SEEN_IN_BACKWARD = (
+    "It arises in the forward, whose result is finite all the same; backward runs "
+    "through it."
+)
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
 _MAX_LINES = 8
 _MAX_CODE = 60
@@ -248,7 +252,8 @@ class Explanation:
 
     Attributes:
         phase: Where the first bad value arose: "forward", "backward" or "optimizer", or
-            where it already was: "data" or "weights". "" if that is not known.
+            where it already was: "data" or "weights". "" if that is not known. It is
+            "backward", too, for one that the forward leaves out and backward meets.
         cause: Out of the table in `causes.py`.
         module: The name of the module whose code made it; "" for code outside modules.
         op: The operation that made it, or None if it is not known.
@@ -387,6 +392,8 @@ class Explanation:
         in_phase = (
             f" in {self.phase}" if self.phase in ("backward", "optimizer") else ""
         )
+        if SEEN_IN_BACKWARD in self.notes:
+            in_phase = " in the forward, seen in backward"
         return f"{cause}{in_phase}{self._on_rank()}"
 
     def _on_rank(self) -> str:

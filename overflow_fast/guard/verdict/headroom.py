@@ -125,14 +125,15 @@ class HeadroomTable:
             )
         if len(self.rows) > _FEW_ROWS:
             lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
-        beyond = sum(row.highest > _FLOAT16_MAX for row in self.rows)
         spent = sum(math.isinf(row.highest) for row in self.rows)
+        beyond = sum(row.highest > _FLOAT16_MAX for row in self.rows) - spent
+        left, others = len(self.rows) - spent, " other" * bool(spent)
         if spent:
             lines.append(f"{spent} of {len(self.rows)} have been inf or nan already.")
         lines.append(
-            f"{beyond} of {len(self.rows)} would overflow in float16."
+            f"{beyond} of {left}{others}{'s' * bool(spent)} would overflow in float16."
             if beyond
-            else "All magnitudes so far would fit float16."
+            else f"All{others} magnitudes so far would fit float16."
         )
         return "\n".join(lines)
 
