@@ -19,7 +19,15 @@ from ..torch_internals.replaying import (
 from .mask_counts import LOSSES_OF_LABELS, MaskCounts, has_no_label
 from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
 from .op_trace import OpCall
-from .tensor_kinds import NAN, Index, bad_places, is_float, kinds_of, summary_of
+from .tensor_kinds import (
+    NAN,
+    Index,
+    as_plain,
+    bad_places,
+    is_float,
+    kinds_of,
+    summary_of,
+)
 
 # Computes an operation again in float64.
 
@@ -76,7 +84,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 def _widened(op: OpCall, value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
-    value = op.kept.get(id(value), value).detach()
+    value = as_plain(op.kept.get(id(value), value)).detach()
     if value.is_complex():
         return value.to(torch.complex128)
     return value.double() if value.is_floating_point() else value.clone()
@@ -90,7 +98,7 @@ _Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _is_large(op: OpCall) -> bool:
-    arguments = tensors_in((op.args, op.kwargs))
+    arguments = [*map(as_plain, tensors_in((op.args, op.kwargs)))]
     if any(type(t) not in PLAIN for t in arguments):
         raise NotImplementedError("a tensor subclass")
     return sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL

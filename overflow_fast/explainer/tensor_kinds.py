@@ -15,6 +15,7 @@ from ..scanner.ops import Stat, scan
 from ..scanner.tensors import PLAIN, is_whole, real_parts, widened
 from ..scanner.text import dtype_name
 from ..scanner.tree import tensors_in
+from ..torch_internals.replaying import without_torch_function
 from ..torch_internals.tensor_internals import is_in_transform, local_part
 from .storage_map import StorageMap, memory_of
 
@@ -54,10 +55,22 @@ def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
     return NAN * nan | POSITIVE_INF * positive | NEGATIVE_INF * negative
 
 
+def as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a class that names its own, or converts, as one of torch's.
+
+    One of a class that has operations of its own stays as it is.
+    """
+    has_own = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if type(tensor) in PLAIN or has_own:
+        return tensor
+    with without_torch_function():
+        return tensor.detach()
+
+
 def as_wide(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a plain tensor in a dtype that has all operations, or None."""
     if type(tensor) not in PLAIN:
-        tensor = local_part(tensor)
+        tensor = as_plain(local_part(tensor))
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return None
     return widened(tensor)

@@ -31,6 +31,10 @@ Frames = tuple[tuple[CodeType, int, int], ...]
 Span = tuple[int, int, int, int]
 
 
+# A class of tensors is asked by these about each call that another line makes.
+_HANDS_ON = ("__torch_function__", "__torch_dispatch__")
+
+
 class UsersFrames:
     """Reads the running lines of the user's code, at one operation after another.
 
@@ -78,7 +82,7 @@ class UsersFrames:
 
 def _with_line(frame: FrameType, callers: Frames) -> Frames:
     code = frame.f_code
-    if is_of_user(code.co_filename):
+    if is_of_user(code.co_filename) and code.co_name not in _HANDS_ON:
         return ((code, frame.f_lineno, frame.f_lasti), *callers)[:_MAX_FRAMES]
     return callers
 

@@ -461,3 +461,79 @@ def test_no_line_is_shown_of_a_file_that_has_another_text_now(edit, is_old, tmp_
     lines = [found.op.code, *(each.file for each in found.remedies)]
     assert any(lines) == (edit == "none")
     assert any(each.is_finite for each in found.remedies)
+
+
+@pytest.mark.parametrize("hides", ["in the loss", "by a division"])
+def test_what_arises_in_the_forward_is_not_said_to_be_of_backward(hides):
+    model, labels = net(), torch.tensor([0, 1, 2, 0])
+    with torch.no_grad():
+        model[0].bias[3] = -150.0 if hides == "in the loss" else 150.0
+
+    def loss():
+        out = model(data())
+        if hides == "in the loss":  # nobody's label is 3
+            return F.nll_loss(torch.log(out.softmax(1) * 1.0), labels)
+        return (out / out.exp().sum(1, keepdim=True)).sum()
+
+    found = explained(model, loss)
+    assert found.op.name == ("aten.log" if hides == "in the loss" else "aten.exp")
+    assert "in the forward, seen in backward" in str(found).splitlines()[0]
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_only_a_mean_of_losses_divides_by_weights(reduction):
+    model, labels = net(), torch.tensor([0, 1, 2, 0])
+    weights = torch.tensor([3.0, 4.0, 5.0, 6.0])
+
+    def loss():
+        scores = model(data()) * 1e-9 + 3e38
+        return F.nll_loss(scores, labels, weights, reduction=reduction).sum()
+
+    found = explained(model, loss)
+    assert found.cause == "range overflow"
+    assert not any("which is 0" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize("forwards", [0, 1, 4])
+def test_earlier_forwards_of_the_step_do_not_change_the_cause(forwards):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Softmax(1)), data()
+    x[2] *= 3000
+
+    def loss():
+        return -torch.log(model(x)).sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for _ in range(forwards):
+            model(x)
+        guard.run(loss).backward()
+        optimizer.step()
+    found = guard.last_report.explanation
+    assert (found.cause, found.op.name) == ("underflow", "aten.log")
+    if found.sample is None:
+        assert "budget" in " ".join(found.notes)
+    else:
+        assert (found.sample, "times the largest" in found.sample.outlier) == (2, True)
+
+
+class Named(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_batch_of_a_class_that_hands_calls_on():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(3, 4)
+
+        def forward(self, x):
+            return self.fc(x) + torch.log(x.mean(1, keepdim=True))
+
+    model, x = Model(), -data().abs().as_subclass(Named)
+    found = explained(model, lambda: model(x).mean())
+    assert (found.cause, found.op.name) == ("undefined", "aten.log")
+    assert "torch.log(x.mean" in found.op.code
+    assert found.op.inputs[0].abs_max is not None

@@ -149,6 +149,18 @@ def test_what_has_overflowed_fits_nothing():
     assert "2 of 7 have been inf or nan already." in str(table)
 
 
+def test_a_nan_is_not_said_to_overflow_in_float16():
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for factor in (1.0, math.nan):
+            guard.run(lambda f=factor: model(torch.ones(2, 8)).mean() * f).backward()
+            optimizer.step()
+    text = str(guard.headroom())
+    assert "been inf or nan already" in text
+    assert "All other magnitudes so far would fit float16." in text
+
+
 def test_before_the_first_step_there_is_nothing():
     assert str(OverflowGuard(nn.Linear(1, 1)).headroom()) == (
         "Nothing has been checked yet."
