@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from ..guard.report.causes import DIVERGENCE, NOT_REPRODUCIBLE, UNKNOWN
-from ..guard.report.explanation import NOT_THE_LOSS, Explanation, Sample
+from ..guard.report.explanation import (
+    NOT_THE_LOSS,
+    OVERWRITTEN,
+    Explanation,
+    Sample,
+)
 from ..scanner.modules import module_of_parameter
 from ..torch_internals.replaying import (
     no_dispatch,
@@ -234,7 +239,6 @@ _BEHIND = (
     "The program's own lines between backward and the optimizer's step were run again, "
     "too: the gradients are finite before them and non-finite behind them."
 )
-_OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 _ENDS_FINITE = (
     "The forward ends finite all the same: what follows leaves these values out."
 )
@@ -408,7 +412,7 @@ class Search:
             found.tensor = self._only_gradient(traced, root_op)
         self._name_accumulated(found, root_op)
         if any(each.is_overwritten() for each in self._replayer.calls):
-            found.notes.append(_OVERWRITTEN)
+            found.notes.append(OVERWRITTEN)
         return found
 
     def _find_lost_value(

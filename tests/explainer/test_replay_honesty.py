@@ -537,3 +537,40 @@ def test_a_batch_of_a_class_that_hands_calls_on():
     assert (found.cause, found.op.name) == ("undefined", "aten.log")
     assert "torch.log(x.mean" in found.op.code
     assert found.op.inputs[0].abs_max is not None
+
+
+WRITES = {
+    "batch_norm": lambda h, mean, var: F.batch_norm(h, mean, var, training=True),
+    "lerp_": lambda h, mean, var: h - mean.lerp_(h.detach().mean(0), 0.1),
+    "data": lambda h, mean, var: h - mean.data.lerp_(h.detach().mean(0), 0.1),
+    "numpy": lambda h, mean, var: h - written_by_numpy(mean, h),
+}
+
+
+def written_by_numpy(mean, h):
+    mean.numpy()[:] = h.detach().mean(0).numpy()
+    return mean
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("how", WRITES)
+def test_what_the_forward_writes_to_is_not_said_to_be_bad_before_it(how, runs):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x, mean, var):
+            return WRITES[how](torch.log(self.fc(x).abs() - 1e3), mean, var)
+
+    model, mean, var = Model(), torch.zeros(3), torch.ones(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        loss = lambda: model(data(), mean, var).square().mean()  # noqa: E731
+        (guard.run(loss) if runs else loss()).backward()
+        optimizer.step()
+    report = guard.last_report
+    assert report.explanation.cause in ("unknown", "undefined")
+    assert "when the model received it" not in str(report)
+    assert "before the forward" not in str(report)

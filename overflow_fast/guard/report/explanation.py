@@ -120,6 +120,7 @@ SEEN_IN_BACKWARD = (
     "It arises in the forward, whose result is finite all the same; backward runs "
     "through it."
 )
+OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
 _MAX_LINES = 8
 _MAX_CODE = 60

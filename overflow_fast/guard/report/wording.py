@@ -229,6 +229,10 @@ _RECOMPUTED = (
     "It was finite in the forward and arose when backward computed that again "
     "(activation checkpointing)."
 )
+_WRITTEN = (
+    "Which code produced it is not known: the batch, the training loop, or the model, "
+    "which writes to what it is given."
+)
 _OF_LOSS = "It came from the code that computes the loss from the model's output."
 _MAY_BE_BAD = "weights may be non-finite now"
 _OUTCOMES = {
@@ -355,7 +359,8 @@ class ReportText:
         if found is not None and found.is_of_loss and self._may_be_of_loss(first):
             return _OF_LOSS  # fewer candidates than the hooks have
         if not self._is_told:
-            return who_made_it(first, self.verdict)
+            is_open = self.verdict.origin == "given" and self._is_overwritten
+            return _WRITTEN if is_open else who_made_it(first, self.verdict)
         if found is not None and found.phase == "optimizer":
             return ""  # its step was made again: what it may come from was tried
         is_given = self.verdict.origin == "given" and not self._is_written_in_step
@@ -392,6 +397,17 @@ class ReportText:
         is_open = len(self.verdict.candidates) > 1
         found = self.explanation
         return is_open and found is not None and found.cause != BAD_DATA.name
+
+    @property
+    def _is_overwritten(self) -> bool:
+        """True if the step has written to its batch, by the replay.
+
+        Inputs are scanned when a call ends: one that torch did not see written may have
+        been finite before.
+        """
+        from .explanation import OVERWRITTEN
+
+        return self.explanation is not None and OVERWRITTEN in self.explanation.notes
 
     @property
     def _is_written_in_step(self) -> bool:
