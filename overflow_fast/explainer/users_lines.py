@@ -195,7 +195,25 @@ def programs_line(frames: Frames, called_at: tuple[str, int]) -> str:
 
 def op_at(name: str, frames: Frames) -> Op:
     """An operation with the line that called it, and those that led there."""
-    return Op(name, *code_at(frames), stack_of(frames))
+    return Op(
+        name, *code_at(frames), stack_of(frames), columns=_columns_in_line(frames)
+    )
+
+
+def _columns_in_line(frames: Frames) -> tuple[int, int] | None:
+    """Where the innermost call begins and ends in the text of its line."""
+    span = span_of(frames)
+    if span is None:
+        return None
+    code, line, _ = frames[0]
+    lines = source_lines(code)
+    first, last, begin, end = span
+    if first != line or not line <= len(lines):
+        return None
+    text = lines[line - 1].encode()
+    end = end if last == line else len(text.rstrip())
+    indent = len(text) - len(text.lstrip())
+    return len(text[indent:begin].decode()), len(text[indent:end].decode())
 
 
 def span_of(frames: Frames) -> Span | None:

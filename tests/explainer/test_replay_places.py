@@ -1,6 +1,7 @@
 """Places that are easily named wrongly: hooks, masks, transforms."""
 
 import importlib
+import sys
 
 import pytest
 import torch
@@ -417,3 +418,24 @@ def test_a_partition_has_the_name_of_its_weight():
     found = explain(model, torch.ones(2, 4), loss)
     assert (found.cause, found.tensor) == ("bad weights", "1.weight")
     assert "1.weight held 1 nan of 16 values" in found.evidence[0]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the columns are not known")
+@pytest.mark.parametrize("which", ["first", "second", "whole"])
+def test_a_line_that_is_too_long_is_cut_around_what_failed(which):
+    model = nn.Linear(6, 4)
+    p, q = (0.0, 0.5) if which == "first" else (0.5, 0.0)
+
+    def loss(x):
+        a, b = model(x).sigmoid() * 0 + p, model(x).sigmoid() * 0 + q
+        if which == "whole":
+            return sum([torch.log(  b  ).sum(), a.sum(), b.sum(), (a * b).sum(), (a + b).sum()])  # fmt: skip # noqa: E501
+        return torch.mean(torch.sum(-a * torch.log(a) - (1 - a) * torch.log(b), 1)) * 10.0  # fmt: skip # noqa: E501
+
+    found = explain(model, torch.ones(5, 6), loss)
+    shown = str(found).splitlines()[0].partition(": ")[2].partition("   (")[0]
+    expected = {"first": "torch.log(a)", "second": "... torch.log(b)"}
+    assert expected.get(which, "torch.log(  b  )") in shown
+    begin, end = found.op.columns
+    assert found.op.code[begin:end].startswith("torch.log(")
+    assert len(shown) <= 60

@@ -69,6 +69,8 @@ class Op:
         derivative: In backward, the operation that ran, or "".
         called_from: Where `file` is of an installed package, the deepest line of the
             program that led there, such as "train.py:7: loss = model(x)"; else "".
+        columns: Where in `code` the expression that called it begins and ends; None if
+            that is not known, as on Python 3.10.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Op:
     limit: float | None = None
     derivative: str = ""
     called_from: str = ""
+    columns: tuple[int, int] | None = None
 
     @property
     def place(self) -> str:
@@ -409,8 +412,7 @@ class Explanation:
             names = [f"`{self.tensor}`"] if self.tensor else []
             names += [f"in {self.module}"] if self.module and not self.tensor else []
             return ": " + " ".join(names) if names else ""
-        code = self.op.code
-        code = code if len(code) <= _MAX_CODE else f"{code[: _MAX_CODE - 4]} ..."
+        code = _part_of(self.op.code, self.op.columns or (0, 0))
         module = f" in {self.module}" if self.module else ""
         places = [self.op.place, f"{self.op.name}{module}"]
         where = f"({', '.join(filter(None, places))})"
@@ -453,6 +455,16 @@ def exit_code_of(explanation: Explanation | None, is_repeated: bool) -> int:
         return OTHERWISE  # code that was not replayed may have made it
     is_known = explanation.op is not None or bool(explanation.phase)
     return DETERMINISTIC if is_known else OTHERWISE
+
+
+def _part_of(code: str, columns: tuple[int, int]) -> str:
+    """A line, or the part of it that begins with an expression, if it is too long."""
+    if len(code) <= _MAX_CODE:
+        return code
+    begin, end = columns
+    if end > _MAX_CODE - 4 and begin:
+        code = f"... {code[begin:]}"
+    return code if len(code) <= _MAX_CODE else f"{code[: _MAX_CODE - 4]} ..."
 
 
 def _shortened(chain: list[str]) -> str:
