@@ -218,10 +218,12 @@ class Remedy:
 
     @property
     def place(self) -> str:
-        """The file and the line that it changes, or "" where it changes none."""
+        """The file and the lines that it changes, or "" where it changes none."""
         if self.parts:
             return " and ".join(filter(None, (part.place for part in self.parts)))
-        return f"{short_name(self.file)}:{self.line}" if self.file else ""
+        lines = f"{self.line}-{self.last_line}"
+        lines = lines if self.last_line > self.line else f"{self.line}"
+        return f"{short_name(self.file)}:{lines}" if self.file else ""
 
     @property
     def changes_others(self) -> bool:
