@@ -401,7 +401,7 @@ def schema_names(function: Any) -> list[str]:
 
 
 def schema_defaults(function: Any) -> dict[str, Any]:
-    """What an operator's arguments are where they are not given."""
+    """The values of an operator's arguments that are not given."""
     arguments = function._schema.arguments
     return {e.name: e.default_value for e in arguments if e.has_default_value()}
 
