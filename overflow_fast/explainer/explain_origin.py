@@ -13,6 +13,7 @@ from ..guard.report import causes
 from ..guard.report.explanation import Explanation, Op, TensorSummary
 from ..scanner.modules import module_of_parameter
 from ..scanner.text import nonfinite_text, numbered
+from ..scanner.torch_ops import base_of, has
 from . import bad_step as notes
 from .call_growth import CallGrowth, growth_of
 from .calls import Call, ModelCall
@@ -44,7 +45,6 @@ _NOT_CLIPPED = (
     "Clipping gradients by their norm after backward does not help: it makes nan of an "
     "inf."
 )
-_LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten.index", "aten.gather")
 _LEFT_OUT = (
     "It arises in the forward, whose result is finite all the same; backward runs "
     "through it."
@@ -75,7 +75,8 @@ def explain_root_op(
     if isinstance(source, Leaf):
         reader = root_op.first_reader
         found = explain_leaf(source, _read_by(root_op), call)
-        if reader is not None and reader.name.startswith(_LOOKUPS) and call is not None:
+        looks_up = reader is not None and has(base_of(reader.name), "lookup")
+        if looks_up and call is not None:
             found.evidence += looked_up(source.tensor, call)
     else:
         found = _explain_row(source, forward_rows, in_gradients)

@@ -21,6 +21,7 @@ import torch
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..scanner.text import dtype_name
+from ..scanner.torch_ops import has, op_of
 from ..scanner.tree import mapped, tensors_in
 from .op_rows import Row
 from .root_op import new_places, run_in_float64
@@ -127,18 +128,9 @@ class _InFloat64:
         return None if memory is None else own.of(memory)
 
 
-_DIFFERENCES = ("sub", "sub_", "rsub")
-# Magnitudes that the results of finite numbers never are.
-_NEVER_EXACT: dict[str, tuple[float, ...]] = {
-    **dict.fromkeys(("exp", "exp2", "_softmax", "erfc", "softplus"), (0.0,)),
-    **dict.fromkeys(("tanh", "erf"), (1.0,)),
-    "sigmoid": (0.0, 1.0),
-}
-
-
 def _impossible(call: TapedCall) -> list[float]:
-    """The values of an operation's result that it cannot have of finite numbers."""
-    values = _NEVER_EXACT.get(call.base.removesuffix("_"), ())
+    """The magnitudes in its result that those of finite numbers never are."""
+    values = op_of(call.base).never
     read = [each.value for each in call.read.values()]
     if not values or not all(bool(each.isfinite().all()) for each in read):
         return []
@@ -327,7 +319,7 @@ def _meets_given_numbers(call: TapedCall, calls: Sequence[TapedCall]) -> bool:
         operands = list(each.read.values())
         results = [tensor for tensor in operands if tensor.memory in own]
         given = [t for t in operands if t.memory not in made and t.is_float]
-        if each.base not in _DIFFERENCES or not results or not given:
+        if not has(each.base, "difference") or not results or not given:
             continue
         number = given[0].value
         is_same = results[0].value == number

@@ -11,6 +11,7 @@ import torch
 
 from ...guard.report.causes import UNDERFLOW
 from ...guard.report.explanation import Explanation, Remedy
+from ...scanner.torch_ops import has
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, InFloat32, RuleChange
@@ -31,7 +32,6 @@ from .rules import (
     IN_LOGARITHMS,
     LOST,
     MASKS,
-    MOVES,
     ROUNDED,
     RULES,
     Rule,
@@ -205,10 +205,8 @@ def _behind(calls: Sequence[TorchCall], call: TorchCall) -> list[TorchCall]:
     return found
 
 
-_LINEAR = {
-    *(*MOVES, "sum", "mean", "cumsum", "add", "mul", "matmul", "clamp", "where"),
-    *("index_add", "scatter_add", "scatter", "masked_fill"),
-}
+def _is_linear(call: TorchCall) -> bool:
+    return has(call.name, "linear") or has(call.name, "moves")
 
 
 def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
@@ -231,7 +229,7 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
             own = above - below
         elif call.name in ("matmul", "mul"):
             own = sum(given)
-        elif call.name in _LINEAR and (call.name != "add" or min(given) == 1):
+        elif _is_linear(call) and (call.name != "add" or min(given) == 1):
             own = max(given)
         else:
             return None
@@ -330,7 +328,8 @@ def _ends_of(
 
     def fits(call: TorchCall) -> bool:
         size = sizes.get(call, torch.inf)
-        return call.name not in MOVES and (size == 0 or _SMALLEST < size < _LARGEST)
+        is_fitting = size == 0 or _SMALLEST < size < _LARGEST
+        return is_fitting and not has(call.name, "moves")
 
     fitting = _keys_of(calls, fits)
     wide: set[Value] = set()

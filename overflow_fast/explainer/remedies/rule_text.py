@@ -22,11 +22,12 @@ import torch
 
 from ...guard.report.explanation import Remedy
 from ...scanner.text import installed_name, is_of_program, short_name
+from ...scanner.torch_ops import has, op_of
 from ..syntax import expression_of
-from ..torch_calls import PARAMETERS, SAME, Site, TorchCall, Value
+from ..torch_calls import SAME, Site, TorchCall, Value
 from ..users_lines import source_lines
 from .patterns import Found, Input, parsed
-from .rules import MOVES, RANDOM, safe_argument, with_numbers
+from .rules import safe_argument, with_numbers
 from .source_file import Edit, Operand, SourceFile
 
 _MOST_TEXT = 60
@@ -187,7 +188,9 @@ class Writer(ast.NodeTransformer):
     def _is_fresh(self, target: ast.expr) -> bool:
         """True for a variable whose tensor was computed for it in this function."""
         made = self._root.operands[0].call
-        if made is None or made.name in MOVES or made.sites[0].code != self._site.code:
+        if made is None or has(made.name, "moves"):
+            return False
+        if made.sites[0].code != self._site.code:
             return False
         given = self._source.parents.get(node_at(made.sites[0]))
         targets = given.targets if isinstance(given, ast.Assign) else []
@@ -247,7 +250,7 @@ class Writer(ast.NodeTransformer):
         return {
             id(node_at(call.sites[0]))
             for call in self._calls
-            if call.sites[0].code is self._site.code and call.name not in RANDOM
+            if call.sites[0].code is self._site.code and not has(call.name, "random")
         }
 
     def _is_inside(self, node: ast.AST) -> bool:
@@ -572,7 +575,7 @@ def operand_of(call: TorchCall, place: int, node: Any) -> Any:
         given.insert(0, node.func.value)
     if place < len(given):
         return given[place]
-    parameters = PARAMETERS.get(call.plain_name, "input other").split()
+    parameters = op_of(call.plain_name).parameters or ("input", "other")
     wanted = parameters[place] if place < len(parameters) else ""
     named = {SAME.get(k.arg or "", k.arg): k.value for k in node.keywords}
     return named.get(wanted)

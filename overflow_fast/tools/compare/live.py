@@ -26,6 +26,7 @@ from ...guard.undo.random import RandomStates
 from ...scanner.modules import Handles, named_modules, step_of
 from ...scanner.tensors import devices_of, loss_in
 from ...scanner.text import dtype_name
+from ...scanner.torch_ops import base_of, has
 from ...scanner.tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
 from ...torch_internals.replaying import without_cached_casts
 from ...torch_internals.running import (
@@ -153,7 +154,7 @@ def first_difference(ops: list[_Op], others: list[_Op]) -> str:
     worst = 0.0
     for mine, its in zip(ops, others, strict=False):
         if mine.name != its.name:
-            if {mine.name, its.name} & _CASTS:
+            if any(has(base_of(each.name), "same") for each in (mine, its)):
                 return ""
             return f"{mine.text}, where the reference runs {its.text}"
         for (own, dtype), (other, its_dtype) in zip(
@@ -166,9 +167,6 @@ def first_difference(ops: list[_Op], others: list[_Op]) -> str:
                 return mine.text
             worst = max(worst, relative)
     return ""
-
-
-_CASTS = {"aten._to_copy.default", "aten.detach.default", "aten.clone.default"}
 
 
 # Each layer computed again in float32, from the inputs that it had.
