@@ -30,7 +30,7 @@ from ..torch_internals.replaying import schema_of
 # each             computes each element by itself: `f` in the pattern of a remedy
 # empty            returns memory that nobody has written to
 # grows            is infinite only where it is large: it has no pole
-# linear           is linear in what it is given, or in each of its factors
+# linear           is linear in each of its factors; clamp where it changes nothing
 # lookup           takes the rows of its first argument that an index names
 # measure          measures a tensor, as a normalization does before it takes a root
 # moves            returns values that it was given, and computes none

@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import itertools
 import typing
 from pathlib import Path
 
@@ -319,3 +320,16 @@ def test_an_operation_of_no_row_has_no_traits():
     assert op_of("relu") == Op() and not any(has("relu", trait) for trait in TRAITS)
     assert plain_name("special_exp2") == "exp2" and plain_name("relu") == "relu"
     assert base_of("aten.div.Tensor") == "div" == base_of("div")
+
+
+def test_what_some_traits_say_is_so():
+    x = torch.tensor([[0.5, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    is_so = {
+        "same": lambda f: torch.equal(f(x), x),
+        "divides": lambda f: not f(*(x,) * (2 + (f is torch.addcdiv))).isfinite().all(),
+        "deviation": lambda f: any(each.isnan().all() for each in (*f(x[:1], 0),)),
+    }
+    for name, trait in itertools.product(NAMES, is_so):
+        function = getattr(torch, name, None) or getattr(torch.Tensor, name, None)
+        if has(name, trait) and function is not None and name != "to":
+            assert is_so[trait](function), name
