@@ -61,7 +61,7 @@ class CallGrowth:
             since = f"from {self.since} on"
             return f"the largest gradient {factor} over {num} modules, {since}"
         if self.before is not None:
-            at = f"{self.before.name}{place_text(self.before.frames)}"
+            at = f"{self.before.name}{place_text(self.before.sites)}"
             return f"the largest result of {at} {factor} over the {num} calls before"
         if self.is_backward:
             return (

@@ -81,8 +81,8 @@ def explain_root_op(
     else:
         found = _explain_row(source, forward_rows, in_gradients)
         if found.op is not None and call is not None:
-            frames = named_row(source, forward_rows).frames
-            found.op.called_from = programs_line(frames, call.called_at)
+            sites = named_row(source, forward_rows).sites
+            found.op.called_from = programs_line(sites, call.called_at)
     found.chain = _chain_text(root_op)
     return found
 
@@ -91,7 +91,7 @@ def _read_by(root_op: RootOp) -> str:
     reader = root_op.first_reader
     if reader is None:
         return ""
-    return f"; it was first read by {reader.name}{place_text(reader.frames)}"
+    return f"; it was first read by {reader.name}{place_text(reader.sites)}"
 
 
 def _explain_row(
@@ -154,7 +154,7 @@ def _mask_text(row: Row) -> str:
     made = mask_of(row)
     assert made is not None
     if isinstance(made, Row):
-        return f"its infs are those of a mask: {made.name}{place_text(made.frames)}"
+        return f"its infs are those of a mask: {made.name}{place_text(made.sites)}"
     return f"its infs are those that `{made.name}` holds"
 
 
@@ -180,7 +180,7 @@ def _cause_of(details: Details, is_backward: bool) -> str:
 
 
 def _op_of(named: Row, ran: Row) -> Op:
-    op = op_at(named.name, named.frames)
+    op = op_at(named.name, named.sites)
     op.derivative = ran.name if named is not ran else ""
     if ran.details is not None:
         details = ran.details

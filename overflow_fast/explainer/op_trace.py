@@ -24,7 +24,7 @@ from ..torch_internals.replaying import (
 )
 from .storage_map import memory_of
 from .tensor_kinds import is_float
-from .users_lines import Frames, UsersFrames
+from .users_lines import Sites, UsersLines
 
 # A module's call that runs, with what it takes to make it alone.
 
@@ -94,7 +94,7 @@ class ModuleStack:
         self._running: list[tuple[int, str, bool]] = []
         self._calls: list[TracedModule] = []
         self._handles = Handles()
-        self._frames = UsersFrames()
+        self._lines = UsersLines()
 
     def __enter__(self) -> ModuleStack:
         for module in self._names:
@@ -110,11 +110,11 @@ class ModuleStack:
 
     def __exit__(self, *exception: object) -> None:
         self._handles.remove_all()
-        self._frames.forget()
+        self._lines.forget()
 
-    def lines(self) -> Frames:
+    def lines(self) -> Sites:
         """The user's lines that run, the innermost first."""
-        return self._frames.now()
+        return self._lines.now()
 
     def current(self, in_backward: bool) -> str | None:
         """The name of the innermost one; None in a backward that runs none again."""

@@ -452,7 +452,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         return
     found.cause = lost.cause
     if lost.is_beyond:
-        found.lost_by = op_at(lost.row.name, lost.row.frames)
+        found.lost_by = op_at(lost.row.name, lost.row.sites)
         verb = "underflowed" if lost.cause == UNDERFLOW.name else "was rounded"
         found.evidence[1:2] = [
             f"{_place(lost.row)} {verb} to {lost.own:g}, in float64 as well: of finite "
@@ -460,7 +460,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
             f"with the float64 number next to {lost.own:g} instead, it is finite",
         ]
         return
-    found.lost_by = op_at(lost.row.name, lost.row.frames)
+    found.lost_by = op_at(lost.row.name, lost.row.sites)
     found.evidence[1:2] = [
         f"{_place(lost.row)} {_change(lost)}",
         f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}, "
@@ -471,7 +471,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
 
 
 def _place(row: Row) -> str:
-    return f"{row.name}{place_text(row.frames)}"
+    return f"{row.name}{place_text(row.sites)}"
 
 
 def _change(lost: Lost) -> str:

@@ -543,7 +543,7 @@ def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
     rows = ForwardRows(table)
     found: dict[tuple[object, ...], Explanation] = {}
     for row in table.rows:
-        place = row.name, row.module, row.frames[:1]
+        place = row.name, row.module, row.sites[:1]
         if row.makes_bad and place not in found and len(found) < _MOST:
             found[place] = explain_root_op(RootOp(row, [row]), rows, row.in_backward)
     return list(found.values())

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .. import _C
 from ..scanner.text import is_of_program, is_own
 from ..scanner.torch_ops import SWAPPED, has, op_of, plain_name
 from ..torch_internals.replaying import with_function_modes
-from .users_lines import BEGINS, Span, span_of
+from .users_lines import BEGINS, Site, Sites
 
 # Other names of the parameters that patterns read.
 SAME = {"self": "input", "x": "input", "ord": "p", "axis": "dim", "_stacklevel": ""}
@@ -34,27 +34,6 @@ _MOST_SITES = 8  # from a torch call out to the program's own line
 # A call's name and, of each of its sites, file, function, first line, instruction: data
 # that is the same on each rank.
 Key = tuple[str, tuple[tuple[str, str, int, int], ...]]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place in code: Python 3.10 knows its line, later ones its columns, too."""
-
-    code: CodeType
-    line: int
-    instruction: int
-
-    @property
-    def span(self) -> Span | None:
-        """First and last line, first and last column in UTF-8; None if not known."""
-        return span_of(((self.code, self.line, self.instruction),))
-
-    @property
-    def key(self) -> tuple[str, str, int, int]:
-        """The place as data."""
-        code = self.code
-        first = code.co_firstlineno
-        return code.co_filename, code.co_name, first, self.instruction
 
 
 class Value:
@@ -126,7 +105,7 @@ class TorchCall:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    sites: tuple[Site, ...]
+    sites: Sites
     is_in_place: bool = False
     results: list[Value] = field(default_factory=list)
     variables: set[str] = field(default_factory=set)
@@ -229,7 +208,7 @@ class TorchCalls(TorchFunctionMode):
             name, is_in_place = name.rstrip("_"), True
         name = plain_name(name)
         given, named = _mapped((args, kwargs), self._value)
-        sites = tuple(Site(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
+        sites = tuple(map(Site.of, frames))
         call = TorchCall(name, func, given, named, sites, is_in_place)
         if name in ("add", "mul") and not isinstance(args[-1], torch.Tensor):
             variables = frames[0].f_locals.items()

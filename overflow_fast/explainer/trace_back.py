@@ -159,7 +159,7 @@ class ForwardRows:
 
     def _line_of(self, row: Row) -> tuple[object, int] | None:
         named = self.of(row) if row.in_backward else row
-        return named.frames[0][:2] if named is not None and named.frames else None
+        return named.sites[0][:2] if named is not None and named.sites else None
 
     def modules_from(self, row: Row) -> list[str]:
         """The names of the modules that ran from an operation on, in order, once."""

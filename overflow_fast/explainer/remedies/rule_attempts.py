@@ -24,7 +24,6 @@ from .rule_text import (
     rule_edits,
     short_text,
     shown_at,
-    site_text,
 )
 from .rules import (
     EMPTY_ROWS,
@@ -168,7 +167,7 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     place = inner_place(root)
     whole = f"{text} in `{short_text(root)}`" + f" ({place})" * bool(place)
     elsewhere = [
-        f"`{short_text(leaf.call, leaf.place)}` ({site_text(leaf.call.sites[0])})"
+        f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()
         if isinstance(leaf.value, Value)
         and leaf.call.sites[0].code is not root.sites[0].code

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from ...guard.report.explanation import Remedy
-from ...scanner.text import installed_name, is_of_program, short_name
+from ...scanner.text import installed_name, is_of_program
 from ...scanner.torch_ops import has, op_of
 from ..syntax import expression_of
-from ..torch_calls import SAME, Site, TorchCall, Value
-from ..users_lines import source_lines
+from ..torch_calls import SAME, TorchCall, Value
+from ..users_lines import Site, source_lines
 from .patterns import Found, Input, parsed
 from .rules import safe_argument, with_numbers
 from .source_file import Edit, Operand, SourceFile
@@ -75,15 +75,15 @@ def node_at(site: Site) -> Any:
     """The expression or augmented assignment that made a call, or None."""
     if not source_lines(site.code):  # the file has another text by now
         return None
-    return SourceFile.of(site.code.co_filename).node_at(site.span)
+    return SourceFile.of(site.file).node_at(site.span)
 
 
 def shown_at(root: TorchCall) -> tuple[str, int]:
     """The program's file and line that a remedy of a call is of; "" and 0 if none."""
     site = root.sites[-1]
-    if not is_of_program(site.code.co_filename):
+    if not is_of_program(site.file):
         return "", 0
-    return SourceFile.of(site.code.co_filename).shown, site.line
+    return SourceFile.of(site.file).shown, site.line
 
 
 def remedy_in_words(text: str, root: TorchCall) -> Remedy:
@@ -92,15 +92,10 @@ def remedy_in_words(text: str, root: TorchCall) -> Remedy:
     return Remedy(text, file=file, line=line, last_line=line)
 
 
-def site_text(site: Site) -> str:
-    """A place in code, such as "model.py:12"."""
-    return f"{short_name(site.code.co_filename)}:{site.line}"
-
-
 def inner_place(root: TorchCall) -> str:
     """The place of a call that an installed package makes, or ""."""
     site = root.sites[0]
-    return "" if is_of_program(site.code.co_filename) else site_text(site)
+    return "" if is_of_program(site.file) else site.text
 
 
 def short_text(call: TorchCall, place: int | None = None) -> str:
@@ -148,7 +143,7 @@ class Writer(ast.NodeTransformer):
         self._root, self._calls = root, calls
         is_inner = len(root.sites) == 2 and bool(inner_place(root)) and not anywhere
         self._site = root.sites[-1] if is_inner else root.sites[0]
-        self._file = self._site.code.co_filename
+        self._file = self._site.file
         if not (anywhere or is_of_program(self._file)):
             raise NotWrittenError("it is in an installed package")
         self._source = SourceFile.of(self._file)
@@ -458,10 +453,10 @@ def _of_torch_module(site: Site, outer: Any) -> ast.expr:
     Raises:
         NotWrittenError: If its forward does more than to return that.
     """
-    source, inner = SourceFile.of(site.code.co_filename), node_at(site)
+    source, inner = SourceFile.of(site.file), node_at(site)
     around = [] if inner is None else list(source.around(inner))
     forward = next((each for each in around if isinstance(each, ast.FunctionDef)), None)
-    is_torchs = installed_name(site.code.co_filename).startswith("torch/nn/modules/")
+    is_torchs = installed_name(site.file).startswith("torch/nn/modules/")
     is_whole = bool(around) and isinstance(around[0], ast.Return)
     is_call = isinstance(outer, ast.Call) and not any(
         isinstance(each, ast.Starred) for each in outer.args

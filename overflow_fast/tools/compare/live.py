@@ -20,7 +20,7 @@ from ...explainer.copies import FLOATS, check_model, to_float32
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.op_trace import ModuleStack, OpCall, OpTrace
 from ...explainer.snapshot import Snapshot
-from ...explainer.users_lines import Frames, code_at
+from ...explainer.users_lines import Sites, code_at
 from ...guard.step_keeper import Ambient
 from ...guard.undo.random import RandomStates
 from ...scanner.modules import Handles, named_modules, step_of
@@ -78,13 +78,13 @@ _ROUNDINGS = 3
 @dataclass
 class _Op:
     name: str
-    frames: Frames
+    sites: Sites
     results: list[tuple[Summary, str]]
 
     @property
     def text(self) -> str:
         """Its name, its line and the line's text."""
-        file, line, code = code_at(self.frames)
+        file, line, code = code_at(self.sites)
         return f"{self.name} at {file}:{line} `{code}`" if file else self.name
 
 
