@@ -12,7 +12,7 @@ from torch import nn
 from ..guard.report import causes
 from ..guard.report.explanation import Explanation, Op, TensorSummary
 from ..scanner.modules import module_of_parameter
-from ..scanner.text import nonfinite_text, numbered
+from ..scanner.text import numbered
 from ..scanner.torch_ops import base_of, has
 from . import bad_step as notes
 from .call_growth import CallGrowth, growth_of
@@ -30,7 +30,7 @@ from .op_rows import (
     Row,
     Source,
 )
-from .tensor_kinds import as_wide, bad_names, inf_signs
+from .tensor_kinds import as_wide, bad_names, summary_of
 from .trace_back import ForwardRows, RootOp
 from .users_lines import op_at, place_text, programs_line
 
@@ -194,8 +194,7 @@ def _evidence(details: Details, op: Op) -> tuple[str, str]:
     """Describes what an operation made of what, and what float64 makes of it."""
     output = details.outputs[0]
     ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
-    counts = output.num_nan, output.num_inf, output.signs, output.numel
-    made = f"{ran}{nonfinite_text(*counts)}"
+    made = f"{ran}{output.nonfinite_text()}"
     inputs = ", ".join(_range_text(each) for each in details.inputs[:3])
     if inputs and not details.has_bad_inputs:
         made += f"; inputs finite: {inputs}"
@@ -237,9 +236,8 @@ def _range_text(each: TensorSummary) -> str:
     what = f"{each.name} {list(each.shape)}".lstrip()
     if each.abs_max is None:
         return f"{what} without a finite value" if each.numel else "nothing"
-    if each.num_nan or each.num_inf:
-        bad = nonfinite_text(each.num_nan, each.num_inf, each.signs)
-        what += f" with {bad}, else"
+    if not each.is_finite:
+        what += f" with {each.nonfinite_text(has_numel=False)}, else"
     return f"{what} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
 
 
@@ -360,8 +358,7 @@ def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
     values = None if tensor is None else as_wide(tensor)
     if values is None:
         return "non-finite values"
-    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    what = nonfinite_text(num_nan, num_inf, inf_signs(values), values.numel())
+    what = summary_of(values).nonfinite_text()
     rows = _bad_rows(values) if names_rows else []
     at = f" (all in {numbered('row', rows)})" if rows else ""
     return f"{what}{at}"

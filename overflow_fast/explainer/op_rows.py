@@ -57,7 +57,7 @@ class Details:
     @property
     def has_bad_inputs(self) -> bool:
         """True if it was given non-finite values, which were meant."""
-        return any(each.num_nan or each.num_inf for each in self.inputs)
+        return not all(each.is_finite for each in self.inputs)
 
     @property
     def is_overflow(self) -> bool:
@@ -233,7 +233,7 @@ def is_meant(source: Source, kinds: int = 0) -> bool:
 
 
 def returns_meant(op: OpCall, kinds: int, given: int) -> bool:
-    """True if an operation has asked for its infs, or hands on infs that are meant.
+    """True if an operation has asked for its infs, or passes on infs that are meant.
 
     Args:
         op: The operation, which has read nothing bad but what is meant.

@@ -187,7 +187,7 @@ class OpTable:
         with no_dispatch():
             found = self.kinds.of(floats)
         for tensor, kinds in zip(floats, found, strict=True):
-            # A mask's -inf is handed on; any other has an operation that made it.
+            # A mask's -inf is passed on; any other has an operation that made it.
             made = (s for s in self._bad.get(tensor) or () if not is_meant(s, kinds))
             if kinds & ~NEGATIVE_INF or (kinds and any(made)):
                 self.bad_modules.append((name, tensor))

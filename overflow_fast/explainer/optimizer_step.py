@@ -19,7 +19,7 @@ from ..guard.report.causes import (
 )
 from ..guard.report.explanation import Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
-from ..scanner.text import dtype_name, nonfinite_text
+from ..scanner.text import dtype_name
 from ..scanner.tree import path_text, tensors
 from ..torch_internals.replaying import with_torch_function
 from .bad_step import SLOWER, BadStep
@@ -28,7 +28,7 @@ from .op_table import OpTable
 from .op_trace import OpTrace
 from .remedies.rule_attempts import update_remedies
 from .root_op import details_of
-from .tensor_kinds import inf_signs
+from .tensor_kinds import summary_of
 from .torch_calls import TorchCalls
 from .trace_back import trace_back
 from .users_lines import op_at
@@ -247,9 +247,7 @@ def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) 
             continue
         bad = ~tensor.detach().isfinite()
         if bool((bad & places).any()):
-            values = tensor.detach()
-            counts = int(values.isnan().sum()), int(values.isinf().sum())
-            what = nonfinite_text(*counts, inf_signs(values), values.numel())
+            what = summary_of(tensor.detach()).nonfinite_text()
             texts.append(f"{path_text(path)} {what}")
     if texts:
         name = type(optimizer).__name__

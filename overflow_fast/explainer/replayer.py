@@ -636,7 +636,7 @@ def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]
 
 
 @dataclass(frozen=True)
-class Stats:
+class Extremes:
     """The extremes of an entry in a step.
 
     Attributes:
@@ -667,8 +667,8 @@ class Difference:
 
     module: str
     label: str
-    step: Stats
-    replay: Stats
+    step: Extremes
+    replay: Extremes
 
     def __str__(self) -> str:
         """The difference as a clause."""
@@ -716,7 +716,7 @@ class ReplayCheck(Observer):
         make_watches: Callable[[], list[ModelWatch]],
     ) -> None:
         self._step = {kind: _stats_of(watches, kind) for kind in _KINDS}
-        self._replay = {kind: dict[_Key, Stats]() for kind in _KINDS}
+        self._replay = {kind: dict[_Key, Extremes]() for kind in _KINDS}
         self._make_watches = make_watches
 
     @contextmanager
@@ -770,7 +770,9 @@ class ReplayCheck(Observer):
 _KINDS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
 
 
-def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, Stats]:
+def _stats_of(
+    watches: Sequence[ModelWatch], kind: _C.FrameKind
+) -> dict[_Key, Extremes]:
     """The extremes that recorders have noted, by their place, in execution order."""
     found = {}
     for watch in watches:
@@ -786,7 +788,7 @@ def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, S
     return found
 
 
-def _rows(row: _C.StepRow) -> Iterator[Stats]:
+def _rows(row: _C.StepRow) -> Iterator[Extremes]:
     num = row.num_entries
     columns = [
         _numbers(row.num_tensors, num),
@@ -794,7 +796,7 @@ def _rows(row: _C.StepRow) -> Iterator[Stats]:
         *(_numbers(each, num) for each in (row.num_nan, row.num_inf)),
     ]
     for values in zip(*columns, strict=True):
-        yield Stats(*values)
+        yield Extremes(*values)
 
 
 def _numbers(packed: bytes, num: int) -> list[int]:
@@ -810,7 +812,7 @@ def _magnitudes(packed: bytes, num: int) -> list[float]:
     return torch.frombuffer(bytearray(packed), dtype=dtype).tolist()
 
 
-def _are_same(one: Stats, other: Stats) -> bool:
+def _are_same(one: Extremes, other: Extremes) -> bool:
     counts = [(each.num_nan, each.num_inf) for each in (one, other)]
     if counts[0] != counts[1]:
         return False

@@ -481,7 +481,7 @@ class Search:
             found.cause = UNKNOWN.name  # what one rank gave is not known
         elif not self._ranks.is_alone and max(claims) > _FROM_OTHERS:
             found.rank = self._ranks.rank
-            alike = min(max(claims), _IN_BACKWARD)  # what was handed on is no origin
+            alike = min(max(claims), _IN_BACKWARD)  # what was passed on is no origin
             found.num_ranks = sum(each >= alike for each in claims)
 
     def _name_accumulated(self, found: Explanation, root_op: RootOp) -> None:
