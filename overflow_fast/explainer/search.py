@@ -518,7 +518,7 @@ def _claim(root_op: RootOp | None) -> int:
 # Non-finite values inside of a finite step: masked, clamped or divided away again.
 
 
-_MOST = 8
+_MOST = 8  # explanations; chosen, not measured
 
 
 def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:

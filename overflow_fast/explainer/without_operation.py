@@ -31,7 +31,7 @@ from .replay_ranks import GIVEN, OnRank
 from .replayer import ReplayCheck, Replayer, ReplayResult
 from .second_device import FirstCall, compare_devices, is_elsewhere
 
-_RATE = 3
+_RATE = 3  # runs in all, if the budget has them; chosen, not measured
 
 
 class WithoutOperation:

@@ -55,7 +55,7 @@ from .trials import Attempts, Failure, Trial, Trials, loss_of
 
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
-_MAX_TRIED = 3
+_MAX_TRIED = 3  # checkpoints; chosen, not measured
 
 
 def try_checkpoints(

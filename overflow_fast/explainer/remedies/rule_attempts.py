@@ -39,7 +39,6 @@ from .rules import (
 )
 from .trials import Attempts, Failure, Trial, Trials, in_float32, remedy_of
 
-_MOST_GUARDS = 6
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
 _STAY = "stay with logarithms"
@@ -67,15 +66,11 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     op = failure.found.op
     has_inf = op is not None and any(each.num_inf for each in op.inputs)
     for failed in failure.failing_calls[:1]:
-        num_tried = 0
         for rule in GUARDS:
             if rule.needs_inf and not has_inf:
                 continue
             for trial, _ in _trials_of(rule, failed, failure, trials):
                 yield trial
-                num_tried += 1
-            if num_tried >= _MOST_GUARDS:
-                return
 
 
 def mask_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -364,14 +359,13 @@ def update_remedies(
         is_finite_now: Makes the step again on a copy, with gradients of 0; tells
             whether the weight is finite then.
     """
-    root, num_tried = row.torch_call, 0
+    root = row.torch_call
     if root is None or not shown_at(root)[0]:  # a line of torch's own
         return
     for rule in GUARDS:
-        if rule.needs_inf or num_tried >= _MOST_GUARDS:
+        if rule.needs_inf:
             continue
         for trial, _ in trials_of(rule, root, calls):
-            num_tried += 1
             patch = trial.patch
             assert isinstance(patch, CallPatch)
             is_finite = False

@@ -72,7 +72,7 @@ from .tensor_hooks import BACKWARD, StepPath, TensorHooks
 
 
 _MAX_OPS = 5000
-_ROUNDINGS = 3
+_ROUNDINGS = 3  # of its inputs, weights and result, as `_LEAF` of judged_rows.py
 
 
 @dataclass
