@@ -79,8 +79,8 @@ class UncertainError(Exception):
 # Finds the line that computes the loss.
 
 
-_MOST_FRAMES = 64
-_MOST_CODE = 200
+_MOST_FRAMES = 64  # chosen, not measured
+_MOST_CODE = 200  # characters of a line that advice writes out
 _DIRECT = "Write it as `{name} = guard.run(lambda: {code})` ({place})."
 _INDIRECT = (
     "The loss is computed at {place}: `{line}`. Call the model and that line in one "

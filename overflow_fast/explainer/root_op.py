@@ -342,6 +342,7 @@ def _divides_by_pivots(op: OpCall, found: Details) -> bool:
     """True if an infinite result is that of a pivot of 0: no product overflowed."""
     largest = max((each.abs_max or 0.0 for each in found.inputs), default=0.0)
     assert found.limit is not None
+    # So no product of four entries overflows.
     return largest < found.limit**0.25 and has(op.base, "pivots")
 
 

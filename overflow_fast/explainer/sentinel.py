@@ -12,7 +12,8 @@ from ..scanner.text import dtype_name, rounded
 from .calls import Call
 from .tensor_kinds import as_wide, is_float
 
-# Where the largest number of all others is smaller by so much, any number is one.
+# Where the largest number of all others is smaller by so much, any number is one; both
+# chosen, not measured.
 _FAR = 1e6
 # By so much, one that programs use for a missing value: netCDF's, and those of 9s.
 _APART = 100.0

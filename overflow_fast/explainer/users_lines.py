@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..guard.report.explanation import Op
 from ..scanner.text import installed_name, is_of_user, is_own, short_name, source_name
 
-_MAX_FRAMES = 12
+_MAX_FRAMES = 12  # lines of an operation that a report shows; chosen, not measured
 _ENGINE = "_engine_run_backward"
 # Files of torch that the engine calls, but for hooks of the user's.
 _NO_HOOKS = tuple(

@@ -71,7 +71,7 @@ from .tensor_hooks import BACKWARD, StepPath, TensorHooks
 # The first operation within a module whose result differs between two models.
 
 
-_MAX_OPS = 5000
+_MAX_OPS = 5000  # of one module's call; chosen, not measured
 _ROUNDINGS = 3  # of its inputs, weights and result, as `_LEAF` of judged_rows.py
 
 
