@@ -210,7 +210,7 @@ class TorchCalls(TorchFunctionMode):
         given, named = _mapped((args, kwargs), self._value)
         sites = tuple(map(Site.of, frames))
         call = TorchCall(name, func, given, named, sites, is_in_place)
-        if name in ("add", "mul") and not isinstance(args[-1], torch.Tensor):
+        if has(name, "commutes") and not isinstance(args[-1], torch.Tensor):
             variables = frames[0].f_locals.items()
             call.variables = {key for key, value in variables if value is args[0]}
         self.calls.append(call)

@@ -22,7 +22,9 @@ from ..torch_internals.replaying import schema_of
 # What a row may say of an operation:
 #
 # adds             sums elements: those of a mask are how many it selects
+# bilinear         is linear in each of two factors
 # casts            changes the dtype
+# commutes         takes its two operands in any order
 # constant         makes a tensor of a number of Python
 # deviation        divides by the number of elements less a correction
 # difference       subtracts
@@ -30,7 +32,7 @@ from ..torch_internals.replaying import schema_of
 # each             computes each element by itself: `f` in the pattern of a remedy
 # empty            returns memory that nobody has written to
 # grows            is infinite only where it is large: it has no pole
-# linear           is linear in each of its factors; clamp where it changes nothing
+# linear           is linear in its inputs together; clamp where it changes nothing
 # lookup           takes the rows of its first argument that an index names
 # measure          measures a tensor, as a normalization does before it takes a root
 # moves            returns values that it was given, and computes none
@@ -48,10 +50,10 @@ from ..torch_internals.replaying import schema_of
 # softmax          weighs scores, all of which may be masked
 # tells            tells of a tensor, and makes none: most of all calls
 Trait = Literal[
-    "adds", "casts", "constant", "deviation", "difference", "divides", "each", "empty",
-    "grows", "linear", "lookup", "measure", "moves", "nan_of_overflow", "normalizes",
-    "of_labels", "overwrites", "pivots", "product", "promotes", "random",
-    "reinterprets", "root", "same", "softmax", "tells",
+    "adds", "bilinear", "casts", "commutes", "constant", "deviation", "difference",
+    "divides", "each", "empty", "grows", "linear", "lookup", "measure", "moves",
+    "nan_of_overflow", "normalizes", "of_labels", "overwrites", "pivots", "product",
+    "promotes", "random", "reinterprets", "root", "same", "softmax", "tells",
 ]  # fmt: skip
 
 
@@ -120,10 +122,10 @@ _TWO = "input other"
 # fmt: off
 _TABLE = (
     # Sums, products and quotients of numbers.
-    ("add", _op("grows linear promotes", _TWO, sign="+")),
+    ("add", _op("commutes grows linear promotes", _TWO, sign="+")),
     ("sub", _op("grows difference promotes", _TWO, sign="-")),
     ("rsub", _op("grows difference promotes")),
-    ("mul", _op("grows linear promotes", _TWO, sign="*")),
+    ("mul", _op("bilinear commutes grows promotes", _TWO, sign="*")),
     ("div", _op("divides each promotes", _TWO, sign="/")),
     ("rdiv", _op("each promotes")),
     ("floor_divide remainder fmod addcdiv", _op("divides promotes")),
@@ -134,7 +136,7 @@ _TABLE = (
     ("reciprocal", _op("each", **_need("other than 0", lambda x: x != 0))),
     # Of matrices.
     ("mm bmm addmm baddbmm", _op("product grows")),
-    ("matmul", _op("grows linear", _TWO)),
+    ("matmul", _op("bilinear grows", _TWO)),
     ("linear", _op("grows", "input weight bias")),
     ("addbmm addmv mv dot vdot addr inner outer einsum trace", _op("grows")),
     ("kron", _op("grows promotes")),

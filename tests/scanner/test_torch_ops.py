@@ -134,7 +134,7 @@ def test_each_name_that_code_compares_is_one_of_torch():
                 continue
             texts = [n for n in ast.walk(node) if isinstance(n, ast.Constant)]
             found |= {each.value for each in texts if isinstance(each.value, str)}
-    assert {"pow", "logsumexp", "_ctc_loss", "matmul", "__setitem__"} <= found
+    assert {"pow", "logsumexp", "_ctc_loss", "div", "__setitem__"} <= found
     found -= {"_"}  # of `base.removesuffix("_")`
     assert [name for name in sorted(found) if not is_of_torch(name)] == []
 
@@ -327,6 +327,8 @@ def test_what_some_traits_say_is_so():
     is_so = {
         "same": lambda f: torch.equal(f(x), x),
         "divides": lambda f: not f(*(x,) * (2 + (f is torch.addcdiv))).isfinite().all(),
+        "bilinear": lambda f: torch.equal(f(2 * x, x), 2 * f(x, x)),
+        "commutes": lambda f: torch.equal(f(x, 3 * x), f(3 * x, x)),
         "deviation": lambda f: any(each.isnan().all() for each in (*f(x[:1], 0),)),
     }
     for name, trait in itertools.product(NAMES, is_so):

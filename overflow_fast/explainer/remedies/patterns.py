@@ -144,7 +144,7 @@ def _matches(node: ast.AST, call: TorchCall, found: Found) -> bool:
     if name == "f" and call.plain_name == "div":  # the divisor is its argument
         places = places[1:]
     orders = [places]
-    if name in ("add", "mul") and len(operands) == 2:
+    if has(name, "commutes") and len(operands) == 2:
         orders.append(places[::-1])
     before = dict(found.names), list(found.calls), found.has_rest
     for order in orders:

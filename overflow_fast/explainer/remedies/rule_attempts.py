@@ -11,7 +11,7 @@ import torch
 
 from ...guard.report.causes import UNDERFLOW
 from ...guard.report.explanation import Explanation, Remedy
-from ...scanner.torch_ops import has
+from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, InFloat32, RuleChange
@@ -221,7 +221,7 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
         if call.plain_name == "div":
             above, below = (degree.get(each, 0) for each in call.operands[:2])
             own = above - below
-        elif call.name in ("matmul", "mul"):
+        elif has(call.name, "bilinear"):
             own = sum(given)
         elif _is_linear(call) and (call.name != "add" or min(given) == 1):
             own = max(given)
@@ -229,7 +229,7 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
             return None
         if own not in (0, 1):
             return None
-        if call.name in ("sum", "cumsum", "mean") and call.operands[1] is not None:
+        if "dim" in op_of(call.name).parameters and call.operands[1] is not None:
             dims.append(call.operands[1])
         degree |= dict.fromkeys(call.results, own)
     if any(own and value not in used for value, own in degree.items()):

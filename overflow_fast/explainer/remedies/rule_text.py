@@ -586,7 +586,7 @@ def _parameters_of(function: Any) -> list[str]:
 
 def _is_in_order(call: TorchCall, sides: Sequence[ast.expr]) -> bool:
     """False for such as `2 * x`, which torch is given as x and 2."""
-    if call.name not in ("add", "mul") or len(call.operands) < 2:
+    if not has(call.name, "commutes") or len(call.operands) < 2:
         return True
     first, second = (isinstance(each, Value) for each in call.operands[:2])
     if second or not first:
