@@ -24,6 +24,7 @@ from .. import _C
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
 from ..guard.undo.step_start import StepStart
+from ..guard.verdict.verdict import kind_of
 from ..guard.watching.watch import ModelWatch
 from ..scanner.modules import (
     gradient_taker,
@@ -34,6 +35,7 @@ from ..scanner.modules import (
 )
 from ..scanner.tensors import loss_in
 from ..scanner.tree import entry_label
+from ..scanner.types import TensorPath
 from ..torch_internals.replaying import (
     no_dispatch,
     uncompiled_calls,
@@ -659,21 +661,18 @@ class Difference:
     """The first entry, in execution order, whose extremes differ.
 
     Attributes:
-        module: The name of its module.
-        label: Its label, such as "output" or "grad_output".
+        path: Where it is.
         step: Its extremes in the step.
         replay: Those in the replay.
     """
 
-    module: str
-    label: str
+    path: TensorPath
     step: Extremes
     replay: Extremes
 
     def __str__(self) -> str:
         """The difference as a clause."""
-        place = f"{self.label} of {self.module or 'the model'}"
-        return f"{place} is the first that differs: {self._what()}"
+        return f"{self.path.of_module()} is the first that differs: {self._what()}"
 
     def _what(self) -> str:
         step, replay = self.step, self.replay
@@ -696,7 +695,7 @@ def _apart(one: float, other: float) -> tuple[str, str]:
     return texts
 
 
-_Key = tuple[str, str, str]  # the module's name, the label, the dtype
+_Key = tuple[TensorPath, str]  # and the dtype
 
 
 class ReplayCheck(Observer):
@@ -761,7 +760,7 @@ class ReplayCheck(Observer):
         return [
             None
             if _are_same(step[key], stats)
-            else Difference(key[0], key[1], step[key], stats)
+            else Difference(key[0], step[key], stats)
             for key, stats in self._replay[kind].items()
             if key in step and step[key].num_tensors == stats.num_tensors
         ]
@@ -784,7 +783,12 @@ def _stats_of(
                 module = column.place.module
                 if module not in names:
                     names[module] = watch.name_at(module)
-                found[names[module], entry_label(column.place), column.dtype] = stats
+                role, label = (
+                    kind_of(column.place.label.role),
+                    entry_label(column.place),
+                )
+                path = TensorPath.from_label(names[module], role, label)
+                found[path, column.dtype] = stats
     return found
 
 
