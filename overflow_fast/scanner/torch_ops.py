@@ -58,7 +58,7 @@ Trait = Literal[
 
 
 @dataclass(frozen=True)
-class Op:
+class Operation:
     """A row of the table.
 
     Attributes:
@@ -103,8 +103,10 @@ ALIASES = {
 SWAPPED = ("rdiv", "rsub", "rpow")
 
 
-def _op(traits: str = "", parameters: str = "", **columns: Any) -> Op:
-    return Op(frozenset(traits.split()), parameters=(*parameters.split(),), **columns)
+def _op(traits: str = "", parameters: str = "", **columns: Any) -> Operation:
+    return Operation(
+        frozenset(traits.split()), parameters=(*parameters.split(),), **columns
+    )
 
 
 def _need(words: str, is_inside: Callable[[float], bool]) -> dict[str, Any]:
@@ -189,7 +191,7 @@ _TABLE = (
     ("mean", _op("grows linear measure", "input dim keepdim")),
     ("prod", _op("grows", "input dim keepdim")),
     ("cumprod", _op("grows")),
-    ("norm", _op("each grows root", "input p dim keepdim")),
+    ("norm", _op("each grows root", "input p dim keepdim")),  # "each" of a row
     ("std", _op("deviation grows root")),
     ("var var_mean std_mean", _op("deviation grows measure")),
     ("abs", _op("measure")),
@@ -262,7 +264,7 @@ def plain_name(name: str) -> str:
 
 
 @functools.cache
-def op_of(name: str) -> Op:
+def op_of(name: str) -> Operation:
     """The row of an operation; an empty one where nothing is known.
 
     Args:
@@ -273,9 +275,9 @@ def op_of(name: str) -> Op:
         if each in ROWS:
             return ROWS[each]
     if short.startswith("_foreach_"):
-        return Op(op_of(short.removeprefix("_foreach_")).traits & _OF_LISTS)
+        return Operation(op_of(short.removeprefix("_foreach_")).traits & _OF_LISTS)
     fitting = (op for each, op in _PATTERNS.items() if fnmatchcase(name, each))
-    return next(fitting, Op())
+    return next(fitting, Operation())
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from overflow_fast.scanner.torch_ops import (
     ALIASES,
     ROWS,
     SWAPPED,
-    Op,
+    Operation,
     Trait,
     base_of,
     has,
@@ -164,7 +164,7 @@ def test_names_of_one_operation_have_one_row():
                 if result_of(function, *map(torch.clone, given)) is None:
                     continue
             ran = [each for each in names if each != "clone"]
-            is_known = len(ran) == 1 and op_of(ran[0]) != Op()
+            is_known = len(ran) == 1 and op_of(ran[0]) != Operation()
             if is_known and op_of(name) != op_of(ran[0]) and not has(name, "moves"):
                 different[name] = ran[0]
             break
@@ -317,7 +317,9 @@ def test_operations_on_lists_overwrite_and_grow_as_those_on_tensors():
 
 
 def test_an_operation_of_no_row_has_no_traits():
-    assert op_of("relu") == Op() and not any(has("relu", trait) for trait in TRAITS)
+    assert op_of("relu") == Operation() and not any(
+        has("relu", trait) for trait in TRAITS
+    )
     assert plain_name("special_exp2") == "exp2" and plain_name("relu") == "relu"
     assert base_of("aten.div.Tensor") == "div" == base_of("div")
 
