@@ -11,10 +11,12 @@ from .trace_back import ForwardRows
 from .users_lines import place_text
 
 _FEWEST = 6  # calls; fewer tell no factor
+# Chosen, not measured. The growths of benchmarks/answers are by factors from 1.4 on,
+# and by 7,900 or more in all.
 _LEAST_FACTOR = 1.01
 _LEAST_GROWTH = 10.0
 _EXPLODES = 1e3  # so much of the way to the overflow: more than a loss's scale explains
-_MOST_CALLS = 4096
+_MOST_CALLS = 4096  # each look at an even part takes time by their square
 _MOST_BACK = 8  # operations from the one that overflowed to the one that grew
 # How far results may be from a constant factor: by 4, or by so much of all growth.
 _SPREAD, _PART = math.log(4), 0.05
@@ -61,7 +63,7 @@ class CallGrowth:
             since = f"from {self.since} on"
             return f"the largest gradient {factor} over {num} modules, {since}"
         if self.before is not None:
-            at = f"{self.before.name}{place_text(self.before.frames)}"
+            at = f"{self.before.name}{place_text(self.before.sites)}"
             return f"the largest result of {at} {factor} over the {num} calls before"
         if self.is_backward:
             return (

@@ -17,7 +17,8 @@ from ..guard.report.explanation import (
     TensorSummary,
 )
 from ..scanner.modules import module_of_parameter
-from ..scanner.text import nonfinite_text, numbered
+from ..scanner.text import numbered
+from ..scanner.torch_ops import base_of, has
 from . import bad_step as notes
 from .call_growth import CallGrowth, growth_of
 from .calls import Call, ModelCall
@@ -34,7 +35,7 @@ from .op_rows import (
     Row,
     Source,
 )
-from .tensor_kinds import as_wide, bad_names, inf_signs
+from .tensor_kinds import as_wide, bad_names, summary_of
 from .trace_back import ForwardRows, RootOp
 from .users_lines import op_at, place_text, programs_line
 
@@ -49,7 +50,6 @@ _NOT_CLIPPED = (
     "Clipping gradients by their norm after backward does not help: it makes nan of an "
     "inf."
 )
-_LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten.index", "aten.gather")
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
 _UNWRITTEN = (
@@ -76,13 +76,14 @@ def explain_root_op(
     if isinstance(source, Leaf):
         reader = root_op.first_reader
         found = explain_leaf(source, _read_by(root_op), call)
-        if reader is not None and reader.name.startswith(_LOOKUPS) and call is not None:
+        looks_up = reader is not None and has(base_of(reader.name), "lookup")
+        if looks_up and call is not None:
             found.evidence += looked_up(source.tensor, call)
     else:
         found = _explain_row(source, forward_rows, in_gradients)
         if found.op is not None and call is not None:
-            frames = named_row(source, forward_rows).frames
-            found.op.called_from = programs_line(frames, call.called_at)
+            sites = named_row(source, forward_rows).sites
+            found.op.called_from = programs_line(sites, call.called_at)
     found.chain = _chain_text(root_op)
     return found
 
@@ -91,7 +92,7 @@ def _read_by(root_op: RootOp) -> str:
     reader = root_op.first_reader
     if reader is None:
         return ""
-    return f"; it was first read by {reader.name}{place_text(reader.frames)}"
+    return f"; it was first read by {reader.name}{place_text(reader.sites)}"
 
 
 def _explain_row(
@@ -155,7 +156,7 @@ def _mask_text(row: Row) -> str:
     made = mask_of(row)
     assert made is not None
     if isinstance(made, Row):
-        return f"its infs are those of a mask: {made.name}{place_text(made.frames)}"
+        return f"its infs are those of a mask: {made.name}{place_text(made.sites)}"
     return f"its infs are those that `{made.name}` holds"
 
 
@@ -181,7 +182,7 @@ def _cause_of(details: Details, is_backward: bool) -> str:
 
 
 def _op_of(named: Row, ran: Row) -> Op:
-    op = op_at(named.name, named.frames)
+    op = op_at(named.name, named.sites)
     op.derivative = ran.name if named is not ran else ""
     if ran.details is not None:
         details = ran.details
@@ -195,8 +196,7 @@ def _evidence(details: Details, op: Op) -> tuple[str, str]:
     """Describes what an operation made of what, and what float64 makes of it."""
     output = details.outputs[0]
     ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
-    counts = output.num_nan, output.num_inf, output.signs, output.numel
-    made = f"{ran}{nonfinite_text(*counts)}"
+    made = f"{ran}{output.nonfinite_text()}"
     inputs = ", ".join(_range_text(each) for each in details.inputs[:3])
     if inputs and not details.has_bad_inputs:
         made += f"; inputs finite: {inputs}"
@@ -238,9 +238,8 @@ def _range_text(each: TensorSummary) -> str:
     what = f"{each.name} {list(each.shape)}".lstrip()
     if each.abs_max is None:
         return f"{what} without a finite value" if each.numel else "nothing"
-    if each.num_nan or each.num_inf:
-        bad = nonfinite_text(each.num_nan, each.num_inf, each.signs)
-        what += f" with {bad}, else"
+    if not each.is_finite:
+        what += f" with {each.nonfinite_text(has_numel=False)}, else"
     return f"{what} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
 
 
@@ -361,8 +360,7 @@ def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
     values = None if tensor is None else as_wide(tensor)
     if values is None:
         return "non-finite values"
-    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    what = nonfinite_text(num_nan, num_inf, inf_signs(values), values.numel())
+    what = summary_of(values).nonfinite_text()
     rows = _bad_rows(values) if names_rows else []
     at = f" (all in {numbered('row', rows)})" if rows else ""
     return f"{what}{at}"

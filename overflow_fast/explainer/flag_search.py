@@ -95,7 +95,7 @@ def explain_flag(replayer: Replayer) -> Explanation:
     found.evidence.append(
         "the device's overflow flag is set after this operation, and its result is "
         "finite: it overflowed inside"
-        if not any(each.num_nan or each.num_inf for each in search.found.outputs)
+        if all(each.is_finite for each in search.found.outputs)
         else "the device's overflow flag is set after this operation"
     )
     return found

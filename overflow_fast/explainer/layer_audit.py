@@ -31,7 +31,7 @@ from ..torch_internals.running import (
 from .snapshot import Snapshot
 
 _log = logging.getLogger("overflow_fast")
-_NUM_AGAIN = 2
+_NUM_AGAIN = 2  # so that three results agree before another one is called wrong
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..scanner.torch_ops import has
 from .op_trace import OpCall
 from .storage_map import StorageMap
 from .tensor_kinds import Kinds, is_float
@@ -18,10 +19,8 @@ from .tensor_kinds import Kinds, is_float
 # sum of zeros may be one, and counts as one where it divides another sum. A loss whose
 # labels are all ignored is likewise a sum of nothing.
 
-_SUMS = {"sum", "count_nonzero", "cumsum", "nansum", "bincount"}
 _MASK, _SUM, _ZERO, _COUNT = "mask", "sum", "sum of zeros", "sum of mask"
 _UNLABELED = "loss of no label"
-LOSSES_OF_LABELS = {"nll_loss_forward", "nll_loss2d_forward"}
 _ORDER = ("", _MASK, _SUM, _ZERO, _COUNT, _UNLABELED)
 
 
@@ -38,14 +37,14 @@ class MaskCounts:
 
     def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
         """Takes in what an operation returned in memory of its own."""
-        is_cast = op.base == "_to_copy"
-        is_sum = op.base in _SUMS or op.base in LOSSES_OF_LABELS
-        if not fresh or not (self._known or is_cast or is_sum):
+        is_cast, is_sum = has(op.base, "casts"), has(op.base, "adds")
+        is_loss = has(op.base, "of_labels")
+        if not fresh or not (self._known or is_cast or is_sum or is_loss):
             return
         read, kind = op.read(floats=False), ""
-        if op.base in LOSSES_OF_LABELS and len(fresh) > 1 and has_no_label(op):
+        if is_loss and len(fresh) > 1 and has_no_label(op):
             fresh, kind = fresh[:1], _UNLABELED
-        elif op.base in _SUMS:
+        elif is_sum:
             kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
         elif len(read) == 1:
             is_mask = is_cast and not is_float(read[0])

@@ -18,7 +18,7 @@ from ..torch_internals.replaying import (
 from .op_trace import ModuleStack, OpCall, TracedModule
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of
 from .torch_calls import TorchCall
-from .users_lines import Frames, runs_in_hook
+from .users_lines import Sites, runs_in_hook
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
 EMPTY, SINGULAR, NOT_TRIED = "empty", "singular", ""
@@ -57,7 +57,7 @@ class Details:
     @property
     def has_bad_inputs(self) -> bool:
         """True if it was given non-finite values, which were meant."""
-        return any(each.num_nan or each.num_inf for each in self.inputs)
+        return not all(each.is_finite for each in self.inputs)
 
     @property
     def is_overflow(self) -> bool:
@@ -105,7 +105,7 @@ class Row:
         index: Its place in the order of execution.
         name: Its name, such as "aten.div.Tensor".
         module: The name of the module that called it; None in backward.
-        frames: The user's lines that led to it.
+        sites: The user's lines that led to it, the innermost first.
         thread: The thread that ran it.
         node: The name of the autograd node that called it, or "".
         node_sequence: The number of that node.
@@ -129,20 +129,18 @@ class Row:
     """
 
     __slots__ = (
-        *("index", "name", "module", "frames", "node", "node_sequence", "sequence"),
+        *("index", "name", "module", "sites", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
         *("variable", "call", "module_call", "is_communication"),
         *("in_hook", "masks", "reduces", "read_from", "abs_max"),
         "torch_call",
     )
 
-    def __init__(
-        self, index: int, name: str, module: str | None, frames: Frames
-    ) -> None:
+    def __init__(self, index: int, name: str, module: str | None, sites: Sites) -> None:
         self.index = index
         self.name = name
         self.module = module
-        self.frames = frames
+        self.sites = sites
         self.thread = threading.get_ident()
         self.node = ""
         self.node_sequence = self.sequence = -1
@@ -162,7 +160,7 @@ class Row:
     @property
     def place(self) -> tuple[object, ...]:
         """Its name, module, node and line, which tell it from others."""
-        return self.name, self.module, self.node, self.frames[:1]
+        return self.name, self.module, self.node, self.sites[:1]
 
     @property
     def makes_bad(self) -> bool:
@@ -184,14 +182,14 @@ def row_of(op: OpCall, modules: ModuleStack, index: int = 0) -> Row:
         index: Its place in the order of execution.
     """
     node: Any = autograd_node()
-    frames = modules.lines()
-    row = Row(index, op.name, modules.current(node is not None), frames)
+    sites = modules.lines()
+    row = Row(index, op.name, modules.current(node is not None), sites)
     row.sequence = next_sequence() - 1
     if node is not None:
         row.node = str(node.name())
         row.node_sequence = sequence_of(node)
         row.variable = getattr(node, "variable", None)
-        row.custom = bool(frames)
+        row.custom = bool(sites)
         row.in_hook = row.custom and runs_in_hook()
     return row
 
@@ -235,7 +233,7 @@ def is_meant(source: Source, kinds: int = 0) -> bool:
 
 
 def returns_meant(op: OpCall, kinds: int, given: int) -> bool:
-    """True if an operation has asked for its infs, or hands on infs that are meant.
+    """True if an operation has asked for its infs, or passes on infs that are meant.
 
     Args:
         op: The operation, which has read nothing bad but what is meant.

@@ -35,6 +35,9 @@ from .tape import Tape, TapedCall
 from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float
 from .torch_calls import TorchCall, running_call
 
+# Limits of time and memory. The failures of benchmarks/answers need no more than 6
+# sources of a tensor, 6 writers of a memory, 2 undefined results and 3 operations that
+# are computed again.
 _MAX_SOURCES = 8
 _MOST_WRITERS = 32
 _MOST_UNDEFINED = 4
@@ -187,7 +190,7 @@ class OpTable:
         with no_dispatch():
             found = self.kinds.of(floats)
         for tensor, kinds in zip(floats, found, strict=True):
-            # A mask's -inf is handed on; any other has an operation that made it.
+            # A mask's -inf is passed on; any other has an operation that made it.
             made = (s for s in self._bad.get(tensor) or () if not is_meant(s, kinds))
             if kinds & ~NEGATIVE_INF or (kinds and any(made)):
                 self.bad_modules.append((name, tensor))

@@ -14,6 +14,7 @@ from torch import nn
 from .. import _C
 from ..detector.selection import full_name
 from ..scanner.modules import Handles, named_modules
+from ..scanner.torch_ops import base_of, has, is_view
 from ..scanner.tree import CALL_DEPTH, find, tensors_in
 from ..torch_internals.replaying import (
     TorchDispatchMode,
@@ -23,7 +24,7 @@ from ..torch_internals.replaying import (
 )
 from .storage_map import memory_of
 from .tensor_kinds import is_float
-from .users_lines import Frames, UsersFrames
+from .users_lines import Sites, UsersLines
 
 # A module's call that runs, with what it takes to make it alone.
 
@@ -93,7 +94,7 @@ class ModuleStack:
         self._running: list[tuple[int, str, bool]] = []
         self._calls: list[TracedModule] = []
         self._handles = Handles()
-        self._frames = UsersFrames()
+        self._lines = UsersLines()
 
     def __enter__(self) -> ModuleStack:
         for module in self._names:
@@ -109,11 +110,11 @@ class ModuleStack:
 
     def __exit__(self, *exception: object) -> None:
         self._handles.remove_all()
-        self._frames.forget()
+        self._lines.forget()
 
-    def lines(self) -> Frames:
+    def lines(self) -> Sites:
         """The user's lines that run, the innermost first."""
-        return self._frames.now()
+        return self._lines.now()
 
     def current(self, in_backward: bool) -> str | None:
         """The name of the innermost one; None in a backward that runs none again."""
@@ -153,19 +154,9 @@ class ModuleStack:
 # One call of an operation: what it reads and what it writes.
 
 
-# These write to all of their first argument, whatever was in it.
-_OVERWRITE = {
-    *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_"),
-    *("exponential_", "set_", "resize_", "log_normal_", "cauchy_", "geometric_"),
-}
 # Whatever they return or write to comes from other ranks, and may not be there yet.
 _COMMUNICATION = ("c10d.", "_c10d_functional", "c10d_functional", "_dtensor.")
 _WAITS = "wait_tensor"
-CONSTANT = "lift_fresh"  # what `torch.tensor(1.0)` ends with: it makes what it is given
-_EMPTY = {
-    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
-    *("empty_permuted", "empty_quantized", "resize_"),
-}
 # Batch norm's schemas do not say that it writes to these.
 _STATISTICS = ("running_mean", "running_var")
 
@@ -177,18 +168,16 @@ def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]], bool]:
     Of these arguments the place, the name, and whether what was in it is not read.
     """
     name = str(func)
-    base = name.split(".")[1] if "." in name else name
-    schema, writes = schema_of(func), []
+    base = base_of(name)
+    schema, writes, overwrites = schema_of(func), [], has(base, "overwrites")
     if schema is not None and (schema.is_mutable or "batch_norm" in base):
         for place, argument in enumerate(schema.arguments):
             alias = argument.alias_info
             is_written = alias is not None and alias.is_write
             if is_written or argument.name in _STATISTICS:
-                is_over = argument.is_out or (place == 0 and base in _OVERWRITE)
+                is_over = argument.is_out or (place == 0 and overwrites)
                 writes.append((place, argument.name, is_over))
-    returns = [] if schema is None or writes else schema.returns
-    is_view = bool(returns) and all(each.alias_info is not None for each in returns)
-    return name.removesuffix(".default"), base, writes, is_view
+    return name.removesuffix(".default"), base, writes, is_view(func)
 
 
 class OpCall:
@@ -246,7 +235,7 @@ class OpCall:
         Args:
             floats: Whether to leave out those that can hold no nan, or nothing.
         """
-        if self.base == CONSTANT:
+        if self.is_constant:
             return []
         over = self._overwritten
         given = self.arguments
@@ -280,7 +269,7 @@ class OpCall:
 
     def fresh(self, output: Any) -> list[torch.Tensor]:
         """The results that it returns in memory of their own."""
-        if self.base == CONSTANT:
+        if self.is_constant:
             return tensors_in(output)
         found = [output] if type(output) is torch.Tensor else tensors_in(output)
         given = self._given_memory
@@ -299,12 +288,12 @@ class OpCall:
     @property
     def is_empty(self) -> bool:
         """True if it returns memory that nobody has written to."""
-        return self.base in _EMPTY
+        return has(self.base, "empty")
 
     @property
     def is_constant(self) -> bool:
         """True if it makes a tensor of a number of Python."""
-        return self.base == CONSTANT
+        return has(self.base, "constant")
 
     @property
     def numbers(self) -> list[float]:

@@ -19,16 +19,16 @@ from ..guard.report.causes import (
 )
 from ..guard.report.explanation import Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
-from ..scanner.text import dtype_name, nonfinite_text
+from ..scanner.text import dtype_name
 from ..scanner.tree import path_text, tensors
 from ..torch_internals.replaying import with_torch_function
 from .bad_step import SLOWER, BadStep
-from .op_rows import NOT_TRIED
+from .op_rows import NOT_TRIED, Row
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .remedies.rule_attempts import update_remedies
 from .root_op import details_of
-from .tensor_kinds import inf_signs
+from .tensor_kinds import summary_of
 from .torch_calls import TorchCalls
 from .trace_back import trace_back
 from .users_lines import op_at
@@ -161,9 +161,9 @@ def _made_again(
     bad = ~twin.parameter.isfinite()
     is_same = bool((bad & ~parameter.detach().isfinite()).any())
     root_op = trace_back(table.sources(twin.parameter)) if bool(bad.any()) else None
-    if not is_same or root_op is None or not hasattr(root_op.source, "frames"):
+    row = None if root_op is None else root_op.source
+    if not is_same or not isinstance(row, Row):
         return None
-    row: Any = root_op.source
     wide = _Twin(optimizer, group, parameter, torch.float64)
     wide.step()
     is_finite = bool(wide.parameter.isfinite().all())
@@ -230,8 +230,8 @@ def _bad_settings(group: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _op_of(row: Any) -> Op:
-    op = op_at(row.name, row.frames)
+def _op_of(row: Row) -> Op:
+    op = op_at(row.name, row.sites)
     if row.details is not None and row.details.why != NOT_TRIED:
         op.inputs, op.outputs = row.details.inputs, row.details.outputs
         op.first_index, op.limit = row.details.first_index, row.details.limit
@@ -247,9 +247,7 @@ def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) 
             continue
         bad = ~tensor.detach().isfinite()
         if bool((bad & places).any()):
-            values = tensor.detach()
-            counts = int(values.isnan().sum()), int(values.isinf().sum())
-            what = nonfinite_text(*counts, inf_signs(values), values.numel())
+            what = summary_of(tensor.detach()).nonfinite_text()
             texts.append(f"{path_text(path)} {what}")
     if texts:
         name = type(optimizer).__name__

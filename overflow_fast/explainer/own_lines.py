@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..guard.step_keeper import Ambient, data_in
 from ..scanner.modules import Handles, children_of, modules_in
-from ..scanner.text import is_of_program, short_name
+from ..scanner.text import is_of_program
 from ..scanner.tree import CALL_DEPTH, find, tensors_in
 from ..torch_internals.compiler import (
     has_compiled,
@@ -58,7 +58,7 @@ from .statement_names import (
 )
 from .syntax import code_of, module_of
 from .tensor_kinds import floats_in, is_float, kinds_of
-from .users_lines import note_made_of_lines, source_lines
+from .users_lines import Site, note_made_of_lines, source_lines
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _UNSUITABLE = (
@@ -79,8 +79,8 @@ class UncertainError(Exception):
 # Finds the line that computes the loss.
 
 
-_MOST_FRAMES = 64
-_MOST_CODE = 200
+_MOST_FRAMES = 64  # chosen, not measured
+_MOST_CODE = 200  # characters of a line that advice writes out
 _DIRECT = "Write it as `{name} = guard.run(lambda: {code})` ({place})."
 _INDIRECT = (
     "The loss is computed at {place}: `{line}`. Call the model and that line in one "
@@ -119,7 +119,7 @@ class LossLine:
 
     def place_of(self, line: int) -> str:
         """A line of its file, such as "train.py:12"."""
-        return f"{short_name(self.frame.f_code.co_filename)}:{line}"
+        return Site(self.frame.f_code, line, 0).text
 
 
 def running_code() -> Iterator[tuple[FrameType, str, ast.Module]]:

@@ -24,6 +24,7 @@ from .. import _C
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
 from ..guard.undo.step_start import StepStart
+from ..guard.verdict.verdict import kind_of
 from ..guard.watching.watch import ModelWatch
 from ..scanner.modules import (
     gradient_taker,
@@ -34,6 +35,7 @@ from ..scanner.modules import (
 )
 from ..scanner.tensors import loss_in
 from ..scanner.tree import entry_label
+from ..scanner.types import TensorPath
 from ..torch_internals.replaying import (
     no_dispatch,
     uncompiled_calls,
@@ -636,7 +638,7 @@ def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]
 
 
 @dataclass(frozen=True)
-class Stats:
+class Extremes:
     """The extremes of an entry in a step.
 
     Attributes:
@@ -659,21 +661,18 @@ class Difference:
     """The first entry, in execution order, whose extremes differ.
 
     Attributes:
-        module: The name of its module.
-        label: Its label, such as "output" or "grad_output".
+        path: Where it is.
         step: Its extremes in the step.
         replay: Those in the replay.
     """
 
-    module: str
-    label: str
-    step: Stats
-    replay: Stats
+    path: TensorPath
+    step: Extremes
+    replay: Extremes
 
     def __str__(self) -> str:
         """The difference as a clause."""
-        place = f"{self.label} of {self.module or 'the model'}"
-        return f"{place} is the first that differs: {self._what()}"
+        return f"{self.path.of_module()} is the first that differs: {self._what()}"
 
     def _what(self) -> str:
         step, replay = self.step, self.replay
@@ -696,7 +695,7 @@ def _apart(one: float, other: float) -> tuple[str, str]:
     return texts
 
 
-_Key = tuple[str, str, str]  # the module's name, the label, the dtype
+_Key = tuple[TensorPath, str]  # and the dtype
 
 
 class ReplayCheck(Observer):
@@ -716,7 +715,7 @@ class ReplayCheck(Observer):
         make_watches: Callable[[], list[ModelWatch]],
     ) -> None:
         self._step = {kind: _stats_of(watches, kind) for kind in _KINDS}
-        self._replay = {kind: dict[_Key, Stats]() for kind in _KINDS}
+        self._replay = {kind: dict[_Key, Extremes]() for kind in _KINDS}
         self._make_watches = make_watches
 
     @contextmanager
@@ -761,7 +760,7 @@ class ReplayCheck(Observer):
         return [
             None
             if _are_same(step[key], stats)
-            else Difference(key[0], key[1], step[key], stats)
+            else Difference(key[0], step[key], stats)
             for key, stats in self._replay[kind].items()
             if key in step and step[key].num_tensors == stats.num_tensors
         ]
@@ -770,7 +769,9 @@ class ReplayCheck(Observer):
 _KINDS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
 
 
-def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, Stats]:
+def _stats_of(
+    watches: Sequence[ModelWatch], kind: _C.FrameKind
+) -> dict[_Key, Extremes]:
     """The extremes that recorders have noted, by their place, in execution order."""
     found = {}
     for watch in watches:
@@ -782,11 +783,16 @@ def _stats_of(watches: Sequence[ModelWatch], kind: _C.FrameKind) -> dict[_Key, S
                 module = column.place.module
                 if module not in names:
                     names[module] = watch.name_at(module)
-                found[names[module], entry_label(column.place), column.dtype] = stats
+                role, label = (
+                    kind_of(column.place.label.role),
+                    entry_label(column.place),
+                )
+                path = TensorPath.from_label(names[module], role, label)
+                found[path, column.dtype] = stats
     return found
 
 
-def _rows(row: _C.StepRow) -> Iterator[Stats]:
+def _rows(row: _C.StepRow) -> Iterator[Extremes]:
     num = row.num_entries
     columns = [
         _numbers(row.num_tensors, num),
@@ -794,7 +800,7 @@ def _rows(row: _C.StepRow) -> Iterator[Stats]:
         *(_numbers(each, num) for each in (row.num_nan, row.num_inf)),
     ]
     for values in zip(*columns, strict=True):
-        yield Stats(*values)
+        yield Extremes(*values)
 
 
 def _numbers(packed: bytes, num: int) -> list[int]:
@@ -810,7 +816,7 @@ def _magnitudes(packed: bytes, num: int) -> list[float]:
     return torch.frombuffer(bytearray(packed), dtype=dtype).tolist()
 
 
-def _are_same(one: Stats, other: Stats) -> bool:
+def _are_same(one: Extremes, other: Extremes) -> bool:
     counts = [(each.num_nan, each.num_inf) for each in (one, other)]
     if counts[0] != counts[1]:
         return False

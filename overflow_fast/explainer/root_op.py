@@ -10,13 +10,14 @@ import torch
 
 from ..scanner.tensors import PLAIN, real_parts, widened
 from ..scanner.text import error_line
+from ..scanner.torch_ops import has, op_of
 from ..scanner.tree import mapped, tensors_in
 from ..torch_internals.replaying import (
     attention_by_definition,
     schema_defaults,
     schema_names,
 )
-from .mask_counts import LOSSES_OF_LABELS, MaskCounts, has_no_label
+from .mask_counts import MaskCounts, has_no_label
 from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
 from .op_trace import OpCall
 from .tensor_kinds import (
@@ -33,7 +34,6 @@ from .tensor_kinds import (
 
 
 _MAX_NUMEL = 2**27  # of all arguments together, which are copied
-_HALF_TO_FLOAT = {"_softmax", "_log_softmax"}
 
 
 def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
@@ -58,7 +58,7 @@ def run_in_float64(func: Any, base: str, args: Any, kwargs: Any) -> Any:
         NotImplementedError: If that is not the same operation.
     """
     _require_repeatable(func, args, kwargs)
-    if base in _HALF_TO_FLOAT:
+    if "half_to_float" in schema_names(func):  # as `_softmax` has
         args = (*args[:2], False)
     if base.startswith("_scaled_dot_product") and "backward" not in base:
         return _attention(func, args, kwargs)
@@ -93,7 +93,6 @@ def _widened(op: OpCall, value: Any) -> Any:
 # The part of an operation that is too large to be copied.
 
 
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 _Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -171,7 +170,7 @@ def _cuts(
 
     if torch.Tag.pointwise in op.func.tags:
         yield every, [broadcast] * len(given)
-    elif op.base in _PRODUCTS:
+    elif has(op.base, "product"):
         batch = dict(enumerate(index[:-2]))
         last = len(index) - 1
         left = {**batch, last - 1: index[-2]}
@@ -225,20 +224,6 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-_DEGREES = {"std", "var", "std_mean", "var_mean", "std_correction", "var_correction"}
-# Their results are large only because they grow; other operations have poles.
-_GROW = {
-    *("exp", "exp2", "expm1", "sinh", "cosh", "mul", "add", "sub", "rsub", "mm", "bmm"),
-    *("addmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "linear", "addr"),
-    *("convolution", "sum", "prod", "cumsum", "cumprod", "square", "norm", "mean"),
-    *("linalg_vector_norm", "mse_loss", "softplus", "addcmul", "lerp", "ldexp"),
-    *("nansum", "logaddexp", "smooth_l1_loss", "huber_loss", "index_add", "cdist"),
-    *("_cdist_forward", "scatter_add", "index_put", "trace", "kron", "celu", "elu"),
-    *("gelu", "silu", "hypot", "dist", "poisson_nll_loss", "mkldnn_convolution"),
-    *("_foreach_mul", "_foreach_add", "_foreach_exp", "_to_copy", "copy", *_DEGREES),
-}
-_OVERFLOWS_TO_NAN = {"linalg_matrix_exp"}  # in float64, too
-_DIVIDES = {"div", "true_divide", "floor_divide", "remainder", "fmod", "addcdiv"}
 _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
 )
@@ -272,7 +257,7 @@ def details_of(
     places = new_places(bad[0], before)
     found.first_index, found.last_index = places or (None, None)
     found.limit = torch.finfo(bad[0].dtype).max
-    is_quotient = op.base.removesuffix("_") in _DIVIDES and bool(op.args)
+    is_quotient = has(op.base, "divides") and bool(op.args)
     found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
     try:
         found.outside = _outside_of_domain(op, found.first_index)
@@ -351,7 +336,7 @@ def _compare(
         is_beyond = abs(found.true_value) > found.limit
         within = SINGULAR if _divides_by_pivots(op, found) else INTERMEDIATE
         found.why = RANGE if is_beyond else within
-    elif op.base in _OVERFLOWS_TO_NAN and not found.has_bad_inputs:
+    elif has(op.base, "nan_of_overflow") and not found.has_bad_inputs:
         found.why, found.true_value = RANGE, math.inf
     elif math.isinf(first) and not found.has_bad_inputs and not _is_at_pole(op, index):
         found.why = RANGE
@@ -361,26 +346,22 @@ def _compare(
         found.true_value = first
 
 
-# Factorizations divide by what is left of a matrix's diagonal, or take its logarithm.
-_PIVOTED = ("slogdet", "linalg_inv", "linalg_solve", "linalg_lu", "inverse", "cholesky")
-
-
 def _divides_by_pivots(op: OpCall, found: Details) -> bool:
     """True if an infinite result is that of a pivot of 0: no product overflowed."""
     largest = max((each.abs_max or 0.0 for each in found.inputs), default=0.0)
     assert found.limit is not None
-    return largest < found.limit**0.25 and any(name in op.base for name in _PIVOTED)
+    # So no product of four entries overflows.
+    return largest < found.limit**0.25 and has(op.base, "pivots")
 
 
 def _is_at_pole(op: OpCall, index: tuple[int, ...]) -> bool:
     """True if an infinite result in float64 is that of a pole, such as 1 / 0."""
-    base = op.base.removesuffix("_")
-    if base in _DIVIDES:
+    if has(op.base, "divides"):
         divisor = op.args[-1]
         return _value_at(divisor, index) in (0.0, None)
-    if base == "pow":
+    if op.base.removesuffix("_") == "pow":
         return _value_at(op.args[0], index) in (0.0, None)
-    return base not in _GROW
+    return not has(op.base, "grows")
 
 
 def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
@@ -400,28 +381,9 @@ def _own_place(value: torch.Tensor, index: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
 
 
-_SOFTMAXES = {"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"}
-# Of elementwise operations, what their first argument must be.
-_DOMAINS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(("log", "log2", "log10", "rsqrt"), ("above 0", lambda x: x > 0)),
-    "sqrt": ("at least 0", lambda x: x >= 0),
-    **dict.fromkeys(("acos", "asin"), ("from -1 to 1", lambda x: -1 <= x <= 1)),
-    **dict.fromkeys(("atanh", "erfinv"), ("between -1 and 1", lambda x: -1 < x < 1)),
-    "logit": ("between 0 and 1", lambda x: 0 < x < 1),
-    "log1p": ("above -1", lambda x: x > -1),
-    "acosh": ("at least 1", lambda x: x >= 1),
-    "reciprocal": ("other than 0", lambda x: x != 0),
-}
-
-
-# Of others, above which number their second argument must be.
-_OF_SECOND = {"xlogy": 0.0, "special_xlog1py": -1.0}
-_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "true_divide": "/"}
-
-
 def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
     """Names an argument that is outside of the operation's domain, and where."""
-    base = op.base.removesuffix("_")
+    base, row = op.base.removesuffix("_"), op_of(op.base)
     if "batch_norm" in base and "backward" not in base:
         return _negative_variance(op)
     if index is None or not op.args:
@@ -430,31 +392,30 @@ def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
         return _too_few_frames(op, index[0])
     first = op.kept.get(id(op.args[0]), op.args[0])
     value = _value_at(first, index)
-    if base in _DOMAINS and value is not None and math.isfinite(value):
-        text, is_inside = _DOMAINS[base]
-        if not is_inside(value):
-            texts = (f"{value:.{n}g}" for n in range(3, 18))
-            shown = next(each for each in texts if not is_inside(float(each)))
-            own = _at(first, shown, index)
-            return f"its input is {own}; {base} needs one {text}"
+    is_number = value is not None and math.isfinite(value)
+    if value is not None and is_number and not row.is_inside(value):
+        texts = (f"{value:.{n}g}" for n in range(3, 18))
+        shown = next(each for each in texts if not row.is_inside(float(each)))
+        own = _at(first, shown, index)
+        return f"its input is {own}; {base} needs one {row.needs}"
     if base == "pow" and len(op.args) > 1 and value is not None:
         power = _value_at(op.args[1], index)
         if power is None or not math.isfinite(power):
             return ""
         if (value < 0 and power != int(power)) or (value == 0 and power < 0):
             return f"its input is {_at(first, value, index)}, the exponent {power:g}"
-    if base in _OF_SECOND and len(op.args) > 1:
-        second, least = _value_at(op.args[1], index), _OF_SECOND[base]
-        if second is not None and second <= least:
+    if row.above is not None and len(op.args) > 1:
+        second = _value_at(op.args[1], index)
+        if second is not None and second <= row.above:
             own = _at(op.args[1], second, index)
-            return f"its second input is {own}; {base} needs one above {least:g}"
+            return f"its second input is {own}; {base} needs one above {row.above:g}"
     is_plain = len(op.args) > 1 and op.kwargs.get("alpha", 1) == 1
-    if base in _ARITHMETIC and is_plain and value is not None:
+    if row.sign and is_plain and value is not None:
         second = _value_at(op.kept.get(id(op.args[1]), op.args[1]), index)
         if second is not None and math.inf in (abs(value), abs(second)):
             at = f" at {list(index)}" if index else ""
-            return f"it is {value:g} {_ARITHMETIC[base]} {second:g}{at}"
-    if base in _SOFTMAXES and isinstance(first, torch.Tensor) and first.dim():
+            return f"it is {value:g} {row.sign} {second:g}{at}"
+    if has(base, "softmax") and isinstance(first, torch.Tensor) and first.dim():
         return _masked_row(first, op.args[1], index)
     if base == "logsumexp" and isinstance(first, torch.Tensor) and first.dim():
         (dim, *others), place = op.args[1], list(index)
@@ -463,7 +424,7 @@ def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
         return "" if others else _masked_row(first, dim, tuple(place))
     if base == "_weight_norm_interface" and isinstance(first, torch.Tensor):
         return _row_of_zeros(first, op.args[2] if len(op.args) > 2 else 0, index)
-    if base in _DIVIDES and len(op.args) > 1 and _value_at(op.args[1], index) == 0:
+    if has(base, "divides") and len(op.args) > 1 and _value_at(op.args[1], index) == 0:
         if isinstance(op.args[1], torch.Tensor):
             return f"the divisor is {_at(op.args[1], 0.0, index)}"
         return f"the divisor is the number {op.args[1]:g}"
@@ -531,15 +492,15 @@ def _reduces_nothing(
     """Describes what it reduces, if that is nothing; else ""."""
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
-    if base in LOSSES_OF_LABELS:
+    if has(base, "of_labels"):
         counts = _NO_LABEL_COUNTS if op.args[1].numel() else _NO_LABELS
         return counts * has_no_label(op)
     if any(tensor.numel() == 0 for tensor in read):
         return f"{base} of a tensor without elements"
-    if base in _DEGREES and read and read[0].isfinite().all():
+    if has(base, "deviation") and read and read[0].isfinite().all():
         why = f"{base} of one element: its divisor, 1 - correction, is 0"
         return why * _has_one_element(read[0], bad)
-    places = bad_places(bad) if base in _DIVIDES else None
+    places = bad_places(bad) if has(base, "divides") else None
     if places is not None and len(op.args) > 1:
         index, by = places[0], op.args[1]
         of = op.kept.get(id(op.args[0]), op.args[0])
@@ -556,7 +517,7 @@ _MEAN = 1  # of the ways to reduce a loss, as ATen numbers them
 
 def _weighs_nothing(op: OpCall, output: Any) -> str:
     """Describes the class weights whose sum a mean is divided by, if that is 0."""
-    if op.base.rstrip("_") not in LOSSES_OF_LABELS or op.args[2] is None:
+    if not has(op.base, "of_labels") or op.args[2] is None:
         return ""
     if op.args[3] != _MEAN:  # it divides by nothing
         return ""

@@ -495,7 +495,7 @@ class Search:
             found.cause = UNKNOWN.name  # what one rank gave is not known
         elif not self._ranks.is_alone and max(claims) > _FROM_OTHERS:
             found.rank = self._ranks.rank
-            alike = min(max(claims), _IN_BACKWARD)  # what was handed on is no origin
+            alike = min(max(claims), _IN_BACKWARD)  # what was passed on is no origin
             found.num_ranks = sum(each >= alike for each in claims)
 
     def _name_accumulated(self, found: Explanation, root_op: RootOp) -> None:
@@ -532,7 +532,7 @@ def _claim(root_op: RootOp | None) -> int:
 # Non-finite values inside of a finite step: masked, clamped or divided away again.
 
 
-_MOST = 8
+_MOST = 8  # explanations; chosen, not measured
 
 
 def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
@@ -557,7 +557,7 @@ def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
     rows = ForwardRows(table)
     found: dict[tuple[object, ...], Explanation] = {}
     for row in table.rows:
-        place = row.name, row.module, row.frames[:1]
+        place = row.name, row.module, row.sites[:1]
         if row.makes_bad and place not in found and len(found) < _MOST:
             found[place] = explain_root_op(RootOp(row, [row]), rows, row.in_backward)
     return list(found.values())

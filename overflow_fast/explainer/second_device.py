@@ -31,7 +31,7 @@ from .tensor_kinds import floats_in
 OTHER = torch.device("cpu")
 _MAX_BYTES = 2**30  # of weights that are copied there, in float64
 _TIMES = 32.0  # so much more than the other device's error is no rounding
-_TF32_EPS = 2.0**-10
+_TF32_EPS = 2.0**-10  # its mantissa has 10 bits
 
 
 @dataclass

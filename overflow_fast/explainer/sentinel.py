@@ -12,10 +12,12 @@ from ..scanner.text import dtype_name, rounded
 from .calls import Call
 from .tensor_kinds import as_wide, is_float
 
-# Where the largest number of all others is smaller by so much, any number is one.
+# Where the largest number of all others is smaller by so much, any number is one; both
+# chosen, not measured.
 _FAR = 1e6
 # By so much, one that programs use for a missing value: netCDF's, and those of 9s.
 _APART = 100.0
+# netCDF's fill value of floats, other large ones, and the ends of int16.
 _KNOWN = (9.969209968386869e36, 1e20, 1e30, -32768.0, 32767.0)
 _NINES = tuple(float(f"{sign}{'9' * num}") for sign in "-+" for num in (3, 4, 5, 6))
 

@@ -87,11 +87,11 @@ def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
     least = float(finite.min()) if finite.numel() else None
     most = float(finite.max()) if finite.numel() else None
     num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    signs = inf_signs(values)
+    signs = _inf_signs(values)
     return TensorSummary(dtype, shape, least, most, num_nan, num_inf, name, signs)
 
 
-def inf_signs(values: torch.Tensor) -> str:
+def _inf_signs(values: torch.Tensor) -> str:
     """The signs of the infs: "+", "-", "+-", or "". Incurs a CPU-GPU sync."""
     values = real_parts(values)
     infs = {"+": values.isposinf(), "-": values.isneginf()}

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,70 +23,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
 from ..scanner.text import is_of_program, is_own
+from ..scanner.torch_ops import SWAPPED, has, op_of, plain_name
 from ..torch_internals.replaying import with_function_modes
-from .users_lines import BEGINS, Span, span_of
+from .users_lines import BEGINS, Site, Sites
 
-# One name for what is one operation; "r" marks operands that stand the other way round.
-_NAMES = {
-    **dict.fromkeys(("true_divide", "divide"), "div"),
-    **dict.fromkeys(("__rdiv__", "__rtruediv__"), "rdiv"),
-    **dict.fromkeys(("__rsub__", "rsub"), "rsub"),
-    **dict.fromkeys(("mm", "bmm", "__matmul__"), "matmul"),
-    **dict.fromkeys(("vector_norm", "linalg_vector_norm", "linalg_norm"), "norm"),
-    **{"__rpow__": "rpow", "__pow__": "pow", "multiply": "mul", "subtract": "sub"},
-    **{"negative": "neg", "arccos": "acos", "arcsin": "asin", "arctanh": "atanh"},
-    **{"arccosh": "acosh", "arctan2": "atan2", "square_": "square"},
-    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), "to"),
-    **{"special_expit": "sigmoid", "linalg_svd": "svd", "linalg_eigh": "eigh"},
-    **{"linalg_inv": "inverse", "linalg_cholesky": "cholesky", "linalg_det": "det"},
-    **{"linalg_slogdet": "slogdet", "linalg_eig": "eig", "special_logit": "logit"},
-}
-SWAPPED = ("rdiv", "rsub", "rpow")
-# The parameters that patterns read, where they may be given by name.
-PARAMETERS = {
-    **dict.fromkeys(("sum", "mean", "prod", "logsumexp", "amax"), "input dim keepdim"),
-    **dict.fromkeys(("cumsum", "softmax", "log_softmax"), "input dim"),
-    **dict.fromkeys(("div", "add", "sub", "mul", "matmul"), "input other"),
-    **{"norm": "input p dim keepdim", "where": "condition input other"},
-    **{"pow": "input exponent", "masked_fill": "input mask value"},
-    **{"clamp": "input min max", "linear": "input weight bias"},
-}
+# Other names of the parameters that patterns read.
 SAME = {"self": "input", "x": "input", "ord": "p", "axis": "dim", "_stacklevel": ""}
 _BACKWARD = (torch.autograd.backward, torch.Tensor.backward, torch.autograd.grad)
-# What tells of a tensor, and makes none: most of all calls.
-_PASSED = {
-    *("size", "dim", "stride", "numel", "is_contiguous", "is_floating_point"),
-    *("is_complex", "__len__", "__format__", "__repr__", "_set_grad_enabled"),
-    *("shape", "dtype", "device", "requires_grad", "grad", "is_cuda", "is_cpu", "ndim"),
-    *("layout", "is_leaf", "grad_fn", "_version", "is_sparse", "is_nested", "itemsize"),
-    *("__set__", "__hash__", "requires_grad_", "register_hook", "is_inference"),
-    *("element_size", "storage_offset", "data_ptr", "untyped_storage", "item"),
-}
 _MOST_SITES = 8  # from a torch call out to the program's own line
 # A call's name and, of each of its sites, file, function, first line, instruction: data
 # that is the same on each rank.
 Key = tuple[str, tuple[tuple[str, str, int, int], ...]]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place in code: Python 3.10 knows its line, later ones its columns, too."""
-
-    code: CodeType
-    line: int
-    instruction: int
-
-    @property
-    def span(self) -> Span | None:
-        """First and last line, first and last column in UTF-8; None if not known."""
-        return span_of(((self.code, self.line, self.instruction),))
-
-    @property
-    def key(self) -> tuple[str, str, int, int]:
-        """The place as data."""
-        code = self.code
-        first = code.co_firstlineno
-        return code.co_filename, code.co_name, first, self.instruction
 
 
 class Value:
@@ -158,7 +105,7 @@ class TorchCall:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    sites: tuple[Site, ...]
+    sites: Sites
     is_in_place: bool = False
     results: list[Value] = field(default_factory=list)
     variables: set[str] = field(default_factory=set)
@@ -182,7 +129,7 @@ class TorchCall:
         if len(found) > 2 and name in ("sum", "mean"):  # x.sum(0, 1)
             is_more = all(type(each) is int for each in found[1:])
             found[1:] = [tuple(found[1:])] if is_more else found[1:]
-        parameters = PARAMETERS.get(name, "input").split()
+        parameters = op_of(name).parameters or ("input",)
         for parameter in parameters[len(found) :]:
             found.append(named.get(parameter))
         return found[::-1] if self.name in SWAPPED else found
@@ -220,7 +167,7 @@ class TorchCalls(TorchFunctionMode):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if func in _BACKWARD:
             return self._backward(name, func, args, kwargs)
-        frames = [] if name in _PASSED else _frames(sys._getframe(1))
+        frames = [] if has(name, "tells") else _frames(sys._getframe(1))
         if not frames:  # it makes no tensor, or is none of the program's calls
             return func(*args, **kwargs)
         try:
@@ -259,11 +206,11 @@ class TorchCalls(TorchFunctionMode):
         is_in_place = name == "__setitem__" or kwargs.get("out") is not None
         if name.endswith("_") and not name.endswith("__"):
             name, is_in_place = name.rstrip("_"), True
-        name = _NAMES.get(name, name)
+        name = plain_name(name)
         given, named = _mapped((args, kwargs), self._value)
-        sites = tuple(Site(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
+        sites = tuple(map(Site.of, frames))
         call = TorchCall(name, func, given, named, sites, is_in_place)
-        if name in ("add", "mul") and not isinstance(args[-1], torch.Tensor):
+        if has(name, "commutes") and not isinstance(args[-1], torch.Tensor):
             variables = frames[0].f_locals.items()
             call.variables = {key for key, value in variables if value is args[0]}
         self.calls.append(call)

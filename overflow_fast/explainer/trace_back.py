@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..scanner.torch_ops import base_of
 from .op_rows import Leaf, Row, is_meant
 from .op_table import OpTable
 
@@ -158,7 +159,7 @@ class ForwardRows:
 
     def _line_of(self, row: Row) -> tuple[object, int] | None:
         named = self.of(row) if row.in_backward else row
-        return named.frames[0][:2] if named is not None and named.frames else None
+        return named.sites[0][:2] if named is not None and named.sites else None
 
     def modules_from(self, row: Row) -> list[str]:
         """The names of the modules that ran from an operation on, in order, once."""
@@ -184,5 +185,4 @@ class ForwardRows:
 def _is_derivative(node: str, op: str) -> bool:
     """True if a node such as PowBackward0 is that of an op such as aten.pow."""
     of = re.sub(r"Backward\d*$", "", node.rpartition("::")[2]).lower()
-    name = op.split(".")[1] if "." in op else op
-    return name.replace("_", "").lower().startswith(of)
+    return base_of(op).replace("_", "").lower().startswith(of)

@@ -11,12 +11,12 @@ import threading
 import time
 import weakref
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..guard.report.explanation import Op
 from ..scanner.text import installed_name, is_of_user, is_own, short_name, source_name
 
-_MAX_FRAMES = 12
+_MAX_FRAMES = 12  # lines of an operation that a report shows; chosen, not measured
 _ENGINE = "_engine_run_backward"
 # Files of torch that the engine calls, but for hooks of the user's.
 _NO_HOOKS = tuple(
@@ -25,8 +25,6 @@ _NO_HOOKS = tuple(
 )
 BEGINS = {"_run_call", "_made_again"}  # who runs the user's code again
 
-# The code, the line and the instruction of each frame.
-Frames = tuple[tuple[CodeType, int, int], ...]
 # The first line, the last line, the first and the last column in UTF-8.
 Span = tuple[int, int, int, int]
 
@@ -35,7 +33,58 @@ Span = tuple[int, int, int, int]
 _HANDS_ON = ("__torch_function__", "__torch_dispatch__")
 
 
-class UsersFrames:
+class Site(NamedTuple):
+    """A place in code: Python 3.10 knows its line, later ones its columns, too."""
+
+    code: CodeType
+    line: int
+    instruction: int
+
+    @classmethod
+    def of(cls, frame: FrameType) -> Site:
+        """Where a frame runs now."""
+        return cls(frame.f_code, frame.f_lineno, frame.f_lasti)
+
+    @property
+    def file(self) -> str:
+        """The path of its file."""
+        return self.code.co_filename
+
+    @property
+    def text(self) -> str:
+        """The file's short name and the line, such as "model.py:12"."""
+        return f"{short_name(self.file)}:{self.line}"
+
+    @property
+    def line_text(self) -> str:
+        """The text of its line; "" if its file has another one by now."""
+        lines = source_lines(self.code)
+        return lines[self.line - 1].strip() if 0 < self.line <= len(lines) else ""
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """The place as data, which is the same on each rank."""
+        code = self.code
+        return self.file, code.co_name, code.co_firstlineno, self.instruction
+
+    @property
+    def span(self) -> Span | None:
+        """Where its call stands in the file; None if Python does not tell."""
+        if not hasattr(self.code, "co_positions"):
+            return None
+        positions = list(self.code.co_positions())
+        place = self.instruction // 2
+        found = positions[place] if 0 <= place < len(positions) else (None,) * 4
+        first, last, begin, end = found
+        if first is None or last is None or begin is None or end is None:
+            return None
+        return first, last, begin, end
+
+
+Sites = tuple[Site, ...]  # the innermost first
+
+
+class UsersLines:
     """Reads the running lines of the user's code, at one operation after another.
 
     What has called a frame that ran at the last look is where it was, and is not read
@@ -44,9 +93,9 @@ class UsersFrames:
 
     def __init__(self) -> None:
         # Of each thread, outermost first: what ran, and the lines that had called it.
-        self._known: dict[int, dict[FrameType, Frames]] = {}
+        self._known: dict[int, dict[FrameType, Sites]] = {}
 
-    def now(self) -> Frames:
+    def now(self) -> Sites:
         """The running lines, the innermost first.
 
         In a backward, those that run inside of autograd's engine only: of a custom
@@ -67,7 +116,7 @@ class UsersFrames:
             frame = frame.f_back
         while known and next(reversed(known)) is not frame:
             known.popitem()
-        lines: Frames = ()
+        lines: Sites = ()
         if frame is not None:
             lines = _with_line(frame, known[frame])
         for each in reversed(new):
@@ -80,10 +129,10 @@ class UsersFrames:
         self._known.clear()
 
 
-def _with_line(frame: FrameType, callers: Frames) -> Frames:
+def _with_line(frame: FrameType, callers: Sites) -> Sites:
     code = frame.f_code
     if is_of_user(code.co_filename) and code.co_name not in _HANDS_ON:
-        return ((code, frame.f_lineno, frame.f_lasti), *callers)[:_MAX_FRAMES]
+        return (Site.of(frame), *callers)[:_MAX_FRAMES]
     return callers
 
 
@@ -99,29 +148,22 @@ def runs_in_hook() -> bool:
     return bool(first) and not first.endswith(_NO_HOOKS)
 
 
-def stack_of(frames: Frames) -> list[str]:
-    """Frames as text, the outermost first."""
+def stack_of(sites: Sites) -> list[str]:
+    """Lines as text, the outermost first."""
     return [
-        f"{source_name(code.co_filename)}:{line} in {code.co_name}"
-        for code, line, _ in reversed(frames)
+        f"{source_name(each.file)}:{each.line} in {each.code.co_name}"
+        for each in reversed(sites)
     ]
 
 
-def code_at(frames: Frames) -> tuple[str, int, str]:
+def code_at(sites: Sites) -> tuple[str, int, str]:
     """The file, the number and the text of the innermost line."""
-    if not frames:
+    if not sites:
         return "", 0, ""
-    code, line, _ = frames[0]
-    return source_name(code.co_filename), line, line_text(code, line)
+    return source_name(sites[0].file), sites[0].line, sites[0].line_text
 
 
 _LOADED_AT = time.time()
-
-
-def line_text(code: CodeType, line: int) -> str:
-    """The text of a line of a code; "" if its file has another one by now."""
-    lines = source_lines(code)
-    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
 def source_lines(code: CodeType, around: dict[str, Any] | None = None) -> list[str]:
@@ -165,69 +207,45 @@ def _is_compiled_from(code: CodeType, text: str) -> bool:
     return False
 
 
-def place_text(frames: Frames) -> str:
+def place_text(sites: Sites) -> str:
     """The file and the number of the innermost line, such as " (train.py:9)", or ""."""
-    file, line, _ = code_at(frames)
-    return f" ({short_name(file)}:{line})" if file else ""
+    return f" ({sites[0].text})" if sites else ""
 
 
-def programs_line(frames: Frames, called_at: tuple[str, int]) -> str:
+def programs_line(sites: Sites, called_at: tuple[str, int]) -> str:
     """The program's own line that led into an installed package, or "".
 
     Args:
-        frames: The user's lines that led to an operation, the innermost first.
+        sites: The user's lines that led to an operation, the innermost first.
         called_at: Where the program called what was replayed.
     """
-    files = [code.co_filename for code, _, _ in frames]
-    if not files or not installed_name(files[0]):
+    if not sites or not installed_name(sites[0].file):
         return ""
-    own = [(code, line) for code, line, _ in frames]
-    code, line = next(
-        (each for each in own if not installed_name(each[0].co_filename)), (None, 0)
-    )
-    if code is None:
+    own = next((each for each in sites if not installed_name(each.file)), None)
+    if own is None:
         file, line = called_at
         text = linecache.getline(file, line).strip()
     else:
-        file, text = code.co_filename, line_text(code, line)
+        file, line, text = own.file, own.line, own.line_text
     return f"{short_name(file)}:{line}{': ' * bool(text)}{text}" if file else ""
 
 
-def op_at(name: str, frames: Frames) -> Op:
+def op_at(name: str, sites: Sites) -> Op:
     """An operation with the line that called it, and those that led there."""
-    return Op(
-        name, *code_at(frames), stack_of(frames), columns=_columns_in_line(frames)
-    )
+    columns = _columns_in_line(sites)
+    return Op(name, *code_at(sites), stack_of(sites), columns=columns)
 
 
-def _columns_in_line(frames: Frames) -> tuple[int, int] | None:
+def _columns_in_line(sites: Sites) -> tuple[int, int] | None:
     """Where the innermost call begins and ends in the text of its line."""
-    span = span_of(frames)
+    span = sites[0].span if sites else None
     if span is None:
         return None
-    code, line, _ = frames[0]
-    lines = source_lines(code)
     first, last, begin, end = span
+    line, lines = sites[0].line, source_lines(sites[0].code)
     if first != line or not line <= len(lines):
         return None
     text = lines[line - 1].encode()
     end = end if last == line else len(text.rstrip())
     indent = len(text) - len(text.lstrip())
     return len(text[indent:begin].decode()), len(text[indent:end].decode())
-
-
-def span_of(frames: Frames) -> Span | None:
-    """Where the innermost call stands in its file; None if Python does not tell.
-
-    Python knows it from 3.11 on.
-    """
-    if not frames or not hasattr(frames[0][0], "co_positions"):
-        return None
-    code, _, instruction = frames[0]
-    positions = list(code.co_positions())
-    place = instruction // 2
-    found = positions[place] if 0 <= place < len(positions) else (None,) * 4
-    first, last, begin, end = found
-    if first is None or last is None or begin is None or end is None:
-        return None
-    return first, last, begin, end

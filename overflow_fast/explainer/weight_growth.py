@@ -13,7 +13,7 @@ from .bad_step import BadStep
 from .named_tensors import names_of
 
 _MANY = 10.0  # so many times as large as in one of the last steps
-_MORE = 2.0
+_MORE = 2.0  # less is left as it is; chosen, not measured
 
 
 @dataclass(frozen=True)

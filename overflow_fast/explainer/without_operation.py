@@ -31,7 +31,7 @@ from .replay_ranks import GIVEN, OnRank
 from .replayer import ReplayCheck, Replayer, ReplayResult
 from .second_device import FirstCall, compare_devices, is_elsewhere
 
-_RATE = 3
+_RATE = 3  # runs in all, if the budget has them; chosen, not measured
 
 
 class WithoutOperation:
@@ -72,7 +72,7 @@ class WithoutOperation:
         if first.state != GIVEN or not self._replayer.ranks.is_alone:
             return False
         difference = None if check is None else check.difference()
-        return difference is not None and difference.label.startswith("output")
+        return difference is not None and difference.path.role == "output"
 
     def clean(self, first: ReplayResult) -> Explanation:
         """The replay is finite: it was a transient, or is outside of what was run."""
@@ -165,9 +165,9 @@ class WithoutOperation:
         difference = None if check is None else check.difference()
         if difference is not None:
             found.evidence.append(str(difference))
-            is_alarm = difference.module == incident.module
+            is_alarm = difference.path.module == incident.module
             if not (is_gradient or (is_alarm and incident.is_received)):
-                found.module = difference.module  # it came before the alarm
+                found.module = difference.path.module  # it came before the alarm
         if incident.kind == "gradient":
             is_told = self._whose(found, first, incident)
             if not self._replayer.returns_loss and not is_told:

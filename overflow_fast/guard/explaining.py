@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .report.explanation import Explanation
 
 USE_RUN = "guard.run(lambda: loss)"
-_STEPS_BETWEEN = 100
+_STEPS_BETWEEN = 100  # until another place is explained; chosen, not measured
 _LATE = (
     "The step was not replayed: its verdict came when the weights had been stepped "
     "(sync='lagged')."

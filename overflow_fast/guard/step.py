@@ -113,7 +113,7 @@ class Step:
 
 _MEMORY = 8  # steps of a level whose median is its cost: the first ones take longer
 _TRIALS = 3  # checks of gradients before it is decided whether they fit
-_MAX_EVERY = 1000
+_MAX_EVERY = 1000  # steps; chosen, not measured
 _log = logging.getLogger("overflow_fast")
 
 

@@ -85,7 +85,7 @@ class Ambient:
 # A function that is kept, with the variables that it takes from around it.
 
 
-MAX_CALLED = 3
+MAX_CALLED = 3  # functions deep; chosen, not measured
 _MAX_VALUES = 256  # of an object that may be a batch
 _OF_PROGRAM = (torch.Tensor, nn.Module, Optimizer, Dataset, DataLoader)
 _BY_PLACE = (
@@ -217,7 +217,7 @@ def _sizes(tensors: list[torch.Tensor]) -> set[int]:
 # One call of a step, with what it takes to make it again.
 
 
-_MAX_HELD_BYTES = 2**26
+_MAX_HELD_BYTES = 2**26  # of gradients, from forward to the verdict; chosen
 NUM_SAMPLED = 64  # values of a tensor that is compared with itself later
 
 
@@ -302,7 +302,7 @@ class KeptCall:
 # The calls of a step.
 
 
-_MAX_KEPT = 8
+_MAX_KEPT = 8  # the last calls of a step; chosen, not measured
 COMPILED = "was compiled together with code around it, which hides its arguments"
 GRAPH = "was captured in a CUDA graph, which runs no code that could be run again"
 

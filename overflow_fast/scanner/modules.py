@@ -363,18 +363,6 @@ _BOUNDED = (
     *(nn.Identity, nn.Flatten, nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Tanh, nn.Sigmoid),
     *(nn.Hardsigmoid, nn.Softsign, nn.GELU, nn.SiLU, nn.LogSigmoid, nn.Softmax),
 )
-_FUSED = {"layer_norm", "rms_norm", "group_norm", "super"}
-_ROOTS = {"rsqrt", "sqrt", "std", "norm", "vector_norm"}
-_MEASURES = _ROOTS | {
-    "var",
-    "var_mean",
-    "std_mean",
-    "mean",
-    "sum",
-    "abs",
-    "amax",
-    "max",
-}
 _NORMALIZATION_NAME = re.compile(r"(Layer|RMS|Group)_?Norm(\w*[a-z0-9])?$")
 
 
@@ -432,10 +420,13 @@ def _normalizes_once(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     if code is None or "forward" in module.__dict__ or code.co_argcount != 2:
         return False
+    from .torch_ops import has  # a scan needs no table of operations
+
     names = set(code.co_names)
-    if names & _FUSED:
-        return not names & _MEASURES
-    return len(names & _ROOTS) == 1
+    num_roots = sum(has(name, "root") for name in names)
+    if "super" in names or any(has(name, "normalizes") for name in names):
+        return not num_roots and not any(has(name, "measure") for name in names)
+    return num_roots == 1
 
 
 def _is_plain(module: nn.Module) -> bool:

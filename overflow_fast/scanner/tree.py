@@ -47,9 +47,11 @@ from torch import nn
 from .. import _C
 from ..torch_internals.tensor_internals import pytree
 
-MAX_DEPTH = 16
+MAX_DEPTH = 16  # containers in containers; chosen, not measured
 # The arguments of a call, (args, kwargs), are two levels around the values given.
 CALL_DEPTH = MAX_DEPTH + 2
+# Of one value, and below objects, which may lead to the whole program; chosen, not
+# measured.
 MAX_VALUES = 1 << 20
 MAX_VALUES_OF_OBJECTS = 1 << 14
 

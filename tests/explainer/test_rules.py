@@ -32,7 +32,9 @@ from overflow_fast.explainer.remedies.rules import (
     numbers_of,
 )
 from overflow_fast.explainer.remedies.source_file import SourceFile
-from overflow_fast.explainer.torch_calls import SWAPPED, Site, TorchCalls
+from overflow_fast.explainer.torch_calls import TorchCalls
+from overflow_fast.explainer.users_lines import Site
+from overflow_fast.scanner.torch_ops import SWAPPED
 
 HEAD = """import math
 import torch

@@ -37,7 +37,7 @@ _TAKERS = {
 _LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_NAME", "LOAD_CLOSURE")
 _IGNORED = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "KW_NAMES", "PUSH_NULL", "COPY"}
 _instructions: dict[types.CodeType, list[dis.Instruction]] = {}
-_MOST_CODES = 1024
+_MOST_CODES = 1024  # whose instructions are kept; chosen, not measured
 _MOST_ARGUMENTS = 4
 
 

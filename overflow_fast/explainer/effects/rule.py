@@ -35,7 +35,8 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...scanner.text import is_of_program, is_of_user, is_own, short_name
+from ...scanner.text import is_of_program, is_of_user, is_own
+from ..users_lines import Site
 from . import kinds
 from .before import Before, place_of
 from .collectives import collectives
@@ -367,8 +368,7 @@ def _is_apart(frame: types.FrameType) -> bool:
 
 def _clause(frame: types.FrameType, words: str) -> str:
     """Names the function that is about to do it, and the line."""
-    code = frame.f_code
-    return f"{code.co_name} {words}, {short_name(code.co_filename)}:{frame.f_lineno}"
+    return f"{frame.f_code.co_name} {words}, {Site.of(frame).text}"
 
 
 def _is_over(iterator: Any) -> bool:

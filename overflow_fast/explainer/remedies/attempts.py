@@ -55,7 +55,7 @@ from .trials import Attempts, Failure, Trial, Trials, loss_of
 
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
-_MAX_TRIED = 3
+_MAX_TRIED = 3  # checkpoints; chosen, not measured
 
 
 def try_checkpoints(
@@ -349,7 +349,7 @@ def _find_hidden(failure: Failure, trials: Trials) -> Failure | None:
     for row in table.rows:
         details = row.details if row in made and row.makes_bad else None
         if details is not None and details.is_overflow:
-            place = f"{row.name}{place_text(row.frames)}"
+            place = f"{row.name}{place_text(row.sites)}"
             _replace(trials, remedy, hides=f"{place} still overflows")
             root_op = RootOp(row, [row])
             found = explain_root_op(root_op, ForwardRows(table), row.in_backward)

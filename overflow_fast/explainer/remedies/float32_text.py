@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...scanner.torch_ops import has
 from ..syntax import expression_of
 from ..torch_calls import TorchCall, Value
 from .call_patch import InFloat32
@@ -20,12 +21,6 @@ from .rule_text import (
     shown_at,
 )
 from .source_file import Edit
-
-# Calls that give float32 where one of their inputs has it.
-_PROMOTING = {
-    *("add", "sub", "mul", "div", "pow", "rsub", "rdiv", "rpow", "where", "maximum"),
-    *("minimum", "masked_fill", "cat", "stack", "atan2", "hypot", "lerp", "addcmul"),
-}
 
 
 def float32_edits(change: InFloat32, calls: Sequence[TorchCall]) -> tuple[Edit, ...]:
@@ -95,7 +90,7 @@ def _casts_of(call: TorchCall, is_root: bool, wide: set[Value]) -> list[int]:
         raise NotWrittenError("autocast makes it float16")
     # A number in a tensor widens no tensor that has dimensions.
     promotes = any(value in wide and value.shape for value in call.inputs)
-    if not half or (not is_root and promotes and call.name in _PROMOTING):
+    if not half or (not is_root and promotes and has(call.name, "promotes")):
         return []
     operands = call.operands
     casts = [i for i, each in enumerate(operands) if each in half]

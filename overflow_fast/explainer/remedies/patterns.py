@@ -18,19 +18,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ...scanner.torch_ops import has, op_of
 from ...torch_internals.tensor_internals import pytree
 from ..syntax import expression_of
-from ..torch_calls import PARAMETERS, SAME, TorchCall, Value
-from .rules import (
-    ELEMENTWISE,
-    IN_PLACE_MOVES,
-    LOGS,
-    MOVES,
-    RANDOM,
-    Rule,
-    named_numbers,
-    safe_argument,
-)
+from ..torch_calls import SAME, TorchCall, Value
+from .rules import LOGS, Rule, named_numbers, safe_argument
 
 
 @dataclass(frozen=True)
@@ -142,7 +134,7 @@ _OPERATORS = {
 def _matches(node: ast.AST, call: TorchCall, found: Found) -> bool:
     name, wanted = _shape(node)
     operands = call.operands
-    if name == "f" and call.name in ELEMENTWISE:
+    if name == "f" and has(call.name, "each"):
         found.names["f"] = call
     elif name != call.plain_name:
         return False
@@ -152,7 +144,7 @@ def _matches(node: ast.AST, call: TorchCall, found: Found) -> bool:
     if name == "f" and call.plain_name == "div":  # the divisor is its argument
         places = places[1:]
     orders = [places]
-    if name in ("add", "mul") and len(operands) == 2:
+    if has(name, "commutes") and len(operands) == 2:
         orders.append(places[::-1])
     before = dict(found.names), list(found.calls), found.has_rest
     for order in orders:
@@ -185,7 +177,8 @@ def _stands(node: ast.expr, leaf: Input, found: Found) -> bool:
     made = of.call if isinstance(of, Value) else None
     if made is None:
         return False
-    if made.name in IN_PLACE_MOVES and _shape(node)[0] not in MOVES and made.args:
+    passes = has(made.name, "same") and made.name != "detach"  # a gradient, too
+    if passes and not has(_shape(node)[0], "moves") and made.args:
         return _stands(node, Input(made, 0), found)
     return _matches(node, made, found)
 
@@ -217,7 +210,7 @@ def _are_same(one: Any, other: Any, depth: int = 4) -> bool:
     if calls[0] is None or calls[1] is None or not depth or one.place != other.place:
         return False
     is_plain = not (calls[0].is_in_place or calls[1].is_in_place)
-    is_plain = is_plain and calls[0].name not in RANDOM and not calls[0].kwargs
+    is_plain = is_plain and not has(calls[0].name, "random") and not calls[0].kwargs
     given = calls[0].args, calls[1].args
     return (
         is_plain
@@ -239,7 +232,7 @@ def _is_constant(of: Any, wanted: Any) -> bool:
 
 def _has_more(call: TorchCall) -> bool:
     """True if a call was given a keyword that no pattern reads, such as a dtype."""
-    known = {*PARAMETERS.get(call.name, "input").split(), "", "alpha", "value", "out"}
+    known = {*(op_of(call.name).parameters or ("input",)), "", "alpha", "value", "out"}
     more = {k: v for k, v in call.kwargs.items() if SAME.get(k, k) not in known}
     is_scaled = call.kwargs.get("alpha", 1) != 1
     return is_scaled or any(v is not None and v is not False for v in more.values())
@@ -247,7 +240,7 @@ def _has_more(call: TorchCall) -> bool:
 
 # The logarithm of a value, by how it was made.
 
-_DEPTH = 12
+_DEPTH = 12  # calls deep; chosen, not measured
 
 
 def _put_logs(found: Found, depth: int = _DEPTH) -> bool:
@@ -270,7 +263,7 @@ def _log_of(leaf: Input, depth: int) -> tuple[Found, bool]:
     plain = Found("log(y)", {"y": leaf})
     if made is None or depth == 0 or made.is_in_place or not made.args:
         return plain, False
-    if made.name in MOVES and isinstance(made.args[0], Value):
+    if has(made.name, "moves") and isinstance(made.args[0], Value):
         inner, is_known = _log_of(Input(made, 0), depth - 1)
         moved = _moved(made, value.place, inner)
         return (moved, True) if is_known else (plain, False)

@@ -11,6 +11,7 @@ import torch
 
 from ...guard.report.causes import UNDERFLOW
 from ...guard.report.explanation import Explanation, Remedy
+from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, InFloat32, RuleChange
@@ -23,7 +24,6 @@ from .rule_text import (
     rule_edits,
     short_text,
     shown_at,
-    site_text,
 )
 from .rules import (
     EMPTY_ROWS,
@@ -31,7 +31,6 @@ from .rules import (
     IN_LOGARITHMS,
     LOST,
     MASKS,
-    MOVES,
     ROUNDED,
     RULES,
     Rule,
@@ -40,7 +39,6 @@ from .rules import (
 )
 from .trials import Attempts, Failure, Trial, Trials, in_float32, remedy_of
 
-_MOST_GUARDS = 6
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
 _STAY = "stay with logarithms"
@@ -68,15 +66,11 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     op = failure.found.op
     has_inf = op is not None and any(each.num_inf for each in op.inputs)
     for failed in failure.failing_calls[:1]:
-        num_tried = 0
         for rule in GUARDS:
             if rule.needs_inf and not has_inf:
                 continue
             for trial, _ in _trials_of(rule, failed, failure, trials):
                 yield trial
-                num_tried += 1
-            if num_tried >= _MOST_GUARDS:
-                return
 
 
 def mask_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -168,7 +162,7 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     place = inner_place(root)
     whole = f"{text} in `{short_text(root)}`" + f" ({place})" * bool(place)
     elsewhere = [
-        f"`{short_text(leaf.call, leaf.place)}` ({site_text(leaf.call.sites[0])})"
+        f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()
         if isinstance(leaf.value, Value)
         and leaf.call.sites[0].code is not root.sites[0].code
@@ -205,10 +199,8 @@ def _behind(calls: Sequence[TorchCall], call: TorchCall) -> list[TorchCall]:
     return found
 
 
-_LINEAR = {
-    *(*MOVES, "sum", "mean", "cumsum", "add", "mul", "matmul", "clamp", "where"),
-    *("index_add", "scatter_add", "scatter", "masked_fill"),
-}
+def _is_linear(call: TorchCall) -> bool:
+    return has(call.name, "linear") or has(call.name, "moves")
 
 
 def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
@@ -229,15 +221,15 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
         if call.plain_name == "div":
             above, below = (degree.get(each, 0) for each in call.operands[:2])
             own = above - below
-        elif call.name in ("matmul", "mul"):
+        elif has(call.name, "bilinear"):
             own = sum(given)
-        elif call.name in _LINEAR and (call.name != "add" or min(given) == 1):
+        elif _is_linear(call) and (call.name != "add" or min(given) == 1):
             own = max(given)
         else:
             return None
         if own not in (0, 1):
             return None
-        if call.name in ("sum", "cumsum", "mean") and call.operands[1] is not None:
+        if "dim" in op_of(call.name).parameters and call.operands[1] is not None:
             dims.append(call.operands[1])
         degree |= dict.fromkeys(call.results, own)
     if any(own and value not in used for value, own in degree.items()):
@@ -330,7 +322,8 @@ def _ends_of(
 
     def fits(call: TorchCall) -> bool:
         size = sizes.get(call, torch.inf)
-        return call.name not in MOVES and (size == 0 or _SMALLEST < size < _LARGEST)
+        is_fitting = size == 0 or _SMALLEST < size < _LARGEST
+        return is_fitting and not has(call.name, "moves")
 
     fitting = _keys_of(calls, fits)
     wide: set[Value] = set()
@@ -366,14 +359,13 @@ def update_remedies(
         is_finite_now: Makes the step again on a copy, with gradients of 0; tells
             whether the weight is finite then.
     """
-    root, num_tried = row.torch_call, 0
+    root = row.torch_call
     if root is None or not shown_at(root)[0]:  # a line of torch's own
         return
     for rule in GUARDS:
-        if rule.needs_inf or num_tried >= _MOST_GUARDS:
+        if rule.needs_inf:
             continue
         for trial, _ in trials_of(rule, root, calls):
-            num_tried += 1
             patch = trial.patch
             assert isinstance(patch, CallPatch)
             is_finite = False

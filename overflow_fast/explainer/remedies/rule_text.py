@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from ...guard.report.explanation import Remedy
-from ...scanner.text import installed_name, is_of_program, short_name
+from ...scanner.text import installed_name, is_of_program
+from ...scanner.torch_ops import has, op_of
 from ..syntax import expression_of
-from ..torch_calls import PARAMETERS, SAME, Site, TorchCall, Value
-from ..users_lines import source_lines
+from ..torch_calls import SAME, TorchCall, Value
+from ..users_lines import Site, source_lines
 from .patterns import Found, Input, parsed
-from .rules import MOVES, RANDOM, safe_argument, with_numbers
+from .rules import safe_argument, with_numbers
 from .source_file import Edit, Operand, SourceFile
 
 _MOST_TEXT = 60
@@ -74,15 +75,15 @@ def node_at(site: Site) -> Any:
     """The expression or augmented assignment that made a call, or None."""
     if not source_lines(site.code):  # the file has another text by now
         return None
-    return SourceFile.of(site.code.co_filename).node_at(site.span)
+    return SourceFile.of(site.file).node_at(site.span)
 
 
 def shown_at(root: TorchCall) -> tuple[str, int]:
     """The program's file and line that a remedy of a call is of; "" and 0 if none."""
     site = root.sites[-1]
-    if not is_of_program(site.code.co_filename) or not source_lines(site.code):
+    if not is_of_program(site.file) or not source_lines(site.code):
         return "", 0
-    return SourceFile.of(site.code.co_filename).shown, site.line
+    return SourceFile.of(site.file).shown, site.line
 
 
 def remedy_in_words(text: str, root: TorchCall) -> Remedy:
@@ -91,15 +92,10 @@ def remedy_in_words(text: str, root: TorchCall) -> Remedy:
     return Remedy(text, file=file, line=line, last_line=line)
 
 
-def site_text(site: Site) -> str:
-    """A place in code, such as "model.py:12"."""
-    return f"{short_name(site.code.co_filename)}:{site.line}"
-
-
 def inner_place(root: TorchCall) -> str:
     """The place of a call that an installed package makes, or ""."""
     site = root.sites[0]
-    return "" if is_of_program(site.code.co_filename) else site_text(site)
+    return "" if is_of_program(site.file) else site.text
 
 
 def short_text(call: TorchCall, place: int | None = None) -> str:
@@ -147,7 +143,7 @@ class Writer(ast.NodeTransformer):
         self._root, self._calls = root, calls
         is_inner = len(root.sites) == 2 and bool(inner_place(root)) and not anywhere
         self._site = root.sites[-1] if is_inner else root.sites[0]
-        self._file = self._site.code.co_filename
+        self._file = self._site.file
         if not (anywhere or is_of_program(self._file)):
             raise NotWrittenError("it is in an installed package")
         self._source = SourceFile.of(self._file)
@@ -187,7 +183,9 @@ class Writer(ast.NodeTransformer):
     def _is_fresh(self, target: ast.expr) -> bool:
         """True for a variable whose tensor was computed for it in this function."""
         made = self._root.operands[0].call
-        if made is None or made.name in MOVES or made.sites[0].code != self._site.code:
+        if made is None or has(made.name, "moves"):
+            return False
+        if made.sites[0].code != self._site.code:
             return False
         given = self._source.parents.get(node_at(made.sites[0]))
         targets = given.targets if isinstance(given, ast.Assign) else []
@@ -247,7 +245,7 @@ class Writer(ast.NodeTransformer):
         return {
             id(node_at(call.sites[0]))
             for call in self._calls
-            if call.sites[0].code is self._site.code and call.name not in RANDOM
+            if call.sites[0].code is self._site.code and not has(call.name, "random")
         }
 
     def _is_inside(self, node: ast.AST) -> bool:
@@ -455,10 +453,10 @@ def _of_torch_module(site: Site, outer: Any) -> ast.expr:
     Raises:
         NotWrittenError: If its forward does more than to return that.
     """
-    source, inner = SourceFile.of(site.code.co_filename), node_at(site)
+    source, inner = SourceFile.of(site.file), node_at(site)
     around = [] if inner is None else list(source.around(inner))
     forward = next((each for each in around if isinstance(each, ast.FunctionDef)), None)
-    is_torchs = installed_name(site.code.co_filename).startswith("torch/nn/modules/")
+    is_torchs = installed_name(site.file).startswith("torch/nn/modules/")
     is_whole = bool(around) and isinstance(around[0], ast.Return)
     is_call = isinstance(outer, ast.Call) and not any(
         isinstance(each, ast.Starred) for each in outer.args
@@ -572,7 +570,7 @@ def operand_of(call: TorchCall, place: int, node: Any) -> Any:
         given.insert(0, node.func.value)
     if place < len(given):
         return given[place]
-    parameters = PARAMETERS.get(call.plain_name, "input other").split()
+    parameters = op_of(call.plain_name).parameters or ("input", "other")
     wanted = parameters[place] if place < len(parameters) else ""
     named = {SAME.get(k.arg or "", k.arg): k.value for k in node.keywords}
     return named.get(wanted)
@@ -588,7 +586,7 @@ def _parameters_of(function: Any) -> list[str]:
 
 def _is_in_order(call: TorchCall, sides: Sequence[ast.expr]) -> bool:
     """False for such as `2 * x`, which torch is given as x and 2."""
-    if call.name not in ("add", "mul") or len(call.operands) < 2:
+    if not has(call.name, "commutes") or len(call.operands) < 2:
         return True
     first, second = (isinstance(each, Value) for each in call.operands[:2])
     if second or not first:

@@ -25,30 +25,8 @@ from typing import Any
 
 import torch
 
+from ...scanner.torch_ops import has, op_of
 from ..torch_calls import TorchCall, Value
-
-# Calls that move values and compute none: what holds of a value holds behind them.
-MOVES = {
-    *("__getitem__", "view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose"),
-    *("permute", "t", "T", "mT", "gather", "index_select", "masked_select", "select"),
-    *("expand", "expand_as", "contiguous", "clone", "detach", "chunk", "split", "to"),
-    *("unbind", "roll", "broadcast_tensors", "flip", "take_along_dim", "narrow"),
-    *("movedim", "swapaxes", "unflatten"),
-}
-# Calls that leave each value where it is.
-IN_PLACE_MOVES = {"to", "contiguous", "clone"}
-# Calls that compute each element by itself: what `f` stands for.
-ELEMENTWISE = {
-    *("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "exp", "expm1", "pow", "div"),
-    *("reciprocal", "acos", "asin", "atanh", "square", "cosh", "sinh", "tan", "lgamma"),
-    *("norm", "acosh", "erfinv", "logit", "exp2", "rdiv"),
-}
-# Calls that return something else each time.
-RANDOM = {
-    *("dropout", "rand", "rand_like", "randn", "randn_like", "bernoulli", "normal"),
-    *("multinomial", "randint", "randperm", "feature_dropout", "alpha_dropout"),
-}
-_FINITE_AT_0 = ("exp", "expm1", "acos", "asin", "cosh", "sinh", "atanh", "erfinv")
 
 # The logarithm of a value, by how the value was made, and the remedy in words.
 # fmt: off
@@ -103,6 +81,9 @@ class Rule:
     needs_inf: bool = False
 
 
+_KEEP_COUNTS = ("sum", "clamp", "mul")
+
+
 def is_count(of: Any) -> bool:
     """True for what counts: an integer, or made of integers and booleans."""
     if not isinstance(of, Value):
@@ -110,8 +91,9 @@ def is_count(of: Any) -> bool:
     if not of.dtype.is_floating_point:
         return True
     made = of.call
-    names = {*MOVES, "sum", "clamp", "mul"}
-    return made is not None and made.name in names and all(map(is_count, made.inputs))
+    if made is None or not (has(made.name, "moves") or made.name in _KEEP_COUNTS):
+        return False
+    return all(map(is_count, made.inputs))
 
 
 def _counts(call: TorchCall) -> bool:
@@ -330,4 +312,4 @@ def with_numbers(text: str, numbers: Mapping[str, float]) -> str:
 
 def safe_argument(call: TorchCall) -> float:
     """An operand whose result and derivative are finite."""
-    return 0.0 if call.name in _FINITE_AT_0 else 1.0
+    return op_of(call.name).safe

@@ -191,6 +191,7 @@ def _whole(
     return replace(whole, code=code, file=file, line=first, last_line=last)
 
 
+# Chosen, not measured; other ranks wait meanwhile.
 STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
@@ -458,7 +459,7 @@ class Failure:
         return any(each.dtype == "float16" for each in tensors)
 
 
-_MOST_HIDDEN = 2
+_MOST_HIDDEN = 2  # chosen, not measured
 
 
 def _hidden(table: OpTable) -> list[TorchCall]:

@@ -18,7 +18,7 @@ from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
 
 SPIKE = "spike"  # the kind of its notices, which mark the step in the flight record
 
-_WINDOW = 200
+_WINDOW = 200  # values; chosen, not measured
 _LEAST = 100  # values before any is a spike
 # A spike is this many robust standard deviations of the logarithms above their median,
 # each taken as 8 % at least: so it is 1.9 times the median or more. In logarithms, as

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...scanner.text import counted, printable, short_name
+from ...scanner.text import counted, nonfinite_text, printable, short_name
 from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
 
 # The operation that failed, with its inputs and outputs, and the sample.
@@ -46,6 +46,16 @@ class TensorSummary:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def is_finite(self) -> bool:
+        """True if none of its elements is nan, inf or -inf."""
+        return not (self.num_nan or self.num_inf)
+
+    def nonfinite_text(self, has_numel: bool = True) -> str:
+        """Writes how many of its elements are non-finite, of how many."""
+        numel = self.numel if has_numel else 0
+        return nonfinite_text(self.num_nan, self.num_inf, self.signs, numel)
 
 
 @dataclass

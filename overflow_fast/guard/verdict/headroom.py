@@ -18,8 +18,8 @@ from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
 
 
 _FLOAT16_MAX = 65504.0
-_FEW_ROWS = 24
-_LEAST_STEPS = 4
+_FEW_ROWS = 24  # of a text
+_LEAST_STEPS = 4  # watched, before there is a trend; chosen, not measured
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _counts_text(counts: UnderflowCounts | None) -> str:
 
 
 _LEAST = 16  # values: scaled formats put their largest value there on purpose
-_MORE = 2.0
+_MORE = 2.0  # times the share that was warned of; chosen, not measured
 _FEW = 3
 
 

@@ -346,6 +346,8 @@ def _is_lowest(value: float, dtype: str) -> bool:
 _PRINT_ERROR = 2e-7  # of fingerprints, which are sums in float32
 _LEAF, _CODE = 3, 4  # roundings of a module's inputs, weights and output; of other code
 _TF32 = 2.0**-10  # the epsilon
+# Chosen, not measured. Behind one ReLU of normally distributed numbers it would be
+# sqrt(2 / pi) = 0.8.
 _FLIPS = 0.5
 _CAST = 3.0  # one cast is off by at most 2.4 times its usual error
 

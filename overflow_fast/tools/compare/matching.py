@@ -179,7 +179,7 @@ def _sum_of_partial(found: Sequence[Summary]) -> Summary:
 
 _PEFT = "base_model.model."
 _GAP = 1.0  # what it costs to leave a module without a twin; a difference is at most 1
-_MAX_CELLS = 4_000_000
+_MAX_CELLS = 4_000_000  # pairs of calls, of which a table is kept; chosen, not measured
 
 Call = tuple[str, int]  # a module's name, and which call of it
 

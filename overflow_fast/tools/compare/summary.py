@@ -35,8 +35,8 @@ from ... import _C
 from ...scanner.tensors import PLAIN, NotScanned, dtype_named, real_parts, resolve
 from ...torch_internals.tensor_internals import local_tensor
 
-WIDTH = 251
-_PATTERNS = 64
+WIDTH = 251  # sums, a prime: as float32 they take 1004 bytes
+_PATTERNS = 64  # rows of signs before they repeat; chosen, not measured
 _PERIOD = WIDTH * _PATTERNS
 _PERIODS = 16  # a pass: 1 MiB of float32, which stays in a core's cache
 _CHUNK = _PERIOD * _PERIODS

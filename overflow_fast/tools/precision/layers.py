@@ -28,10 +28,10 @@ from ...torch_internals.running import (
 
 
 _EXPONENT_BITS = 8  # of float32
-_BIAS = 127
+_BIAS = 127  # of float32's exponents
 _NUM_BINS = 2**_EXPONENT_BITS
 _HALF_OF_LEAST = -25  # float16's least number is 2**-24; below half of it lies 0
-_LEAST_NORMAL = -14
+_LEAST_NORMAL = -14  # 2**-14 is float16's smallest normal number
 
 
 class Magnitudes:

@@ -1,0 +1,339 @@
+"""The table of torch's operations, compared with torch's registry and its numbers."""
+
+import ast
+import functools
+import inspect
+import itertools
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import get_overridable_functions
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import overflow_fast
+from overflow_fast.explainer.torch_calls import SAME
+from overflow_fast.scanner import torch_ops
+from overflow_fast.scanner.torch_ops import (
+    ALIASES,
+    ROWS,
+    SWAPPED,
+    Operation,
+    Trait,
+    base_of,
+    has,
+    op_of,
+    plain_name,
+)
+
+PACKAGE = Path(overflow_fast.__file__).parent
+ATEN = {
+    schema.name.removeprefix("aten::")
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("aten::")
+}
+FUNCTIONS = {
+    function.__name__: function
+    for functions in get_overridable_functions().values()
+    for function in functions
+    if hasattr(function, "__name__")
+}
+# What torch shows a mode by these names, and does not list.
+SHOWN = {"__set__", "_set_grad_enabled"}
+TRAITS = typing.get_args(Trait)
+NAMES = [name for name in ROWS if "*" not in name]
+# Numbers at which functions have their poles, and ends of what they are defined for.
+NUMBERS = torch.tensor(
+    [*(-4, -3.5, -2, -1.5, -1, -0.5, -0.25, 0, 0.25, 0.5, 1, 1.5, 2, 3.5, 4)],
+    dtype=torch.float64,
+)
+LARGE = torch.tensor([-1e308, -1e3, -1e2, 1e2, 1e3, 1e308], dtype=torch.float64)
+
+
+def is_of_torch(name):
+    known = ATEN | FUNCTIONS.keys() | SHOWN
+    is_known = not known.isdisjoint((name, f"{name}_", name.removeprefix("_")))
+    homes = (torch.Tensor, F, torch.linalg)
+    return is_known or any(hasattr(home, name) for home in homes)
+
+
+def overloads(name):
+    packet = getattr(torch.ops.aten, name)
+    return [getattr(packet, overload) for overload in packet.overloads()]
+
+
+@functools.cache
+def of_each_element(num_tensors):
+    """The operators of torch that compute each element by itself, and need no more."""
+    found = {}
+    for name in sorted(ATEN):
+        if name.endswith("_") or name.startswith("_foreach_"):
+            continue
+        for overload in overloads(name):
+            schema, tags = overload._schema, overload.tags
+            needed = [a for a in schema.arguments if not a.has_default_value()]
+            if torch.Tag.pointwise not in tags or torch.Tag.out in tags:
+                continue
+            if [str(each.type) for each in needed] == ["Tensor"] * num_tensors:
+                found[name] = overload
+    return found
+
+
+def result_of(function, *given):
+    """The tensor that a function returns, or None."""
+    try:
+        result = function(*given)
+    except Exception:  # it takes other arguments
+        return None
+    is_plain = isinstance(result, torch.Tensor) and result.layout is torch.strided
+    return result if is_plain else None
+
+
+# The names.
+
+
+def test_each_operation_has_one_row_of_known_traits():
+    names = [name for names, _ in torch_ops._TABLE for name in names.split()]
+    assert len(names) == len(set(names))
+    assert {trait for op in ROWS.values() for trait in op.traits} == set(TRAITS)
+
+
+def test_each_trait_is_explained():
+    source = Path(torch_ops.__file__).read_text()
+    for trait in TRAITS:
+        assert f"\n# {trait} " in source
+
+
+def test_each_name_is_one_of_torch():
+    """One that torch has renamed is found here."""
+    named = {name[1:] if name in SWAPPED else name for name in NAMES}
+    assert [name for name in sorted(named) if not is_of_torch(name)] == []
+
+
+def test_each_alias_is_a_name_of_torch():
+    plain = {name[1:] if name in SWAPPED else name for name in ALIASES.values()}
+    assert [name for name in {*ALIASES, *plain} if not is_of_torch(name)] == []
+    assert ALIASES.keys() & {*ALIASES.values()} == set()
+
+
+def test_each_pattern_has_an_operator():
+    for pattern in ROWS.keys() - NAMES:
+        assert any(op_of(name) is ROWS[pattern] for name in ATEN), pattern
+
+
+def test_each_name_that_code_compares_is_one_of_torch():
+    """A case of a single operation, such as `base == "pow"`."""
+    found = set()
+    for path in (PACKAGE / "explainer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Compare):
+                continue
+            if not ast.unparse(node.left).endswith(("base", "plain_name", "call.name")):
+                continue
+            texts = [n for n in ast.walk(node) if isinstance(n, ast.Constant)]
+            found |= {each.value for each in texts if isinstance(each.value, str)}
+    assert {"pow", "logsumexp", "_ctc_loss", "div", "__setitem__"} <= found
+    found -= {"_"}  # of `base.removesuffix("_")`
+    assert [name for name in sorted(found) if not is_of_torch(name)] == []
+
+
+def test_names_of_one_operation_have_one_row():
+    """A function that runs an operator and nothing else is that operator."""
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(base_of(str(func)))
+            return func(*args, **(kwargs or {}))
+
+    other = {
+        *("bool", "byte", "char", "short", "int", "long"),  # no numbers with fractions
+        *("cfloat", "cdouble", "chalf"),
+        *("float_power", "square", "sym_sum", "linalg_matrix_norm"),  # of other inputs
+        *("fft_fftshift", "fft_ifftshift"),
+        *("matmul", "linalg_matmul", "dsmm", "spmm"),  # of matrices alone
+    }
+    x, different = torch.rand(3, 3, dtype=torch.float64), {}
+    for name, function in FUNCTIONS.items():
+        if name in other or name.endswith("_"):
+            continue
+        for given in ((x,), (x, x)):
+            names = []
+            with Ops():
+                if result_of(function, *map(torch.clone, given)) is None:
+                    continue
+            ran = [each for each in names if each != "clone"]
+            is_known = len(ran) == 1 and op_of(ran[0]) != Operation()
+            if is_known and op_of(name) != op_of(ran[0]) and not has(name, "moves"):
+                different[name] = ran[0]
+            break
+    assert different == {}
+
+
+def test_parameters_are_those_of_torch():
+    for name in NAMES:
+        known = set()
+        for overload in overloads(name) if name in ATEN else ():
+            known |= {argument.name for argument in overload._schema.arguments}
+        function = getattr(F, name, None)
+        if inspect.isfunction(function):
+            known |= set(inspect.signature(function).parameters)
+        known = {SAME.get(each, each) for each in known}
+        assert set(op_of(name).parameters) <= known, name
+
+
+# The numbers.
+
+
+@pytest.mark.parametrize("name", of_each_element(1))
+def test_what_an_operation_needs_is_where_it_is_finite(name):
+    """Each that has a pole, or an end, has a row that says so."""
+    op, function = op_of(name), of_each_element(1)[name]
+    result = result_of(function, NUMBERS.clone())
+    if result is None or not result.is_floating_point():
+        return
+    inside = [op.is_inside(float(each)) for each in NUMBERS]
+    assert result.isfinite().tolist() == inside
+    assert bool(op.needs) == (not all(inside))
+    large = result_of(function, LARGE.clone())
+    if large is None or op.needs:
+        return
+    if bool(large.isinf().any()):
+        assert "grows" in op.traits
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if has(n, "each")])
+def test_an_operation_and_its_derivative_are_finite_at_its_safe_argument(name):
+    plain = name[1:] if name in SWAPPED else name
+    x = torch.tensor([op_of(name).safe], dtype=torch.float64, requires_grad=True)
+    function = getattr(torch, plain, None) or getattr(torch.ops.aten, plain)
+    given = {"div": (1.0, x), "pow": (x, 0.5)}.get(plain, (x,))
+    result = torch.div(torch.ones(1), x) if plain == "div" else function(*given)
+    assert bool(result.isfinite().all())
+    if result.requires_grad:
+        (gradient,) = torch.autograd.grad(result.sum(), x)
+        assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if has(n, "grows")])
+def test_what_only_grows_has_no_pole(name):
+    function = getattr(torch, name, None) or getattr(F, name, None)
+    if function is None:
+        return
+    for given in ((NUMBERS,), (NUMBERS, NUMBERS), (NUMBERS, NUMBERS, NUMBERS)):
+        result = result_of(function, *given)
+        if result is not None and result.is_floating_point():
+            assert bool(result.isfinite().all())
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if op_of(n).never])
+def test_a_magnitude_that_results_never_have_is_one_that_rounding_makes(name):
+    function = getattr(torch, name, None) or getattr(F, name, None)
+    if function is None:
+        function = getattr(torch.ops.aten, name)
+    dim = (-1, False) if name == "_softmax" else (-1,) * ("softmax" in name)
+    near = torch.tensor([-3.0, -1.0, 0.25, 2.0], dtype=torch.float64)
+    far = torch.tensor([-2e3, 0.0, 2e3], dtype=torch.float64)
+    for value in op_of(name).never:
+        assert value not in function(near, *dim).abs().tolist()
+        assert value in function(far, *dim).abs().tolist()
+
+
+def promotes(name, function):
+    """Whether float32 in any of two tensors makes float32, if both work."""
+    half, single = torch.rand(2, 2).half(), torch.rand(2, 2)
+    dtypes = set()
+    for one, other in ((half, single), (single, half)):
+        given = {
+            "where": (one > 0, one, other),
+            "masked_fill": (single, single > 0, half.sum()),
+            "cat": ([one, other],),
+            "stack": ([one, other],),
+            "addcmul": (one, other, one),
+            "addcdiv": (one, other, one),
+        }.get(name, (one, other))
+        result = result_of(function, *given)
+        dtypes.add(None if result is None else result.dtype)
+    return dtypes == {torch.float32}
+
+
+def test_what_promotes_does_so():
+    functions = {n: getattr(torch, n, None) or getattr(F, n, None) for n in NAMES}
+    functions |= of_each_element(2)
+    names = functions.keys() & FUNCTIONS.keys() - {*SWAPPED, "gumbel_softmax"}
+    found = {name for name in names if promotes(name, functions[name])}
+    assert {name for name in names if has(name, "promotes")} == found
+
+
+def test_what_moves_values_computes_none():
+    x = torch.rand(3, 3, dtype=torch.float64)
+    values = {*x.flatten().tolist()}
+    for name, function in FUNCTIONS.items():
+        result = result_of(function, x.clone()) if has(name, "moves") else None
+        if result is not None and result.dtype is x.dtype:
+            assert set(result.flatten().tolist()) <= values, name
+
+
+def test_views_of_torch_are_moves_unless_they_are_other_numbers():
+    assert all(has(name, "moves") for name in ("diagonal", "unfold", "tensor_split"))
+    assert not any(has(name, "moves") for name in ("real", "as_strided", "relu"))
+    x = torch.rand(2, 2)
+    assert has("mT", "moves") and torch.equal(x.mT, x.t())
+
+
+def test_what_draws_numbers_is_random():
+    """torch has a tag for its operators; of its functions in Python the table tells."""
+    x = torch.rand(1, 4, 8, 8) + 0.5
+    different = set()
+    for name, function in FUNCTIONS.items():
+        one, other = result_of(function, x.clone()), result_of(function, x.clone())
+        if one is None or other is None or name[-1] == "_":
+            continue
+        if has(name, "empty") or name.startswith("fbgemm_"):  # memory as it was
+            continue
+        if not bool(((one == other) | (one != one)).all()):
+            different.add(name)
+    assert {"dropout", "dropout2d", "gumbel_softmax", "poisson"} <= different
+    assert [name for name in sorted(different) if not has(name, "random")] == []
+    assert not has("scaled_dot_product_attention", "random")
+
+
+def test_random_operations_in_place_overwrite_unless_they_read():
+    read = {"dropout_", "alpha_dropout_", "feature_dropout_", "rrelu_"}
+    read |= {"feature_alpha_dropout_", "rrelu_with_noise_"}
+    in_place = {name for name in ATEN if name.endswith("_") and has(name, "random")}
+    assert {name for name in in_place if not has(name, "overwrites")} == read
+
+
+def test_factories_of_empty_tensors_are_known():
+    names = {name for name in ATEN if "empty" in name}
+    assert names == {name for name in names if has(name, "empty")}
+
+
+def test_operations_on_lists_overwrite_and_grow_as_those_on_tensors():
+    assert has("_foreach_zero_", "overwrites") and has("_foreach_sinh_", "grows")
+    assert not has("_foreach_div", "grows") and not has("_foreach_sub", "difference")
+
+
+def test_an_operation_of_no_row_has_no_traits():
+    assert op_of("relu") == Operation() and not any(
+        has("relu", trait) for trait in TRAITS
+    )
+    assert plain_name("special_exp2") == "exp2" and plain_name("relu") == "relu"
+    assert base_of("aten.div.Tensor") == "div" == base_of("div")
+
+
+def test_what_some_traits_say_is_so():
+    x = torch.tensor([[0.5, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    is_so = {
+        "same": lambda f: torch.equal(f(x), x),
+        "divides": lambda f: not f(*(x,) * (2 + (f is torch.addcdiv))).isfinite().all(),
+        "bilinear": lambda f: torch.equal(f(2 * x, x), 2 * f(x, x)),
+        "commutes": lambda f: torch.equal(f(x, 3 * x), f(3 * x, x)),
+        "deviation": lambda f: any(each.isnan().all() for each in (*f(x[:1], 0),)),
+    }
+    for name, trait in itertools.product(NAMES, is_so):
+        function = getattr(torch, name, None) or getattr(torch.Tensor, name, None)
+        if has(name, trait) and function is not None and name != "to":
+            assert is_so[trait](function), name
