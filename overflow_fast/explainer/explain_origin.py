@@ -50,6 +50,10 @@ _NOT_CLIPPED = (
     "Clipping gradients by their norm after backward does not help: it makes nan of an "
     "inf."
 )
+_BAD_BEFORE = (
+    "The operation's result in the forward is non-finite, too; what follows leaves it "
+    "out."
+)
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
 _UNWRITTEN = (
@@ -134,8 +138,10 @@ def _explain_row(
             _add_growth(found, growth_of(row, forward_rows))
     found.evidence += clauses
     is_hidden = named is not row and named.makes_bad and not named.is_meant
-    if in_gradients and (is_hidden or not row.in_backward):
+    if in_gradients and not row.in_backward:
         found.notes.append(SEEN_IN_BACKWARD)
+    elif in_gradients and is_hidden:
+        found.notes.append(_BAD_BEFORE)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...scanner.text import counted, nonfinite_text, printable, short_name
-from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
+from .causes import NOT_REPRODUCIBLE, SINGULAR_GRADIENT, UNKNOWN, Cause
 
 # The operation that failed, with its inputs and outputs, and the sample.
 
@@ -408,7 +408,8 @@ class Explanation:
         in_phase = (
             f" in {self.phase}" if self.phase in ("backward", "optimizer") else ""
         )
-        if SEEN_IN_BACKWARD in self.notes:
+        is_value = self.cause != SINGULAR_GRADIENT.name  # and no derivative
+        if SEEN_IN_BACKWARD in self.notes and is_value:
             in_phase = " in the forward, seen in backward"
         return f"{cause}{in_phase}{self._on_rank()}"
 
