@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from ..detector.selection import Wanted
 from ..scanner.tensors import check_number
-from ..scanner.text import either, nearest
+from ..scanner.text import either, listed_fields, nearest
 from .policy import ACTIONS
 from .process import has_process_group
 from .verdict.rules import Rules
@@ -305,7 +304,6 @@ POLICY = Kind(check_policy, str, choices=ACTIONS)
 
 
 _Class = TypeVar("_Class", bound=type)
-_WIDTH = 88
 
 
 @dataclass(frozen=True)
@@ -338,7 +336,8 @@ class Options:
         """Lists the fields in the docstring."""
         own = {n: f for n, f in vars(cls).items() if isinstance(f, Field)}
         if own and cls.__doc__:  # python -OO has none
-            listed = listed_fields((n, f.metadata["option"]) for n, f in own.items())
+            helps = ((n, f.metadata["option"].help) for n, f in own.items())
+            listed = listed_fields(helps)
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nAttributes:\n{listed}"
 
     def __post_init__(self) -> None:
@@ -371,21 +370,6 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def listed_fields(options: Iterable[tuple[str, Option]]) -> str:
-    """Lists fields as a docstring does."""
-    return "\n".join(
-        textwrap.fill(
-            f"{name}: {each.help}",
-            _WIDTH - 4,  # help() indents docstrings
-            initial_indent="    ",
-            subsequent_indent="        ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, each in options
-    )
-
-
 def documents(options: type[Options]) -> Any:
     """Returns a decorator that lists the fields of options in a class's docstring.
 
@@ -395,7 +379,7 @@ def documents(options: type[Options]) -> Any:
     def documented(cls: _Class) -> _Class:
         if cls.__doc__:  # python -OO has none
             marker = f"    (the fields of {options.__name__})"
-            listed = listed_fields(options_of(options))
+            listed = listed_fields((n, each.help) for n, each in options_of(options))
             cls.__doc__ = inspect.cleandoc(cls.__doc__).replace(marker, listed)
         return cls
 

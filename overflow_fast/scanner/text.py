@@ -178,6 +178,21 @@ def wrapped(sentence: str) -> list[str]:
 # The logger `overflow_fast`: each of its lines begins with the package's name.
 
 
+def listed_fields(meanings: Iterable[tuple[str, str]]) -> str:
+    """Lists fields as a docstring does, by their names and what they mean."""
+    return "\n".join(
+        textwrap.fill(
+            f"{name}: {meaning}",
+            _WIDTH,  # help() indents docstrings
+            initial_indent="    ",
+            subsequent_indent="        ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, meaning in meanings
+    )
+
+
 _PREFIX = "[overflow_fast] "
 _formatter = logging.Formatter()
 

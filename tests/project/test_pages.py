@@ -1,5 +1,6 @@
 """What the README and the pages of docs/ name is there: pages, anchors, arguments."""
 
+import importlib.util
 import inspect
 import re
 import shlex
@@ -176,3 +177,19 @@ def test_commands_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([\w-]+)", text):
         assert f"\n{target}:" in makefile, target
+
+
+_spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tools/tables.py")
+tables = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tables)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_tables_are_what_the_code_has(page):
+    text = pages()[page]
+    assert tables.renewed(text) == text, "run python docs/tools/tables.py"
+
+
+def test_every_table_is_on_a_page():
+    names = [n for text in pages().values() for n in tables.names_in(text)]
+    assert sorted(names) == sorted(tables.TABLES)

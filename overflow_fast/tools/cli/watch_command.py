@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...guard.files.json_text import dumps
-from ...guard.record.record_lines import RecordEntry
+from ...guard.record.record_lines import DRAWN, RecordEntry
 from ..record.table import FlightRecord
 from .subcommand import (
     Commands,
@@ -76,10 +76,7 @@ def _rank(record: FlightRecord) -> Numbers:
         "age_seconds": max(0.0, time.time() - last.time),
         "step_seconds": seconds,
         "guard_share": last.guard_share,
-        **{
-            name: getattr(last, name)
-            for name in ("loss", "grad_norm", "learning_rate", "loss_scale", "action")
-        },
+        **{name: getattr(last, name) for name in (*DRAWN, "action")},
         "skipped": sum(step.num_skipped for step in record.steps),
     }
 
