@@ -10,7 +10,6 @@ from typing import Any
 
 import griffe
 
-
 _DECLARE = ("option", "written", "derived", "_of_step")
 
 

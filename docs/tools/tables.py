@@ -20,8 +20,8 @@ from overflow_fast.guard.files.fields import (
     REQUIRED,
     Field,
     fields_of,
-    kinds_of,
 )
+from overflow_fast.guard.files.schema import kinds_of
 from overflow_fast.guard.record import record_lines
 from overflow_fast.guard.report import log_lines
 from overflow_fast.tools.compare import recording_schema

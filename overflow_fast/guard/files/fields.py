@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from ...scanner.text import capitalized, listed_fields
 
@@ -126,7 +126,7 @@ class Written:
         return {"kind": cls.KIND, **line_of(cls, **values)}
 
 
-def line_of(cls: type[Any], **values: Any) -> dict[str, Any]:
+def line_of(cls: Any, **values: Any) -> dict[str, Any]:
     """Makes what is written of fields, given by their attributes; others are left out.
 
     Raises:
@@ -161,14 +161,3 @@ def declared_in(cls: Any) -> dict[str, Field]:
 def fields_of(cls: Any) -> dict[str, Field]:
     """Those of them that are in the file."""
     return {name: each for name, each in declared_in(cls).items() if each.is_in_file}
-
-
-@functools.cache
-def kinds_of(cls: Any) -> dict[str, Any]:
-    """The types of the fields in the file, by their attributes."""
-    hints = {} if cls.__dict__.get("OF") is None else kinds_of(cls.__dict__["OF"])
-    hints = {**hints, **get_type_hints(cls, include_extras=True)}
-    return {
-        name: hints[name] if each.kind is None else each.kind
-        for name, each in fields_of(cls).items()
-    }

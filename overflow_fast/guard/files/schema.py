@@ -23,7 +23,7 @@ except ImportError as _error:
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from . import fields
-from .fields import ABSENT, REQUIRED, Written, fields_of, kinds_of
+from .fields import ABSENT, REQUIRED, Written, fields_of
 from .reading import FileError
 
 __all__ = [
@@ -71,6 +71,17 @@ if TYPE_CHECKING:
 else:
     Count, Index = _read_as(fields.Count), _read_as(fields.Index)
     Number, StepNumber = _read_as(fields.Number), _read_as(fields.StepNumber)
+
+
+@functools.cache
+def kinds_of(cls: Any) -> dict[str, Any]:
+    """The types of the fields in the file, by their attributes."""
+    hints = {} if cls.__dict__.get("OF") is None else kinds_of(cls.__dict__["OF"])
+    hints = {**hints, **typing.get_type_hints(cls, include_extras=True)}
+    return {
+        name: hints[name] if each.kind is None else each.kind
+        for name, each in fields_of(cls).items()
+    }
 
 
 @functools.cache
@@ -158,9 +169,7 @@ class Lines:
         other: That of lines of other kinds; None to pass over them.
     """
 
-    def __init__(
-        self, *kinds: type[Written], other: type[Written] | None = None
-    ) -> None:
+    def __init__(self, *kinds: Any, other: Any = None) -> None:
         self._union: Any = functools.reduce(
             operator.or_, (struct_of(each) for each in kinds)
         )

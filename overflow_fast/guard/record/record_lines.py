@@ -12,12 +12,9 @@ JSON Lines needs nothing. Parquet and safetensors write a file once, as a whole.
 
 from __future__ import annotations
 
-import base64
-import sys
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...scanner.types import TensorPath
 from ..files.fields import (
@@ -30,7 +27,6 @@ from ..files.fields import (
     StepNumber,
     Time,
     Written,
-    declared_in,
     derived,
     documented,
     fields_of,
@@ -40,19 +36,16 @@ from ..files.json_text import to_plain
 from ..files.reading import FileError
 from ..report.log_lines import OfRun
 
-if TYPE_CHECKING:
-    import torch
-
-    from ..files.schema import Lines
-
-    Numbers = array[float] | array[int]
-
 # The version of the lines: docs/formats.md.
 RECORD_SCHEMA = 1
 KIND = "flight_record"  # of the first line
 BEGINNING = b'{"kind": "flight_record"'
 
 Line = dict[str, Any]
+
+
+class RecordError(FileError):
+    """A file that cannot be read as a flight record; says why."""
 
 
 class LineSpan(NamedTuple):
@@ -179,12 +172,6 @@ class RecordStep:
         return self.guard_seconds / self.seconds
 
 
-# The numbers of a step that pages and `watch` show, with the words in front of them.
-_WORDS = {name: each.drawn for name, each in declared_in(RecordStep).items()}
-_IN_ORDER = dict.fromkeys(("loss", "grad_norm", *_WORDS))
-DRAWN = {name: words for name in _IN_ORDER if (words := _WORDS[name])}
-
-
 # An entry.
 
 
@@ -294,50 +281,3 @@ class StepsLine(Written, kind="steps", of=RecordStep):
 
 
 KINDS = (FlightRecordLine, EntriesLine, StepsLine)
-
-
-def decoder() -> Lines:
-    """Returns what decodes the lines of a record; needs msgspec."""
-    from ..files.schema import Lines
-
-    return Lines(*KINDS)
-
-
-# The columns.
-
-
-class RecordError(FileError):
-    """A file that cannot be read as a flight record; says why."""
-
-
-def read_numbers(columns: Line, name: str, byteorder: str) -> Numbers | None:
-    """A column of a line: floats, or whole numbers for counts.
-
-    Returns:
-        An array of `columns["num"]` numbers; None where nothing counted them. In
-        extremes nan stands for an entry that was not looked at, or held a nan; in
-        counts -1 for one that was not counted.
-    """
-    if name not in columns:
-        return None
-    num, data = columns["num"], columns[name]  # bytes, where a reader has decoded them
-    packed = data if isinstance(data, bytes) else base64.b64decode(data)
-    code = "q" if name in COUNTS else "d"
-    if not packed:
-        return array(code, bytes(8 * num))
-    numbers: Numbers = array(code if len(packed) // num == 8 else "f", packed)
-    if byteorder != sys.byteorder:
-        numbers.byteswap()
-    return numbers
-
-
-def as_tensor(numbers: Numbers) -> torch.Tensor:
-    """The same numbers as a tensor on the CPU: float64, or int64 for counts."""
-    import torch
-
-    dtypes = {"f": torch.float32, "d": torch.float64, "q": torch.int64}
-    stored = dtypes[numbers.typecode]
-    if not numbers:
-        return torch.empty(0, dtype=stored, device="cpu")
-    found = torch.frombuffer(numbers, dtype=stored)
-    return found.double() if found.is_floating_point() else found

@@ -17,6 +17,7 @@ import torch
 from ..files.fields import fields_of, line_of
 from ..files.json_text import line_bytes, parse_object
 from ..files.writing import write_all
+from .columns import as_tensor, read_numbers
 from .record_lines import (
     COLUMNS,
     COUNTS,
@@ -25,8 +26,6 @@ from .record_lines import (
     LineSpan,
     RecordStep,
     StepsLine,
-    as_tensor,
-    read_numbers,
 )
 
 # So many lines of a level are folded into one of the next.

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...guard.files.json_text import dumps
-from ...guard.record.record_lines import DRAWN, RecordEntry
-from ..record.table import FlightRecord
+from ...guard.record.record_lines import RecordEntry
+from ..record.table import DRAWN, FlightRecord
 from .subcommand import (
     Commands,
     add_command,

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...guard.record.record_lines import DRAWN
 from ...scanner.text import counted, printable
 from ...scanner.types import TensorPath
+from ..record.table import DRAWN
 
 Numbers = Mapping[str, Any]
 

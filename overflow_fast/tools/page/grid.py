@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ...guard.files.json_text import dumps
-from ...guard.record.record_lines import DRAWN, RecordEntry, RecordStep
+from ...guard.record.record_lines import RecordEntry, RecordStep
 from ...scanner.text import printable
-from ..record.table import FlightRecord
+from ..record.table import DRAWN, FlightRecord
 
 # Columns of the pictures: which steps of which records share one.
 

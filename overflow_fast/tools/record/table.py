@@ -13,29 +13,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...guard.files.fields import fields_of
+from ...guard.files.fields import declared_in, fields_of
 from ...guard.files.reading import FileError, lines_of, open_regular
+from ...guard.record.columns import as_tensor, read_numbers
 from ...guard.record.record_lines import (
     BEGINNING,
     COLUMNS,
     COUNTS,
     KIND,
+    KINDS,
     RECORD_SCHEMA,
     Line,
     RecordEntry,
     RecordError,
     RecordStep,
-    as_tensor,
-    decoder,
-    read_numbers,
 )
 from ...scanner.text import picture_html, printable
 
 if TYPE_CHECKING:
     import torch
 
-    from ...guard.record.record_lines import Numbers
+    from ...guard.record.columns import Numbers
 
+# The numbers of a step that pages and `watch` show, with the words in front of them.
+_WORDS = {name: each.drawn for name, each in declared_in(RecordStep).items()}
+_IN_ORDER = dict.fromkeys(("loss", "grad_norm", *_WORDS))
+DRAWN = {name: words for name in _IN_ORDER if (words := _WORDS[name])}
 _LOSSES = ("output.loss", "output['loss']")
 
 
@@ -420,7 +423,11 @@ def _parsed(text: bytes) -> Line | None:
     return None if found is None else plain(found)
 
 
-_lines = functools.cache(decoder)
+@functools.cache
+def _lines() -> Any:
+    from ...guard.files.schema import Lines
+
+    return Lines(*KINDS)
 
 
 def _run_of(text: bytes | None, path: Path) -> Line:
