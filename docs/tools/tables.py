@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import overflow_fast
 from overflow_fast.guard.files.fields import (
     ABSENT,
     FIRST_RELEASE,
@@ -27,6 +28,7 @@ from overflow_fast.guard.report import log_lines
 from overflow_fast.tools.compare import recording_schema
 
 DOCS = Path(__file__).parents[1]
+STUB = DOCS.parent / "overflow_fast" / "__init__.pyi"
 _TABLE = re.compile(
     r"(<!-- table: ([^\n]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL
 )
@@ -97,8 +99,21 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def stub() -> str:
+    """The public names for type checkers, which do not run `__getattr__`."""
+    lines = ["# Written by docs/tools/tables.py.", "from typing import Final", ""]
+    places = {n: "" if n == m else m for n, m in overflow_fast._MODULES.items()}
+    for name, place in sorted(places.items(), key=lambda each: each[::-1]):
+        lines.append(f"from .{place} import {name} as {name}")
+    listed = [f"    {name!r}," for name in overflow_fast.__all__]
+    lines += ["", "__all__ = [", *listed, "]"]
+    lines += ["__version__: Final[str]", "MONITORS: Final[dict[str, str]]", ""]
+    return "\n".join(lines).replace("'", '"')
+
+
 def main() -> None:
-    """Renews the pages."""
+    """Renews the pages, and the stub of the public names."""
+    STUB.write_text(stub())
     for page in DOCS.rglob("*.md"):
         text = page.read_text()
         if (new := renewed(text)) != text:

@@ -193,3 +193,7 @@ def test_tables_are_what_the_code_has(page):
 def test_every_table_is_on_a_page():
     names = [n for text in pages().values() for n in tables.names_in(text)]
     assert sorted(names) == sorted(tables.TABLES)
+
+
+def test_the_stub_of_public_names_is_what_the_table_of_them_has():
+    assert tables.stub() == tables.STUB.read_text(), "run python docs/tools/tables.py"

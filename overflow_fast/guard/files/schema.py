@@ -200,7 +200,7 @@ def convert(value: Any, kind: type[_T]) -> _T:
 
 
 def plain(value: Any) -> dict[str, Any]:
-    """What was decoded as a dict, without unset fields; bytes stay bytes."""
+    """Converts what was decoded to a dict, without unset fields; bytes stay bytes."""
     found: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,))
     return found
 

@@ -1,4 +1,4 @@
-"""What makes room in the file of a flight record: lines of several steps become one.
+"""Room in the file of a flight record: lines of several steps become one.
 
 Imported when a record is full for the first time.
 """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class OfRun(Written):
-    """What the first line of a log and of a flight record says of the run."""
+    """A run, in the first line of a log and of a flight record."""
 
     schema: int = field("the version of the format", ABSENT)
     run: str = field("the id of the run, which all its files have", ABSENT)

@@ -28,7 +28,7 @@ from ...guard.record.record_lines import (
     RecordError,
     RecordStep,
 )
-from ...scanner.text import picture_html, printable
+from ...scanner.text import printable
 
 if TYPE_CHECKING:
     import torch
@@ -215,6 +215,7 @@ class FlightRecord:
         return heatmap_pixels(self.headroom_bits(), max_columns)
 
     def _repr_html_(self) -> str:
+        from ...scanner.notebook_html import picture_html
         from .heatmap import png_of
 
         shown = f"{len(self)} lines of steps of {len(self.entries)} entries: headroom"
