@@ -315,16 +315,20 @@ class Option:
         kind: The values that it takes.
         typed: The option of `overflow-fast run`, without dashes; None for the names of
             the class and the field.
+        see: The place in docs/ that tells more.
     """
 
     help: str
     kind: Kind
     typed: str | None = None
+    see: str = ""
 
 
-def option(help: str, kind: Kind, typed: str | None = None) -> dict[str, Option]:
+def option(
+    help: str, kind: Kind, typed: str | None = None, see: str = ""
+) -> dict[str, Option]:
     """Returns the metadata of a field; see `Option`."""
-    return {"option": Option(help, kind, typed)}
+    return {"option": Option(help, kind, typed, see)}
 
 
 class Options:
@@ -401,6 +405,7 @@ class Explain(Options):
             "100 steps.",
             one_of("auto", "always", "never"),
             typed="explain",
+            see="guides/explanations.md#why-it-happened",
         ),
     )
     _: KW_ONLY
@@ -453,9 +458,11 @@ class Evidence(Options):
 
     path: Path = field(
         metadata=option(
-            "A folder for the report, offending tensors and batch of bad steps.",
+            "A folder for the report, offending tensors and batch of bad steps. Needs "
+            "safetensors.",
             PATH,
             typed="evidence",
+            see="formats.md#evidence",
         )
     )
     _: KW_ONLY
@@ -477,6 +484,7 @@ _RANKS = option(
     'The ranks that write: "all", a file each; "node", the first of each host '
     '(`LOCAL_RANK` 0); or "rank0".',
     one_of("all", "node", "rank0"),
+    see="guides/ddp.md#many-ranks",
 )
 
 
@@ -486,7 +494,10 @@ class Log(Options):
 
     path: Path = field(
         metadata=option(
-            "A file for one line of JSON for each judged step.", PATH, typed="log"
+            "A file for one line of JSON for each judged step.",
+            PATH,
+            typed="log",
+            see="formats.md#log",
         )
     )
     _: KW_ONLY
@@ -517,6 +528,7 @@ class Record(Options):
             "A file for magnitudes and counts of each entry in each watched step.",
             PATH,
             typed="record",
+            see="formats.md#flight-record",
         )
     )
     _: KW_ONLY
@@ -549,7 +561,12 @@ class Schedule(Options):
 
     every: int = field(
         default=1,
-        metadata=option("Watch one step in this many.", whole(1), typed="every"),
+        metadata=option(
+            "Watch one step in this many.",
+            whole(1),
+            typed="every",
+            see="guides/guard.md#steps-that-are-not-judged",
+        ),
     )
     _: KW_ONLY
     warmup: int = field(
@@ -575,5 +592,6 @@ class Schedule(Options):
             '"warn".',
             TIME_SHARE,
             typed="budget",
+            see="guides/guard.md#steps-that-are-not-judged",
         ),
     )

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..files.fields import ABSENT, Count, Index, Number, StepNumber, Time, Written
 from ..files.fields import written as field
-
-if TYPE_CHECKING:
-    from ..files.schema import Lines
 
 
 class OfRun(Written):
@@ -88,23 +83,4 @@ class NoticeLine(LogLine, kind="notice"):
     text: str = field("the clause", "")
 
 
-class OtherLine(Written):
-    """A line of a kind that this version does not know."""
-
-    kind: str = field("its kind")
-    run: str = field("the id of the run", "")
-    time: Time = field("when it was written", 0.0)
-    rank: Index | None = field("the rank", None)
-    step: StepNumber | None = field("the number of the step", None)
-    action: str | None = field("what was done", None)
-    is_clean: bool | None = field("false if the step was not finite", None)
-
-
 KINDS = (RunLine, StepLine, SpikeLine, NoticeLine)
-
-
-def decoder() -> Lines:
-    """Returns what decodes the lines of a log; needs msgspec."""
-    from ..files.schema import Lines
-
-    return Lines(*KINDS, other=OtherLine)

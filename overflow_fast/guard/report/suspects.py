@@ -15,7 +15,8 @@ from typing import Any
 from ...scanner.text import aligned, printable
 from ..files.reading import FileError, lines_of, open_regular
 from .causes import NOT_REPRODUCIBLE
-from .log_lines import RunLine, StepLine, decoder
+from .log_lines import RunLine, StepLine
+from .log_reading import decoder
 
 # Lines that cannot be of an incident are passed over undecoded.
 _OF_INCIDENTS = (b'"kind": "run"', b'"is_clean": false')

@@ -21,9 +21,18 @@ from ...guard.files.json_text import SCHEMA, dumps, parse_object
 from ...guard.files.reading import FileError, lines_of, open_regular
 from ...guard.record.record_lines import EXTREMES, RecordEntry, RecordStep
 from ...guard.record.record_lines import KIND as RECORD
-from ...guard.report.log_lines import RunLine, decoder
+from ...guard.report.log_lines import RunLine
+from ...guard.report.log_reading import decoder
 from ...scanner.text import counted, printable, with_progress
-from .subcommand import Commands, add_command, fail, reason, require_content, warn
+from .subcommand import (
+    Commands,
+    add_command,
+    command,
+    fail,
+    reason,
+    require_content,
+    warn,
+)
 
 # `log`: filters the guard's JSON log.
 
@@ -35,6 +44,7 @@ class LogError(FileError):
     """A file that cannot be read as a log; says why."""
 
 
+@command(after="doctor")
 def add_log(commands: Commands) -> None:
     """Adds the command `log`."""
     parser = add_command(
@@ -46,6 +56,10 @@ def add_log(commands: Commands) -> None:
         log guard.jsonl --bad
         log guard.rank0.jsonl guard.rank1.jsonl --step 1000:2000 --json
         """,
+        more=(
+            ": `--step`, `--rank`, `--action`, `--kind`, `--bad`; `-f` follows "
+            "[it](../formats.md#log)"
+        ),
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a log")
     parser.add_argument(
@@ -275,6 +289,7 @@ def _content(whole: _Line) -> str:
 # `report`: a page of flight records and evidence.
 
 
+@command(after="watch")
 def add_report(commands: Commands) -> None:
     """Adds the command `report`."""
     parser = add_command(
@@ -283,6 +298,7 @@ def add_report(commands: Commands) -> None:
         _run_report,
         "write a page of flight records and evidence",
         "report run.ofr evidence/ -o run.html",
+        more=": [what it shows](observing.md#a-page)",
     )
     parser.add_argument(
         "paths",
@@ -328,6 +344,7 @@ _SUFFIXES = (".csv", ".parquet")
 Row = dict[str, Any]
 
 
+@command(after="log")
 def add_export(commands: Commands) -> None:
     """Adds the command `export`."""
     parser = add_command(
@@ -339,6 +356,10 @@ def add_export(commands: Commands) -> None:
         export run.ofr -o run.csv
         export run.rank0.ofr run.rank1.ofr --steps -o steps.parquet
         """,
+        more=(
+            " (`pip install pyarrow`): a row for each entry of each step, or "
+            "with `--steps` for each step; never over a file"
+        ),
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a flight record")
     parser.add_argument(
@@ -479,6 +500,7 @@ def _pyarrow() -> Any:
 # `explain`: a step, from the folder of its evidence.
 
 
+@command(after="report")
 def add_explain(commands: Commands) -> None:
     """Adds the command `explain`."""
     parser = add_command(
@@ -487,6 +509,10 @@ def add_explain(commands: Commands) -> None:
         _run_explain,
         "explain a non-finite step from the folder of its evidence",
         "explain evidence/overflow_fast/RUN/step-00000012 --model train.py:build",
+        more=(
+            ": [how](explanations.md#explain-it-elsewhere); `--any-weights` "
+            "accepts other weights than those of the step"
+        ),
     )
     parser.add_argument("folder", help="the folder, such as evidence/.../step-00000012")
     parser.add_argument(
@@ -547,6 +573,7 @@ _FORMATS = (".html", ".xlsx", ".json")
 NOTHING_COMPUTED = 3  # the exit status where only weights or batches were compared
 
 
+@command(after="explain")
 def add_compare(commands: Commands) -> None:
     """Adds the command `compare`."""
     parser = add_command(
@@ -558,6 +585,7 @@ def add_compare(commands: Commands) -> None:
         compare run_a run_b
         compare run_a run_b --map '^layer\\.=blocks.' -o diff.html
         """,
+        more=": [how](compare.md#two-runs-compared)",
     )
     parser.add_argument(
         "recording", help="the folder of a recording, or a dump of msprobe"

@@ -16,6 +16,7 @@ from .subcommand import (
     Commands,
     add_command,
     at_least_one,
+    command,
     fail,
     reason,
     require_content,
@@ -153,6 +154,7 @@ _SHARE = 4  # of the time, at most one in this many seconds is spent reading
 _LONGEST = 86_400  # seconds between two looks
 
 
+@command(after="run")
 def add_watch(commands: Commands) -> None:
     """Adds the command `watch`."""
     parser = add_command(
@@ -164,6 +166,13 @@ def add_watch(commands: Commands) -> None:
         watch run.ofr
         watch run.rank0.ofr run.rank1.ofr --once --json
         """,
+        more=(
+            "; from the flight records of a run that trains: the last step of "
+            "each rank, the entries with the fewest bits left (of all ranks) "
+            "and their trend over the last 16 lines, and the last incidents; "
+            "needs rich (`pip install rich`) but with `--json`; `--once` prints"
+            " once"
+        ),
     )
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="a flight record, one of each rank"

@@ -35,9 +35,9 @@ from ...guard.files.reading import (
     FileError,
     lines_of,
     open_regular,
-    open_tensors,
     why_unreadable,
 )
+from ...guard.files.tensor_files import open_tensors
 from ...guard.files.writing import open_appending, write_all, write_new
 from ...guard.process import own_rank, settings_of_torch, world_size
 from ...guard.undo.random import RandomStates
