@@ -64,6 +64,11 @@ class Field:
     is_in_file: bool = True
     more: Mapping[str, Any] = field(default_factory=dict)
 
+    def of(self, line: Mapping[str, Any], key: str) -> Any:
+        """Its value in a line, or its default; `key` is its attribute."""
+        is_there = self.default is not REQUIRED and self.default is not ABSENT
+        return line.get(self.name or key, self.default if is_there else None)
+
     @property
     def drawn(self) -> str:
         """The words in front of its picture, if a number has one; else nothing."""

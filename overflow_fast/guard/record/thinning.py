@@ -44,7 +44,7 @@ def fold(lines: Sequence[Line], level: int) -> Line:
     return StepsLine.line(
         level=level,
         **{
-            name: each.more["folded"]([line[each.name or name] for line in lines])
+            name: each.more["folded"]([each.of(line, name) for line in lines])
             for name, each in fields_of(RecordStep).items()
         },
         models=[

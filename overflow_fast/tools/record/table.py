@@ -99,7 +99,7 @@ def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordE
 
 
 def _entry_of(model: int, line: Line) -> RecordEntry:
-    own = {n: line[f.name or n] for n, f in fields_of(RecordEntry).items()}
+    own = {n: each.of(line, n) for n, each in fields_of(RecordEntry).items()}
     return RecordEntry(model, **{**own, "limit": float(own["limit"])})
 
 
@@ -160,11 +160,11 @@ class FlightRecord:
     @functools.cached_property
     def steps(self) -> list[RecordStep]:
         """The steps, the oldest first; the newest have a line each."""
-        own = {n: each.name or n for n, each in fields_of(RecordStep).items()}
+        own = fields_of(RecordStep)
         found = (each.name for each in dataclasses.fields(RecordStep))
         scalars = {n: self._entries_named(n) for n in found if n not in own}
         values: Iterator[dict[str, Any]] = (
-            {name: _plain(line[key]) for name, key in own.items()}
+            {name: _plain(each.of(line, name)) for name, each in own.items()}
             | {name: self._scalar(line, where) for name, where in scalars.items()}
             for line in self._lines
         )
