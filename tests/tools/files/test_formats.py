@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from flight_records import step_line
 from guarding import INF, batches, make, plant, train_step
 from pages import ROOT
 
@@ -23,10 +25,13 @@ from overflow_fast.guard.files.fields import (
 from overflow_fast.guard.files.reading import FileError
 from overflow_fast.guard.files.schema import decode
 from overflow_fast.guard.record import record_lines
+from overflow_fast.guard.record.record_lines import RecordStep
+from overflow_fast.guard.record.thinning import fold
 from overflow_fast.guard.report import log_lines
 from overflow_fast.guard.report.explanation import Remedy, TensorSummary
 from overflow_fast.tools.compare import recording_schema
 from overflow_fast.tools.page import evidence_schema
+from overflow_fast.tools.record.table import FlightRecord
 
 FORMATS = {
     "run.ofr": record_lines,
@@ -110,6 +115,21 @@ def test_a_field_that_came_later_has_a_default(name, kind, field):
     declared = fields_of(kind)[field]
     assert declared.since == FIRST_RELEASE or declared.default is not REQUIRED
     assert declared.meaning
+
+
+LATER = [
+    name for name, each in fields_of(RecordStep).items() if each.default is not REQUIRED
+]
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_step_that_lacks_a_field_has_its_default_also_if_it_is_folded(name):
+    field = fields_of(RecordStep)[name]
+    lines = [step_line(number) for number in range(2)]
+    for line in lines:
+        del line[field.name or name]
+    record = FlightRecord(Path("run.ofr"), [{}, *lines, fold(lines, 1)], False, 0)
+    assert [getattr(step, name) for step in record.steps] == [field.default] * 3
 
 
 @pytest.mark.parametrize(
