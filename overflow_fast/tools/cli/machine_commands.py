@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...guard.files.json_text import dumps
-from ...guard.libraries import PACKAGES
 from ...scanner.text import printable
 from .subcommand import Commands, add_command, at_least_one, command, fail, reason
 
@@ -93,8 +92,16 @@ def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> int:
 
 
 _LIBRARIES = (
-    *("transformers", *PACKAGES),
-    *("peft", "torchao", "bitsandbytes", "safetensors", "numpy", "pandas", "pyarrow"),
+    *(
+        "transformers",
+        "peft",
+        "torchao",
+        "bitsandbytes",
+        "safetensors",
+        "numpy",
+        "pandas",
+        "pyarrow",
+    ),
     *("tensorboard", "prometheus_client", "wandb", "mlflow", "mlflow-skinny", "rich"),
 )
 _PREFIXES = ("OVERFLOW_FAST_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
@@ -200,8 +207,10 @@ def _cpu() -> str:
 
 
 def _libraries() -> dict[str, str]:
+    from ...guard.libraries import PACKAGES
+
     found = {}
-    for name in _LIBRARIES:
+    for name in (*PACKAGES, *_LIBRARIES):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
