@@ -38,8 +38,10 @@ demo: build
 	@mkdir -p build
 	$(RUN) -m overflow_fast demo --page build/demo.html
 
-# The site of the documentation: open build/site/index.html.
+# The site of the documentation: open build/site/index.html. Tables of pages that follow
+# from the code are written anew before.
 docs: build
+	$(RUN) docs/tools/tables.py
 	$(RUN) -m mkdocs build --strict
 
 test: build

@@ -1,101 +1,26 @@
 """overflow_fast: the numerics flight recorder that PyTorch users leave on."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from . import flags as flags
-    from .detector.coverage import Coverage as Coverage
-    from .detector.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
-    from .detector.debug import detect_overflow as detect_overflow
-    from .detector.debug import get_abs_min_max as get_abs_min_max
-    from .explainer.explain import explain as explain
-    from .explainer.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
-    from .explainer.layer_audit import LayerAudit as LayerAudit
-    from .explainer.masked_ops import MaskedOps as MaskedOps
-    from .guard.guard import OverflowGuard as OverflowGuard
-    from .guard.monitors.magnitudes import Headroom as Headroom
-    from .guard.monitors.magnitudes import Saturation as Saturation
-    from .guard.monitors.magnitudes import Underflow as Underflow
-    from .guard.monitors.monitor import Monitor as Monitor
-    from .guard.monitors.monitor import MonitoredStep as MonitoredStep
-    from .guard.monitors.monitor import Notice as Notice
-    from .guard.monitors.replicas import Replicas as Replicas
-    from .guard.monitors.spikes import Spikes as Spikes
-    from .guard.options import Evidence as Evidence
-    from .guard.options import Explain as Explain
-    from .guard.options import Log as Log
-    from .guard.options import Record as Record
-    from .guard.options import Schedule as Schedule
-    from .guard.record.record_lines import RecordError as RecordError
-    from .guard.report.explanation import Explanation as Explanation
-    from .guard.report.explanation import Op as Op
-    from .guard.report.report import GuardCoverage as GuardCoverage
-    from .guard.report.report import NonFiniteError as NonFiniteError
-    from .guard.report.report import Report as Report
-    from .guard.state_check import assert_finite_state as assert_finite_state
-    from .scanner.ops import Stat as Stat
-    from .scanner.ops import scan as scan
-    from .tools.compare.comparison import Comparison as Comparison
-    from .tools.compare.entry_points import compare as compare
-    from .tools.compare.entry_points import compare_live as compare_live
-    from .tools.compare.entry_points import recording as recording
-    from .tools.compare.entry_points import shadow as shadow
-    from .tools.compare.recordings import RecordingError as RecordingError
-    from .tools.precision.advise import advise_precision as advise_precision
-    from .tools.precision.precision_advice import PrecisionAdvice as PrecisionAdvice
-    from .tools.record.table import FlightRecord as FlightRecord
-    from .tools.record.table import read_record as read_record
-
-__all__ = [
-    "Comparison",
-    "Coverage",
-    "DebugUnderflowOverflow",
-    "Evidence",
-    "Explain",
-    "Explanation",
-    "FlightRecord",
-    "GuardCoverage",
-    "Headroom",
-    "LayerAudit",
-    "Log",
-    "MaskedOps",
-    "Monitor",
-    "MonitoredStep",
-    "NonFiniteError",
-    "Notice",
-    "Op",
-    "OverflowGuard",
-    "PrecisionAdvice",
-    "Record",
-    "RecordError",
-    "RecordingError",
-    "Replicas",
-    "Report",
-    "Saturation",
-    "Schedule",
-    "Spikes",
-    "Stat",
-    "Underflow",
-    "advise_precision",
-    "assert_finite_state",
-    "compare",
-    "compare_live",
-    "detect_overflow",
-    "explain",
-    "flags",
-    "get_abs_min_max",
-    "keep_in_fp32",
-    "read_record",
-    "recording",
-    "scan",
-    "shadow",
-]
 __version__ = "1.0.0rc1"
 
-# The module of each name. A name is looked up when it is first asked for, and loads
-# what it needs: commands that read files need no torch, `scan` no guard.
+# The module of each public name. A name is looked up when it is first asked for, and
+# loads what it needs: commands that read files need no torch, `scan` no guard. What
+# type checkers read, `__init__.pyi`, is written from it: python docs/tools/tables.py
+
+# In the order of the command line's options.
+MONITORS = {
+    "Spikes": "guard.monitors.spikes",
+    "Saturation": "guard.monitors.magnitudes",
+    "Headroom": "guard.monitors.magnitudes",
+    "Underflow": "guard.monitors.magnitudes",
+    "MaskedOps": "explainer.masked_ops",
+    "LayerAudit": "explainer.layer_audit",
+    "Replicas": "guard.monitors.replicas",
+}
 _MODULES = {
+    **MONITORS,
     "Comparison": "tools.compare.comparison",
     "Coverage": "detector.coverage",
     "DebugUnderflowOverflow": "detector.debug",
@@ -104,10 +29,7 @@ _MODULES = {
     "Explanation": "guard.report.explanation",
     "FlightRecord": "tools.record.table",
     "GuardCoverage": "guard.report.report",
-    "Headroom": "guard.monitors.magnitudes",
-    "LayerAudit": "explainer.layer_audit",
     "Log": "guard.options",
-    "MaskedOps": "explainer.masked_ops",
     "Monitor": "guard.monitors.monitor",
     "MonitoredStep": "guard.monitors.monitor",
     "NonFiniteError": "guard.report.report",
@@ -118,13 +40,9 @@ _MODULES = {
     "Record": "guard.options",
     "RecordError": "guard.record.record_lines",
     "RecordingError": "tools.compare.recordings",
-    "Replicas": "guard.monitors.replicas",
     "Report": "guard.report.report",
-    "Saturation": "guard.monitors.magnitudes",
     "Schedule": "guard.options",
-    "Spikes": "guard.monitors.spikes",
     "Stat": "scanner.ops",
-    "Underflow": "guard.monitors.magnitudes",
     "advise_precision": "tools.precision.advise",
     "assert_finite_state": "guard.state_check",
     "compare": "tools.compare.entry_points",
@@ -139,17 +57,17 @@ _MODULES = {
     "scan": "scanner.ops",
     "shadow": "tools.compare.entry_points",
 }
+__all__ = sorted(_MODULES)
 
-if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = importlib.import_module(f".{_MODULES[name]}", __name__)
-        if name != _MODULES[name]:
-            found = getattr(found, name)
-        globals()[name] = found
-        return found
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = importlib.import_module(f".{_MODULES[name]}", __name__)
+    if name != _MODULES[name]:
+        found = getattr(found, name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

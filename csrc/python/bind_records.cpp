@@ -12,15 +12,12 @@ namespace overflow_fast {
 
 namespace {
 
-// torch's names, in the order of Dtype.
+// Indexed by Dtype.
 constexpr const char* kDtypeNames[] = {
-    "float64",     "float32",         "float16",         "bfloat16",       "float8_e4m3fn",
-    "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "complex128",
-    "complex64",   "complex32",       "int64",           "int32",          "int16",
-    "int8",        "uint64",          "uint32",          "uint16",         "uint8",
-    "bool",
+#define OVERFLOW_FAST_NAME(name, torch_name, python_name, ...) python_name,
+    OVERFLOW_FAST_DTYPES(OVERFLOW_FAST_NAME)
+#undef OVERFLOW_FAST_NAME
 };
-static_assert(std::size(kDtypeNames) == static_cast<size_t>(Dtype::kCount));
 
 void bind_enums(py::module_& m) {
   py::enum_<EntryKind>(m, "EntryKind")

@@ -44,8 +44,6 @@ std::vector<py::object> collected(const py::function& is_kept) {
 
 }  // namespace
 
-void bind_collected(py::module_& m) {
-  m.def("collected", &collected, py::arg("is_kept"));
-}
+void bind_collected(py::module_& m) { m.def("collected", &collected, py::arg("is_kept")); }
 
 }  // namespace overflow_fast

@@ -12,15 +12,41 @@
 
 namespace overflow_fast {
 
+// One row a dtype: its name here, in torch's C++ and in Python, then its DtypeInfo. The scans, the
+// names and the way from torch's dtypes follow from it; `fallback.py` stands in for all of them.
+// The 8-bit formats follow the OCP 8-bit floating point and microscaling specifications
+// (e4m3fn, e5m2, e8m0fnu) and Graphcore's and AMD's proposal (arXiv:2206.02915; fnuz).
 // clang-format off
-enum class Dtype : uint8_t {
-  kFloat64, kFloat32, kFloat16, kBFloat16,
-  kFloat8E4M3FN, kFloat8E5M2, kFloat8E4M3FNUZ, kFloat8E5M2FNUZ, kFloat8E8M0FNU,
-  kComplex128, kComplex64, kComplex32,
-  kInt64, kInt32, kInt16, kInt8, kUInt64, kUInt32, kUInt16, kUInt8, kBool,
-  kCount,
-};
+#define OVERFLOW_FAST_DTYPES(ROW) \
+  ROW(kFloat64,        Double,          "float64",         kSignMagnitude,    8, 8, 0x7ff0000000000000, 0x7ff0000000000001, 52, 1023, true) \
+  ROW(kFloat32,        Float,           "float32",         kSignMagnitude,    4, 4, 0x7f800000, 0x7f800001, 23, 127, true) \
+  ROW(kFloat16,        Half,            "float16",         kSignMagnitude,    2, 2, 0x7c00, 0x7c01, 10, 15, true) \
+  ROW(kBFloat16,       BFloat16,        "bfloat16",        kSignMagnitude,    2, 2, 0x7f80, 0x7f81, 7, 127, true) \
+  ROW(kFloat8E4M3FN,   Float8_e4m3fn,   "float8_e4m3fn",   kSignMagnitude,    1, 1, kNoKey, 0x7f, 3, 7, true) \
+  ROW(kFloat8E5M2,     Float8_e5m2,     "float8_e5m2",     kSignMagnitude,    1, 1, 0x7c, 0x7d, 2, 15, true) \
+  ROW(kFloat8E4M3FNUZ, Float8_e4m3fnuz, "float8_e4m3fnuz", kNegativeZeroNan,  1, 1, kNoKey, 0x80, 3, 8, true) \
+  ROW(kFloat8E5M2FNUZ, Float8_e5m2fnuz, "float8_e5m2fnuz", kNegativeZeroNan,  1, 1, kNoKey, 0x80, 2, 16, true) \
+  ROW(kFloat8E8M0FNU,  Float8_e8m0fnu,  "float8_e8m0fnu",  kUnsigned,         1, 1, kNoKey, 0xff, 0, 127, false) \
+  ROW(kComplex128,     ComplexDouble,   "complex128",      kComplexMagnitude, 16, 8, 0x7ff0000000000000, 0x7ff0000000000001, 52, 1023, true) \
+  ROW(kComplex64,      ComplexFloat,    "complex64",       kComplexMagnitude, 8, 4, 0x7f800000, 0x7f800001, 23, 127, true) \
+  ROW(kComplex32,      ComplexHalf,     "complex32",       kComplexMagnitude, 4, 2, 0x7c00, 0x7c01, 10, 15, true) \
+  ROW(kInt64,          Long,            "int64",           kTwosComplement,   8, 8, kNoKey, kNoKey, -1, 0, false) \
+  ROW(kInt32,          Int,             "int32",           kTwosComplement,   4, 4, kNoKey, kNoKey, -1, 0, false) \
+  ROW(kInt16,          Short,           "int16",           kTwosComplement,   2, 2, kNoKey, kNoKey, -1, 0, false) \
+  ROW(kInt8,           Char,            "int8",            kTwosComplement,   1, 1, kNoKey, kNoKey, -1, 0, false) \
+  ROW(kUInt64,         UInt64,          "uint64",          kUnsigned,         8, 8, kNoKey, kNoKey, -1, 0, false) \
+  ROW(kUInt32,         UInt32,          "uint32",          kUnsigned,         4, 4, kNoKey, kNoKey, -1, 0, false) \
+  ROW(kUInt16,         UInt16,          "uint16",          kUnsigned,         2, 2, kNoKey, kNoKey, -1, 0, false) \
+  ROW(kUInt8,          Byte,            "uint8",           kUnsigned,         1, 1, kNoKey, kNoKey, -1, 0, false) \
+  ROW(kBool,           Bool,            "bool",            kBoolean,          1, 1, kNoKey, kNoKey, -1, 0, false)
 // clang-format on
+
+enum class Dtype : uint8_t {
+#define OVERFLOW_FAST_NAME(name, ...) name,
+  OVERFLOW_FAST_DTYPES(OVERFLOW_FAST_NAME)
+#undef OVERFLOW_FAST_NAME
+      kCount,
+};
 
 // How the bits of an element map to its key. Keys order as magnitudes do.
 enum class KeyKind : uint8_t {
@@ -54,41 +80,13 @@ struct DtypeInfo {
   }
 };
 
-// The 8-bit formats follow the OCP 8-bit floating point and microscaling specifications
-// (e4m3fn, e5m2, e8m0fnu) and Graphcore's and AMD's proposal (arXiv:2206.02915; fnuz).
+// Indexed by Dtype.
 constexpr DtypeInfo kDtypes[] = {
-    {Dtype::kFloat64, KeyKind::kSignMagnitude, 8, 8, 0x7ff0000000000000, 0x7ff0000000000001, 52,
-     1023, true},
-    {Dtype::kFloat32, KeyKind::kSignMagnitude, 4, 4, 0x7f800000, 0x7f800001, 23, 127, true},
-    {Dtype::kFloat16, KeyKind::kSignMagnitude, 2, 2, 0x7c00, 0x7c01, 10, 15, true},
-    {Dtype::kBFloat16, KeyKind::kSignMagnitude, 2, 2, 0x7f80, 0x7f81, 7, 127, true},
-    {Dtype::kFloat8E4M3FN, KeyKind::kSignMagnitude, 1, 1, kNoKey, 0x7f, 3, 7, true},
-    {Dtype::kFloat8E5M2, KeyKind::kSignMagnitude, 1, 1, 0x7c, 0x7d, 2, 15, true},
-    {Dtype::kFloat8E4M3FNUZ, KeyKind::kNegativeZeroNan, 1, 1, kNoKey, 0x80, 3, 8, true},
-    {Dtype::kFloat8E5M2FNUZ, KeyKind::kNegativeZeroNan, 1, 1, kNoKey, 0x80, 2, 16, true},
-    {Dtype::kFloat8E8M0FNU, KeyKind::kUnsigned, 1, 1, kNoKey, 0xff, 0, 127, false},
-    {Dtype::kComplex128, KeyKind::kComplexMagnitude, 16, 8, 0x7ff0000000000000, 0x7ff0000000000001,
-     52, 1023, true},
-    {Dtype::kComplex64, KeyKind::kComplexMagnitude, 8, 4, 0x7f800000, 0x7f800001, 23, 127, true},
-    {Dtype::kComplex32, KeyKind::kComplexMagnitude, 4, 2, 0x7c00, 0x7c01, 10, 15, true},
-    {Dtype::kInt64, KeyKind::kTwosComplement, 8, 8, kNoKey, kNoKey, -1, 0, false},
-    {Dtype::kInt32, KeyKind::kTwosComplement, 4, 4, kNoKey, kNoKey, -1, 0, false},
-    {Dtype::kInt16, KeyKind::kTwosComplement, 2, 2, kNoKey, kNoKey, -1, 0, false},
-    {Dtype::kInt8, KeyKind::kTwosComplement, 1, 1, kNoKey, kNoKey, -1, 0, false},
-    {Dtype::kUInt64, KeyKind::kUnsigned, 8, 8, kNoKey, kNoKey, -1, 0, false},
-    {Dtype::kUInt32, KeyKind::kUnsigned, 4, 4, kNoKey, kNoKey, -1, 0, false},
-    {Dtype::kUInt16, KeyKind::kUnsigned, 2, 2, kNoKey, kNoKey, -1, 0, false},
-    {Dtype::kUInt8, KeyKind::kUnsigned, 1, 1, kNoKey, kNoKey, -1, 0, false},
-    {Dtype::kBool, KeyKind::kBoolean, 1, 1, kNoKey, kNoKey, -1, 0, false},
+#define OVERFLOW_FAST_INFO(name, torch_name, python_name, kind, ...) \
+  {Dtype::name, KeyKind::kind, __VA_ARGS__},
+    OVERFLOW_FAST_DTYPES(OVERFLOW_FAST_INFO)
+#undef OVERFLOW_FAST_INFO
 };
-
-constexpr bool dtypes_stand_in_order() {
-  for (int i = 0; i < static_cast<int>(Dtype::kCount); ++i) {
-    if (static_cast<int>(kDtypes[i].dtype) != i) return false;
-  }
-  return sizeof(kDtypes) / sizeof(kDtypes[0]) == static_cast<int>(Dtype::kCount);
-}
-static_assert(dtypes_stand_in_order(), "kDtypes is indexed by Dtype");
 
 constexpr const DtypeInfo& dtype_info(Dtype dtype) { return kDtypes[static_cast<int>(dtype)]; }
 

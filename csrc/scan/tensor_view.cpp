@@ -6,27 +6,10 @@ namespace overflow_fast {
 
 std::optional<Dtype> to_dtype(at::ScalarType type) {
   switch (type) {
-    case at::kDouble: return Dtype::kFloat64;
-    case at::kFloat: return Dtype::kFloat32;
-    case at::kHalf: return Dtype::kFloat16;
-    case at::kBFloat16: return Dtype::kBFloat16;
-    case at::kFloat8_e4m3fn: return Dtype::kFloat8E4M3FN;
-    case at::kFloat8_e5m2: return Dtype::kFloat8E5M2;
-    case at::kFloat8_e4m3fnuz: return Dtype::kFloat8E4M3FNUZ;
-    case at::kFloat8_e5m2fnuz: return Dtype::kFloat8E5M2FNUZ;
-    case at::kFloat8_e8m0fnu: return Dtype::kFloat8E8M0FNU;
-    case at::kComplexDouble: return Dtype::kComplex128;
-    case at::kComplexFloat: return Dtype::kComplex64;
-    case at::kComplexHalf: return Dtype::kComplex32;
-    case at::kLong: return Dtype::kInt64;
-    case at::kInt: return Dtype::kInt32;
-    case at::kShort: return Dtype::kInt16;
-    case at::kChar: return Dtype::kInt8;
-    case at::kUInt64: return Dtype::kUInt64;
-    case at::kUInt32: return Dtype::kUInt32;
-    case at::kUInt16: return Dtype::kUInt16;
-    case at::kByte: return Dtype::kUInt8;
-    case at::kBool: return Dtype::kBool;
+#define OVERFLOW_FAST_CASE(name, torch_name, ...) \
+  case at::ScalarType::torch_name: return Dtype::name;
+    OVERFLOW_FAST_DTYPES(OVERFLOW_FAST_CASE)
+#undef OVERFLOW_FAST_CASE
     default: return std::nullopt;
   }
 }

@@ -1,6 +1,6 @@
-"""An extension of griffe: docstrings list the fields of options, from their definition.
+"""An extension of griffe: docstrings list fields, of options and of flight records.
 
-At run time `overflow_fast.guard.options` does the same.
+At run time `guard.options` and `guard.files.fields` do the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any
 
 import griffe
 
+_DECLARE = ("option", "written", "derived", "_of_step")
+
 
 class GuardArguments(griffe.Extension):  # type: ignore[misc]
     """Lists fields in the docstrings of options and of `OverflowGuard`."""
@@ -17,6 +19,7 @@ class GuardArguments(griffe.Extension):  # type: ignore[misc]
     def on_package(self, *, pkg: Any, **_: Any) -> None:
         """Called once the package has been read."""
         modules = [pkg["guard.options"], *pkg["guard.monitors"].modules.values()]
+        modules.append(pkg["guard.record.record_lines"])
         for cls in (each for module in modules for each in module.classes.values()):
             listed = _fields_of(cls)
             if listed:
@@ -36,11 +39,11 @@ def _fields_of(cls: Any) -> str:
 
 
 def _help_of(attribute: Any) -> str:
-    """The first argument of `option(...)` in a field's default."""
+    """The first argument of `option(...)` or another declaration of a field."""
     if attribute.value is None:
         return ""
     for node in ast.walk(ast.parse(str(attribute.value), mode="eval")):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "option":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in _DECLARE:
             text: str = ast.literal_eval(node.args[0])
             return text
     return ""

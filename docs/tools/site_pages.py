@@ -51,8 +51,8 @@ def _api() -> str:
 
 
 def public_places() -> list[str]:
-    """The names of `overflow_fast.__all__`, without importing it, the guard first."""
-    tree = ast.parse((ROOT / "overflow_fast" / "__init__.py").read_text())
+    """The public names, without importing the package, the guard first."""
+    tree = ast.parse((ROOT / "overflow_fast" / "__init__.pyi").read_text())
     (names,) = (
         ast.literal_eval(node.value)
         for node in tree.body

@@ -46,6 +46,7 @@ class LayerAudit(Monitor):
             "In one step of this many compute one layer again, a different one each "
             "time, and compare the bits.",
             whole(1),
+            see="guides/production.md#what-hooks-cannot-see",
         ),
     )
 

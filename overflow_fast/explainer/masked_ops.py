@@ -34,6 +34,7 @@ class MaskedOps(Monitor):
             "Run one clean step in this many again, and log its operations whose "
             "non-finite values were masked.",
             whole(1),
+            see="guides/production.md#what-hooks-cannot-see",
         ),
     )
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ..guard.files.json_text import SCHEMA, dumps
-from ..guard.files.reading import FileError, read_bytes, read_tensors
+from ..guard.files.reading import FileError, read_bytes
+from ..guard.files.tensor_files import read_tensors
 from ..guard.report.explanation import Artifact
 from ..scanner.modules import parameters_of
 from ..scanner.tensors import digest_of, has_memory, host_copy, is_readable

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .config import GuardConfig
+from .files.fields import line_of
 from .isolation import OverheadTimer
 from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
 from .options import exporters_of
 from .outer import outer
 from .record.flight import FlightRecorder
+from .report.log_lines import LogLine, StepLine
 from .report.report import RankInfo, Report
 from .report.run_log import JsonLog, RunIdentity
 from .verdict.headroom import HeadroomTracker
@@ -247,10 +249,7 @@ class Archive:
         if self._log is None:
             return
         line: dict[str, Any] = {
-            "kind": "step",
-            "run": self._run.id,
-            "time": round(time.time(), 3),
-            "step": step,
+            **self._line_of(step),
             "is_clean": verdict.is_clean,
             "action": action,
             "num_skipped": num_skipped,
@@ -271,7 +270,10 @@ class Archive:
             line["maker"] = verdict.maker
         if report is not None:
             line.update(self._blame(report))
-        self._log.write(line)
+        self._log.write(StepLine.line(**line))
+
+    def _line_of(self, step: int) -> dict[str, Any]:
+        return line_of(LogLine, run=self._run.id, time=round(time.time(), 3), step=step)
 
     def log_notices(
         self, step: int, notices: Sequence[Notice], is_skipped: bool
@@ -279,7 +281,7 @@ class Archive:
         """Writes a line for each notice of a step."""
         if self._log is None:
             return
-        line = {"run": self._run.id, "time": round(time.time(), 3), "step": step}
+        line = self._line_of(step)
         action = "skip" if is_skipped else None
         for each in notices:
             said = each.fields or {"monitor": each.monitor, "text": each.text}

@@ -202,9 +202,9 @@ class GuardConfig(Options):
     monitors: Sequence[Monitor] = field(
         default=DEFAULT_MONITORS,
         metadata=option(
-            "What to watch for in finite steps, in place of the default: `Spikes`, "
-            "`Saturation`, `Headroom`, `Underflow`, `MaskedOps`, `LayerAudit`, "
-            "`Replicas`.",
+            "What to watch for in finite steps, in place of the default: objects of "
+            "`Spikes`, `Headroom` and other subclasses of `overflow_fast.Monitor`, at "
+            "most one of each.",
             Kind(_check_monitors),
         ),
     )

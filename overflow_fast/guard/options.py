@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from ..detector.selection import Wanted
 from ..scanner.tensors import check_number
-from ..scanner.text import either, nearest
+from ..scanner.text import either, listed_fields, nearest
 from .policy import ACTIONS
 from .process import has_process_group
 from .verdict.rules import Rules
@@ -305,7 +304,6 @@ POLICY = Kind(check_policy, str, choices=ACTIONS)
 
 
 _Class = TypeVar("_Class", bound=type)
-_WIDTH = 88
 
 
 @dataclass(frozen=True)
@@ -317,16 +315,20 @@ class Option:
         kind: The values that it takes.
         typed: The option of `overflow-fast run`, without dashes; None for the names of
             the class and the field.
+        see: The place in docs/ that tells more.
     """
 
     help: str
     kind: Kind
     typed: str | None = None
+    see: str = ""
 
 
-def option(help: str, kind: Kind, typed: str | None = None) -> dict[str, Option]:
+def option(
+    help: str, kind: Kind, typed: str | None = None, see: str = ""
+) -> dict[str, Option]:
     """Returns the metadata of a field; see `Option`."""
-    return {"option": Option(help, kind, typed)}
+    return {"option": Option(help, kind, typed, see)}
 
 
 class Options:
@@ -338,7 +340,8 @@ class Options:
         """Lists the fields in the docstring."""
         own = {n: f for n, f in vars(cls).items() if isinstance(f, Field)}
         if own and cls.__doc__:  # python -OO has none
-            listed = listed_fields((n, f.metadata["option"]) for n, f in own.items())
+            helps = ((n, f.metadata["option"].help) for n, f in own.items())
+            listed = listed_fields(helps)
             cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nAttributes:\n{listed}"
 
     def __post_init__(self) -> None:
@@ -371,21 +374,6 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def listed_fields(options: Iterable[tuple[str, Option]]) -> str:
-    """Lists fields as a docstring does."""
-    return "\n".join(
-        textwrap.fill(
-            f"{name}: {each.help}",
-            _WIDTH - 4,  # help() indents docstrings
-            initial_indent="    ",
-            subsequent_indent="        ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, each in options
-    )
-
-
 def documents(options: type[Options]) -> Any:
     """Returns a decorator that lists the fields of options in a class's docstring.
 
@@ -395,7 +383,7 @@ def documents(options: type[Options]) -> Any:
     def documented(cls: _Class) -> _Class:
         if cls.__doc__:  # python -OO has none
             marker = f"    (the fields of {options.__name__})"
-            listed = listed_fields(options_of(options))
+            listed = listed_fields((n, each.help) for n, each in options_of(options))
             cls.__doc__ = inspect.cleandoc(cls.__doc__).replace(marker, listed)
         return cls
 
@@ -417,6 +405,7 @@ class Explain(Options):
             "100 steps.",
             one_of("auto", "always", "never"),
             typed="explain",
+            see="guides/explanations.md#why-it-happened",
         ),
     )
     _: KW_ONLY
@@ -469,9 +458,11 @@ class Evidence(Options):
 
     path: Path = field(
         metadata=option(
-            "A folder for the report, offending tensors and batch of bad steps.",
+            "A folder for the report, offending tensors and batch of bad steps. Needs "
+            "safetensors.",
             PATH,
             typed="evidence",
+            see="formats.md#evidence",
         )
     )
     _: KW_ONLY
@@ -493,6 +484,7 @@ _RANKS = option(
     'The ranks that write: "all", a file each; "node", the first of each host '
     '(`LOCAL_RANK` 0); or "rank0".',
     one_of("all", "node", "rank0"),
+    see="guides/ddp.md#many-ranks",
 )
 
 
@@ -502,7 +494,10 @@ class Log(Options):
 
     path: Path = field(
         metadata=option(
-            "A file for one line of JSON for each judged step.", PATH, typed="log"
+            "A file for one line of JSON for each judged step.",
+            PATH,
+            typed="log",
+            see="formats.md#log",
         )
     )
     _: KW_ONLY
@@ -533,6 +528,7 @@ class Record(Options):
             "A file for magnitudes and counts of each entry in each watched step.",
             PATH,
             typed="record",
+            see="formats.md#flight-record",
         )
     )
     _: KW_ONLY
@@ -565,7 +561,12 @@ class Schedule(Options):
 
     every: int = field(
         default=1,
-        metadata=option("Watch one step in this many.", whole(1), typed="every"),
+        metadata=option(
+            "Watch one step in this many.",
+            whole(1),
+            typed="every",
+            see="guides/guard.md#steps-that-are-not-judged",
+        ),
     )
     _: KW_ONLY
     warmup: int = field(
@@ -591,5 +592,6 @@ class Schedule(Options):
             '"warn".',
             TIME_SHARE,
             typed="budget",
+            see="guides/guard.md#steps-that-are-not-judged",
         ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
 from ..torch_internals.module_internals import share_tensors, submodules
-from .trainer_support import GuardOwner, KeptStep, PatchedMethod, check_before_saving
+from .trainer_support import (
+    GuardOwner,
+    KeptStep,
+    PatchedMethod,
+    check_before_saving,
+    has_owner,
+)
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -231,3 +237,12 @@ def _logs_now(trainer: Trainer) -> bool:
     if is_automatic and trainer.fit_loop._should_accumulate():
         return False
     return trainer._logger_connector.should_update_logs
+
+
+def add_to(trainer: Any, arguments: Mapping[str, Any]) -> Callback | None:
+    """Gives a Trainer the callback, unless it has one; returns it."""
+    if has_owner(trainer.callbacks):
+        return None
+    callback = LightningGuardCallback(**arguments)
+    trainer.callbacks.append(callback)
+    return callback

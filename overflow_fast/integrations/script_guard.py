@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -26,6 +27,7 @@ from ..detector.debug import DebugUnderflowOverflow
 from ..detector.hooks import root_hooks
 from ..detector.selection import NoModuleError
 from ..guard.guard import OverflowGuard, guards_of, modules_of
+from ..guard.libraries import LIBRARIES
 from ..guard.optimizers.engines import optimizers_in
 from ..guard.optimizers.wrapped import stepper_of
 from ..guard.parts import living_models
@@ -38,7 +40,6 @@ from ..scanner.modules import (
     stepped_by,
 )
 from ..torch_internals.registry import callers
-from .trainer_support import GuardOwner
 
 # Calls a function when a module has been imported, and not before.
 
@@ -98,18 +99,9 @@ def on_import(name: str, then: Callable[[], object]) -> Iterator[None]:
 # Gives the guard's callback to the Trainers that make an optimizer.
 
 
-# The module and the class of each Trainer, and the name of its list of callbacks.
-_TRANSFORMERS = ("transformers.trainer", "Trainer")
-_LIGHTNING = ("lightning.pytorch.trainer.trainer", "Trainer")
-
-
 def trainer_on_stack() -> Any:
-    """The Trainer of transformers or Lightning that runs now, or None."""
-    classes = tuple(
-        found
-        for module, name in (_TRANSFORMERS, _LIGHTNING)
-        if isinstance(found := getattr(sys.modules.get(module), name, None), type)
-    )
+    """The Trainer that runs now, of a library whose Trainers `run` finds, or None."""
+    classes = tuple(_trainers().values())
     if not classes:
         return None
     return next((each for each in callers() if issubclass(type(each), classes)), None)
@@ -125,34 +117,21 @@ def add_callback(trainer: Any, arguments: Mapping[str, Any]) -> Any:
     Returns:
         The callback; None where the Trainer has a guard or a detector already.
     """
-    module = next(each.__module__ for each in type(trainer).__mro__ if _is_known(each))
-    if module == _LIGHTNING[0]:
-        from .lightning import LightningGuardCallback
-
-        if _has_owner(trainer.callbacks):
-            return None
-        callback = LightningGuardCallback(**arguments)
-        trainer.callbacks.append(callback)
-        return callback
-    from .trainer import TrainerGuardCallback
-
-    has_detector = any(
-        getattr(each, "value", each) == "underflow_overflow"
-        for each in trainer.args.debug
-    )
-    if has_detector or _has_owner(trainer.callback_handler.callbacks):
-        return None
-    made = TrainerGuardCallback(**arguments)
-    trainer.add_callback(made)
-    return made
+    mro = type(trainer).__mro__
+    name = next(name for name, kind in _trainers().items() if kind in mro)
+    module = importlib.import_module(f"{__package__}.{name}")
+    return module.add_to(trainer, arguments)
 
 
-def _has_owner(callbacks: Iterable[object]) -> bool:
-    return any(isinstance(each, GuardOwner) for each in callbacks)
-
-
-def _is_known(kind: type) -> bool:
-    return (kind.__module__, kind.__name__) in (_TRANSFORMERS, _LIGHTNING)
+def _trainers() -> dict[str, type[Any]]:
+    """The classes that train, by the module of their library's integration."""
+    named = {name: each.trainer.split(":") for name, each in LIBRARIES.items()}
+    found = {
+        name: getattr(sys.modules.get(where[0]), where[-1], None)
+        for name, where in named.items()
+        if where[0]
+    }
+    return {name: each for name, each in found.items() if isinstance(each, type)}
 
 
 def replace_detector() -> None:

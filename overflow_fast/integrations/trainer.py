@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from ..guard.report.report import NonFiniteError, Report
 from ..torch_internals.registry import callers
-from .trainer_support import GuardOwner, KeptStep
+from .trainer_support import GuardOwner, KeptStep, has_owner
 
 try:
     from transformers import TrainerCallback
@@ -122,3 +123,16 @@ def _is_training(*args: Any, **kwargs: Any) -> bool:
     """Returns True for a call that backward follows; evaluation wants the outputs."""
     wants_outputs = kwargs.get("return_outputs", args[2] if len(args) > 2 else False)
     return not wants_outputs
+
+
+def add_to(trainer: Any, arguments: Mapping[str, Any]) -> TrainerGuardCallback | None:
+    """Gives a Trainer the callback, unless it has one or a detector; returns it."""
+    has_detector = any(
+        getattr(each, "value", each) == "underflow_overflow"
+        for each in trainer.args.debug
+    )
+    if has_detector or has_owner(trainer.callback_handler.callbacks):
+        return None
+    made = TrainerGuardCallback(**arguments)
+    trainer.add_callback(made)
+    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,11 @@ def decided_by_all_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments
     acts = arguments.get("on_overflow") != "warn"
     return {**arguments, "process_group": dist.group.WORLD if acts else None}
+
+
+def has_owner(callbacks: Iterable[object]) -> bool:
+    """True if one of a Trainer's callbacks has a guard."""
+    return any(isinstance(each, GuardOwner) for each in callbacks)
 
 
 def check_before_saving(guard: OverflowGuard) -> None:

@@ -101,7 +101,7 @@ _PIECE = 1 << 22
 _INFINITY = float("inf")
 _UNSIGNED = {torch.uint64: 64, torch.uint32: 32, torch.uint16: 16, torch.uint8: 8}
 _SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
-_FLOATS = {
+FLOATS = {
     torch.float64: torch.float64,
     **dict.fromkeys(
         (
@@ -117,8 +117,8 @@ _FLOATS = {
         torch.float32,
     ),
 }
-_COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
-_KNOWN = {torch.bool, *_UNSIGNED, *_SIGNED, *_FLOATS, *_COMPLEX}
+COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
+_KNOWN = {torch.bool, *_UNSIGNED, *_SIGNED, *FLOATS, *COMPLEX}
 
 
 @dataclass
@@ -209,10 +209,10 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _scan_piece(piece: torch.Tensor) -> TorchStat:
-    if piece.dtype in _COMPLEX:
+    if piece.dtype in COMPLEX:
         return _scan_complex(torch.view_as_real(piece))
-    if piece.dtype in _FLOATS:
-        values = piece.to(_FLOATS[piece.dtype])
+    if piece.dtype in FLOATS:
+        values = piece.to(FLOATS[piece.dtype])
         low, high = torch.stack(values.abs().aminmax()).tolist()
         if high < _INFINITY:  # false for nan
             return TorchStat(low, high)

@@ -10,7 +10,6 @@ programs (`to_dict()`, JSON) has the names as they are.
 
 from __future__ import annotations
 
-import base64
 import difflib
 import functools
 import logging
@@ -20,7 +19,6 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape as escape_html
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -178,6 +176,21 @@ def wrapped(sentence: str) -> list[str]:
 # The logger `overflow_fast`: each of its lines begins with the package's name.
 
 
+def listed_fields(meanings: Iterable[tuple[str, str]]) -> str:
+    """Lists fields as a docstring does, by their names and what they mean."""
+    return "\n".join(
+        textwrap.fill(
+            f"{name}: {meaning}",
+            _WIDTH,  # help() indents docstrings
+            initial_indent="    ",
+            subsequent_indent="        ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, meaning in meanings
+    )
+
+
 _PREFIX = "[overflow_fast] "
 _formatter = logging.Formatter()
 
@@ -218,37 +231,7 @@ def _begin_lines(record: logging.LogRecord) -> bool:
 logging.getLogger("overflow_fast").addFilter(_begin_lines)
 
 
-# HTML that notebooks show instead of a `repr`, escaped, and the names of cells.
-
-
-def escape(text: str, quote: bool = True) -> str:
-    """Escapes what HTML or a reader would take for something else."""
-    return escape_html(printable(text), quote)
-
-
-def text_html(headline: str, lines: Iterable[str], rest: str) -> str:
-    """A headline, lines below it, and a text that unfolds."""
-    whole = escape_html(printable(rest, keep="\n\t"))
-    listed = "".join(f"<div>{escape(line)}</div>" for line in lines)
-    folded = f"<details><summary>all</summary><pre>{whole}</pre></details>"
-    return f"<div><strong>{escape(headline)}</strong>{listed}{folded}</div>"
-
-
-def table_html(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def picture_html(png: bytes, described: str) -> str:
-    """A picture, and what it shows in words."""
-    data = base64.b64encode(png).decode()
-    alt = escape(described, quote=True)
-    return f'<img src="data:image/png;base64,{data}" alt="{alt}"><div>{alt}</div>'
+# Names of files and cells.
 
 
 def short_name(file: str) -> str:

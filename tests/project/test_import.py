@@ -35,15 +35,11 @@ def fresh(code, *arguments):
 
 def checked_names():
     """The modules of the names that type checkers see."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (block,) = (
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
+    tree = ast.parse((PACKAGE / "__init__.pyi").read_text())
     found = {}
-    for node in block.body:
-        for alias in node.names:
+    for node in tree.body:
+        is_name = isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names if is_name else ():
             assert alias.asname == alias.name, "handed on only as itself"
             found[alias.name] = node.module or alias.name
     return found

@@ -1,5 +1,6 @@
 """What the README and the pages of docs/ name is there: pages, anchors, arguments."""
 
+import importlib.util
 import inspect
 import re
 import shlex
@@ -7,18 +8,9 @@ import shlex
 import pytest
 from pages import ROOT, anchors, examples, guides, links, pages, section, slug
 
-from overflow_fast import (
-    DebugUnderflowOverflow,
-    Evidence,
-    Explain,
-    Log,
-    OverflowGuard,
-    Record,
-    Schedule,
-)
+from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 from overflow_fast.guard.monitors.running import DEFAULT_MONITORS
 from overflow_fast.tools.cli.command_line import make_parser
-from overflow_fast.tools.cli.guard_options import MONITORS
 
 
 def linking_pages():
@@ -142,29 +134,10 @@ def test_every_argument_is_listed_with_its_default(anchor, function):
     assert sorted(listed) == sorted(shown)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [Explain, Evidence, Log, Record, Schedule],
-    ids=lambda each: each.__name__,
-)
-def test_every_field_of_options_is_listed_with_its_default(options):
-    text = section("docs/arguments.md", options.__name__.lower())
-    rows = re.findall(r"^\| (`.*?) \|", text, re.M)
-    listed = [name for row in rows for name in re.findall(r"`(.+?)`", row)]
-    assert listed == [
-        _shown(each) for each in inspect.signature(options).parameters.values()
-    ]
-
-
 def _shown(parameter):
     if parameter.default is inspect.Parameter.empty:
         return parameter.name
     return f"{parameter.name}={parameter.default!r}".replace("'", '"')
-
-
-def test_every_monitor_is_listed_with_its_default():
-    listed = re.findall(r"`(\w+\(.+?\))`", section("docs/arguments.md", "monitors"))
-    assert listed == [repr(each()).replace("'", '"') for each in MONITORS]
 
 
 @pytest.mark.parametrize("page", pages())
@@ -176,3 +149,23 @@ def test_commands_exist(page):
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"`make ([\w-]+)", text):
         assert f"\n{target}:" in makefile, target
+
+
+_spec = importlib.util.spec_from_file_location("tables", ROOT / "docs/tools/tables.py")
+tables = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tables)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_tables_are_what_the_code_has(page):
+    text = pages()[page]
+    assert tables.renewed(text) == text, "run python docs/tools/tables.py"
+
+
+def test_every_table_is_on_a_page():
+    names = [n for text in pages().values() for n in tables.names_in(text)]
+    assert sorted(names) == sorted(tables.TABLES)
+
+
+def test_the_stub_of_public_names_is_what_the_table_of_them_has():
+    assert tables.stub() == tables.STUB.read_text(), "run python docs/tools/tables.py"

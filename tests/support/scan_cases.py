@@ -1,34 +1,19 @@
 """The dtypes and layouts that every scan is tried with."""
 
+import re
+
 import torch
 
-FLOATS = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-]
-
-
-COMPLEX = [torch.complex128, torch.complex64, torch.complex32]
-
-
-INTEGERS = [
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint64,
-    torch.uint32,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
-]
+# All that torch has: one that comes with a release of torch is asked for.
+DTYPES = sorted(
+    {each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str
+)
+# Several values in a byte, and quantized ones. Nothing scans these.
+PACKED = re.compile(r"torch\.(u?int[1-7]|bits\d.*|q.+|float4_e2m1fn_x2)")
+WHOLE = [dtype for dtype in DTYPES if not PACKED.fullmatch(str(dtype))]
+FLOATS = [dtype for dtype in WHOLE if dtype.is_floating_point]
+COMPLEX = [dtype for dtype in WHOLE if dtype.is_complex]
+INTEGERS = [dtype for dtype in WHOLE if dtype not in FLOATS + COMPLEX]
 
 
 def random_bits(dtype, numel, seed=0):
@@ -41,12 +26,7 @@ def random_bits(dtype, numel, seed=0):
     if dtype in INTEGERS:
         return bits.view(dtype)
     if dtype.is_complex:
-        real = {
-            torch.complex128: torch.float64,
-            torch.complex64: torch.float32,
-            torch.complex32: torch.float16,
-        }[dtype]
-        parts = random_bits(real, 2 * numel, seed).view(numel, 2)
+        parts = random_bits(dtype.to_real(), 2 * numel, seed).view(numel, 2)
         return torch.view_as_complex(parts)
     values = bits.view(dtype)
     finite = values.to(torch.float64).isfinite()

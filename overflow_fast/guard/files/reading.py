@@ -6,16 +6,11 @@ is an OSError that names the file; what does not hold what it should is a FileEr
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 from collections.abc import Iterator
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
 
 MAX_LINE = 2**26  # a step of 65,536 entries takes 5.6 MB, their names about 15 MB
 MAX_DOCUMENT = 2**28
@@ -104,41 +99,3 @@ def lines_of(file: BufferedReader, most: int = _MAX_LINES) -> Iterator[bytes | N
 
 def _unreadable(path: object, why: str) -> OSError:
     return OSError(errno.EINVAL, why, path)
-
-
-# Reads safetensors files that anyone may have made.
-#
-# The library checks the header against the file's size before it reads a tensor, so a
-# file that claims more than it has is refused without an allocation.
-
-
-@contextlib.contextmanager
-def open_tensors(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Opens a file of tensors: `safetensors.safe_open` for PyTorch, on the CPU.
-
-    Raises:
-        OSError: If it cannot be read, or is no regular file.
-        ImportError: If safetensors is not installed.
-        FileError: If it holds no tensors that can be read.
-    """
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise ImportError(
-            f"tensors are read with safetensors: run `pip install safetensors` "
-            f"({error})"
-        ) from error
-    open_regular(path).close()
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (FileError, OSError):
-        raise
-    except Exception as error:  # the library has an error of its own
-        raise FileError(f"{os.fspath(path)} cannot be read: {error}") from error
-
-
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Reads all tensors of a file; see `open_tensors()`."""
-    with open_tensors(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

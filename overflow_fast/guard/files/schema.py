@@ -1,15 +1,18 @@
-"""Typed decoding of JSON, by msgspec: what all schemas have in common.
+"""Typed decoding of JSON, by msgspec: what readers of all formats have in common.
 
-The schema of a format stands with the format, in a module that only its readers
-import: a run is guarded without msgspec. Unknown fields are passed over, so a file of
-a newer minor version can be read; a field of another type is an error.
+What is read of a line follows from the declaration of its fields (`files.fields`). Only
+readers import this module: a run is guarded without msgspec. Unknown fields are passed
+over, so a file of a newer minor version can be read; a field of another type is an
+error.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from typing import Annotated, Any, Literal, TypeVar
+import types
+import typing
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 try:
     import msgspec
@@ -19,6 +22,8 @@ except ImportError as _error:
     ) from _error
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from . import fields
+from .fields import ABSENT, REQUIRED, Written, fields_of
 from .reading import FileError
 
 __all__ = [
@@ -30,10 +35,8 @@ __all__ = [
     "Lines",
     "Meta",
     "Number",
-    "Seconds",
     "StepNumber",
     "Struct",
-    "Time",
     "UnsetType",
     "convert",
     "decode",
@@ -42,15 +45,66 @@ __all__ = [
     "plain",
 ]
 
-Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Count = Annotated[int, Meta(ge=0, le=2**62)]
-StepNumber = Annotated[int, Meta(ge=-(2**62), le=2**62)]
-Seconds = Annotated[float, Meta(ge=0)]
-Time = Annotated[float, Meta(ge=0, le=2.5e11)]  # until the year 9892
-Number = float | Literal["inf", "-inf", "nan"]  # see `json_text.to_plain()`
-
 _T = TypeVar("_T")
 _ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+_UNIONS = (typing.Union, types.UnionType)
+
+
+def _read_as(kind: Any) -> Any:
+    """A type of a declaration as msgspec takes it."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is None or origin is Literal:
+        is_read = not isinstance(kind, type) or issubclass(kind, Struct)
+        return kind if is_read or not fields_of(kind) else struct_of(kind)
+    if origin is Annotated:
+        (bounds,) = kind.__metadata__
+        if isinstance(bounds, Meta):
+            return kind
+        given = {name: each for name, each in vars(bounds).items() if each is not None}
+        return Annotated[_read_as(kind.__origin__), Meta(**given)]
+    read = tuple(each if each is ... else _read_as(each) for each in parts)
+    return functools.reduce(operator.or_, read) if origin in _UNIONS else origin[read]
+
+
+if TYPE_CHECKING:
+    from .fields import Count, Index, Number, StepNumber
+else:
+    Count, Index = _read_as(fields.Count), _read_as(fields.Index)
+    Number, StepNumber = _read_as(fields.Number), _read_as(fields.StepNumber)
+
+
+@functools.cache
+def kinds_of(cls: Any) -> dict[str, Any]:
+    """The types of the fields in the file, by their attributes."""
+    hints = {} if cls.__dict__.get("OF") is None else kinds_of(cls.__dict__["OF"])
+    hints = {**hints, **typing.get_type_hints(cls, include_extras=True)}
+    return {
+        name: hints[name] if each.kind is None else each.kind
+        for name, each in fields_of(cls).items()
+    }
+
+
+@functools.cache
+def struct_of(cls: Any) -> type[Struct]:
+    """The Struct that is read of a declaration, which is one of its bases.
+
+    Args:
+        cls: A subclass of `Written`, or a dataclass whose fields are `written()`.
+    """
+    kinds, own = kinds_of(cls), []
+    for name, each in fields_of(cls).items():
+        kind, default = _read_as(kinds[name]), dict[str, Any]()
+        if each.default is ABSENT:
+            kind, default = kind | UnsetType, {"default": UNSET}
+        elif isinstance(each.default, (dict, list)):
+            default = {"default_factory": each.default.copy}
+        elif each.default is not REQUIRED:
+            default = {"default": each.default}
+        own.append((name, kind, field(name=each.name, **default)))
+    is_line = issubclass(cls, Written)
+    tag = {"tag_field": "kind", "tag": cls.KIND} if is_line and cls.KIND else {}
+    bases = (cls, Struct) if is_line else (Struct,)
+    return msgspec.defstruct(cls.__name__, own, bases=bases, kw_only=True, **tag)
 
 
 class Head(Struct):
@@ -111,13 +165,15 @@ class Lines:
     """The schemas of a file's lines, by their `kind`.
 
     Args:
-        kinds: Structs with a tag.
-        other: The schema of lines of other kinds; None to pass over them.
+        kinds: Declarations with a kind.
+        other: That of lines of other kinds; None to pass over them.
     """
 
-    def __init__(self, *kinds: type[Struct], other: type[Struct] | None = None) -> None:
-        self._union: Any = functools.reduce(operator.or_, kinds)
-        self._known = {kind.__struct_config__.tag for kind in kinds}
+    def __init__(self, *kinds: Any, other: Any = None) -> None:
+        self._union: Any = functools.reduce(
+            operator.or_, (struct_of(each) for each in kinds)
+        )
+        self._known = {kind.KIND for kind in kinds}
         self._other = other
 
     def decode(self, data: bytes) -> Any:
@@ -137,13 +193,14 @@ class Lines:
 def convert(value: Any, kind: type[_T]) -> _T:
     """Converts what was decoded without a schema; see `decode()`."""
     try:
-        return msgspec.convert(value, kind)
+        found: _T = msgspec.convert(value, _read_as(kind))
     except _ERRORS as error:
         raise FileError(_reason(error)) from error
+    return found
 
 
-def plain(value: Struct) -> dict[str, Any]:
-    """A Struct as a dict, without unset fields; bytes stay bytes."""
+def plain(value: Any) -> dict[str, Any]:
+    """Converts what was decoded to a dict, without unset fields; bytes stay bytes."""
     found: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,))
     return found
 
@@ -153,7 +210,7 @@ _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     if kind not in _decoders:
-        _decoders[kind] = msgspec.json.Decoder(kind)
+        _decoders[kind] = msgspec.json.Decoder(_read_as(kind))
     return _decoders[kind]
 
 

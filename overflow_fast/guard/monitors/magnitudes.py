@@ -42,6 +42,7 @@ class Headroom(Monitor):
             "dtype. 1.0: it exceeds half of the largest number. The warning comes "
             "again each time the remaining headroom has halved.",
             POSITIVE,
+            see="guides/observing.md#before-it-overflows",
         ),
     )
 

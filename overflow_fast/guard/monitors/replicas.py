@@ -44,6 +44,7 @@ class Replicas(Monitor):
             "After one step in this many compare the replicas of weights and optimizer "
             "states.",
             whole(1),
+            see="guides/production.md#what-hooks-cannot-see",
         ),
     )
 

@@ -137,6 +137,7 @@ class Spikes(Monitor):
             '"skip": leave its optimizer step out too, at most three in a row.',
             one_of("warn", "skip"),
             typed="spikes",
+            see="guides/observing.md#a-spike",
         ),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import collections
 import contextlib
-import ctypes
 import functools
 import itertools
 import logging
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -27,7 +26,8 @@ from ...scanner.modules import class_name_of, parameters_of
 from ...scanner.text import shortened
 from ...scanner.tree import entry_label
 from ...scanner.types import TensorPath
-from ..files.json_text import line_bytes, parse_object, to_plain
+from ..files.fields import line_of
+from ..files.json_text import line_bytes, to_plain
 from ..files.reading import open_regular
 from ..files.writing import make_folder, open_new, write_all
 from ..optimizers.engines import LossScaler
@@ -37,19 +37,17 @@ from ..verdict.verdict import kind_of
 from ..watching.watch import ModelWatch, models_of
 from .record_lines import (
     COLUMNS,
-    COUNTS,
-    KIND,
     RECORD_SCHEMA,
+    Columns,
+    EntriesLine,
+    FlightRecordLine,
     Line,
-    as_tensor,
-    read_numbers,
+    LineSpan,
+    RecordEntry,
+    StepsLine,
 )
 
 # The lines of a record: its run, its entries, its steps, folded ones.
-
-# So many lines of a level are folded into one of the next.
-FOLD = 16
-TOP_LEVEL = 3  # 4,096 steps, or more where there is no room
 
 
 def columns_of(row: _C.StepRow, most: int) -> Line:
@@ -60,7 +58,7 @@ def columns_of(row: _C.StepRow, most: int) -> Line:
         most: How many entries have a name in the file; further ones are left out.
     """
     num = min(row.num_entries, most)
-    columns: Line = {"num": num}
+    columns: dict[str, Any] = {"num": num}
     # Names that a row of the extension may lack: not counted there.
     for name in COLUMNS:
         packed = getattr(row, name, None)
@@ -71,83 +69,7 @@ def columns_of(row: _C.StepRow, most: int) -> Line:
     left_out = row.num_left_out + row.num_entries - num
     if left_out:
         columns["left_out"] = left_out
-    return columns
-
-
-def fold(lines: Sequence[Line], level: int) -> Line:
-    """One line for several of a run, the oldest first: extremes over their steps.
-
-    Of the counts it is the most of any step; sums of times, actions and skips.
-    """
-    rates = [line["learning_rate"] for line in lines]
-    known = [float(rate) for rate in rates if rate is not None]
-    actions: dict[str, int] = {}
-    for line in lines:
-        for action, count in line["actions"].items():
-            actions[action] = actions.get(action, 0) + count
-    return {
-        "kind": "steps",
-        "level": level,
-        "first": lines[0]["first"],
-        "last": lines[-1]["last"],
-        "time": lines[-1]["time"],
-        **{name: _sum([line[name] for line in lines]) for name in _SUMS},
-        "learning_rate": to_plain(max(known, default=None)),
-        "actions": actions,
-        "models": [
-            _fold_columns([line["models"][i] for line in lines])
-            for i in range(len(lines[0]["models"]))
-        ],
-    }
-
-
-def _sum(numbers: Sequence[float | None]) -> float | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if len(known) == len(numbers) else None
-
-
-_SUMS = ("count", "seconds", "guard_seconds", "skipped")
-
-
-def _fold_columns(several: Sequence[Line]) -> Line:
-    num = max(columns["num"] for columns in several)
-    folded: Line = {"num": num}
-    for name in COLUMNS:
-        read = [read_numbers(each, name, sys.byteorder) for each in several]
-        found = [as_tensor(numbers) for numbers in read if numbers is not None]
-        if found:
-            folded[name] = _pack(_extremes(name, found, num), name)
-    left_out = max(columns.get("left_out", 0) for columns in several)
-    return {**folded, "left_out": left_out} if left_out else folded
-
-
-def _extremes(name: str, columns: Sequence[torch.Tensor], num: int) -> torch.Tensor:
-    """Over the steps that have an entry; it came to be in the course of the run."""
-    is_count = name in COUNTS
-    absent = -1 if is_count else float("nan")
-    whole = [
-        torch.nn.functional.pad(c, (0, num - len(c)), value=absent) for c in columns
-    ]
-    stacked = torch.stack(whole)
-    if is_count:
-        return stacked.amax(0)
-    end = float("inf") if name == "abs_min" else -1.0
-    is_absent = stacked.isnan()
-    kept = stacked.masked_fill(is_absent, end)
-    folded = kept.amin(0) if name == "abs_min" else kept.amax(0)
-    return folded.masked_fill(is_absent.all(0), absent)
-
-
-def _pack(column: torch.Tensor, name: str) -> str:
-    if name in COUNTS:
-        packed = column if column.any() else column[:0]
-    else:
-        narrow = column.float()
-        is_exact = bool(((narrow.double() == column) | column.isnan()).all())
-        packed = narrow if is_exact else column
-    packed = packed.contiguous()
-    raw = ctypes.string_at(packed.data_ptr(), packed.nbytes) if packed.nbytes else b""
-    return base64.b64encode(raw).decode()
+    return line_of(Columns, **columns)
 
 
 # The lines of a flight record: its run, its entries, a step without its values.
@@ -158,15 +80,12 @@ _OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
 
 def run_line(run: RunIdentity, watches: Sequence[ModelWatch], policy: object) -> Line:
     """The first line: schema, versions, host, rank, devices, models."""
-    of_record = {"kind": KIND, "schema": RECORD_SCHEMA}
     line: Line = to_plain(
-        {
-            **of_record,  # in front
-            **run.header(watches, policy),
-            **of_record,
-            "byteorder": sys.byteorder,
-            "devices": _devices(watches),
-        }
+        FlightRecordLine.line(
+            **{**run.fields(watches, policy), "schema": RECORD_SCHEMA},
+            byteorder=sys.byteorder,
+            devices=_devices(watches),
+        )
     )
     return line
 
@@ -197,7 +116,7 @@ def entry_lines(watch: ModelWatch, model: int, first: int) -> list[Line]:
     if not columns:
         return []
     entries = [_entry(watch, column) for column in columns]
-    return [{"kind": "entries", "model": model, "first": first, "entries": entries}]
+    return [EntriesLine.line(model=model, first=first, entries=entries)]
 
 
 def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
@@ -210,34 +129,36 @@ def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
     elif column.place.kind != _C.FrameKind.RECORDED:
         path = TensorPath.from_fqn(kind, label)
         module, label = path.module, path.path
-    entry: Line = {
-        "module": shortened(module),
-        "class": shortened(class_name),
-        "kind": kind,
-        "label": shortened(label),
-        "dtype": column.dtype,
-        "limit": column.limit,
-        "numel": column.numel,
-    }
-    plain: Line = to_plain(entry)
-    return plain
+    entry: Line = to_plain(
+        line_of(
+            RecordEntry,
+            module=shortened(module),
+            class_name=shortened(class_name),
+            kind=kind,
+            label=shortened(label),
+            dtype=column.dtype,
+            limit=column.limit,
+            numel=column.numel,
+        )
+    )
+    return entry
 
 
 def step_line(step: int, cost: Cost | None, optimizers: Sequence[Optimizer]) -> Line:
     """The line of a step without its values; see `FlightRecorder.end_step`."""
-    return {
-        "kind": "steps",
-        "level": 0,
-        "first": step,
-        "last": step,
-        "count": 1,
-        "time": round(time.time(), 3),
-        "seconds": None if cost is None else round(cost.step_seconds, 6),
-        "guard_seconds": None if cost is None else round(cost.guard_seconds, 6),
-        "learning_rate": to_plain(_learning_rate(optimizers)),
-        "actions": {},
-        "skipped": 0,
-    }
+    return StepsLine.line(
+        level=0,
+        first=step,
+        last=step,
+        count=1,
+        time=round(time.time(), 3),
+        seconds=None if cost is None else round(cost.step_seconds, 6),
+        guard_seconds=None if cost is None else round(cost.guard_seconds, 6),
+        learning_rate=to_plain(_learning_rate(optimizers)),
+        actions={},
+        num_skipped=0,
+        models=[],
+    )
 
 
 def _learning_rate(optimizers: Sequence[Optimizer]) -> float | None:
@@ -254,69 +175,7 @@ def _learning_rate(optimizers: Sequence[Optimizer]) -> float | None:
 # The file of a flight record: lines are appended, and the old ones thinned.
 
 
-# Which lines of a full record are folded, so that it fits its file again.
-
-
-_T = TypeVar("_T")
-
-
-class LineSpan(NamedTuple):
-    """Where a line of steps lies in its file, or several that are to be one line."""
-
-    offset: int
-    length: int
-    level: int
-
-
-class Folded(NamedTuple):
-    """Lines that are to be one line of a level."""
-
-    level: int
-    parts: list[LineSpan | Folded]
-
-
-def thin(
-    places: Sequence[LineSpan], num_full: int, max_bytes: int
-) -> list[LineSpan | Folded]:
-    """Plans the lines of a record that is to have half of its bytes again.
-
-    A quarter of the bytes is for single steps, and a twelfth for each level above.
-
-    Args:
-        places: The lines, the oldest first.
-        num_full: How many steps keep a line of their own, where there is room.
-        max_bytes: How many bytes the file may have.
-
-    Returns:
-        The lines to be, the oldest first.
-    """
-    mean = max(1, sum(place.length for place in places) // max(1, len(places)))
-    levels: list[list[LineSpan | Folded]] = [[] for _ in range(TOP_LEVEL + 1)]
-    for place in places:
-        levels[place.level].append(place)
-    for level, lines in enumerate(levels):
-        share = max_bytes // (4 if level == 0 else 4 * TOP_LEVEL) // mean
-        most = max(1, min(num_full, share) if level == 0 else share)
-        excess = len(lines) - most
-        if excess <= 0:
-            continue
-        if level == TOP_LEVEL:
-            lines[: excess + 1] = [Folded(level, lines[: excess + 1])]
-            continue
-        if most >= FOLD:
-            excess -= excess % FOLD
-        folded = [Folded(level + 1, part) for part in _parts(lines[:excess])]
-        levels[level + 1] += folded
-        del lines[:excess]
-    return [line for level in reversed(levels) for line in level]
-
-
-def _parts(lines: Sequence[_T]) -> Iterator[list[_T]]:
-    for i in range(0, len(lines), FOLD):
-        yield list(lines[i : i + FOLD])
-
-
-_FULL, _THINNED = 7, 6  # eighths of a file: when it is thinned, what it has then
+_FULL = 7  # eighths of a file: when it is thinned
 
 
 class RecordFile:
@@ -415,6 +274,8 @@ class RecordFile:
             self._failed = error  # and no thread begins any more
 
     def _replace(self) -> None:
+        from .thinning import copied, is_small, thinned
+
         with self._lock:
             heads, places, end = list(self._heads), list(self._places), self._end
         with open_regular(self.path) as old:
@@ -422,13 +283,14 @@ class RecordFile:
                 raise OSError(f"{self.path} was moved")
             new_path, new = _create(self.path.with_name(f"{self.path.name}.new"))
             try:
-                new_heads = [_copy(old, new, place) for place in heads]
-                new_places = self._thinned(old, new, places)
-                is_small = new.tell() <= self._max_bytes * _THINNED // 8
+                new_heads = [copied(old, new, place) for place in heads]
+                sizes = self._num_full, self._max_bytes
+                new_places = thinned(old, new, places, *sizes)
+                has_room = is_small(new.tell(), self._max_bytes)
                 os.fsync(new.fileno())
                 with self._lock:
                     shift = new.tell() - end
-                    _copy(old, new, LineSpan(end, self._end - end, 0))
+                    copied(old, new, LineSpan(end, self._end - end, 0))
                     os.replace(new_path, self.path)
                     self._file.close()
                     self._file, self._end = new, new.tell()
@@ -438,31 +300,12 @@ class RecordFile:
                     )
                     # Lines may be so long that no thinning makes room.
                     full = self._max_bytes * _FULL // 8
-                    self._thin_at = full if is_small else max(full, 2 * self._end)
+                    self._thin_at = full if has_room else max(full, 2 * self._end)
             except BaseException:
                 new.close()
                 with contextlib.suppress(OSError):
                     os.unlink(new_path)
                 raise
-
-    def _thinned(
-        self, old: BinaryIO, new: FileIO, places: Sequence[LineSpan]
-    ) -> list[LineSpan]:
-        """Writes thinned lines, as few as it takes for the file to have room again.
-
-        How long a line will be is not known before it is folded: it has the entries of
-        the widest, and all columns that one of them has.
-        """
-        begin, room = new.tell(), self._max_bytes
-        while True:
-            plan = thin(places, self._num_full, room)
-            found = [_write(old, new, each) for each in plan]
-            is_small = new.tell() <= self._max_bytes * _THINNED // 8
-            if is_small or len(found) == 1 or not room:
-                return found
-            room //= 2
-            new.seek(begin)
-            new.truncate()
 
 
 def _create(path: Path) -> tuple[Path, FileIO]:
@@ -481,36 +324,6 @@ def _names(path: Path) -> Iterator[Path]:
 
 def _status(file: FileIO) -> os.stat_result:
     return os.fstat(file.fileno())
-
-
-def _read(old: BinaryIO, place: LineSpan) -> bytes:
-    old.seek(place.offset)
-    return old.read(place.length)
-
-
-def _copy(old: BinaryIO, new: FileIO, place: LineSpan) -> LineSpan:
-    return _append(new, _read(old, place), place.level)
-
-
-def _append(new: FileIO, data: bytes, level: int) -> LineSpan:
-    offset = new.tell()
-    write_all(new, data)
-    return LineSpan(offset, len(data), level)
-
-
-def _write(old: BinaryIO, new: FileIO, line: LineSpan | Folded) -> LineSpan:
-    if isinstance(line, LineSpan):
-        return _copy(old, new, line)
-    return _append(new, line_bytes(_folded(old, line)), line.level)
-
-
-def _folded(old: BinaryIO, line: LineSpan | Folded) -> Line:
-    if isinstance(line, LineSpan):
-        found = parse_object(_read(old, line))
-        if found is None:
-            raise OSError("a line is not as it was written")
-        return found
-    return fold([_folded(old, part) for part in line.parts], line.level)
 
 
 def _moved(places: list[LineSpan], shift: int) -> list[LineSpan]:

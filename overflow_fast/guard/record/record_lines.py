@@ -1,4 +1,4 @@
-"""The lines of a flight record, and the columns that they hold.
+"""The lines of a flight record, their fields, and the columns that they hold.
 
 A record is JSON Lines with columns in base64. Of the formats that were tried
 (benchmarks/bench_record_formats.py; results there), all but HDF5 opened after each of
@@ -12,31 +12,34 @@ JSON Lines needs nothing. Parquet and safetensors write a file once, as a whole.
 
 from __future__ import annotations
 
-import base64
-import collections
-import math
-import sys
-from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ...scanner.types import TensorPath
+from ..files.fields import (
+    ABSENT,
+    REQUIRED,
+    Count,
+    Index,
+    Number,
+    Seconds,
+    StepNumber,
+    Time,
+    Written,
+    derived,
+    documented,
+    fields_of,
+    written,
+)
+from ..files.json_text import to_plain
 from ..files.reading import FileError
-
-if TYPE_CHECKING:
-    import torch
-
-    Numbers = array[float] | array[int]
+from ..report.log_lines import OfRun
 
 # The version of the lines: docs/formats.md.
 RECORD_SCHEMA = 1
 KIND = "flight_record"  # of the first line
 BEGINNING = b'{"kind": "flight_record"'
-
-EXTREMES = ("abs_min", "abs_max")
-COUNTS = ("num_nan", "num_inf", "num_saturated", "num_zero")
-COLUMNS = EXTREMES + COUNTS
 
 Line = dict[str, Any]
 
@@ -45,126 +48,116 @@ class RecordError(FileError):
     """A file that cannot be read as a flight record; says why."""
 
 
-def read_numbers(columns: Line, name: str, byteorder: str) -> Numbers | None:
-    """A column of a line: floats, or whole numbers for counts.
+class LineSpan(NamedTuple):
+    """Where a line of steps lies in its file, or several that are to be one line."""
 
-    Returns:
-        An array of `columns["num"]` numbers; None where nothing counted them. In
-        extremes nan stands for an entry that was not looked at, or held a nan; in
-        counts -1 for one that was not counted.
+    offset: int
+    length: int
+    level: int
+
+
+# A step. What is declared here of a number is all that reading, folding, pages, `watch`
+# and `export` need; its value is set in `flight.step_line()`.
+
+
+def _oldest(values: Sequence[Any]) -> Any:
+    return values[0]
+
+
+def _newest(values: Sequence[Any]) -> Any:
+    return values[-1]
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _most(values: Sequence[Any]) -> Any:
+    known = [float(value) for value in values if value is not None]
+    return to_plain(max(known, default=None))
+
+
+def _sums(values: Sequence[Any]) -> Any:
+    found: dict[str, int] = {}
+    for each in values:
+        for name, count in each.items():
+            found[name] = found.get(name, 0) + count
+    return found
+
+
+def _of_step(
+    meaning: str,
+    folded: Callable[[Sequence[Any]], Any],
+    kind: Any,
+    default: Any = REQUIRED,
+    **more: Any,
+) -> Any:
+    """Declares a field of a step's line.
+
+    Args:
+        meaning: What it is.
+        folded: Makes the value of a line out of those of several, the oldest first.
+        kind: Its type in the file.
+        default: What a reader takes where a file lacks it.
+        **more: `drawn`: the words of a sparkline of pages and of a column of `watch`,
+            if it has them. `name`, `since`: see `Field`.
     """
-    if name not in columns:
-        return None
-    num, data = columns["num"], columns[name]  # bytes, where a reader has decoded them
-    packed = data if isinstance(data, bytes) else base64.b64decode(data)
-    code = "q" if name in COUNTS else "d"
-    if not packed:
-        return array(code, bytes(8 * num))
-    numbers: Numbers = array(code if len(packed) // num == 8 else "f", packed)
-    if byteorder != sys.byteorder:
-        numbers.byteswap()
-    return numbers
-
-
-def as_tensor(numbers: Numbers) -> torch.Tensor:
-    """The same numbers as a tensor on the CPU: float64, or int64 for counts."""
-    import torch
-
-    dtypes = {"f": torch.float32, "d": torch.float64, "q": torch.int64}
-    stored = dtypes[numbers.typecode]
-    if not numbers:
-        return torch.empty(0, dtype=stored, device="cpu")
-    found = torch.frombuffer(numbers, dtype=stored)
-    return found.double() if found.is_floating_point() else found
-
-
-def bits_left(limit: float, abs_max: float) -> float:
-    """The number of times that a magnitude could double before it passes a limit.
-
-    Returns:
-        inf for 0; -inf for inf; nan where one of the two is not known.
-    """
-    if abs_max == 0:
-        return math.inf if limit > 0 else math.nan
-    ratio = limit / abs_max
-    if ratio > 0:
-        return math.log2(ratio)
-    return -math.inf if ratio == 0 else math.nan
-
-
-# The parts of a flight record: its entries and its steps.
+    return written(meaning, default, kind=kind, folded=folded, **more)
 
 
 # The most severe comes first.
 _ACTIONS = ("raise", "skip", "warn", "spike")
 
 
-@dataclass(frozen=True)
-class RecordEntry:
-    """A tensor that was looked at in many steps.
-
-    Attributes:
-        model: Which of the guard's models it is of.
-        module: The qualified name of the module; "" for the root, or for none.
-        class_name: The module's class, or "".
-        kind: "output", "grad_output", "weight", "buffer", "gradient",
-            "optimizer_state", or "recorded" for a loss or what `record()` was given;
-            "unknown" where its line was damaged.
-        label: Which tensor of the module, such as `output[0]` or `weight`.
-        dtype: Its dtype, such as "float16".
-        limit: The largest finite number of the dtype.
-        numel: How many elements it had when it was first seen.
-    """
-
-    model: int
-    module: str
-    class_name: str
-    kind: str
-    label: str
-    dtype: str
-    limit: float
-    numel: int
-
-    @property
-    def path(self) -> TensorPath:
-        """Where the tensor is; `str()` of it is its name on pages."""
-        return TensorPath.from_label(self.module, self.kind, self.label)
-
-
+@documented
 @dataclass(frozen=True)
 class RecordStep:
-    """A step, or several older ones that share a line.
+    """A step, or several older ones that share a line."""
 
-    Attributes:
-        first: The number of the first step.
-        last: The number of the last one.
-        count: How many watched steps these are.
-        time: When the last one ended, in seconds since 1970.
-        seconds: How long they took; None in a loop that calls `check()` alone.
-        guard_seconds: How much of it the guard took, or None.
-        learning_rate: The highest; None if it was not known.
-        actions: How often the guard did "raise", "skip" or "warn", and how many finite
-            steps had a "spike".
-        num_skipped: How many optimizer steps were skipped, by whomever.
-        loss: The largest magnitude of the loss (a stat has no sign): what
-            `guard.record(loss=...)` was given, else what the model returned as its
-            loss; None if there was none.
-        loss_scale: The largest scale of a GradScaler, or None.
-        grad_norm: The largest that `guard.record(grad_norm=...)` was given, or None.
-    """
-
-    first: int
-    last: int
-    count: int
-    time: float
-    seconds: float | None
-    guard_seconds: float | None
-    learning_rate: float | None
-    actions: dict[str, int] = field(default_factory=dict)
-    num_skipped: int = 0
-    loss: float | None = None
-    loss_scale: float | None = None
-    grad_norm: float | None = None
+    first: int = _of_step("the number of the first step", _oldest, StepNumber)
+    last: int = _of_step("the number of the last one", _newest, StepNumber)
+    count: int = _of_step("how many watched steps these are", _sum, Count)
+    time: float = _of_step(
+        "when the last one ended, in seconds since 1970", _newest, Time
+    )
+    seconds: float | None = _of_step(
+        "how long they took; None in a loop that calls `check()` alone",
+        *(_sum, Seconds | None, None),
+    )
+    guard_seconds: float | None = _of_step(
+        "how much of it the guard took, or None", _sum, Seconds | None, None
+    )
+    learning_rate: float | None = _of_step(
+        "the highest of the first group; None if it is not known, or on a device",
+        *(_most, Number | None, None),
+        drawn="learning rate",
+    )
+    actions: dict[str, int] = _of_step(  # noqa: RUF009, it is made anew for each
+        'how often the guard did "raise", "skip" or "warn", and how many finite steps '
+        'had a "spike"',
+        *(_sums, dict[str, Count], {}),
+    )
+    num_skipped: int = _of_step(
+        "how many optimizer steps were skipped, by whomever",
+        *(_sum, Count, 0),
+        name="skipped",
+    )
+    loss: float | None = derived(
+        "the largest magnitude of the loss (a stat has no sign): what "
+        "`guard.record(loss=...)` was given, else what the model returned as its loss; "
+        "None if there was none",
+        None,
+        drawn="loss",
+    )
+    loss_scale: float | None = derived(
+        "the largest scale of a GradScaler, or None", None, drawn="loss scale"
+    )
+    grad_norm: float | None = derived(
+        "the largest that `guard.record(grad_norm=...)` was given, or None",
+        None,
+        drawn="gradient norm",
+    )
 
     @property
     def action(self) -> str | None:
@@ -179,50 +172,112 @@ class RecordStep:
         return self.guard_seconds / self.seconds
 
 
-# The entries of a flight record, from the lines that name them.
+# An entry.
 
 
-def widths_of(steps: Sequence[Line]) -> list[int]:
-    """The number of entries of each model, by the widest of its lines."""
-    models = max((len(line["models"]) for line in steps), default=0)
-    widths = [0] * models
-    for line in steps:
-        for i, columns in enumerate(line["models"]):
-            widths[i] = max(widths[i], columns["num"])
-    return widths
+@documented
+@dataclass(frozen=True)
+class RecordEntry:
+    """A tensor that was looked at in many steps."""
+
+    model: int = derived("which of the guard's models it is of")
+    module: str = written("the name of the module; empty for the root, or none")
+    class_name: str = written("the module's class, or nothing", name="class")
+    kind: str = written(
+        '"output", "grad_output", "weight", "buffer", "gradient", "optimizer_state", '
+        'or "recorded" for a loss or what `record()` was given; "unknown" where its '
+        "line was damaged"
+    )
+    label: str = written("which tensor of the module, such as `output[0]` or `weight`")
+    dtype: str = written('its dtype, such as "float16"')
+    limit: float = written("the largest finite number of the dtype", kind=Number)
+    numel: int = written("how many elements it had when it was first seen", kind=Count)
+
+    @property
+    def path(self) -> TensorPath:
+        """Where the tensor is; `str()` of it is its name on pages."""
+        return TensorPath.from_label(self.module, self.kind, self.label)
 
 
-def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry]:
-    """The entries of all models; those whose line was damaged are of no known kind.
-
-    Args:
-        heads: The lines of entries.
-        widths: How many entries each model has; of further ones no step tells.
-    """
-    by_model = collections.defaultdict[int, list[Line]](list)
-    for line in heads:
-        by_model[line["model"]].append(line)
-    return [
-        each
-        for model, width in enumerate(widths)
-        for each in _read_entries(by_model[model], model, width)
-    ]
+# The lines.
 
 
-def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
-    found = [
-        RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
-        for i in range(width)
-    ]
-    for line in heads:
-        room = max(0, width - line["first"])  # its step may be missing
-        for i, each in enumerate(line["entries"][:room]):
-            found[line["first"] + i] = RecordEntry(
-                model, each["module"], each["class"], *_rest(each)
-            )
-    return found
+class FlightRecordLine(OfRun, kind=KIND):
+    """The first line. Nothing in it is needed to read the others."""
+
+    schema: int = written("the version of the format")
+    byteorder: Literal["little", "big"] = written("that of the columns", ABSENT)
+    devices: list[str] = written("those of the parameters", ABSENT)
 
 
-def _rest(entry: Line) -> tuple[str, str, str, float, int]:
-    limit = float(entry["limit"])
-    return entry["kind"], entry["label"], entry["dtype"], limit, entry["numel"]
+class EntriesLine(Written, kind="entries"):
+    """The names of entries, when there are new ones."""
+
+    model: Index = written("the index of their model")
+    first: Index = written("the index of the first of them")
+    entries: list[RecordEntry] = written("they, in the order in which they first came")
+
+
+_Bytes: TypeAlias = bytes
+
+
+class Columns(Written):
+    """The columns of one model, as packed numbers in base64."""
+
+    num: Index = written("how many entries they have")
+    abs_min: _Bytes = written("the smallest magnitude of each", ABSENT, is_count=False)
+    abs_max: _Bytes = written("the largest magnitude of each", ABSENT, is_count=False)
+    num_nan: _Bytes = written("how many elements are nan", ABSENT, is_count=True)
+    num_inf: _Bytes = written("how many are inf or -inf", ABSENT, is_count=True)
+    num_saturated: _Bytes = written(
+        "how many are the dtype's largest number", ABSENT, is_count=True
+    )
+    num_zero: _Bytes = written("how many are 0", ABSENT, is_count=True)
+    left_out: Count = written(
+        "how many entries have no column: those beyond 65,536, or for which the file "
+        "had no room",
+        ABSENT,
+    )
+
+    def __post_init__(self) -> None:
+        """Checks that `num` is what the columns hold, before anything has that size."""
+        extremes = _given(self, EXTREMES)
+        counts = _given(self, COUNTS)
+        for column in extremes:
+            if len(column) not in (4 * self.num, 8 * self.num):
+                raise ValueError(f"{len(column)} bytes of {self.num} magnitudes")
+        for column in counts:
+            if len(column) not in (0, 8 * self.num):
+                raise ValueError(f"{len(column)} bytes of {self.num} counts")
+        if self.num and not any((*extremes, *counts)):
+            raise ValueError(f"{self.num} entries, and no number of any")
+
+
+def _columns(is_count: bool) -> tuple[str, ...]:
+    declared = fields_of(Columns).items()
+    return tuple(n for n, each in declared if each.more.get("is_count") is is_count)
+
+
+EXTREMES, COUNTS = _columns(False), _columns(True)
+COLUMNS = EXTREMES + COUNTS
+
+
+def _given(columns: Columns, names: Sequence[str]) -> list[bytes]:
+    found = (getattr(columns, name) for name in names)
+    return [each for each in found if isinstance(each, bytes)]
+
+
+class StepsLine(Written, kind="steps", of=RecordStep):
+    """A step, or several that are folded."""
+
+    level: Count = written("how often it was folded", 0)
+    models: list[Columns] = written("the columns of each")
+
+    def __post_init__(self) -> None:
+        """Checks that it is a step at all."""
+        step: Any = self
+        if not step.count or step.last < step.first:
+            raise ValueError(f"{step.count} steps from {step.first} to {step.last}")
+
+
+KINDS = (FlightRecordLine, EntriesLine, StepsLine)

@@ -31,6 +31,7 @@ from ..files.reading import is_regular, open_regular
 from ..files.writing import make_folder, open_appending
 from ..process import own_rank, world_size
 from ..watching.watch import ModelWatch, models_of
+from .log_lines import RunLine
 from .report import Cost, GuardCoverage, Report
 
 try:
@@ -318,7 +319,11 @@ class RunIdentity:
         return whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}")
 
     def header(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
-        """Makes the line that a run begins with in a log.
+        """Makes the line that a run begins with in a log; see `fields()`."""
+        return RunLine.line(**self.fields(watches, policy))
+
+    def fields(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
+        """The fields of a run in the first line of a log or of a record.
 
         Args:
             watches: The watched models.
@@ -330,7 +335,6 @@ class RunIdentity:
         dtypes = {dtype_name(p.dtype) for model in found for p in parameters_of(model)}
         return {
             "schema": SCHEMA,
-            "kind": "run",
             "run": self.id,
             "time": round(self.started.timestamp(), 3),
             "started": f"{self.started:%Y-%m-%dT%H:%M:%SZ}",

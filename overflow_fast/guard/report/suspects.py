@@ -10,14 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...scanner.text import aligned, printable
 from ..files.reading import FileError, lines_of, open_regular
 from .causes import NOT_REPRODUCIBLE
-
-if TYPE_CHECKING:
-    from .log_schema import RunLine, StepLine
+from .log_lines import RunLine, StepLine
+from .log_reading import decoder
 
 # Lines that cannot be of an incident are passed over undecoded.
 _OF_INCIDENTS = (b'"kind": "run"', b'"is_clean": false')
@@ -146,8 +145,7 @@ def read_incidents(path: str | os.PathLike[str]) -> list[LoggedIncident]:
 
 
 def _incidents_in(path: Path) -> Iterator[LoggedIncident]:
-    from .log_schema import LINES, RunLine, StepLine
-
+    known = decoder()
     header: RunLine | None = None
     try:
         with open_regular(path) as file:
@@ -155,7 +153,7 @@ def _incidents_in(path: Path) -> Iterator[LoggedIncident]:
                 if text is None or not any(each in text for each in _OF_INCIDENTS):
                     continue
                 try:
-                    line = LINES.decode(text)
+                    line = known.decode(text)
                 except FileError:  # half a line, of a process that died
                     continue
                 if isinstance(line, RunLine):

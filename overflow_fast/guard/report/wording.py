@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from ...detector.frames import frames_text
+from ...scanner.notebook_html import text_html
 from ...scanner.text import (
     as_lines,
     capitalized,
@@ -13,7 +14,6 @@ from ...scanner.text import (
     nonfinite_text,
     printable,
     some,
-    text_html,
 )
 from ..verdict.verdict import (
     BadEntry,

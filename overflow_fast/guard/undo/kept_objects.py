@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from ...scanner.tree import attributes, layout, set_attributes
+from ..libraries import PACKAGES
 from .random import generator_of, is_same_state, seeds_of
 
 _MAX_BYTES = 2**28  # of an array that is copied, which takes 0.05 s or more
@@ -43,7 +44,7 @@ ATOMS = frozenset(
 )
 _CLOSED = {
     *("overflow_fast", "torch", "torchgen", "functorch", "triton", "numpy"),
-    *("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "deepspeed"),
+    *PACKAGES,
 }
 # Of torch and the standard library: objects that hold state of a model, and no more.
 _OPEN_PARTS = ("torch.optim", "torch.amp", "torch.distributions")

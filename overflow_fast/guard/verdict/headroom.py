@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ... import _C
-from ...scanner.text import as_lines, printable, table_html, text_html
+from ...scanner.text import as_lines, printable
 from ..watching.watch import ModelWatch
 from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
 
@@ -99,6 +99,8 @@ class HeadroomTable:
         return all(row.highest <= _FLOAT16_MAX for row in self.rows)
 
     def _repr_html_(self) -> str:
+        from ...scanner.notebook_html import table_html, text_html
+
         names = ("bits", "trend", "float16 bits", "abs max", "entry", "dtype")
         rows = [
             (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import io
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,16 +15,9 @@ from typing import Any, NoReturn
 
 from ... import binaries
 from ...scanner.text import either, nearest, printable
-from .machine_commands import add_demo, add_doctor, add_env
-from .reading_commands import add_compare, add_explain, add_export, add_log, add_report
-from .run_command import add_run
-from .watch_command import add_watch
+from .subcommand import listed_after
 
-# In the order of `--help`.
-_COMMANDS = (
-    *(add_demo, add_run, add_watch, add_report, add_explain),
-    *(add_compare, add_doctor, add_log, add_export, add_env),
-)
+_FILES = re.compile(r"\w+_commands?")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,7 +28,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version)
     commands: Any = parser.add_subparsers(dest="command", required=True)
-    for add in _COMMANDS:
+    package = importlib.import_module(__package__)
+    for found in pkgutil.iter_modules(package.__path__, f"{__package__}."):
+        if _FILES.fullmatch(found.name.rpartition(".")[2]):
+            importlib.import_module(found.name)
+    for add in listed_after(""):
         add(commands)
     parser.commands = list(commands.choices)
     return parser

@@ -8,19 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ...explainer.layer_audit import LayerAudit
-from ...explainer.masked_ops import MaskedOps
+import overflow_fast
+
 from ...guard.config import GuardConfig
-from ...guard.monitors.magnitudes import Headroom, Saturation, Underflow
 from ...guard.monitors.monitor import Monitor
-from ...guard.monitors.replicas import Replicas
 from ...guard.monitors.running import DEFAULT_MONITORS
-from ...guard.monitors.spikes import Spikes
 from ...guard.options import Option, options_of, snake_case, written_name
 from ...scanner.text import either, nearest
 
 # Those that come with the package.
-MONITORS = (Spikes, Saturation, Headroom, Underflow, MaskedOps, LayerAudit, Replicas)
+MONITORS: tuple[type[Monitor], ...] = tuple(
+    getattr(overflow_fast, name) for name in overflow_fast.MONITORS
+)
 _LONG = 150  # characters of a sentence
 _NONE = "none"  # switches off what is on by default
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...guard.files.json_text import dumps
 from ...scanner.text import printable
-from .subcommand import Commands, add_command, at_least_one, fail, reason
+from .subcommand import Commands, add_command, at_least_one, command, fail, reason
 
 if TYPE_CHECKING:
     from ..doctor.diagnosis import Diagnosis
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # `doctor`: the machine, checked before a run.
 
 
+@command(after="compare")
 def add_doctor(commands: Commands) -> None:
     """Adds the command `doctor`."""
     parser = add_command(
@@ -32,6 +33,7 @@ def add_doctor(commands: Commands) -> None:
         doctor
         doctor --seconds 30 --folder checkpoints/ -o doctor.html
         """,
+        more=": [how](doctor.md#before-a-run-the-doctor)",
     )
     parser.description = (
         "Check ranks, links, collectives and arithmetic before a run. For several "
@@ -90,14 +92,23 @@ def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> int:
 
 
 _LIBRARIES = (
-    *("transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed"),
-    *("peft", "torchao", "bitsandbytes", "safetensors", "numpy", "pandas", "pyarrow"),
+    *(
+        "transformers",
+        "peft",
+        "torchao",
+        "bitsandbytes",
+        "safetensors",
+        "numpy",
+        "pandas",
+        "pyarrow",
+    ),
     *("tensorboard", "prometheus_client", "wandb", "mlflow", "mlflow-skinny", "rich"),
 )
 _PREFIXES = ("OVERFLOW_FAST_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
 
 
+@command(after="export")
 def add_env(commands: Commands) -> None:
     """Adds the command `env`."""
     parser = add_command(
@@ -106,6 +117,7 @@ def add_env(commands: Commands) -> None:
         _run_env,
         "print what a bug report needs: versions, kernels, devices, libraries",
         "env --json",
+        more="; `--version` prints versions alone, and says if no extension fits",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -195,8 +207,10 @@ def _cpu() -> str:
 
 
 def _libraries() -> dict[str, str]:
+    from ...guard.libraries import PACKAGES
+
     found = {}
-    for name in _LIBRARIES:
+    for name in (*PACKAGES, *_LIBRARIES):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -215,6 +229,7 @@ def _text(value: Any) -> str:
 # `demo`: a step that is nan, and a T5 that overflows.
 
 
+@command(after="")
 def add_demo(commands: Commands) -> None:
     """Adds the command `demo`."""
     parser = add_command(
@@ -223,6 +238,7 @@ def add_demo(commands: Commands) -> None:
         _run_demo,
         "train until a step is nan, and watch a T5 overflow",
         "demo --tiny --batch-size 2 --length 32",
+        more=", with report and page",
     )
     parser.add_argument(
         "--dtype",

@@ -15,17 +15,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, get_type_hints
 
 from ...guard.files.json_text import SCHEMA, dumps, parse_object
 from ...guard.files.reading import FileError, lines_of, open_regular
+from ...guard.record.record_lines import EXTREMES, RecordEntry, RecordStep
 from ...guard.record.record_lines import KIND as RECORD
+from ...guard.report.log_lines import RunLine
+from ...guard.report.log_reading import decoder
 from ...scanner.text import counted, printable, with_progress
-from .subcommand import Commands, add_command, fail, reason, require_content, warn
-
-if TYPE_CHECKING:
-    from ...guard.report.log_schema import LogLine
-
+from .subcommand import (
+    Commands,
+    add_command,
+    command,
+    fail,
+    reason,
+    require_content,
+    warn,
+)
 
 # `log`: filters the guard's JSON log.
 
@@ -37,6 +44,7 @@ class LogError(FileError):
     """A file that cannot be read as a log; says why."""
 
 
+@command(after="doctor")
 def add_log(commands: Commands) -> None:
     """Adds the command `log`."""
     parser = add_command(
@@ -48,6 +56,10 @@ def add_log(commands: Commands) -> None:
         log guard.jsonl --bad
         log guard.rank0.jsonl guard.rank1.jsonl --step 1000:2000 --json
         """,
+        more=(
+            ": `--step`, `--rank`, `--action`, `--kind`, `--bad`; `-f` follows "
+            "[it](../formats.md#log)"
+        ),
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a log")
     parser.add_argument(
@@ -93,12 +105,12 @@ def _print_all(logs: list[_Log], parsed: argparse.Namespace) -> int:
     num_lines = num_wanted = 0
     while True:
         for log in logs:
-            for line, data in log.read():
+            for line in log.read():
                 num_lines += 1
                 if _is_wanted(line, parsed):
                     num_wanted += 1
                     try:
-                        text = (_json if parsed.json else _text_of)(line, data)
+                        text = (_json if parsed.json else _text_of)(line)
                     except (FileError, RecursionError):
                         log.num_damaged += 1
                     else:
@@ -133,17 +145,15 @@ class _Log:
     """
 
     def __init__(self, path: Path) -> None:
-        from ...guard.report.log_schema import LINES
-
         self.path = path
         self.has_lines = self.is_truncated = False
         self.num_damaged = 0
-        self._lines = LINES
+        self._lines = decoder()
         self._offset = 0
         self._inode = -1
         self._ranks: dict[str, int] = {}
 
-    def read(self) -> Iterator[tuple[LogLine, bytes]]:
+    def read(self) -> Iterator[_Line]:
         """Yields the lines that were added since the last call, as they are written.
 
         Raises:
@@ -168,7 +178,7 @@ class _Log:
                 if found is not None:
                     yield found
 
-    def _decoded(self, text: bytes | None) -> tuple[LogLine, bytes] | None:
+    def _decoded(self, text: bytes | None) -> _Line | None:
         try:
             line = None if text is None else self._lines.decode(text)
         except FileError:
@@ -176,13 +186,12 @@ class _Log:
         if line is None or text is None:
             self.num_damaged += 1
             return None
-        if line.rank is None:
-            line.rank = self._ranks.get(line.run, 0)
-        elif hasattr(
-            line, "models"
-        ):  # the line of a run, which tells it for the others
-            self._ranks[line.run] = line.rank
-        return line, text
+        rank = getattr(line, "rank", None)
+        if not isinstance(rank, int):
+            rank = self._ranks.get(line.run, 0)
+        elif isinstance(line, RunLine):  # which tells it for the others
+            self._ranks[line.run] = rank
+        return _Line(line, rank, text)
 
     def _check(self, first: bytes | None) -> None:
         """Raises LogError if a first line is not that of a log that can be read."""
@@ -202,24 +211,42 @@ class _Log:
             raise LogError(f"{self.path} cannot be read: {error}.") from error
 
 
-def _is_wanted(line: LogLine, parsed: argparse.Namespace) -> bool:
-    step = -1 if line.step is None else line.step
+class _Line(NamedTuple):
+    """A line of a log.
+
+    Attributes:
+        known: The fields that this version knows, as `guard.report.log_lines` has them.
+        rank: The rank that wrote it, or that it is about.
+        data: All of it.
+    """
+
+    known: Any
+    rank: int
+    data: bytes
+
+    @property
+    def kind(self) -> str:
+        """Its kind, known or not."""
+        return str(getattr(self.known, "kind", None) or type(self.known).KIND)
+
+
+def _is_wanted(line: _Line, parsed: argparse.Namespace) -> bool:
+    step = getattr(line.known, "step", None)
     return (
-        (parsed.step is None or step in parsed.step)
+        (parsed.step is None or (-1 if step is None else step) in parsed.step)
         and (parsed.rank is None or line.rank == parsed.rank)
-        and (parsed.action is None or line.action == parsed.action)
-        and (parsed.kind is None or _kind_of(line) == parsed.kind)
-        and (not parsed.bad or line.is_clean is False)
+        and (
+            parsed.action is None
+            or getattr(line.known, "action", None) == parsed.action
+        )
+        and (parsed.kind is None or line.kind == parsed.kind)
+        and (not parsed.bad or getattr(line.known, "is_clean", None) is False)
     )
 
 
-def _kind_of(line: LogLine) -> str:
-    return str(getattr(line, "kind", None) or type(line).__struct_config__.tag)
-
-
-def _json(line: LogLine, data: bytes) -> str:
+def _json(line: _Line) -> str:
     """A line with all its fields, and its rank, as JSON."""
-    return dumps({"rank": line.rank, **_fields(data)})
+    return dumps({"rank": line.rank, **_fields(line.data)})
 
 
 def _fields(data: bytes) -> dict[str, Any]:
@@ -234,20 +261,20 @@ def _fields(data: bytes) -> dict[str, Any]:
     return fields
 
 
-def _text_of(line: LogLine, data: bytes) -> str:
+def _text_of(line: _Line) -> str:
     """A line for a reader: time, rank, and what it says."""
-    when = datetime.fromtimestamp(line.time).isoformat(" ", "seconds")
-    return printable(f"{when} rank {line.rank} {_content(line, data)}")
+    when = datetime.fromtimestamp(line.known.time or 0).isoformat(" ", "seconds")
+    return printable(f"{when} rank {line.rank} {_content(line)}")
 
 
-def _content(line: Any, data: bytes) -> str:
-    kind = _kind_of(line)
+def _content(whole: _Line) -> str:
+    line, kind = whole.known, whole.kind
     if kind == "run":
-        models = ", ".join(line.models)
-        return f"run {line.run}: {models}, on_overflow={line.policy}"
+        models = ", ".join(line.models or [])
+        return f"run {line.run}: {models}, on_overflow={line.policy or 'unknown'}"
     if kind != "step":
         known = {"rank", "run", "time", "kind"}
-        fields = _fields(data).items()
+        fields = _fields(whole.data).items()
         rest = ", ".join(f"{k}={v}" for k, v in fields if k not in known)
         return f"{kind}: {rest}"
     action = f" {line.action}" if line.action else ""
@@ -262,6 +289,7 @@ def _content(line: Any, data: bytes) -> str:
 # `report`: a page of flight records and evidence.
 
 
+@command(after="watch")
 def add_report(commands: Commands) -> None:
     """Adds the command `report`."""
     parser = add_command(
@@ -270,6 +298,7 @@ def add_report(commands: Commands) -> None:
         _run_report,
         "write a page of flight records and evidence",
         "report run.ofr evidence/ -o run.html",
+        more=": [what it shows](observing.md#a-page)",
     )
     parser.add_argument(
         "paths",
@@ -315,6 +344,7 @@ _SUFFIXES = (".csv", ".parquet")
 Row = dict[str, Any]
 
 
+@command(after="log")
 def add_export(commands: Commands) -> None:
     """Adds the command `export`."""
     parser = add_command(
@@ -326,6 +356,10 @@ def add_export(commands: Commands) -> None:
         export run.ofr -o run.csv
         export run.rank0.ofr run.rank1.ofr --steps -o steps.parquet
         """,
+        more=(
+            " (`pip install pyarrow`): a row for each entry of each step, or "
+            "with `--steps` for each step; never over a file"
+        ),
     )
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a flight record")
     parser.add_argument(
@@ -441,17 +475,15 @@ def _write_parquet(file: Any, parts: Iterable[Sequence[Row]]) -> int:
 
 
 _TEXTS = ("module", "class_name", "kind", "label", "dtype", "action")
-_FLOATS = (
-    *("abs_min", "abs_max", "limit", "time", "seconds", "guard_seconds"),
-    *("learning_rate", "loss", "loss_scale", "grad_norm"),
-)
 
 
 def _schema(row: Row) -> Any:
     """The columns' types, whatever the first rows lack."""
     pyarrow = _pyarrow()
+    hints = {**get_type_hints(RecordEntry), **get_type_hints(RecordStep)}
+    floats = {n for n, hint in hints.items() if hint in (float, float | None)}
     kinds = {name: pyarrow.string() for name in _TEXTS}
-    kinds |= {name: pyarrow.float64() for name in _FLOATS}
+    kinds |= {name: pyarrow.float64() for name in (*EXTREMES, *floats)}
     return pyarrow.schema([(name, kinds.get(name, pyarrow.int64())) for name in row])
 
 
@@ -468,6 +500,7 @@ def _pyarrow() -> Any:
 # `explain`: a step, from the folder of its evidence.
 
 
+@command(after="report")
 def add_explain(commands: Commands) -> None:
     """Adds the command `explain`."""
     parser = add_command(
@@ -476,6 +509,10 @@ def add_explain(commands: Commands) -> None:
         _run_explain,
         "explain a non-finite step from the folder of its evidence",
         "explain evidence/overflow_fast/RUN/step-00000012 --model train.py:build",
+        more=(
+            ": [how](explanations.md#explain-it-elsewhere); `--any-weights` "
+            "accepts other weights than those of the step"
+        ),
     )
     parser.add_argument("folder", help="the folder, such as evidence/.../step-00000012")
     parser.add_argument(
@@ -536,6 +573,7 @@ _FORMATS = (".html", ".xlsx", ".json")
 NOTHING_COMPUTED = 3  # the exit status where only weights or batches were compared
 
 
+@command(after="explain")
 def add_compare(commands: Commands) -> None:
     """Adds the command `compare`."""
     parser = add_command(
@@ -547,6 +585,7 @@ def add_compare(commands: Commands) -> None:
         compare run_a run_b
         compare run_a run_b --map '^layer\\.=blocks.' -o diff.html
         """,
+        more=": [how](compare.md#two-runs-compared)",
     )
     parser.add_argument(
         "recording", help="the folder of a recording, or a dump of msprobe"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .subcommand import Commands, add_command, fail, reason
+from .subcommand import Commands, add_command, command, fail, reason
 
 if TYPE_CHECKING:
     from ...integrations.script_guard import ScriptGuard
@@ -141,6 +141,7 @@ def _is_above(traceback: TracebackType) -> bool:
 NON_FINITE = 3  # the exit status of a program that the guard has stopped
 
 
+@command(after="demo")
 def add_run(commands: Commands) -> None:
     """Adds the command `run`."""
     parser = add_command(
@@ -154,6 +155,7 @@ def add_run(commands: Commands) -> None:
         run -m package.train --debug underflow_overflow
         """,
         _add_arguments,
+        more=": [above](#without-a-change-to-the-script)",
     )
     parser.usage = f"{parser.prog} [options] program ..."
 

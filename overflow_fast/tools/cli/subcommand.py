@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ...guard.files.reading import is_regular
@@ -18,6 +18,34 @@ else:
     Commands = object
 
 Run = Callable[[argparse.Namespace], int]
+Add = Callable[[Commands], None]
+
+_LISTED: dict[str, tuple[str, Add]] = {}
+
+
+def command(after: str) -> Callable[[Add], Add]:
+    """Returns a decorator of a function `add_NAME` that adds the command NAME.
+
+    Its file must be named `..._command.py` or `..._commands.py`: the command line
+    imports those beside it.
+
+    Args:
+        after: The command behind which `--help` lists it; "" for the first one.
+    """
+
+    def listed(add: Add) -> Add:
+        _LISTED[add.__name__.removeprefix("add_")] = after, add
+        return add
+
+    return listed
+
+
+def listed_after(name: str) -> Iterator[Add]:
+    """The functions that add the commands behind one, in the order of `--help`."""
+    for own, (after, add) in sorted(_LISTED.items()):
+        if after == name:
+            yield add
+            yield from listed_after(own)
 
 
 def add_command(
@@ -27,6 +55,7 @@ def add_command(
     summary: str,
     example: str,
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    more: str = "",
 ) -> argparse.ArgumentParser:
     """Adds a command, and returns the parser of its arguments.
 
@@ -37,6 +66,7 @@ def add_command(
         summary: A line for `--help`, which begins with a verb in lower case.
         example: One or more command lines, without the program's name.
         add_arguments: Adds its arguments when it is chosen, if they take long to make.
+        more: What docs/guides/command-line.md says besides the summary.
     """
     lines = textwrap.dedent(example).strip().splitlines()
     parser = commands.add_parser(
@@ -48,7 +78,7 @@ def add_command(
     prog = parser.prog.removesuffix(name)
     parser.epilog = "\n".join(["example:", *(f"  {prog}{line}" for line in lines)])
     parser.set_defaults(run=run)
-    vars(parser)["add_arguments"] = add_arguments
+    vars(parser).update(add_arguments=add_arguments, more=more)
     return parser
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from ...guard.files.json_text import dumps
 from ...guard.record.record_lines import RecordEntry
-from ..record.table import FlightRecord
+from ..record.table import DRAWN, FlightRecord
 from .subcommand import (
     Commands,
     add_command,
     at_least_one,
+    command,
     fail,
     reason,
     require_content,
@@ -76,10 +77,7 @@ def _rank(record: FlightRecord) -> Numbers:
         "age_seconds": max(0.0, time.time() - last.time),
         "step_seconds": seconds,
         "guard_share": last.guard_share,
-        **{
-            name: getattr(last, name)
-            for name in ("loss", "grad_norm", "learning_rate", "loss_scale", "action")
-        },
+        **{name: getattr(last, name) for name in (*DRAWN, "action")},
         "skipped": sum(step.num_skipped for step in record.steps),
     }
 
@@ -156,6 +154,7 @@ _SHARE = 4  # of the time, at most one in this many seconds is spent reading
 _LONGEST = 86_400  # seconds between two looks
 
 
+@command(after="run")
 def add_watch(commands: Commands) -> None:
     """Adds the command `watch`."""
     parser = add_command(
@@ -167,6 +166,13 @@ def add_watch(commands: Commands) -> None:
         watch run.ofr
         watch run.rank0.ofr run.rank1.ofr --once --json
         """,
+        more=(
+            "; from the flight records of a run that trains: the last step of "
+            "each rank, the entries with the fewest bits left (of all ranks) "
+            "and their trend over the last 16 lines, and the last incidents; "
+            "needs rich (`pip install rich`) but with `--json`; `--once` prints"
+            " once"
+        ),
     )
     parser.add_argument(
         "paths", nargs="+", metavar="PATH", help="a flight record, one of each rank"

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ...scanner.text import counted, printable
 from ...scanner.types import TensorPath
+from ..record.table import DRAWN
 
 Numbers = Mapping[str, Any]
 
@@ -41,8 +42,7 @@ def _title(found: Numbers) -> Text:
 
 
 def _ranks(ranks: Sequence[Numbers]) -> Table:
-    names = ("loss", "grad_norm", "learning_rate", "loss_scale")
-    used = [name for name in names if any(r.get(name) is not None for r in ranks)]
+    used = [name for name in DRAWN if any(r.get(name) is not None for r in ranks)]
     table = _table("rank", "step", "s ago", "s/step", "guard", *used, "skipped")
     for each in ranks:
         if each["step"] is None:

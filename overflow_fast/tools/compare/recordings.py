@@ -24,7 +24,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +35,9 @@ from ...guard.files.reading import (
     FileError,
     lines_of,
     open_regular,
-    open_tensors,
     why_unreadable,
 )
+from ...guard.files.tensor_files import open_tensors
 from ...guard.files.writing import open_appending, write_all, write_new
 from ...guard.process import own_rank, settings_of_torch, world_size
 from ...guard.undo.random import RandomStates
@@ -48,6 +48,7 @@ from ...torch_internals.compiler import (
     uncompiled,
 )
 from ...torch_internals.module_internals import is_dropout
+from .recording_schema import HeadLine, RecordedStepLine, RowLine, decoder
 from .summary import (
     Shard,
     Summary,
@@ -59,10 +60,6 @@ from .summary import (
     values_of,
 )
 from .tensor_hooks import BACKWARD, StepPath, TensorHooks, is_compiled, scalars_in
-
-if TYPE_CHECKING:
-    from .recording_schema import HeadLine, RecordedStepLine, RowLine
-
 
 # Rows of a recording: what was known of one tensor at one place.
 
@@ -262,7 +259,6 @@ class StoredStep:
 
     def _line(self) -> RecordedStepLine:
         from ...guard.files.schema import decode
-        from .recording_schema import RecordedStepLine
 
         data = self._bytes([self.end])
         try:
@@ -287,8 +283,6 @@ def _read_at(file: BufferedReader, begin: int, end: int) -> bytes:
 
 def _rows_of(data: bytes, step: int) -> tuple[list[RecordedTensor], int]:
     """Decodes the rows of a step, and counts the lines that are none."""
-    from .recording_schema import RowLine
-
     texts = data.split(b"\n")
     if not texts[-1]:
         texts.pop()
@@ -313,12 +307,13 @@ def _summary_of(line: RowLine, sums: torch.Tensor) -> Summary:
 _DAMAGED = object()
 
 
+_lines = functools.cache(decoder)
+
+
 def _decoded(text: bytes | None) -> Any:
     """A line of a recording: None if it is passed over, or `_DAMAGED`."""
-    from .recording_schema import LINES
-
     try:
-        return _DAMAGED if text is None else LINES.decode(text)
+        return _DAMAGED if text is None else _lines().decode(text)
     except FileError:
         return _DAMAGED
 
@@ -493,8 +488,6 @@ class StepIndex:
         self, file: BufferedReader, lines: Iterator[bytes | None]
     ) -> Iterator[tuple[int, StoredStep]]:
         """Yields the steps with their numbers, as they end."""
-        from .recording_schema import RecordedStepLine, RowLine
-
         begin, start, number = file.tell(), b"", 0
         for text in lines:
             end = file.tell() if text is None else begin + len(text)
@@ -536,7 +529,6 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
         RecordingError: If it is not that of a recording that can be read.
     """
     from ...guard.files.schema import decode, head_of
-    from .recording_schema import HeadLine
 
     head = head_of(text)
     if text is None or head.kind != "recording":
@@ -763,9 +755,14 @@ class Recording:
             _log.warning("Recording to %s ended: %s", self.folder, self._failure)
 
     def _begin_run(self) -> None:
-        head = {"kind": "recording", "schema": SCHEMA, "time": time.time()}
-        own = {"tensors": self._has_tensors, "class": type(self._model).__name__}
-        line = {**head, **own, **self._process, "versions": versions()}
+        line = HeadLine.line(
+            schema=SCHEMA,
+            time=time.time(),
+            tensors=self._has_tensors,
+            class_name=type(self._model).__name__,
+            **self._process,
+            versions=versions(),
+        )
         write_new(self._file, f"{dumps(line)}\n")
 
     def _begin(self) -> None:
@@ -825,17 +822,24 @@ class Recording:
         lines = []
         for row, numbers in self._rows:
             row.summary = next(summaries) if numbers is not None else None
-            line = {"kind": "row", "step": self._step, **row.to_plain()}
+            line = RowLine.line(step=self._step, **row.to_plain())
             lines.append(f"{dumps(line)}\n")
         drawn = self._random.drawn()
         settings = {**self._modes.pop("settings"), **hooks.arguments}
         changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
         self._settings |= changed
-        step = {"kind": "step", "step": self._step, **self._modes, "settings": changed}
-        step["had_gradients"] = bool(hooks.had_gradients)
-        step |= {"has_drawn": bool(drawn), "drawn": drawn}
-        end = {"failures": hooks.failures, "raised": raised, "rows": len(lines)}
-        lines.append(f"{dumps({**step, **end})}\n")
+        end = RecordedStepLine.line(
+            step=self._step,
+            **self._modes,
+            settings=changed,
+            had_gradients=bool(hooks.had_gradients),
+            has_drawn=bool(drawn),
+            drawn=drawn,
+            failures=hooks.failures,
+            raised=raised,
+            rows=len(lines),
+        )
+        lines.append(f"{dumps(end)}\n")
         with open_appending(self._file) as file:
             write_all(file, "".join(lines).encode())
         self._rows, self._held = [], {}

@@ -15,7 +15,7 @@ import torch
 from ...guard.files.json_text import dumps
 from ...guard.record.record_lines import RecordEntry, RecordStep
 from ...scanner.text import printable
-from ..record.table import FlightRecord
+from ..record.table import DRAWN, FlightRecord
 
 # Columns of the pictures: which steps of which records share one.
 
@@ -272,19 +272,14 @@ def name_of(entry: RecordEntry, has_models: bool = False) -> str:
 
 
 Sparkline = list[float | None]
+_GRADIENT = "largest_gradient"  # stands for the norm where nobody gave that
 SPARKLINES = {
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-    "largest_gradient": "largest gradient",
-    "learning_rate": "learning rate",
-    "loss_scale": "loss scale",
+    **{name: DRAWN[name] for name in ("loss", "grad_norm")},
+    _GRADIENT: "largest gradient",
+    **DRAWN,
     "spikes": "spikes",
     "skips": "skips",
 }
-_OF_STEPS = ("loss", "grad_norm", "learning_rate", "loss_scale")  # as `RecordStep` has
-
-
-_GRADIENT = "largest_gradient"  # stands for the norm where nobody gave that
 
 
 def sparklines_of(
@@ -299,7 +294,7 @@ def sparklines_of(
     """
     found: dict[str, Sparkline] = {
         name: [_largest(getattr(s, name) for s in _steps(records, c)) for c in columns]
-        for name in _OF_STEPS
+        for name in DRAWN
     }
     if not any_known(found["grad_norm"]):
         largest = [_largest_gradients(record) for record in records]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ...guard.files.json_text import SCHEMA, to_plain
-from ...guard.files.reading import FileError, open_tensors, read_bytes, why_unreadable
+from ...guard.files.reading import FileError, read_bytes, why_unreadable
+from ...guard.files.tensor_files import open_tensors
 from ...guard.report.causes import UNKNOWN, Cause
 from ...guard.report.report import Report
 from ...scanner.text import dtype_name, is_cell, short_name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -11,31 +13,94 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...guard.files.fields import declared_in, fields_of
 from ...guard.files.reading import FileError, lines_of, open_regular
+from ...guard.record.columns import as_tensor, read_numbers
 from ...guard.record.record_lines import (
     BEGINNING,
     COLUMNS,
     COUNTS,
     KIND,
+    KINDS,
     RECORD_SCHEMA,
     Line,
     RecordEntry,
     RecordError,
     RecordStep,
-    as_tensor,
-    bits_left,
-    entries_of,
-    read_numbers,
-    widths_of,
 )
-from ...scanner.text import picture_html, printable
+from ...scanner.text import printable
 
 if TYPE_CHECKING:
     import torch
 
-    from ...guard.record.record_lines import Numbers
+    from ...guard.record.columns import Numbers
 
+# The numbers of a step that pages and `watch` show, with the words in front of them.
+_WORDS = {name: each.drawn for name, each in declared_in(RecordStep).items()}
+_IN_ORDER = dict.fromkeys(("loss", "grad_norm", *_WORDS))
+DRAWN = {name: words for name in _IN_ORDER if (words := _WORDS[name])}
 _LOSSES = ("output.loss", "output['loss']")
+
+
+def bits_left(limit: float, abs_max: float) -> float:
+    """The number of times that a magnitude could double before it passes a limit.
+
+    Returns:
+        inf for 0; -inf for inf; nan where one of the two is not known.
+    """
+    if abs_max == 0:
+        return math.inf if limit > 0 else math.nan
+    ratio = limit / abs_max
+    if ratio > 0:
+        return math.log2(ratio)
+    return -math.inf if ratio == 0 else math.nan
+
+
+# The entries of a flight record, from the lines that name them.
+
+
+def widths_of(steps: Sequence[Line]) -> list[int]:
+    """The number of entries of each model, by the widest of its lines."""
+    models = max((len(line["models"]) for line in steps), default=0)
+    widths = [0] * models
+    for line in steps:
+        for i, columns in enumerate(line["models"]):
+            widths[i] = max(widths[i], columns["num"])
+    return widths
+
+
+def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry]:
+    """The entries of all models; those whose line was damaged are of no known kind.
+
+    Args:
+        heads: The lines of entries.
+        widths: How many entries each model has; of further ones no step tells.
+    """
+    by_model = collections.defaultdict[int, list[Line]](list)
+    for line in heads:
+        by_model[line["model"]].append(line)
+    return [
+        each
+        for model, width in enumerate(widths)
+        for each in _read_entries(by_model[model], model, width)
+    ]
+
+
+def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
+    found = [
+        RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
+        for i in range(width)
+    ]
+    for line in heads:
+        room = max(0, width - line["first"])  # its step may be missing
+        for i, each in enumerate(line["entries"][:room]):
+            found[line["first"] + i] = _entry_of(model, each)
+    return found
+
+
+def _entry_of(model: int, line: Line) -> RecordEntry:
+    own = {n: each.of(line, n) for n, each in fields_of(RecordEntry).items()}
+    return RecordEntry(model, **{**own, "limit": float(own["limit"])})
 
 
 def num_cells(steps: Sequence[Line]) -> int:
@@ -95,26 +160,15 @@ class FlightRecord:
     @functools.cached_property
     def steps(self) -> list[RecordStep]:
         """The steps, the oldest first; the newest have a line each."""
-        scalars = {
-            "loss": self._losses(),
-            "loss_scale": self._recorded("loss_scale"),
-            "grad_norm": self._recorded("grad_norm"),
-        }
-        return [
-            RecordStep(
-                line["first"],
-                line["last"],
-                line["count"],
-                line["time"],
-                line["seconds"],
-                line["guard_seconds"],
-                _number(line["learning_rate"]),
-                line["actions"],
-                line["skipped"],
-                **{name: self._scalar(line, where) for name, where in scalars.items()},
-            )
+        own = fields_of(RecordStep)
+        found = (each.name for each in dataclasses.fields(RecordStep))
+        scalars = {n: self._entries_named(n) for n in found if n not in own}
+        values: Iterator[dict[str, Any]] = (
+            {name: _plain(each.of(line, name)) for name, each in own.items()}
+            | {name: self._scalar(line, where) for name, where in scalars.items()}
             for line in self._lines
-        ]
+        )
+        return [RecordStep(**each) for each in values]
 
     @functools.cached_property
     def values(self) -> Mapping[str, torch.Tensor | None]:
@@ -161,6 +215,7 @@ class FlightRecord:
         return heatmap_pixels(self.headroom_bits(), max_columns)
 
     def _repr_html_(self) -> str:
+        from ...scanner.notebook_html import picture_html
         from .heatmap import png_of
 
         shown = f"{len(self)} lines of steps of {len(self.entries)} entries: headroom"
@@ -254,10 +309,13 @@ class FlightRecord:
                 whole[i, begin : begin + len(numbers)] = as_tensor(numbers)
         return whole
 
-    def _losses(self) -> list[int]:
-        """The entries that are a loss: one that was recorded, else the root's."""
-        named = self._recorded("loss") or self._outputs_of_root(_LOSSES)
-        return named or self._outputs_of_root(("output", "output[0]"))
+    def _entries_named(self, name: str) -> list[int]:
+        """The entries that `record()` was given; of the loss, else the root's."""
+        named = self._recorded(name)
+        if named or name != "loss":
+            return named
+        whole = "output", "output[0]"
+        return self._outputs_of_root(_LOSSES) or self._outputs_of_root(whole)
 
     def _outputs_of_root(self, labels: Sequence[str]) -> list[int]:
         return [
@@ -293,9 +351,9 @@ def _absent(name: str) -> float:
     return -1 if name in COUNTS else math.nan
 
 
-def _number(value: float | str | None) -> float | None:
-    """A number of a line, where one that is not finite is a string."""
-    return None if value is None else float(value)
+def _plain(value: Any) -> Any:
+    """A value of a line, where a number that is not finite is a string."""
+    return float(value) if isinstance(value, str) else value
 
 
 def _cell(name: str, row: list[Any] | None, index: int) -> Any:
@@ -361,10 +419,16 @@ def _parsed(text: bytes) -> Line | None:
         FileError: If it is damaged.
     """
     from ...guard.files.schema import plain
-    from .record_schema import LINES
 
-    found = LINES.decode(text)
+    found = _lines().decode(text)
     return None if found is None else plain(found)
+
+
+@functools.cache
+def _lines() -> Any:
+    from ...guard.files.schema import Lines
+
+    return Lines(*KINDS)
 
 
 def _run_of(text: bytes | None, path: Path) -> Line:

@@ -12,8 +12,9 @@ from flight_records import append_step, head_lines, packed, step_line
 
 from overflow_fast import RecordError, read_record
 from overflow_fast.guard.files.json_text import line_bytes
-from overflow_fast.guard.record.flight import RecordFile, fold
-from overflow_fast.guard.record.record_lines import read_numbers
+from overflow_fast.guard.record.columns import read_numbers
+from overflow_fast.guard.record.flight import RecordFile
+from overflow_fast.guard.record.thinning import fold
 
 SMALL = 30_000  # bytes: about 100 steps
 NAN, INF = math.nan, math.inf
@@ -223,7 +224,7 @@ def test_steps_that_come_while_a_file_is_thinned_are_kept(tmp_path, monkeypatch)
         may_go_on.wait(60)
         return fold(lines, level)
 
-    monkeypatch.setattr("overflow_fast.guard.record.flight.fold", slow_fold)
+    monkeypatch.setattr("overflow_fast.guard.record.thinning.fold", slow_fold)
     file, number = record_file(tmp_path / "run.ofr"), 0
     while file._thread is None:
         append_step(file, number)

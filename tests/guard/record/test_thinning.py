@@ -1,6 +1,6 @@
 """Which lines of a full record are folded: the older, the more into one."""
 
-from overflow_fast.guard.record.flight import Folded, LineSpan, thin
+from overflow_fast.guard.record.thinning import Folded, LineSpan, thin
 
 
 def places(count, level, length=100):

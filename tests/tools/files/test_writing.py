@@ -96,7 +96,7 @@ def test_a_slow_reader_of_a_fifo_costs_lines_and_no_time(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{LOST}\n"
     begin = os.read(reader, 2**16)
-    assert begin.startswith(b'{"schema": 1, "kind": "run"')
+    assert begin.startswith(b'{"kind": "run", "schema": 1')
     os.close(reader)
 
 

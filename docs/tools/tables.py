@@ -1,0 +1,222 @@
+"""Writes the tables of pages that follow from the code: fields, options, commands.
+
+python docs/tools/tables.py
+
+They stand between `<!-- table: NAME -->` and `<!-- end of table -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import overflow_fast
+from overflow_fast import Evidence, Explain, Log, Record, Schedule, integrations
+from overflow_fast.guard.files.fields import (
+    ABSENT,
+    FIRST_RELEASE,
+    REQUIRED,
+    Field,
+    fields_of,
+)
+from overflow_fast.guard.files.schema import kinds_of
+from overflow_fast.guard.libraries import LIBRARIES
+from overflow_fast.guard.options import Option, Options, options_of
+from overflow_fast.guard.record import record_lines
+from overflow_fast.guard.report import log_lines
+from overflow_fast.scanner import fallback
+from overflow_fast.scanner.text import dtype_name
+from overflow_fast.tools.cli.command_line import make_parser
+from overflow_fast.tools.cli.guard_options import MONITORS
+from overflow_fast.tools.compare import recording_schema
+
+DOCS = Path(__file__).parents[1]
+STUB = DOCS.parent / "overflow_fast" / "__init__.pyi"
+_TABLE = re.compile(
+    r"(<!-- table: ([^\n]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL
+)
+
+
+def renewed(text: str) -> str:
+    """The text of a page with its tables as the code has them."""
+    return _TABLE.sub(
+        lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[4]}", text
+    )
+
+
+def names_in(text: str) -> list[str]:
+    """The names of the tables that a page has."""
+    return [found[1] for found in _TABLE.findall(text)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n".replace("|  |", "| |") for line in cells)
+
+
+# Formats.
+
+
+def _lines(*kinds: type[Any]) -> Callable[[], str]:
+    rows = [
+        row
+        for kind in kinds
+        for row in [
+            [f"`{json.dumps(kind.KIND)}`", "", _first_line(kind), ""],
+            *_fields(kind, ""),
+        ]
+    ]
+    head = "`kind`", "field", "content", "if it is missing"
+    return lambda: _table(head, [_joined(row) for row in rows])
+
+
+def _joined(row: Sequence[str]) -> Sequence[str]:
+    return [" ".join(cell.split()) for cell in row]
+
+
+def _first_line(kind: type[Any]) -> str:
+    return f"**{(kind.__doc__ or '').splitlines()[0].rstrip('.')}**"
+
+
+def _fields(kind: Any, prefix: str) -> Iterator[list[str]]:
+    for name, each in fields_of(kind).items():
+        key = f"{prefix}{each.name or name}"
+        since = "" if each.since == FIRST_RELEASE else f" (since {each.since})"
+        yield ["", f"`{key}`", f"{each.meaning}{since}", _default(each)]
+        for part in typing.get_args(kinds_of(kind)[name]):
+            if isinstance(part, type) and fields_of(part):
+                yield from _fields(part, f"{key}[].")
+
+
+def _default(field: Field) -> str:
+    if field.default is REQUIRED:
+        return "damage"
+    return "" if field.default is ABSENT else f"`{json.dumps(field.default)}`"
+
+
+# What is scanned.
+
+
+def _scanned() -> str:
+    floats, complexes = (
+        ", ".join(dtype_name(dtype) for dtype in dtypes)
+        for dtypes in (fallback.FLOATS, fallback.COMPLEX)
+    )
+    how = {
+        f"{floats}, all integers, bool": "by bit pattern: every value, subnormals "
+        "included",
+        complexes: "by modulus; nan and inf as `torch.isnan` and `torch.isinf`",
+        "contiguous, permuted, sliced, expanded, 0-d, unaligned; more than 2**31 "
+        "elements": "in place",
+        "sparse, jagged nested, DTensor": "its values, its buffer, its local part",
+        "meta, fake, quantized, functorch-wrapped, unknown subclasses, freed "
+        "storage": "not scanned, and reported as such",
+    }
+    return _table(("scanned", "how"), list(how.items()))
+
+
+# Options and monitors.
+
+
+def _options(options: type[Options]) -> str:
+    rows = [(f"`{_signature(options, n)}`", _help(o)) for n, o in options_of(options)]
+    return _table(("field", "meaning"), rows)
+
+
+def _signature(options: type[Options], name: str) -> str:
+    default = inspect.signature(options).parameters[name].default
+    if default is inspect.Parameter.empty:
+        return name
+    return f"{name}={default!r}".replace("'", '"')
+
+
+def _help(option: Option) -> str:
+    return option.help + (f" [More]({option.see})" if option.see else "")
+
+
+def _monitors() -> str:
+    rows = []
+    for kind in MONITORS:
+        helps = " ".join(_help(option) for _, option in options_of(kind))
+        first = (kind.__doc__ or "").splitlines()[0]
+        rows.append((f"`{kind()!r}`".replace("'", '"'), f"{first} {helps}"))
+    return _table(("monitor", "meaning"), rows)
+
+
+# Commands.
+
+
+def _commands() -> str:
+    (parsers,) = (
+        each.choices
+        for each in make_parser()._actions
+        if isinstance(each, argparse._SubParsersAction)
+    )
+    rows = [
+        (f"`{name}`", f"{parser.description.split('.')[0]}{parser.more}")
+        for name, parser in parsers.items()
+    ]
+    return _table(("command", "what it does"), rows)
+
+
+# Libraries that train.
+
+
+def _libraries() -> str:
+    rows = []
+    for name, library in LIBRARIES.items():
+        path = Path(integrations.__path__[0]) / f"{name}.py"
+        first = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        found = "by `overflow-fast run`, too" if library.trainer else ""
+        rows.append((f"`overflow_fast.integrations.{name}`", first.rstrip("."), found))
+    return _table(("module", "what it is", "found"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "scanned": _scanned,
+    **{
+        each.__name__: functools.partial(_options, each)
+        for each in (Explain, Evidence, Log, Record, Schedule)
+    },
+    "monitors": _monitors,
+    "commands": _commands,
+    "libraries": _libraries,
+    "log": _lines(*log_lines.KINDS),
+    "flight record": _lines(*record_lines.KINDS),
+    "recording": _lines(*recording_schema.KINDS),
+}
+
+
+def stub() -> str:
+    """The public names for type checkers, which do not run `__getattr__`."""
+    lines = ["# Written by docs/tools/tables.py.", "from typing import Final", ""]
+    places = {n: "" if n == m else m for n, m in overflow_fast._MODULES.items()}
+    for name, place in sorted(places.items(), key=lambda each: each[::-1]):
+        lines.append(f"from .{place} import {name} as {name}")
+    listed = [f"    {name!r}," for name in overflow_fast.__all__]
+    lines += ["", "__all__ = [", *listed, "]"]
+    lines += ["__version__: Final[str]", "MONITORS: Final[dict[str, str]]", ""]
+    return "\n".join(lines).replace("'", '"')
+
+
+def main() -> None:
+    """Renews the pages, and the stub of the public names."""
+    STUB.write_text(stub())
+    for page in DOCS.rglob("*.md"):
+        text = page.read_text()
+        if (new := renewed(text)) != text:
+            page.write_text(new)
+            print(page.relative_to(DOCS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Room in the file of a flight record: lines of several steps become one.
+
+Imported when a record is full for the first time.
+"""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import sys
+from collections.abc import Iterator, Sequence
+from io import FileIO
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import torch
+
+from ..files.fields import fields_of, line_of
+from ..files.json_text import line_bytes, parse_object
+from ..files.writing import write_all
+from .columns import as_tensor, read_numbers
+from .record_lines import (
+    COLUMNS,
+    COUNTS,
+    Columns,
+    Line,
+    LineSpan,
+    RecordStep,
+    StepsLine,
+)
+
+# So many lines of a level are folded into one of the next.
+FOLD = 16
+TOP_LEVEL = 3  # 4,096 steps, or more where there is no room
+_THINNED = 6  # eighths of a file that it has at most then
+
+_T = TypeVar("_T")
+
+
+def fold(lines: Sequence[Line], level: int) -> Line:
+    """One line for several of a run, the oldest first, as their fields are folded.
+
+    Extremes and counts of entries are those over their steps.
+    """
+    return StepsLine.line(
+        level=level,
+        **{
+            name: each.more["folded"]([each.of(line, name) for line in lines])
+            for name, each in fields_of(RecordStep).items()
+        },
+        models=[
+            _fold_columns([line["models"][i] for line in lines])
+            for i in range(len(lines[0]["models"]))
+        ],
+    )
+
+
+def _fold_columns(several: Sequence[Line]) -> Line:
+    num = max(columns["num"] for columns in several)
+    folded: dict[str, Any] = {"num": num}
+    for name in COLUMNS:
+        read = [read_numbers(each, name, sys.byteorder) for each in several]
+        found = [as_tensor(numbers) for numbers in read if numbers is not None]
+        if found:
+            folded[name] = _pack(_extremes(name, found, num), name)
+    left_out = max(columns.get("left_out", 0) for columns in several)
+    return line_of(Columns, **folded, **({"left_out": left_out} if left_out else {}))
+
+
+def _extremes(name: str, columns: Sequence[torch.Tensor], num: int) -> torch.Tensor:
+    """Over the steps that have an entry; it came to be in the course of the run."""
+    is_count = name in COUNTS
+    absent = -1 if is_count else float("nan")
+    whole = [
+        torch.nn.functional.pad(c, (0, num - len(c)), value=absent) for c in columns
+    ]
+    stacked = torch.stack(whole)
+    if is_count:
+        return stacked.amax(0)
+    end = float("inf") if name == "abs_min" else -1.0
+    is_absent = stacked.isnan()
+    kept = stacked.masked_fill(is_absent, end)
+    folded = kept.amin(0) if name == "abs_min" else kept.amax(0)
+    return folded.masked_fill(is_absent.all(0), absent)
+
+
+def _pack(column: torch.Tensor, name: str) -> str:
+    if name in COUNTS:
+        packed = column if column.any() else column[:0]
+    else:
+        narrow = column.float()
+        is_exact = bool(((narrow.double() == column) | column.isnan()).all())
+        packed = narrow if is_exact else column
+    packed = packed.contiguous()
+    raw = ctypes.string_at(packed.data_ptr(), packed.nbytes) if packed.nbytes else b""
+    return base64.b64encode(raw).decode()
+
+
+# Which lines are folded.
+
+
+class Folded(NamedTuple):
+    """Lines that are to be one line of a level."""
+
+    level: int
+    parts: list[LineSpan | Folded]
+
+
+def thin(
+    places: Sequence[LineSpan], num_full: int, max_bytes: int
+) -> list[LineSpan | Folded]:
+    """Plans the lines of a record that is to have half of its bytes again.
+
+    A quarter of the bytes is for single steps, and a twelfth for each level above.
+
+    Args:
+        places: The lines, the oldest first.
+        num_full: How many steps keep a line of their own, where there is room.
+        max_bytes: How many bytes the file may have.
+
+    Returns:
+        The lines to be, the oldest first.
+    """
+    mean = max(1, sum(place.length for place in places) // max(1, len(places)))
+    levels: list[list[LineSpan | Folded]] = [[] for _ in range(TOP_LEVEL + 1)]
+    for place in places:
+        levels[place.level].append(place)
+    for level, lines in enumerate(levels):
+        share = max_bytes // (4 if level == 0 else 4 * TOP_LEVEL) // mean
+        most = max(1, min(num_full, share) if level == 0 else share)
+        excess = len(lines) - most
+        if excess <= 0:
+            continue
+        if level == TOP_LEVEL:
+            lines[: excess + 1] = [Folded(level, lines[: excess + 1])]
+            continue
+        if most >= FOLD:
+            excess -= excess % FOLD
+        folded = [Folded(level + 1, part) for part in _parts(lines[:excess])]
+        levels[level + 1] += folded
+        del lines[:excess]
+    return [line for level in reversed(levels) for line in level]
+
+
+def _parts(lines: Sequence[_T]) -> Iterator[list[_T]]:
+    for i in range(0, len(lines), FOLD):
+        yield list(lines[i : i + FOLD])
+
+
+# A file, written anew.
+
+
+def thinned(
+    old: BinaryIO,
+    new: FileIO,
+    places: Sequence[LineSpan],
+    num_full: int,
+    max_bytes: int,
+) -> list[LineSpan]:
+    """Writes thinned lines, as few as it takes for the file to have room again.
+
+    How long a line will be is not known before it is folded: it has the entries of the
+    widest, and all columns that one of them has.
+
+    Args:
+        old: The file with the lines.
+        new: The one that takes its place; written from its end on.
+        places: The lines, the oldest first.
+        num_full: How many steps keep a line of their own, where there is room.
+        max_bytes: How many bytes the file may have.
+    """
+    begin, room = new.tell(), max_bytes
+    while True:
+        plan = thin(places, num_full, room)
+        found = [_write(old, new, each) for each in plan]
+        if is_small(new.tell(), max_bytes) or len(found) == 1 or not room:
+            return found
+        room //= 2
+        new.seek(begin)
+        new.truncate()
+
+
+def is_small(size: int, max_bytes: int) -> bool:
+    """True if a file of so many bytes need not be thinned any more."""
+    return size <= max_bytes * _THINNED // 8
+
+
+def _line_at(old: BinaryIO, place: LineSpan) -> bytes:
+    old.seek(place.offset)
+    return old.read(place.length)
+
+
+def copied(old: BinaryIO, new: FileIO, place: LineSpan) -> LineSpan:
+    """Copies a line to the end of a new file, and returns its place there."""
+    return _append(new, _line_at(old, place), place.level)
+
+
+def _append(new: FileIO, data: bytes, level: int) -> LineSpan:
+    offset = new.tell()
+    write_all(new, data)
+    return LineSpan(offset, len(data), level)
+
+
+def _write(old: BinaryIO, new: FileIO, line: LineSpan | Folded) -> LineSpan:
+    if isinstance(line, LineSpan):
+        return copied(old, new, line)
+    return _append(new, line_bytes(_folded(old, line)), line.level)
+
+
+def _folded(old: BinaryIO, line: LineSpan | Folded) -> Line:
+    if isinstance(line, LineSpan):
+        found = parse_object(_line_at(old, line))
+        if found is None:
+            raise OSError("a line is not as it was written")
+        return found
+    return fold([_folded(old, part) for part in line.parts], line.level)

@@ -1,0 +1,183 @@
+"""Formats follow from the declarations of their fields: what is written and read."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from flight_records import step_line
+from guarding import INF, batches, make, plant, train_step
+from pages import ROOT
+
+import overflow_fast
+from overflow_fast import Explanation, Op, OverflowGuard, Report
+from overflow_fast.guard.files.fields import (
+    FIRST_RELEASE,
+    REQUIRED,
+    Written,
+    fields_of,
+    line_of,
+    written,
+)
+from overflow_fast.guard.files.reading import FileError
+from overflow_fast.guard.files.schema import decode
+from overflow_fast.guard.record import record_lines
+from overflow_fast.guard.record.record_lines import RecordStep
+from overflow_fast.guard.record.thinning import fold
+from overflow_fast.guard.report import log_lines
+from overflow_fast.guard.report.explanation import Remedy, TensorSummary
+from overflow_fast.tools.compare import recording_schema
+from overflow_fast.tools.page import evidence_schema
+from overflow_fast.tools.record.table import FlightRecord
+
+FORMATS = {
+    "run.ofr": record_lines,
+    "guard.jsonl": log_lines,
+    "recording/rank-0.jsonl": recording_schema,
+}
+RELEASES = sorted(path.name for path in (ROOT / "tests" / "files").iterdir())
+PARTS = {
+    record_lines.EntriesLine: ("entries", record_lines.RecordEntry),
+    record_lines.StepsLine: ("models", record_lines.Columns),
+}
+# Of tensors that ranks share, that cannot be read, or for which there is no room.
+RARE = {"part", "local", "why", "left_out"}
+EVERY = [
+    pytest.param(name, kind, field, id=f"{name}-{kind.KIND}-{field}")
+    for name, module in FORMATS.items()
+    for kind in module.KINDS
+    for field in fields_of(kind)
+]
+
+
+def lines_in(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files that a run writes now."""
+    where = tmp_path_factory.mktemp("written")
+    model, optimizer = make()
+    paths = {"record": where / "run.ofr", "log": where / "guard.jsonl"}
+    with OverflowGuard(model, optimizer, "skip", **paths):
+        for i, batch in enumerate(batches(2)):
+            with plant(model.head, INF) if i else torch.enable_grad():
+                train_step(model, optimizer, batch)
+    with overflow_fast.recording(where / "recording", model):
+        train_step(model, optimizer, batches(1)[0])
+    return where
+
+
+def parts_of(kind, lines):
+    """The lines, or the parts in them, that have the fields of one declaration."""
+    yield kind, lines
+    if kind in PARTS:
+        name, part = PARTS[kind]
+        yield part, list(itertools.chain(*(line[name] for line in lines)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_declared_is_written_and_nothing_else(name, folder):
+    for kind in FORMATS[name].KINDS:
+        now, before = (
+            [line for line in lines_in(where, name) if line["kind"] == kind.KIND]
+            for where in (folder, ROOT / "tests" / "files" / RELEASES[-1])
+        )
+        parts = zip(parts_of(kind, now), parts_of(kind, before), strict=True)
+        for (part, mine), (_, theirs) in parts:
+            keys = {each.name or key for key, each in fields_of(part).items()}
+            keys |= {"kind"} if part is kind else set()
+            found = set().union(*mine)
+            assert found <= keys
+            assert keys - found - set().union(*theirs) <= RARE
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name, kind, field", EVERY)
+def test_a_field_may_be_missing_if_it_has_a_default(name, kind, field, release):
+    lines = lines_in(ROOT / "tests" / "files" / release, name)
+    line = next(each for each in lines if each["kind"] == kind.KIND)
+    declared = fields_of(kind)[field]
+    line.pop(declared.name or field, None)
+    if declared.default is REQUIRED:
+        with pytest.raises(FileError, match="required"):
+            decode(json.dumps(line), kind)
+    else:
+        assert isinstance(decode(json.dumps(line), kind), kind)
+
+
+@pytest.mark.parametrize("name, kind, field", EVERY)
+def test_a_field_that_came_later_has_a_default(name, kind, field):
+    declared = fields_of(kind)[field]
+    assert declared.since == FIRST_RELEASE or declared.default is not REQUIRED
+    assert declared.meaning
+
+
+LATER = [
+    name for name, each in fields_of(RecordStep).items() if each.default is not REQUIRED
+]
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_step_that_lacks_a_field_has_its_default_also_if_it_is_folded(name):
+    field = fields_of(RecordStep)[name]
+    lines = [step_line(number) for number in range(2)]
+    for line in lines:
+        line.pop(field.name or name, None)
+    record = FlightRecord(Path("run.ofr"), [{}, *lines, fold(lines, 1)], False, 0)
+    assert [getattr(step, name) for step in record.steps] == [field.default] * 3
+
+
+@pytest.mark.parametrize(
+    "read, made",
+    [
+        (evidence_schema.SavedOp, Op),
+        (evidence_schema.OpTensor, TensorSummary),
+        (evidence_schema.SavedRemedy, Remedy),
+        (evidence_schema.SavedExplanation, Explanation),
+        (evidence_schema.SavedReport, Report),
+    ],
+)
+def test_what_pages_read_of_evidence_is_what_a_report_has(read, made):
+    added = {"outcome", "dataset_index", "sample_outlier", "summary", "sentences"}
+    names = {each.name for each in dataclasses.fields(made)} | added
+    assert {each.name for each in msgspec.structs.fields(read)} <= names
+
+
+# The declarations themselves.
+
+
+class _Line(Written, kind="x"):
+    """A line."""
+
+    first: int = written("the first", name="1st")
+    second: list[int] = written("the second", [])
+
+
+def test_a_line_has_its_kind_in_front_and_its_fields_in_order():
+    assert list(_Line.line(second=[2], first=1).items()) == [
+        ("kind", "x"),
+        ("1st", 1),
+        ("second", [2]),
+    ]
+
+
+def test_a_default_is_made_anew_for_each_line():
+    one, two = (decode('{"kind": "x", "1st": 1}', _Line) for _ in range(2))
+    assert one.second == [] and one.second is not two.second
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"first": 1, "third": 3}, r"_Line has no \{'third'\}"),
+        ({"second": []}, "_Line needs first"),
+    ],
+)
+def test_a_line_that_is_not_as_declared_is_not_written(values, message):
+    with pytest.raises(TypeError, match=message):
+        line_of(_Line, **values)
