@@ -1,8 +1,6 @@
-"""Writes docs/causes.md, and the tables of causes of the other pages.
+"""Writes docs/causes.md: the failures of benchmarks/answers, and what the guard says.
 
-docs/causes.md has the failures of benchmarks/answers, and what the guard says.
-
-python docs/tools/causes.py [--tables]
+python docs/tools/causes.py
 """
 
 from __future__ import annotations
@@ -11,23 +9,17 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 
 from answers.failure import MARK, Failure
 from answers.families import FAILURES
 from answers.run import ask
-from pages import headings, slug
 
 from overflow_fast.guard.report.causes import CAUSES, Cause
 
-DOCS = Path(__file__).parents[1]
-PAGE = DOCS / "causes.md"
-READING, NAN = "reading-a-report.md", "my-run-is-nan.md"
+PAGE = Path(__file__).parents[1] / "causes.md"
 _HEAD = """\
 # Causes
 
@@ -105,72 +97,6 @@ def with_examples() -> list[Cause]:
     return [each for each in CAUSES.values() if each.help]
 
 
-# The tables of other pages.
-
-
-class Language(NamedTuple):
-    """How a page in a language names causes and their page.
-
-    Attributes:
-        code: Of the language, which is its folder, too; "" for English.
-        named: A name with its translation.
-        comma: What stands between two links.
-        causes: The page of causes: its words and its path.
-    """
-
-    code: str
-    named: str
-    comma: str
-    causes: tuple[str, str]
-
-
-LANGUAGES = (
-    Language("", "{0}", ", ", ("causes", "causes.md")),
-    Language("zh", "{0}（{1}）", "、", ("全部原因", "../causes.md")),  # noqa: RUF001
-    Language("ko", "{0} ({1})", ", ", ("모든 원인", "../causes.md")),
-)
-
-
-def with_tables() -> Iterator[tuple[Path, str]]:
-    """Yields the pages that have a table of causes, with their texts as they should be.
-
-    A table is told by the row of its first cause.
-    """
-    path = DOCS / READING
-    rows = [f"| {_shown(e)} | {e.meaning} |" for e in CAUSES.values()]
-    yield path, _with_rows(path.read_text(), rows)
-    english = headings((DOCS / NAN).read_text())
-    for language in LANGUAGES:
-        path = DOCS / language.code / NAN
-        text = path.read_text()
-        titles = dict(zip(english, headings(text), strict=True))
-        rows = [_row(each, language, titles) for each in CAUSES.values()]
-        yield path, _with_rows(text, list(filter(None, rows)))
-
-
-def _row(cause: Cause, language: Language, titles: dict[str, str]) -> str:
-    links = [f"[{titles[e]}](#{slug(titles[e])})" for e in cause.sections]
-    if cause.help:
-        words, path = language.causes
-        links.append(f"[{words}]({path}#{slug(cause.name)})")
-    name = language.named.format(_shown(cause), cause.translations.get(language.code))
-    return f"| {name} | {language.comma.join(links)} |" if links else ""
-
-
-def _shown(cause: Cause) -> str:
-    return f"`{cause.name}{' (float16)' * cause.is_overflow}`"
-
-
-def _with_rows(text: str, rows: list[str]) -> str:
-    found = re.search(
-        rf"^\| {re.escape(_shown(next(iter(CAUSES.values()))))}", text, re.M
-    )
-    assert found is not None
-    end = re.compile(r"^(?!\|)", re.M).search(text, found.start())
-    assert end is not None
-    return text[: found.start()] + "\n".join(rows) + "\n" + text[end.start() :]
-
-
 def _of_cause(cause: Cause) -> list[Failure]:
     return [each for each in FAILURES.values() if each.causes[0] == cause.name]
 
@@ -188,8 +114,5 @@ def _link(source: str) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in with_tables():
-        path.write_text(text)
-    if "--tables" not in sys.argv:
-        said = {name: ask(each, "ours-run")[-1] for name, each in FAILURES.items()}
-        PAGE.write_text(page({name: tidied(each.text) for name, each in said.items()}))
+    said = {name: ask(each, "ours-run")[-1] for name, each in FAILURES.items()}
+    PAGE.write_text(page({name: tidied(each.text) for name, each in said.items()}))

@@ -13,10 +13,15 @@ import functools
 import inspect
 import json
 import re
+import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
+
+from pages import headings, slug
 
 import overflow_fast
 from overflow_fast import Evidence, Explain, Log, Record, Schedule, integrations
@@ -32,6 +37,7 @@ from overflow_fast.guard.libraries import LIBRARIES
 from overflow_fast.guard.options import Option, Options, options_of
 from overflow_fast.guard.record import record_lines
 from overflow_fast.guard.report import log_lines
+from overflow_fast.guard.report.causes import CAUSES, Cause
 from overflow_fast.scanner import fallback
 from overflow_fast.scanner.text import dtype_name
 from overflow_fast.tools.cli.command_line import make_parser
@@ -181,6 +187,64 @@ def _libraries() -> str:
     return _table(("module", "what it is", "found"), rows)
 
 
+# Causes.
+
+
+class _Language(NamedTuple):
+    """How a page in a language names causes and their page.
+
+    Attributes:
+        head: The head of its table.
+        named: A name with its translation.
+        comma: What stands between two links.
+        causes: The page of causes, in words.
+    """
+
+    head: Sequence[str]
+    named: str
+    comma: str
+    causes: str
+
+
+_LANGUAGES = {
+    "": _Language(("the report says", "look at"), "{0}", ", ", "causes"),
+    "zh": _Language(("报告中的原因", "请看"), "{0}（{1}）", "、", "全部原因"),  # noqa: RUF001
+    "ko": _Language(("보고서의 원인", "볼 곳"), "{0} ({1})", ", ", "모든 원인"),
+}
+_NAN = "my-run-is-nan.md"
+
+
+def _meanings() -> str:
+    rows = [[_shown(each), each.meaning] for each in CAUSES.values()]
+    return _table(["cause", "meaning"], rows)
+
+
+def _sections(code: str) -> str:
+    """The sections of a page that a cause leads to, by their headings in English."""
+    language = _LANGUAGES[code]
+    texts = (DOCS / _NAN).read_text(), (DOCS / code / _NAN).read_text()
+    titles = dict(zip(*map(headings, texts), strict=True))
+    rows = [
+        [
+            language.named.format(_shown(cause), cause.translations.get(code)),
+            language.comma.join(_links(cause, code, titles)),
+        ]
+        for cause in CAUSES.values()
+        if cause.sections or cause.help
+    ]
+    return _table(language.head, rows)
+
+
+def _links(cause: Cause, code: str, titles: dict[str, str]) -> list[str]:
+    links = [f"[{titles[e]}](#{slug(titles[e])})" for e in cause.sections]
+    path = f"{'../' * bool(code)}causes.md#{slug(cause.name)}"
+    return [*links, *([f"[{_LANGUAGES[code].causes}]({path})"] if cause.help else [])]
+
+
+def _shown(cause: Cause) -> str:
+    return f"`{cause.name}{' (float16)' * cause.is_overflow}`"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "scanned": _scanned,
     **{
@@ -193,6 +257,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "log": _lines(*log_lines.KINDS),
     "flight record": _lines(*record_lines.KINDS),
     "recording": _lines(*recording_schema.KINDS),
+    "causes": _meanings,
+    **{
+        f"sections {code}".strip(): functools.partial(_sections, code)
+        for code in _LANGUAGES
+    },
 }
 
 
