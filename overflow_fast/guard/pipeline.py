@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 _STATE = ("weight", "buffer", "optimizer_state")
 _CLEAN = Verdict()  # that of most steps
 _log = logging.getLogger("overflow_fast")
+_IN_NOTES = "The report is in the notes of the exception, which the program may catch."
 
 
 class _Outcome(NamedTuple):
@@ -165,6 +166,8 @@ class Pipeline:
             *(config, watches, keeper, full_watches),
             functools.partial(living, hooks),
         )
+        self._keeper = keeper
+        self._calls_of_raised = -1
         self._archive = Archive(config, watches, measurements)
         self._alarms = AlarmLog()
         self.learning: Learning | None = None
@@ -262,6 +265,103 @@ class Pipeline:
         step = self._new_step(moment="evaluation")
         step.frames = frames
         self._decide(step)
+
+    def judge_raised(
+        self, error: Exception, ends: bool, is_in_forward: bool = False
+    ) -> None:
+        """Judges a step in which the program's own code has raised.
+
+        Where a bad value was seen before, the report is added to the exception, which
+        stays the program's: nothing is raised here. Else nothing is said. Incurs the
+        sync.
+
+        Args:
+            error: The exception.
+            ends: Whether the run ends with it.
+            is_in_forward: Whether it was raised within a forward of a model alone.
+        """
+        is_own = isinstance(error, NonFiniteError)
+        judged = not is_own and self._is_judged and self._judge_raised(
+            error, ends, is_in_forward
+        )
+        if not judged and self._keeper is not None:
+            self._keeper.drop_left()
+
+    def step_raised(self, hook: OptimizerHook, error: Exception) -> None:
+        """Judges a step whose optimizer, or closure, has raised."""
+        self.judge_raised(error, ends=False)
+
+    @measured
+    def _judge_raised(self, error: Exception, ends: bool, is_in_forward: bool) -> bool:
+        """See `judge_raised()`; returns True if there was something bad."""
+        if sum(watch.total_calls for watch in self._watches) == self._calls_of_raised:
+            return False  # it was judged where it left a function, and goes on
+        try:
+            if not is_in_forward and self._config.wanted.gradients:
+                self.tensors.scan(None, ScanLevel.GRADIENTS)
+            self._send_stats()
+            with self._added_to(error):
+                self.judge_late()
+            step = self._new_step(moment="raised")
+            step.frames = take_bad(self._watches, step.last_frame)
+            step.frames += take_evaluated(self._watches)
+        except RuntimeError as unreadable:  # as after an assert on a device
+            _log.debug("Step %d was not judged: %s", self._clock.step, unreadable)
+            return False
+        if self._has_scaler:
+            step.frames = without_gradients(step.frames)
+        self._leave_out_learned(step)
+        if not step.frames or self._is_left_over(self._detect(step)):
+            return False
+        try:
+            self._report_raised(step, error, ends)
+        finally:
+            self._calls_of_raised = sum(watch.total_calls for watch in self._watches)
+            self._end_judgement()
+        return True
+
+    def _is_left_over(self, verdict: Verdict) -> bool:
+        """True if all that is bad are gradients that an earlier step has left."""
+        first, keeper = verdict.first, self._keeper
+        if first is None or first.kind != "gradient" or keeper is None:
+            return False
+        return keeper.left_over.keys() >= set(verdict.dirty_gradients)
+
+    def _report_raised(self, step: Step, error: Exception, ends: bool) -> None:
+        policy = self._config.on_overflow
+        if self._keeper is not None:
+            self._keeper.note_raised(error)
+        report = self._make_report(step, self._detect(step))
+        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not (self._explaining.is_off or is_out_of_memory):
+            with self._left_out():
+                report.explanation = self._explaining.explain(
+                    step, report.verdict, ends or policy == "raise"
+                )
+        if callable(policy):
+            with contextlib.suppress(Exception):  # it is logged; the program's goes on
+                report.action = self._ask(policy, report)
+        is_undone, report.action = report.action != "warn", "raise"
+        report.moment, report.raised = "raised", type(error).__qualname__
+        self._count(step, report)
+        if is_undone:
+            report.notes += self._restore()
+        self._record_step(step.number, None)
+        with self._added_to(error):
+            self._publish(step, report, is_own=True)
+        if policy != "raise" and hasattr(error, "add_note"):
+            _log.warning("%s", report.short_text(_IN_NOTES))
+
+    @contextlib.contextmanager
+    def _added_to(self, error: Exception) -> Iterator[None]:
+        """Adds a report that is raised within to the program's own exception."""
+        try:
+            yield
+        except NonFiniteError as found:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"[overflow_fast] {found.report.answer()}")
+            else:
+                _log.warning("%s", found.report)
 
     def check(self) -> Report | None:
         """Judges all that has run, and the state, whatever the step's level is.
@@ -487,7 +587,7 @@ class Pipeline:
         self,
         hook: OptimizerHook | None = None,
         scaler: LossScaler | None = None,
-        moment: Literal["before", "check", "evaluation"] = "before",
+        moment: Literal["before", "check", "evaluation", "raised"] = "before",
     ) -> Step:
         clock, can_restore = self._clock, moment != "check"
         return Step(clock.step, hook, scaler, clock.left_out, moment, can_restore)
@@ -682,7 +782,8 @@ class Pipeline:
         if step.left_out.num_steps and (is_of_state or verdict.nonfinite_state):
             report.notes.append(str(step.left_out))
         # Others are judged when the tensors of a later step have been scanned.
-        tensors = self.tensors if step.moment in ("before", "check") else None
+        is_scanned = step.moment in ("before", "check", "raised")
+        tensors = self.tensors if is_scanned else None
         self._archive.begin_report(report, step.frames, tensors)
         if report.repeats:
             report.notes.append(f"Run {report.repeats} came to the same in this step.")

@@ -100,8 +100,12 @@ class LightningGuardCallback(GuardOwner, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Removes the guard; a verdict at this point would hide the exception."""
+        """Adds a report to the exception, if there is one, and removes the guard.
+
+        A verdict that is raised at this point would hide the exception.
+        """
         for fit in self._fits_of(trainer):
+            fit.guard._parts.on_raised(exception, ends=True)
             fit.guard.discard()
         self._end(trainer)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..guard.report.report import NonFiniteError, Report
 from ..torch_internals.registry import callers
-from .trainer_support import GuardOwner, KeptStep
+from .trainer_support import GuardOwner, JudgedMethod, KeptStep, PatchedMethod
 
 try:
     from transformers import TrainerCallback
@@ -35,7 +35,7 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
     def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
         super().__init__(learn=learn, **arguments)
         self._last_seen: Report | None = None
-        self._step: KeptStep | None = None
+        self._steps: list[PatchedMethod] = []
         self._has_warned_of_filter = False
 
     def on_train_begin(
@@ -50,10 +50,11 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
         guard.step = state.global_step
         self._last_seen, self._has_warned_of_filter = None, False
         if trainer is not None:
-            self._step = KeptStep(
+            kept = KeptStep(
                 *(trainer, "compute_loss", guard, ("log",), _is_training),
                 records_loss=True,
             )
+            self._steps = [kept, JudgedMethod(trainer, "training_step", guard)]
 
     def _trainer(self) -> Any:
         """The Trainer that calls this object, which it does not hand over."""
@@ -65,13 +66,13 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
 
     def remove_guard(self) -> None:
         """Detaches the guard, and puts the Trainer's method back."""
-        if self._step is not None:
-            self._step.remove()
-            self._step = None
+        for each in self._steps:
+            each.remove()
+        self._steps = []
         super().remove_guard()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_step": None}
+        return {**super().__getstate__(), "_steps": []}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sets the step's number to the Trainer's."""

@@ -165,6 +165,28 @@ def _same(method: Any) -> Any:
     return method
 
 
+class JudgedMethod(PatchedMethod):
+    """Stands for a method of a trainer that runs steps: judges one that it raises in.
+
+    Args:
+        owner: The object whose method it is.
+        name: The method.
+        guard: Judges the step.
+    """
+
+    def __init__(self, owner: Any, name: str, guard: OverflowGuard) -> None:
+        self._guard = guard
+        super().__init__(owner, name, lambda *_, **__: True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception as error:
+            if self._before is not None:
+                self._guard._parts.on_raised(error, ends=True)
+            raise
+
+
 # A method of a trainer that computes the loss, kept so that a replay can call it again.
 
 

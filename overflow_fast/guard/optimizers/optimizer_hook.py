@@ -313,6 +313,9 @@ class StepJudge(Protocol):
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
         """Called after the step, which was made or skipped."""
 
+    def step_raised(self, hook: OptimizerHook, error: Exception) -> None:
+        """Called where the step, or its closure, has raised; raises nothing."""
+
 
 def living(hooks: Sequence[OptimizerHook]) -> list[Optimizer]:
     """The optimizers of hooks that still exist."""
@@ -535,6 +538,10 @@ class OptimizerHook:
                 self._tell_engine(is_skipped)
                 result = step(*args, **kwargs)
                 self._last = shape_of(result)
+        except Exception as error:
+            if self._judge is not None:
+                _C.run_paused(self._judge.step_raised, self, error)
+            raise
         finally:
             self._is_running = self.has_snapshot = False
             self.found_inf.drop()

@@ -240,6 +240,7 @@ _OUTCOMES = {
     "skip": "The optimizer step was skipped.",
     "warn": f"The optimizer step was made: {_MAY_BE_BAD}.",
 }
+_RAISED = "The program's own code raised {} in this step."
 _MOMENTS = {
     "after": "The optimizer step was made before its stats arrived (sync='lagged'): "
     f"{_MAY_BE_BAD}.",
@@ -432,6 +433,8 @@ class ReportText:
             return [f"The {self.report.skipped_by} skipped the optimizer step."]
         if self.report.moment == "before":
             return [_OUTCOMES[self.report.action]]
+        if self.report.raised:
+            return [_RAISED.format(self.report.raised)]
         return [_MOMENTS[self.report.moment]] if self.report.moment else []
 
 

@@ -311,6 +311,9 @@ class ForwardCapture(Protocol):
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Keeps its output, and the loss that is in it."""
 
+    def leave(self) -> None:
+        """Keeps a forward that an exception has left."""
+
     def clear(self) -> None:
         """Forgets the step."""
 
@@ -336,6 +339,7 @@ class ForwardInputs:
         self._is_listed = is_listed
         self._is_held = is_held
         self._given = Given()
+        self._running: tuple[object, object] = None, None
         self._has_stand_ins = False
         self.given: dict[int, Given] = {}
         self.batches: dict[int, tuple[object, object]] = {}
@@ -351,6 +355,8 @@ class ForwardInputs:
             self.capture.begin(module, args, kwargs or {}, self._has_stand_ins)
         if self._is_listed:
             self._given = Given(args, kwargs)
+        if self._is_held:
+            self._running = args, kwargs
 
     def end(
         self,
@@ -366,8 +372,20 @@ class ForwardInputs:
             self.have_stand_ins.add(number)
         if self._is_held:
             _keep(self.batches, number, (args, kwargs))
+            self._running = None, None
         if self.capture is not None:
             self.capture.end(output, loss)
+
+    def leave(self, number: int) -> None:
+        """Keeps the inputs of a forward that an exception has left."""
+        _keep(self.given, number, self._given)
+        if self._has_stand_ins:
+            self.have_stand_ins.add(number)
+        if self._is_held:
+            _keep(self.batches, number, self._running)
+            self._running = None, None
+        if self.capture is not None:
+            self.capture.leave()
 
     def end_step(self, is_over: bool) -> None:
         """Forgets the forwards that are kept for a replay.
