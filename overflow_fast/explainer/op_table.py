@@ -181,7 +181,7 @@ class OpTable:
             self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], row))
 
     def last_bad(self) -> Iterator[Row]:
-        """Yields the operations that have made non-finite values, the last one first."""
+        """Yields the operations that made non-finite values, the last one first."""
         return (row for row in reversed(self.rows) if row.kinds)
 
     def close(self) -> None:

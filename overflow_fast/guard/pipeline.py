@@ -281,8 +281,10 @@ class Pipeline:
             is_in_forward: Whether it was raised within a forward of a model alone.
         """
         is_own = isinstance(error, NonFiniteError)
-        judged = not is_own and self._is_judged and self._judge_raised(
-            error, ends, is_in_forward
+        judged = (
+            not is_own
+            and self._is_judged
+            and self._judge_raised(error, ends, is_in_forward)
         )
         if not judged and self._keeper is not None:
             self._keeper.drop_left()

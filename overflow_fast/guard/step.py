@@ -76,8 +76,8 @@ class Step:
         left_out: The steps before it that were not judged.
         moment: When it is judged; see `Report.moment`. An "evaluation" is a forward
             without autograd, which other ranks do not judge too; a "check" is not
-            counted; "after" it was made come lagged verdicts; in a step that was "raised"
-            out of, the program's own code did that.
+            counted; "after" it was made come lagged verdicts; out of one that was
+            "raised", the program's own code did that.
         can_restore: What its forward has changed can be put back.
         skipped_by: The code that has skipped it already, or "".
         last_frame: The number of frames when it was judged: later ones are not of it.

@@ -638,10 +638,11 @@ class ModelWatch(StepHooks):
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
         loss = loss_in(output)
+        if self.modules.needs_hook(0, module):
+            # First: a hook of the program's on the gradient, behind ours, may raise.
+            super()._record_root(module, args, kwargs, output)
         self.inputs.end(self.batch_number, args, kwargs, output, loss)
         self.note_loss(loss is not None)
-        if self.modules.needs_hook(0, module):
-            super()._record_root(module, args, kwargs, output)
         if loss is not None and self.wanted.loss and not self.wanted.activations:
             self.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
