@@ -74,6 +74,10 @@ if TYPE_CHECKING:
 _STATE = ("weight", "buffer", "optimizer_state")
 _CLEAN = Verdict()  # that of most steps
 _log = logging.getLogger("overflow_fast")
+_SUMS = (
+    "The rows of the sparse gradient `{}` that have one index were added up, as its "
+    "optimizer does."
+)
 _IN_NOTES = "The report is in the notes of the exception, which the program may catch."
 
 
@@ -458,6 +462,9 @@ class Pipeline:
                 step.skipped_by = "optimizer's kernel"
         try:
             self.judge_late(is_lagged)
+            if not is_lagged:
+                step.notes += self._scan_sums()
+                step.last_frame = _C.Recorder.num_frames()
             # Ranks decide together, once for each step.
             waits = is_lagged and self.agreement.is_needed
             found = dataclasses.replace(step, skipped_by="") if is_lagged else step
@@ -506,6 +513,7 @@ class Pipeline:
         self._send_stats()
         try:
             self.judge_late()
+            self._scan_sums()
             step = self._new_step(hook)
             step.skipped_by = SCALER
             step.frames = take_bad(self._watches, step.last_frame)
@@ -537,7 +545,9 @@ class Pipeline:
         self._send_stats()
         try:
             self.judge_late()
+            notes = self._scan_sums()
             step = self._new_step(moment="check")
+            step.notes += notes
             step.frames = take_bad(self._watches, step.last_frame)
             step.frames += take_evaluated(self._watches)
             step.is_whole = _is_whole(step.frames, level)
@@ -554,6 +564,15 @@ class Pipeline:
         is_blind = not (self.tensors.num_gradients or self._has_loss())
         if is_blind and self._config.is_tripwire and level is not ScanLevel.OFF:
             self._warn_blind()
+
+    def _scan_sums(self) -> list[str]:
+        """Scans the sums of sparse gradients; returns a sentence for each."""
+        names = self.tensors.scan_sums()
+        if names:
+            self._send_stats()
+            for watch in self._watches:
+                watch.frames.receive(is_lagged=False)
+        return [_SUMS.format(name) for name in names]
 
     def _send_stats(self, is_lagged: bool = False) -> None:
         """Starts the copy of all stats to the host; does not wait."""
