@@ -421,10 +421,11 @@ def _explain_sum(name: str, gradient: torch.Tensor) -> Explanation | None:
         return None
     index = total.indices()[:, bad][:, 0]
     of_index = (sparse_indices(gradient) == index[:, None]).all(0)
+    place = ", ".join(map(str, index.tolist()))
     dtype, largest = rows.dtype, float(rows[of_index].abs().max())
     text = (
-        f"{int(of_index.sum())} rows of the index {', '.join(map(str, index.tolist()))} "
-        f"are finite, up to {largest:.3g} in magnitude; their sum is not: "
+        f"{int(of_index.sum())} rows of the index {place} are finite, up to "
+        f"{largest:.3g} in magnitude; their sum is not: "
         f"{dtype_name(dtype)}'s maximum is {torch.finfo(dtype).max:.5g}"
     )
     module = module_of_parameter(name)

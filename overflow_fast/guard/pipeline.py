@@ -73,12 +73,12 @@ if TYPE_CHECKING:
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
 _CLEAN = Verdict()  # that of most steps
+_HARMLESS = 4.0  # a gradient that no update makes too large for float16
 _log = logging.getLogger("overflow_fast")
 _SUMS = (
     "The rows of the sparse gradient `{}` that have one index were added up, as its "
     "optimizer does."
 )
-_IN_NOTES = "The report is in the notes of the exception, which the program may catch."
 
 
 class _Outcome(NamedTuple):
@@ -121,6 +121,8 @@ class Pipeline:
 
     Attributes:
         agreement: The same.
+        keeper: The same.
+        calls_of_raised: How many calls there were when a raised step was judged last.
         rounds: Counts steps and skips.
         tensors: Scans what stands in no module's call.
         learning: Learns rules from clean steps, or None.
@@ -170,8 +172,8 @@ class Pipeline:
             *(config, watches, keeper, full_watches),
             functools.partial(living, hooks),
         )
-        self._keeper = keeper
-        self._calls_of_raised = -1
+        self.keeper = keeper
+        self.calls_of_raised = -1  # the number of frames when one was judged
         self._archive = Archive(config, watches, measurements)
         self._alarms = AlarmLog()
         self.learning: Learning | None = None
@@ -271,7 +273,11 @@ class Pipeline:
         self._decide(step)
 
     def judge_raised(
-        self, error: Exception, ends: bool, is_in_forward: bool = False
+        self,
+        error: Exception,
+        ends: bool,
+        is_in_forward: bool = False,
+        hook: OptimizerHook | None = None,
     ) -> None:
         """Judges a step in which the program's own code has raised.
 
@@ -283,91 +289,63 @@ class Pipeline:
             error: The exception.
             ends: Whether the run ends with it.
             is_in_forward: Whether it was raised within a forward of a model alone.
+            hook: That of the optimizer whose step, or closure, has raised, or None.
         """
+        how = ends, is_in_forward, hook
         is_own = isinstance(error, NonFiniteError)
-        judged = (
-            not is_own
-            and self._is_judged
-            and self._judge_raised(error, ends, is_in_forward)
-        )
-        if not judged and self._keeper is not None:
-            self._keeper.drop_left()
+        if is_own or not (self._is_judged and self._judge_raised(error, *how)):
+            self.forget_left()
 
     def step_raised(self, hook: OptimizerHook, error: Exception) -> None:
         """Judges a step whose optimizer, or closure, has raised."""
-        self.judge_raised(error, ends=False)
+        self.judge_raised(error, ends=False, hook=hook)
+
+    def doubts_update(self, hook: OptimizerHook) -> bool:
+        """True if a step may overflow although its gradients are finite."""
+        largest = max(watch.recorder.largest_gradient for watch in self._watches)
+        if largest <= _HARMLESS or self._device_flags is not None:
+            return False
+        optimizer = hook.optimizer
+        if optimizer is None or self._clock.level is ScanLevel.OFF:
+            return False
+        with self._isolation.isolated():
+            from .optimizers.updates import may_overflow
+
+            return may_overflow(optimizer, largest)
+        return False
 
     @measured
-    def _judge_raised(self, error: Exception, ends: bool, is_in_forward: bool) -> bool:
+    def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
+        """Judges what a step has made of weights and state; True undoes it.
+
+        Raises:
+            NonFiniteError: If the policy is to raise. The caller undoes it then, too.
+        """
+        from .optimizers.updates import judge_update
+
+        try:
+            return judge_update(self, hook, was_finite)
+        except NonFiniteError:
+            self.after_step(hook, is_skipped=True)  # the hook does not call it then
+            raise
+
+    @measured
+    def _judge_raised(
+        self,
+        error: Exception,
+        ends: bool,
+        is_in_forward: bool,
+        hook: OptimizerHook | None,
+    ) -> bool:
         """See `judge_raised()`; returns True if there was something bad."""
-        if sum(watch.total_calls for watch in self._watches) == self._calls_of_raised:
-            return False  # it was judged where it left a function, and goes on
-        try:
-            if not is_in_forward and self._config.wanted.gradients:
-                self.tensors.scan(None, ScanLevel.GRADIENTS)
-            self._send_stats()
-            with self._added_to(error):
-                self.judge_late()
-            step = self._new_step(moment="raised")
-            step.frames = take_bad(self._watches, step.last_frame)
-            step.frames += take_evaluated(self._watches)
-        except RuntimeError as unreadable:  # as after an assert on a device
-            _log.debug("Step %d was not judged: %s", self._clock.step, unreadable)
-            return False
-        if self._has_scaler:
-            step.frames = without_gradients(step.frames)
-        self._leave_out_learned(step)
-        if not step.frames or self._is_left_over(self._detect(step)):
-            return False
-        try:
-            self._report_raised(step, error, ends)
-        finally:
-            self._calls_of_raised = sum(watch.total_calls for watch in self._watches)
-            self._end_judgement()
-        return True
+        from .raised import judge_raised
 
-    def _is_left_over(self, verdict: Verdict) -> bool:
-        """True if all that is bad are gradients that an earlier step has left."""
-        first, keeper = verdict.first, self._keeper
-        if first is None or first.kind != "gradient" or keeper is None:
-            return False
-        return keeper.left_over.keys() >= set(verdict.dirty_gradients)
+        return judge_raised(self, error, ends, is_in_forward, hook)
 
-    def _report_raised(self, step: Step, error: Exception, ends: bool) -> None:
-        policy = self._config.on_overflow
-        if self._keeper is not None:
-            self._keeper.note_raised(error)
-        report = self._make_report(step, self._detect(step))
-        is_out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not (self._explaining.is_off or is_out_of_memory):
-            with self._left_out():
-                report.explanation = self._explaining.explain(
-                    step, report.verdict, ends or policy == "raise"
-                )
-        if callable(policy):
-            with contextlib.suppress(Exception):  # it is logged; the program's goes on
-                report.action = self._ask(policy, report)
-        is_undone, report.action = report.action != "warn", "raise"
-        report.moment, report.raised = "raised", type(error).__qualname__
-        self._count(step, report)
-        if is_undone:
-            report.notes += self._restore()
-        self._record_step(step.number, None)
-        with self._added_to(error):
-            self._publish(step, report, is_own=True)
-        if policy != "raise" and hasattr(error, "add_note"):
-            _log.warning("%s", report.short_text(_IN_NOTES))
-
-    @contextlib.contextmanager
-    def _added_to(self, error: Exception) -> Iterator[None]:
-        """Adds a report that is raised within to the program's own exception."""
-        try:
-            yield
-        except NonFiniteError as found:
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"[overflow_fast] {found.report.answer()}")
-            else:
-                _log.warning("%s", found.report)
+    def forget_left(self) -> None:
+        """Forgets the calls that an exception has left: the step goes on without."""
+        if self.keeper is not None:
+            self.keeper.drop_left()
 
     def check(self) -> Report | None:
         """Judges all that has run, and the state, whatever the step's level is.
@@ -832,7 +810,9 @@ class Pipeline:
         situation = Situation(
             can_skip=step.hook is not None
             and step.moment == "before"
-            and not step.skipped_by,
+            and not step.skipped_by
+            # Others may have made the step, which they judge by themselves.
+            and not (step.is_update and self.agreement.is_needed),
             is_skipped=bool(step.skipped_by),
             is_undone=step.hook is not None and step.hook.has_snapshot,
             is_apart=asks_skip and self.agreement.is_apart,

@@ -90,6 +90,7 @@ class Step:
         verdict: The verdict on its bad frames, once it was asked for.
         notices: What monitors say of it, if it is finite.
         notes: Further sentences for the report.
+        is_update: What its optimizer has made of finite gradients is bad.
     """
 
     number: int
@@ -107,6 +108,7 @@ class Step:
     verdict: Verdict | None = None
     notices: Sequence[Notice] = ()
     notes: list[str] = field(default_factory=list)
+    is_update: bool = False
 
 
 # The choice of the steps to watch: by number, by range, or within a budget.

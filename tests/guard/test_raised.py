@@ -495,3 +495,35 @@ def test_compiled_models_are_reported(where):
     except Exception as raised:
         error = raised
     assert_reported(guard, error)
+
+
+class Checked(torch.optim.SGD):
+    """An optimizer that checks what it has written."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.div_(0 if group["lr"] == 0 else 1)
+                assert each.isfinite().all(), "weights"
+        return loss
+
+
+def test_an_optimizer_that_raises_at_its_own_update_is_reported():
+    model = Squares()
+    optimizer = Checked(model.parameters(), lr=1e-2)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for i in range(3):
+            model(torch.ones(2, 6)).mean().backward()
+            optimizer.param_groups[0]["lr"] = 0 if i == BAD_STEP else 1e-2
+            if i == BAD_STEP:
+                with pytest.raises(AssertionError) as raised:
+                    optimizer.step()
+            else:
+                optimizer.step()
+        report = guard.last_report
+    assert report.step == BAD_STEP and report.raised == "AssertionError"
+    assert report.verdict.source == "update"
+    assert report.verdict.first.kind == "weight"
+    assert not isinstance(raised.value, NonFiniteError)

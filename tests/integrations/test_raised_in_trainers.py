@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from lightning_fits import Lit, Manual, data, guard_callback, make_trainer
+from lightning_fits import Lit, Manual, guard_callback, make_trainer
 from torch import nn
 from torch.distributions import Normal
 

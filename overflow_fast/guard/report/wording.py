@@ -49,6 +49,8 @@ def advice_for(
     """
     first = verdict.first
     assert first is not None
+    if verdict.source == "update":
+        return ""  # it is undone, unless the policy is to warn
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if verdict.source in ("weight", "buffer"):

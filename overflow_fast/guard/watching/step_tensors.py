@@ -164,6 +164,35 @@ class StepTensors:
             state = self._state(optimizer)
             self._record(self._watches[0], _C.FrameKind.OPTIMIZER_STATE, state)
 
+    def scan_update(
+        self, optimizer: Optimizer, has_state: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Scans what an optimizer's step has written: its weights and its state.
+
+        Does not incur a CPU-GPU sync.
+
+        Args:
+            optimizer: The optimizer.
+            has_state: Scan its state, too.
+
+        Returns:
+            The weights, by name.
+        """
+        known = self._names()
+        named = {
+            known.get(id(p), f"param_groups[{i}]['params'][{j}]"): p
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+        watch = self._watches[0]
+        watch.recorder.forget_parameters()  # they are others now
+        weights = list(named), list(named.values())
+        self._record(watch, _C.FrameKind.WEIGHTS, weights)
+        if has_state:
+            state = self._state(optimizer)
+            self._record(watch, _C.FrameKind.OPTIMIZER_STATE, state)
+        return named
+
     def _listed(self) -> _Listed:
         """Lists the parameters of each watched model that still exists."""
         return [

@@ -1,7 +1,6 @@
-"""A rank whose own code raises: its exception has the report, and nobody is waited for."""
+"""A rank whose own code raises: its exception has the report; it waits for nobody."""
 
 import pytest
-import torch
 import torch.distributed as dist
 from guarding import batches, make
 from ranks import on_ranks
