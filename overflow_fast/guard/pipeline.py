@@ -63,6 +63,7 @@ from .verdict.verdict import (
     take_bad,
     take_evaluated,
 )
+from .watching.inputs import Evaluation
 from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
@@ -128,6 +129,8 @@ class Pipeline:
         learning: Learns rules from clean steps, or None.
         last_report: The report of the last bad step, or None.
         num_bad: The number of bad steps.
+        evaluation: The evaluation that runs, whose bad values are logged; None for
+            none, and where they are alarms.
     """
 
     def __init__(
@@ -179,6 +182,7 @@ class Pipeline:
         self.learning: Learning | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
+        self.evaluation: Evaluation | None = None
         self._num_bad_in_row = 0
         self._num_agreed = 0
         self._num_frames = _C.Recorder.num_frames()
@@ -270,6 +274,9 @@ class Pipeline:
             self._start.hold(watch)
         step = self._new_step(moment="evaluation")
         step.frames = frames
+        if self.evaluation is not None:
+            step.policy = "warn"
+            step.notes.append(self.evaluation.text(watch.evaluated, model))
         self._decide(step)
 
     def judge_raised(
@@ -764,7 +771,7 @@ class Pipeline:
 
     def _report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step, and keeps its evidence."""
-        policy = self._config.on_overflow
+        policy = step.policy or self._config.on_overflow
         watches = step.watches or self._watches
         report = Report(
             step=step.number,
@@ -803,7 +810,7 @@ class Pipeline:
 
     def _choose_action(self, step: Step, report: Report) -> Report:
         """Chooses the action; calls the policy if it is the user's callable."""
-        policy = self._config.on_overflow
+        policy = step.policy or self._config.on_overflow
         if callable(policy):
             report.action = self._ask(policy, report)
         asks_skip = report.action == "skip"

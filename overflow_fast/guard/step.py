@@ -91,6 +91,7 @@ class Step:
         notices: What monitors say of it, if it is finite.
         notes: Further sentences for the report.
         is_update: What its optimizer has made of finite gradients is bad.
+        policy: What is done about it, in place of the guard's policy; "" for that.
     """
 
     number: int
@@ -109,6 +110,7 @@ class Step:
     notices: Sequence[Notice] = ()
     notes: list[str] = field(default_factory=list)
     is_update: bool = False
+    policy: Literal["", "warn"] = ""
 
 
 # The choice of the steps to watch: by number, by range, or within a budget.

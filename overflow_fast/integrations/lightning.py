@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class LightningGuardCallback(GuardOwner, Callback):
     training are not watched.
 
     Args:
-        learn: See `GuardOwner`.
+        learn, evaluation: See `GuardOwner`.
         to_loggers: Send the guard's metrics to the Trainer's loggers, at the step and
             as often as Lightning's own (`log_every_n_steps`).
         arguments: Arguments of `OverflowGuard` but the model and the optimizer, by
@@ -47,13 +47,18 @@ class LightningGuardCallback(GuardOwner, Callback):
     """
 
     def __init__(
-        self, *, learn: int | None = None, to_loggers: bool = True, **arguments: Any
+        self,
+        *,
+        learn: int | None = None,
+        evaluation: Literal["log", "alarm"] = "log",
+        to_loggers: bool = True,
+        **arguments: Any,
     ) -> None:
         if not isinstance(to_loggers, bool):
             raise TypeError(
                 f"to_loggers must be a bool, got {type(to_loggers).__name__}"
             )
-        super().__init__(learn=learn, **arguments)
+        super().__init__(learn=learn, evaluation=evaluation, **arguments)
         self._to_loggers = to_loggers
         self._fits: list[_Fit] = []
 
@@ -96,6 +101,23 @@ class LightningGuardCallback(GuardOwner, Callback):
             fit.guard._parts.inputs.note_batch(None)
             if self._to_loggers and _logs_now(trainer):
                 fit.log_metrics()
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Notes the batch of an evaluation."""
+        self.note_evaluation(batch_idx, dataloader_idx)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Ends a batch of an evaluation."""
+        self.note_evaluation(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

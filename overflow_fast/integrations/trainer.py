@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from ..guard.report.report import NonFiniteError, Report
 from ..torch_internals.registry import callers
@@ -32,8 +32,15 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
         >>> callback = TrainerGuardCallback(on_overflow="skip", log="guard.jsonl")
     """
 
-    def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
-        super().__init__(learn=learn, **arguments)
+    def __init__(
+        self,
+        *,
+        learn: int | None = None,
+        evaluation: Literal["log", "alarm"] = "log",
+        **arguments: Any,
+    ) -> None:
+        super().__init__(learn=learn, evaluation=evaluation, **arguments)
+        self._evaluated = 0  # batches of the evaluation that runs
         self._last_seen: Report | None = None
         self._steps: list[PatchedMethod] = []
         self._has_warned_of_filter = False
@@ -54,7 +61,11 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
                 *(trainer, "compute_loss", guard, ("log",), _is_training),
                 records_loss=True,
             )
-            self._steps = [kept, JudgedMethod(trainer, "training_step", guard)]
+            self._steps = [
+                kept,
+                JudgedMethod(trainer, "training_step", guard),
+                PatchedMethod(trainer, "prediction_step", self._before_prediction),
+            ]
 
     def _trainer(self) -> Any:
         """The Trainer that calls this object, which it does not hand over."""
@@ -95,6 +106,20 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
                 "of those before. To log it, pass "
                 "TrainingArguments(logging_nan_inf_filter=False)."
             )
+
+    def _before_prediction(self, *args: Any, **kwargs: Any) -> None:
+        self.note_evaluation(self._evaluated)
+        self._evaluated += 1
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        """Ends a batch of an evaluation."""
+        self.note_evaluation(None)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends an evaluation."""
+        self._evaluated = 0
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Checks the state to be saved."""

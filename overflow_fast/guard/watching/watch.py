@@ -461,6 +461,7 @@ class ModelWatch(StepHooks):
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
+        evaluated: What the outermost forward has returned, while it is judged.
         on_left: Called with the exception that has left an outermost forward.
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
@@ -493,6 +494,7 @@ class ModelWatch(StepHooks):
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.on_left: Callable[[ModelWatch, Exception], None] | None = None
         self._is_left = False
+        self.evaluated: object = None
         self.needs_buffers = False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
@@ -575,7 +577,11 @@ class ModelWatch(StepHooks):
         error = sys.exc_info()[1]
         has_returned = self._root_done or self._is_dry_run or args is None
         if has_returned or self._depth != 1 or not isinstance(error, Exception):
-            super().root_ended(module, args, output)
+            self.evaluated = output
+            try:
+                super().root_ended(module, args, output)
+            finally:
+                self.evaluated = None
             return
         self._is_left = True
         try:
