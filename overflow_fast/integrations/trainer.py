@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
+import torch
+
 from ..guard.report.report import NonFiniteError, Report
 from ..torch_internals.registry import callers
 from .trainer_support import GuardOwner, JudgedMethod, KeptStep, PatchedMethod
@@ -66,6 +68,8 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
                 JudgedMethod(trainer, "training_step", guard),
                 PatchedMethod(trainer, "prediction_step", self._before_prediction),
             ]
+            if hasattr(trainer, KeptLog.METHOD):
+                self._steps.append(KeptLog(trainer))
 
     def _trainer(self) -> Any:
         """The Trainer that calls this object, which it does not hand over."""
@@ -102,8 +106,9 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
             self._has_warned_of_filter = True
             _log.warning(
                 "Trainer's log does not show this loss: with "
-                "logging_nan_inf_filter=True it replaces a nan or inf loss by the mean "
-                "of those before. To log it, pass "
+                "logging_nan_inf_filter=True it puts the mean of the losses since the "
+                "last logged step in its place, or 0 where there is none (as with "
+                "logging_steps=1). To log it, pass "
                 "TrainingArguments(logging_nan_inf_filter=False)."
             )
 
@@ -142,6 +147,33 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
             control.should_save = False
             # The best checkpoint is saved by its score, without another check.
             control.should_evaluate = control.should_evaluate and not saves_best
+
+
+class KeptLog(PatchedMethod):
+    """Stands for the method that logs the loss: a nan is logged once, for its steps.
+
+    Trainer clears the sum of the losses by subtracting it from itself, which leaves a
+    nan or an inf nan: all later losses in its log were nan.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    METHOD = "_maybe_log_save_evaluate"
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer, self.METHOD, lambda *_, **__: True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(*args, **kwargs)
+        total = args[0] if args else kwargs.get("tr_loss")
+        trainer = self._owner
+        last = getattr(trainer, "_globalstep_last_logged", None)
+        was_logged = last == trainer.state.global_step  # which has waited for the sum
+        if self._before is not None and was_logged and isinstance(total, torch.Tensor):
+            if not bool(total.isfinite()):
+                total.zero_()
+        return result
 
 
 def _is_training(*args: Any, **kwargs: Any) -> bool:
