@@ -527,3 +527,30 @@ def test_an_optimizer_that_raises_at_its_own_update_is_reported():
     assert report.verdict.source == "update"
     assert report.verdict.first.kind == "weight"
     assert not isinstance(raised.value, NonFiniteError)
+
+
+def test_hooks_that_torch_has_yet_to_call_do_not_see_those_of_a_replay():
+    """torch walks through the model's hooks while the step is judged."""
+    model = Net(own_check)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        model.register_forward_hook(lambda *_: None, always_call=True)
+        with pytest.raises(FloatingPointError, match="stopping") as raised:
+            model(batches()[BAD_STEP])
+        assert_reported(guard, raised.value, step=0)
+
+
+def test_gradients_that_a_scaler_handles_are_no_finding():
+    model, optimizer = with_buffers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for scale in (1.0, 1e38):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(8, 6)).mean() * scale).backward()
+            if scale == 1.0:
+                scaler.step(optimizer)
+                scaler.update()
+        assert any(p.grad.isinf().any() for p in model.parameters())
+        error = KeyError("column")
+        sys.excepthook(KeyError, error, None)
+        assert guard.last_report is None and not getattr(error, "__notes__", None)
