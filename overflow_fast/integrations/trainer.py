@@ -169,10 +169,10 @@ class KeptLog(PatchedMethod):
         total = args[0] if args else kwargs.get("tr_loss")
         trainer = self._owner
         last = getattr(trainer, "_globalstep_last_logged", None)
-        was_logged = last == trainer.state.global_step  # which has waited for the sum
-        if self._before is not None and was_logged and isinstance(total, torch.Tensor):
-            if not bool(total.isfinite()):
-                total.zero_()
+        # Where it has logged, it has waited for the sum: no sync is added.
+        was_logged = self._before is not None and last == trainer.state.global_step
+        if was_logged and isinstance(total, torch.Tensor) and not total.isfinite():
+            total.zero_()
         return result
 
 
