@@ -18,7 +18,7 @@ from ..guard.explaining import USE_RUN
 from ..guard.files.reading import is_regular
 from ..guard.options import BUDGET
 from ..guard.process import world_size
-from ..guard.report.causes import NOT_REPRODUCIBLE, UNKNOWN
+from ..guard.report.causes import NOT_REPRODUCIBLE, RANGE_OVERFLOW, UNKNOWN
 from ..guard.report.explanation import Artifact, Explanation
 from ..guard.step_keeper import GRAPH, Ambient
 from ..guard.undo.step_start import StepStart
@@ -430,7 +430,7 @@ def _explain_sum(name: str, gradient: torch.Tensor) -> Explanation | None:
     )
     module = module_of_parameter(name)
     return Explanation(
-        "backward", "range overflow", module, tensor=name, evidence=[text]
+        "backward", RANGE_OVERFLOW.name, module, tensor=name, evidence=[text]
     )
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ...scanner.modules import stepped_by
 from ...scanner.ops import scan
 from ...scanner.text import dtype_name
+from ..report.causes import RANGE_OVERFLOW
 from ..report.explanation import Explanation
 from ..verdict.verdict import BadEntry, Verdict, take_bad
 
@@ -146,7 +147,7 @@ def explain_update(
     given = f"the gradient of {name} is finite, up to {largest:.3g} in magnitude"
     beyond = f"is beyond {dtype_name(dtype)}'s maximum {limit:.5g}"
     if first.kind == "optimizer_state" and largest * largest > limit:
-        found.cause = "range overflow"
+        found.cause = RANGE_OVERFLOW.name
         given = f"{given}; its square {beyond}"
     elif first.kind == "weight":
         rate = next(
@@ -155,7 +156,7 @@ def explain_update(
             if any(p is parameters[name] for p in g["params"])
         )
         if isinstance(rate, float) and rate * largest > limit:
-            found.cause = "range overflow"
+            found.cause = RANGE_OVERFLOW.name
             given = f"{given}; times the learning rate {rate:.3g} it {beyond}"
     found.evidence.append(given)
     return found
