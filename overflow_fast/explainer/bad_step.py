@@ -104,6 +104,10 @@ STOPPED_FUNCTION = (
     "Not replayed: {}; the models' forwards within that function were. Do that before, "
     f"and call the rest within `{USE_RUN}`."
 )
+RAISED_FINITE = (
+    "The replay raised the same exception. No operation before it was seen to make a "
+    "non-finite value that is not meant."
+)
 SOME = "Some replays are finite, but {}."
 NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "

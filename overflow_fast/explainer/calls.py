@@ -223,6 +223,7 @@ class Call(KeptCall):
         batch = mapped(self.batch, change, CALL_DEPTH)
         copy = type(self)(self.function, batch, self.ambient)
         copy.returns_loss, copy.held = self.returns_loss, self.held
+        copy.raised = self.raised
         return copy
 
     def computed_outside(self) -> list[tuple[str, torch.Tensor]]:
@@ -238,6 +239,7 @@ class Call(KeptCall):
         """The same call, whose output gets other gradients."""
         copy = type(self)(self.function, self.batch, self.ambient)
         copy.returns_loss, copy.held = self.returns_loss, held
+        copy.raised = self.raised
         return copy
 
     def is_overwritten(self) -> bool:
@@ -381,7 +383,7 @@ def part_of(call: Call, rows: Sequence[int]) -> Call:
     size = batch_size(call) or 0
     cut = functools.partial(_cut, rows=list(rows), size=size)
     part = type(call)(call.function, mapped(call.batch, cut, CALL_DEPTH), call.ambient)
-    part.returns_loss = call.returns_loss
+    part.returns_loss, part.raised = call.returns_loss, call.raised
     part.held = {
         place: held[list(rows)] if held.dim() and len(held) == size else held
         for place, held in call.held.items()

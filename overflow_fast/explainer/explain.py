@@ -18,7 +18,7 @@ from ..guard.explaining import USE_RUN
 from ..guard.files.reading import is_regular
 from ..guard.options import BUDGET
 from ..guard.process import world_size
-from ..guard.report.causes import NOT_REPRODUCIBLE, UNKNOWN
+from ..guard.report.causes import NOT_REPRODUCIBLE, RANGE_OVERFLOW, UNKNOWN
 from ..guard.report.explanation import Artifact, Explanation
 from ..guard.step_keeper import GRAPH, Ambient
 from ..guard.undo.step_start import StepStart
@@ -29,10 +29,11 @@ from ..scanner.modules import (
     step_of,
 )
 from ..scanner.tensors import devices_of
-from ..scanner.text import error_line
+from ..scanner.text import dtype_name, error_line
 from ..torch_internals.compiler import (
     has_compiled,
 )
+from ..torch_internals.tensor_internals import sparse_indices, sparse_values
 from .bad_step import ALL_BAD, NOT_BEHIND, STOPPED, STOPPED_FUNCTION, BadStep
 from .calls import Call
 from .explain_origin import first_bad_weight, looked_up
@@ -410,6 +411,29 @@ def _explain_written_weight(name: str) -> Explanation:
     return Explanation(tensor=name, evidence=[text], notes=[note])
 
 
+def _explain_sum(name: str, gradient: torch.Tensor) -> Explanation | None:
+    """The explanation of a sparse gradient whose finite rows have a non-finite sum."""
+    if gradient.layout is not torch.sparse_coo or gradient.is_coalesced():
+        return None
+    rows, total = sparse_values(gradient), gradient.coalesce()
+    bad = ~total.values().isfinite().reshape(len(total.values()), -1).all(1)
+    if not bool(rows.isfinite().all()) or not bool(bad.any()):
+        return None
+    index = total.indices()[:, bad][:, 0]
+    of_index = (sparse_indices(gradient) == index[:, None]).all(0)
+    place = ", ".join(map(str, index.tolist()))
+    dtype, largest = rows.dtype, float(rows[of_index].abs().max())
+    text = (
+        f"{int(of_index.sum())} rows of the index {place} are finite, up to "
+        f"{largest:.3g} in magnitude; their sum is not: "
+        f"{dtype_name(dtype)}'s maximum is {torch.finfo(dtype).max:.5g}"
+    )
+    module = module_of_parameter(name)
+    return Explanation(
+        "backward", RANGE_OVERFLOW.name, module, tensor=name, evidence=[text]
+    )
+
+
 def _without_replay(
     models: Mapping[str, nn.Module], incident: BadStep, start: StepStart | None
 ) -> Explanation | None:
@@ -417,6 +441,9 @@ def _without_replay(
 
     Unless the step's forward has written to one, and its value of before is held.
     """
+    if incident.kind == "gradient":
+        sums = (_explain_sum(name, each) for name, each in incident.gradients.items())
+        return next(filter(None, sums), None)
     if incident.kind not in ("weight", "optimizer_state"):
         return None
     found = first_bad_weight(models, "parameter")

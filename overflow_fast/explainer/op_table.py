@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -179,6 +179,10 @@ class OpTable:
             is_over = op.overwrites(tensor) and is_whole(tensor)
             before = () if is_over else self._writers.get(tensor) or ()
             self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], row))
+
+    def last_bad(self) -> Iterator[Row]:
+        """Yields the operations that made non-finite values, the last one first."""
+        return (row for row in reversed(self.rows) if row.kinds)
 
     def close(self) -> None:
         """Lets go of what only operations that are still to come would need."""

@@ -173,6 +173,7 @@ class ReplayResult:
         losses: What backward was called on, where that is a number.
         num_before: How many operations of the table ran before the program's lines
             behind backward; None where those did not run.
+        has_raised: The program's code has raised, as it did in the step.
         carried: What the replay has read of bad values that the step itself may have
             left, as in an attribute of a module. Known where a call was traced.
     """
@@ -192,6 +193,7 @@ class ReplayResult:
     bad_ranks: list[int] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     num_before: int | None = None
+    has_raised: bool = False
     carried: list[str] = field(default_factory=list)
 
     @property
@@ -202,7 +204,7 @@ class ReplayResult:
     @property
     def _is_bad(self) -> bool:
         is_bad = self.bad_outputs or self.bad_gradients or self.bad_buffers
-        return bool(is_bad or self.bad_inner)
+        return bool(is_bad or self.bad_inner or self.has_raised)
 
     @property
     def state(self) -> int:
@@ -216,7 +218,7 @@ class ReplayResult:
     @property
     def is_forward(self) -> bool:
         """True if it was bad before a backward began."""
-        return bool(self.bad_outputs)
+        return bool(self.bad_outputs) or (self.has_raised and not self.has_backward)
 
     def root_op(self, models: Mapping[str, nn.Module]) -> RootOp | None:
         """Finds the origin of its bad values, where it made a table.
@@ -238,6 +240,9 @@ class ReplayResult:
             if not targets and self.bad_buffers:
                 named = state_by_name(models)
                 targets = [named[name] for name in self.bad_buffers]
+            if not targets and self.has_raised:
+                origins = (trace_back([row]) for row in table.last_bad())
+                return next(filter(None, origins), None)
         return trace_back(
             [each for tensor in targets for each in table.sources(tensor)]
         )
@@ -538,8 +543,12 @@ class Replayer:
                         self._run_tail(self._tail)
             self._look_at_state(result)
         except Exception as error:
-            result.error = error
-            self.ranks.tell(error)
+            if type(error) is call.raised:
+                result.has_raised = True
+                self._look_at_state(result)
+            else:
+                result.error = error
+                self.ranks.tell(error)
         agreed = self.ranks.agree(result.state, result.error)
         state, result.error, result.bad_ranks = agreed
         if isinstance(result.error, StoppedError):
@@ -574,13 +583,15 @@ class Replayer:
         result.table = OpTable([*leaves, *others], details_of, *how)
         calls = TorchCalls() if step.has_calls else nullcontext()
         trace = OpTrace(self.models, result.table, self._keeps_calls)
-        with uncompiled_calls(), trace, calls:
-            yield
-        result.table.close()
-        result.table.torch_calls = getattr(calls, "calls", [])
-        for leaf in others:
-            leaf.note_written()
-        result.carried = [leaf.name for leaf in others if leaf.is_carried]
+        try:
+            with uncompiled_calls(), trace, calls:
+                yield
+        finally:
+            result.table.close()
+            result.table.torch_calls = getattr(calls, "calls", [])
+            for leaf in others:
+                leaf.note_written()
+            result.carried = [leaf.name for leaf in others if leaf.is_carried]
 
     def _look_at_output(
         self, result: ReplayResult, call: Call, output: Any

@@ -452,7 +452,7 @@ class Search:
         if not self.may_run():
             return
         result = self._replayer.run(patches=[ScaledWeights(growth.factors)])
-        if result.error is None and not result.bad_outputs:
+        if result.error is None and not result.is_forward:
             found.cause = DIVERGENCE.name
             found.evidence[0] += "; with weights as large as before it is finite"
             found.remedies.append(SLOWER)

@@ -122,6 +122,8 @@ class WithoutOperation:
         """It was bad without a table and is clean, or meant, with one."""
         if first.is_clean:
             return self.clean(first)
+        if traced.has_raised:
+            return Explanation(notes=[notes.RAISED_FINITE])
         if not traced.is_clean and first.is_forward == traced.is_forward:
             return Explanation(
                 "backward" if traced.is_in_gradients else "forward",

@@ -20,6 +20,7 @@ from ..scanner.text import error_line
 from ..torch_internals.tensor_internals import local_part
 from .config import GuardConfig
 from .outer import outer
+from .process import world_size
 from .ranks.agreement import Agreed
 from .step import Step
 from .step_keeper import LastSteps, StepKeeper
@@ -36,6 +37,10 @@ _LATE = (
     "(sync='lagged')."
 )
 _NO_STEP = "The forward was not replayed: it ran without autograd."
+_ALONE = (
+    "The step was not replayed: an exception has ended it on this rank, and its "
+    "collectives would wait for the others."
+)
 _TOO_LATE = (
     "The step was not run again: its weights had been stepped when it was judged."
 )
@@ -272,6 +277,8 @@ def _without_explainer(moment: str) -> Explanation | None:
     """The explanation of what is never run again; None for other steps."""
     if moment in ("after", "evaluation"):
         return _noting(_LATE if moment == "after" else _NO_STEP)
+    if moment == "raised" and world_size() > 1:
+        return _noting(_ALONE)
     return None
 
 

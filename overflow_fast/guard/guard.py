@@ -209,7 +209,14 @@ class OverflowGuard:
     def __enter__(self) -> OverflowGuard:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None = None,
+        traceback: object = None,
+    ) -> None:
+        if error is not None:
+            self._parts.on_raised(error, ends=True)
         try:
             self.remove()
         except NonFiniteError:

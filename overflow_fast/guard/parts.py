@@ -18,6 +18,8 @@ from ..detector.coverage import warn_of_scripted
 from ..detector.selection import Selection, Wanted, check_patterns, full_name
 from ..scanner.modules import modules_in, named_modules, parameters_of
 from ..scanner.tensors import loss_in
+from ..torch_internals.module_internals import spare_forward_hooks
+from . import uncaught
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .isolation import ErrorIsolation, OverheadTimer
@@ -53,6 +55,9 @@ class LoopInputs:
         tensors: Scans what stands in no module's call.
         isolation: Isolates the guard's own errors.
         hooks: The optimizers' hooks.
+
+    Attributes:
+        on_left: Called with the exception that has left the outermost function.
     """
 
     def __init__(
@@ -72,6 +77,13 @@ class LoopInputs:
         self._tensors = tensors
         self._isolation = isolation
         self._hooks = hooks
+        self._num_running = 0
+        self.on_left: Callable[[Exception], None] = lambda error: None
+
+    @property
+    def is_running(self) -> bool:
+        """True while a function runs that calls the models."""
+        return self._num_running > 0
 
     def note_batch(self, batch: object) -> None:
         """Notes the batch of a trainer's step, which calls the models.
@@ -94,10 +106,18 @@ class LoopInputs:
         """Calls a function that calls the models; keeps it until the step is judged."""
         model = self._watches[0].model
         is_watched = self._clock.level is ScanLevel.ALL
-        if self._keeper is None or model is None or not is_watched:
-            output = function()
-        else:
-            output = self._keeper.run(model, function, self._isolation.isolated)
+        self._num_running += 1
+        try:
+            if self._keeper is None or model is None or not is_watched:
+                output = function()
+            else:
+                output = self._keeper.run(model, function, self._isolation.isolated)
+        except Exception as error:
+            if self._num_running == 1:
+                self.on_left(error)
+            raise
+        finally:
+            self._num_running -= 1
         with self._isolation.isolated():
             loss = loss_in(output)
             if loss is not None and self._config.wanted.loss and records_loss:
@@ -319,9 +339,11 @@ class GuardParts:
         self.inputs = LoopInputs(
             *(config, watches, self.keeper, self.clock, tensors, isolation, hooks)
         )
+        self.inputs.on_left = functools.partial(self.on_raised, ends=False)
         for watch in watches:
             watch.suppresses = isolation.suppresses
             watch.needs_buffers = is_restored
+            watch.on_left = self._on_left
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
                 watch.on_forward_end = isolation.measured_call(start.after_forward)
@@ -336,6 +358,7 @@ class GuardParts:
         if self._start is not None:
             self._start.begin()
         self.pipeline.attach()
+        uncaught.listen(self)
         if self.config.hears_clipping:
             from ..torch_internals import clipping
 
@@ -352,6 +375,7 @@ class GuardParts:
             from ..torch_internals import clipping
 
             clipping.stop_listening(self.inputs)
+        uncaught.stop_listening(self)
         self.pipeline.detach()
         self.clock.stop()
         self.pipeline.forget()
@@ -376,6 +400,20 @@ class GuardParts:
         self.pipeline.forget()
         if self._start is not None:
             self._start.keep()
+
+    def on_raised(self, error: BaseException, ends: bool) -> None:
+        """Judges a step in which the program's own code has raised; raises nothing.
+
+        Args:
+            error: The exception, to which the report is added.
+            ends: Whether the run ends with it.
+        """
+        if not (self.is_enabled and isinstance(error, Exception)):
+            return
+        for watch in self.watches:
+            with self.isolation.isolated():
+                watch.leave()
+        self.pipeline.judge_raised(error, ends)
 
     def learn(self, steps: int, adopt: bool) -> None:
         """Learns from the next clean steps which values are non-finite by design."""
@@ -468,6 +506,13 @@ class GuardParts:
         return self.pipeline.agreement.make_joinable(self._judge_others)
 
     # The hooks' calls.
+
+    def _on_left(self, watch: ModelWatch, error: Exception) -> None:
+        model = watch.model
+        if self.inputs.is_running or model is None or not self.is_enabled:
+            return  # what `guard.run()` runs is judged as a whole
+        with spare_forward_hooks(model):
+            self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
 
     def _on_evaluated(self, watch: ModelWatch) -> None:
         self.pipeline.judge_evaluated(watch)

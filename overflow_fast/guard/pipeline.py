@@ -63,6 +63,7 @@ from .verdict.verdict import (
     take_bad,
     take_evaluated,
 )
+from .watching.inputs import Evaluation
 from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
@@ -73,7 +74,12 @@ if TYPE_CHECKING:
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
 _CLEAN = Verdict()  # that of most steps
+_HARMLESS = 4.0  # a gradient that no update makes too large for float16
 _log = logging.getLogger("overflow_fast")
+_SUMS = (
+    "The rows of the sparse gradient `{}` that have one index were added up, as its "
+    "optimizer does."
+)
 
 
 class _Outcome(NamedTuple):
@@ -116,11 +122,15 @@ class Pipeline:
 
     Attributes:
         agreement: The same.
+        keeper: The same.
+        calls_of_raised: How many calls there were when a raised step was judged last.
         rounds: Counts steps and skips.
         tensors: Scans what stands in no module's call.
         learning: Learns rules from clean steps, or None.
         last_report: The report of the last bad step, or None.
         num_bad: The number of bad steps.
+        evaluation: The evaluation that runs, whose bad values are logged; None for
+            none, and where they are alarms.
     """
 
     def __init__(
@@ -165,11 +175,14 @@ class Pipeline:
             *(config, watches, keeper, full_watches),
             functools.partial(living, hooks),
         )
+        self.keeper = keeper
+        self.calls_of_raised = -1  # the number of frames when one was judged
         self._archive = Archive(config, watches, measurements)
         self._alarms = AlarmLog()
         self.learning: Learning | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
+        self.evaluation: Evaluation | None = None
         self._num_bad_in_row = 0
         self._num_agreed = 0
         self._num_frames = _C.Recorder.num_frames()
@@ -261,7 +274,85 @@ class Pipeline:
             self._start.hold(watch)
         step = self._new_step(moment="evaluation")
         step.frames = frames
+        if self.evaluation is not None:
+            step.policy = "warn"
+            step.notes.append(self.evaluation.text(watch.evaluated, model))
         self._decide(step)
+
+    def judge_raised(
+        self,
+        error: Exception,
+        ends: bool,
+        is_in_forward: bool = False,
+        hook: OptimizerHook | None = None,
+    ) -> None:
+        """Judges a step in which the program's own code has raised.
+
+        Where a bad value was seen before, the report is added to the exception, which
+        stays the program's: nothing is raised here. Else nothing is said. Incurs the
+        sync.
+
+        Args:
+            error: The exception.
+            ends: Whether the run ends with it.
+            is_in_forward: Whether it was raised within a forward of a model alone.
+            hook: That of the optimizer whose step, or closure, has raised, or None.
+        """
+        how = ends, is_in_forward, hook
+        is_own = isinstance(error, NonFiniteError)
+        if is_own or not (self._is_judged and self._judge_raised(error, *how)):
+            self.forget_left()
+
+    def step_raised(self, hook: OptimizerHook, error: Exception) -> None:
+        """Judges a step whose optimizer, or closure, has raised."""
+        self.judge_raised(error, ends=False, hook=hook)
+
+    def doubts_update(self, hook: OptimizerHook) -> bool:
+        """True if a step may overflow although its gradients are finite."""
+        largest = max(watch.recorder.largest_gradient for watch in self._watches)
+        if largest <= _HARMLESS or self._device_flags is not None:
+            return False
+        optimizer = hook.optimizer
+        if optimizer is None or self._clock.level is ScanLevel.OFF:
+            return False
+        with self._isolation.isolated():
+            from .optimizers.updates import may_overflow
+
+            return may_overflow(optimizer, largest)
+        return False
+
+    @measured
+    def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
+        """Judges what a step has made of weights and state; True undoes it.
+
+        Raises:
+            NonFiniteError: If the policy is to raise. The caller undoes it then, too.
+        """
+        from .optimizers.updates import judge_update
+
+        try:
+            return judge_update(self, hook, was_finite)
+        except NonFiniteError:
+            self.after_step(hook, is_skipped=True)  # the hook does not call it then
+            raise
+
+    @measured
+    def _judge_raised(
+        self,
+        error: Exception,
+        ends: bool,
+        is_in_forward: bool,
+        hook: OptimizerHook | None,
+    ) -> bool:
+        """See `judge_raised()`; returns True if there was something bad."""
+        from .raised import judge_raised
+
+        return judge_raised(self, error, ends, is_in_forward, hook)
+
+    def forget_left(self) -> None:
+        """Forgets the calls that an exception has left: the step goes on without."""
+        if self.keeper is not None:
+            self.keeper.drop_left()
 
     def check(self) -> Report | None:
         """Judges all that has run, and the state, whatever the step's level is.
@@ -356,6 +447,9 @@ class Pipeline:
                 step.skipped_by = "optimizer's kernel"
         try:
             self.judge_late(is_lagged)
+            if not is_lagged:
+                step.notes += self._scan_sums()
+                step.last_frame = _C.Recorder.num_frames()
             # Ranks decide together, once for each step.
             waits = is_lagged and self.agreement.is_needed
             found = dataclasses.replace(step, skipped_by="") if is_lagged else step
@@ -404,6 +498,7 @@ class Pipeline:
         self._send_stats()
         try:
             self.judge_late()
+            self._scan_sums()
             step = self._new_step(hook)
             step.skipped_by = SCALER
             step.frames = take_bad(self._watches, step.last_frame)
@@ -435,7 +530,9 @@ class Pipeline:
         self._send_stats()
         try:
             self.judge_late()
+            notes = self._scan_sums()
             step = self._new_step(moment="check")
+            step.notes += notes
             step.frames = take_bad(self._watches, step.last_frame)
             step.frames += take_evaluated(self._watches)
             step.is_whole = _is_whole(step.frames, level)
@@ -452,6 +549,15 @@ class Pipeline:
         is_blind = not (self.tensors.num_gradients or self._has_loss())
         if is_blind and self._config.is_tripwire and level is not ScanLevel.OFF:
             self._warn_blind()
+
+    def _scan_sums(self) -> list[str]:
+        """Scans the sums of sparse gradients; returns a sentence for each."""
+        names = self.tensors.scan_sums()
+        if names:
+            self._send_stats()
+            for watch in self._watches:
+                watch.frames.receive(is_lagged=False)
+        return [_SUMS.format(name) for name in names]
 
     def _send_stats(self, is_lagged: bool = False) -> None:
         """Starts the copy of all stats to the host; does not wait."""
@@ -487,7 +593,7 @@ class Pipeline:
         self,
         hook: OptimizerHook | None = None,
         scaler: LossScaler | None = None,
-        moment: Literal["before", "check", "evaluation"] = "before",
+        moment: Literal["before", "check", "evaluation", "raised"] = "before",
     ) -> Step:
         clock, can_restore = self._clock, moment != "check"
         return Step(clock.step, hook, scaler, clock.left_out, moment, can_restore)
@@ -665,7 +771,7 @@ class Pipeline:
 
     def _report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step, and keeps its evidence."""
-        policy = self._config.on_overflow
+        policy = step.policy or self._config.on_overflow
         watches = step.watches or self._watches
         report = Report(
             step=step.number,
@@ -682,7 +788,8 @@ class Pipeline:
         if step.left_out.num_steps and (is_of_state or verdict.nonfinite_state):
             report.notes.append(str(step.left_out))
         # Others are judged when the tensors of a later step have been scanned.
-        tensors = self.tensors if step.moment in ("before", "check") else None
+        is_scanned = step.moment in ("before", "check", "raised")
+        tensors = self.tensors if is_scanned else None
         self._archive.begin_report(report, step.frames, tensors)
         if report.repeats:
             report.notes.append(f"Run {report.repeats} came to the same in this step.")
@@ -703,14 +810,16 @@ class Pipeline:
 
     def _choose_action(self, step: Step, report: Report) -> Report:
         """Chooses the action; calls the policy if it is the user's callable."""
-        policy = self._config.on_overflow
+        policy = step.policy or self._config.on_overflow
         if callable(policy):
             report.action = self._ask(policy, report)
         asks_skip = report.action == "skip"
         situation = Situation(
             can_skip=step.hook is not None
             and step.moment == "before"
-            and not step.skipped_by,
+            and not step.skipped_by
+            # Others may have made the step, which they judge by themselves.
+            and not (step.is_update and self.agreement.is_needed),
             is_skipped=bool(step.skipped_by),
             is_undone=step.hook is not None and step.hook.has_snapshot,
             is_apart=asks_skip and self.agreement.is_apart,

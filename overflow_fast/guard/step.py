@@ -76,7 +76,8 @@ class Step:
         left_out: The steps before it that were not judged.
         moment: When it is judged; see `Report.moment`. An "evaluation" is a forward
             without autograd, which other ranks do not judge too; a "check" is not
-            counted; "after" it was made come lagged verdicts.
+            counted; "after" it was made come lagged verdicts; out of one that was
+            "raised", the program's own code did that.
         can_restore: What its forward has changed can be put back.
         skipped_by: The code that has skipped it already, or "".
         last_frame: The number of frames when it was judged: later ones are not of it.
@@ -89,13 +90,15 @@ class Step:
         verdict: The verdict on its bad frames, once it was asked for.
         notices: What monitors say of it, if it is finite.
         notes: Further sentences for the report.
+        is_update: What its optimizer has made of finite gradients is bad.
+        policy: What is done about it, in place of the guard's policy; "" for that.
     """
 
     number: int
     hook: OptimizerHook | None = None
     scaler: LossScaler | None = None
     left_out: LeftOut = field(default_factory=LeftOut)
-    moment: Literal["before", "after", "check", "evaluation"] = "before"
+    moment: Literal["before", "after", "check", "evaluation", "raised"] = "before"
     can_restore: bool = False
     skipped_by: str = ""
     last_frame: int = field(default_factory=_C.Recorder.num_frames)
@@ -106,6 +109,8 @@ class Step:
     verdict: Verdict | None = None
     notices: Sequence[Notice] = ()
     notes: list[str] = field(default_factory=list)
+    is_update: bool = False
+    policy: Literal["", "warn"] = ""
 
 
 # The choice of the steps to watch: by number, by range, or within a budget.

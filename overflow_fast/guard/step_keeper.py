@@ -247,9 +247,14 @@ class KeptCall:
             where it was not seen to be called.
         forwards: Of a function: the calls of models in it, which can be made again
             where the function itself cannot.
+        has_returned: Whether it returned; False if an exception has left it.
+        raised: The type of the exception that the program's code has raised in the
+            step, in this call or behind it; None for none.
     """
 
     called_at = "", 0
+    has_returned = True
+    raised: type[Exception] | None = None
     follows_others = False
     began: float | None = None
     forwards: Sequence[Any] = ()
@@ -380,6 +385,23 @@ class StepKeeper:
             call.hold_gradients(output, loss)
             self._add(call, self._forwards if self.is_running else self.calls)
 
+    def leave(self) -> None:
+        """Keeps a forward that an exception has left."""
+        call, self._open = self._open, None
+        if call is not None:
+            call.has_returned = False
+            self._add(call, self._forwards if self.is_running else self.calls)
+
+    def note_raised(self, error: Exception) -> None:
+        """Notes the exception that has ended the step: a replay may raise it, too."""
+        for call in self.calls:
+            for each in (call, *call.forwards):
+                each.raised = type(error)
+
+    def drop_left(self) -> None:
+        """Lets go of calls that an exception has left: the step goes on without."""
+        self.calls = [each for each in self.calls if each.has_returned]
+
     def run(
         self,
         model: nn.Module,
@@ -405,6 +427,12 @@ class StepKeeper:
         self.is_running = was_running or call is not None
         try:
             output = function()
+        except Exception:
+            if call is not None and not was_running:
+                call.forwards, call.has_returned = self._forwards, False
+                call.returns_loss = True
+                self._add(call, self.calls)
+            raise
         finally:
             self.is_running = was_running
             forwards = self._forwards
@@ -412,7 +440,8 @@ class StepKeeper:
                 self._forwards = []
         with shield():
             if call is not None and not was_running:
-                call.forwards = forwards
+                # Of those that were left, the function has caught the exception.
+                call.forwards = [each for each in forwards if each.has_returned]
                 call.hold_gradients(output, loss_in(output))
                 call.returns_loss = True
                 self._add(call, self.calls)

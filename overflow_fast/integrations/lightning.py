@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ class LightningGuardCallback(GuardOwner, Callback):
     training are not watched.
 
     Args:
-        learn: See `GuardOwner`.
+        learn, evaluation: See `GuardOwner`.
         to_loggers: Send the guard's metrics to the Trainer's loggers, at the step and
             as often as Lightning's own (`log_every_n_steps`).
         arguments: Arguments of `OverflowGuard` but the model and the optimizer, by
@@ -53,13 +53,18 @@ class LightningGuardCallback(GuardOwner, Callback):
     """
 
     def __init__(
-        self, *, learn: int | None = None, to_loggers: bool = True, **arguments: Any
+        self,
+        *,
+        learn: int | None = None,
+        evaluation: Literal["log", "alarm"] = "log",
+        to_loggers: bool = True,
+        **arguments: Any,
     ) -> None:
         if not isinstance(to_loggers, bool):
             raise TypeError(
                 f"to_loggers must be a bool, got {type(to_loggers).__name__}"
             )
-        super().__init__(learn=learn, **arguments)
+        super().__init__(learn=learn, evaluation=evaluation, **arguments)
         self._to_loggers = to_loggers
         self._fits: list[_Fit] = []
 
@@ -103,11 +108,32 @@ class LightningGuardCallback(GuardOwner, Callback):
             if self._to_loggers and _logs_now(trainer):
                 fit.log_metrics()
 
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Notes the batch of an evaluation."""
+        self.note_evaluation(batch_idx, dataloader_idx)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Ends a batch of an evaluation."""
+        self.note_evaluation(None)
+
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Removes the guard; a verdict at this point would hide the exception."""
+        """Adds a report to the exception, if there is one, and removes the guard.
+
+        A verdict that is raised at this point would hide the exception.
+        """
         for fit in self._fits_of(trainer):
+            fit.guard._parts.on_raised(exception, ends=True)
             fit.guard.discard()
         self._end(trainer)
 

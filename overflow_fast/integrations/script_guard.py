@@ -359,7 +359,9 @@ class ScriptGuard:
         try:
             with on_import("transformers.debug_utils", replace_detector):
                 yield
-        except BaseException:
+        except BaseException as error:
+            for guard in self._guards:
+                guard._parts.on_raised(error, ends=True)
             with contextlib.suppress(NonFiniteError):
                 self._remove_guards()
             raise

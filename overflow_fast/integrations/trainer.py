@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from ..guard.report.report import NonFiniteError, Report
 from ..torch_internals.registry import callers
-from .trainer_support import GuardOwner, KeptStep, has_owner
+from .trainer_support import (
+    GuardOwner,
+    JudgedMethod,
+    KeptStep,
+    PatchedMethod,
+    has_owner,
+)
 
 try:
     from transformers import TrainerCallback
@@ -33,10 +41,17 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
         >>> callback = TrainerGuardCallback(on_overflow="skip", log="guard.jsonl")
     """
 
-    def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
-        super().__init__(learn=learn, **arguments)
+    def __init__(
+        self,
+        *,
+        learn: int | None = None,
+        evaluation: Literal["log", "alarm"] = "log",
+        **arguments: Any,
+    ) -> None:
+        super().__init__(learn=learn, evaluation=evaluation, **arguments)
+        self._evaluated = 0  # batches of the evaluation that runs
         self._last_seen: Report | None = None
-        self._step: KeptStep | None = None
+        self._steps: list[PatchedMethod] = []
         self._has_warned_of_filter = False
 
     def on_train_begin(
@@ -51,10 +66,17 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
         guard.step = state.global_step
         self._last_seen, self._has_warned_of_filter = None, False
         if trainer is not None:
-            self._step = KeptStep(
+            kept = KeptStep(
                 *(trainer, "compute_loss", guard, ("log",), _is_training),
                 records_loss=True,
             )
+            self._steps = [
+                kept,
+                JudgedMethod(trainer, "training_step", guard),
+                PatchedMethod(trainer, "prediction_step", self._before_prediction),
+            ]
+            if hasattr(trainer, KeptLog.METHOD):
+                self._steps.append(KeptLog(trainer))
 
     def _trainer(self) -> Any:
         """The Trainer that calls this object, which it does not hand over."""
@@ -66,13 +88,13 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
 
     def remove_guard(self) -> None:
         """Detaches the guard, and puts the Trainer's method back."""
-        if self._step is not None:
-            self._step.remove()
-            self._step = None
+        for each in self._steps:
+            each.remove()
+        self._steps = []
         super().remove_guard()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_step": None}
+        return {**super().__getstate__(), "_steps": []}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Sets the step's number to the Trainer's."""
@@ -91,10 +113,25 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
             self._has_warned_of_filter = True
             _log.warning(
                 "Trainer's log does not show this loss: with "
-                "logging_nan_inf_filter=True it replaces a nan or inf loss by the mean "
-                "of those before. To log it, pass "
+                "logging_nan_inf_filter=True it puts the mean of the losses since the "
+                "last logged step in its place, or 0 where there is none (as with "
+                "logging_steps=1). To log it, pass "
                 "TrainingArguments(logging_nan_inf_filter=False)."
             )
+
+    def _before_prediction(self, *args: Any, **kwargs: Any) -> None:
+        self.note_evaluation(self._evaluated)
+        self._evaluated += 1
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        """Ends a batch of an evaluation."""
+        self.note_evaluation(None)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends an evaluation."""
+        self._evaluated = 0
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Checks the state to be saved."""
@@ -117,6 +154,33 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
             control.should_save = False
             # The best checkpoint is saved by its score, without another check.
             control.should_evaluate = control.should_evaluate and not saves_best
+
+
+class KeptLog(PatchedMethod):
+    """Stands for the method that logs the loss: a nan is logged once, for its steps.
+
+    Trainer clears the sum of the losses by subtracting it from itself, which leaves a
+    nan or an inf nan: all later losses in its log were nan.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    METHOD = "_maybe_log_save_evaluate"
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer, self.METHOD, lambda *_, **__: True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(*args, **kwargs)
+        total = args[0] if args else kwargs.get("tr_loss")
+        trainer = self._owner
+        last = getattr(trainer, "_globalstep_last_logged", None)
+        # Where it has logged, it has waited for the sum: no sync is added.
+        was_logged = self._before is not None and last == trainer.state.global_step
+        if was_logged and isinstance(total, torch.Tensor) and not total.isfinite():
+            total.zero_()
+        return result
 
 
 def _is_training(*args: Any, **kwargs: Any) -> bool:

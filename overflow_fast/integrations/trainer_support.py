@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ..guard.options import reusable
 from ..guard.process import has_process_group
 from ..guard.step_keeper import argument_names
 from ..guard.undo.kept_objects import KeptObjects
+from ..guard.watching.inputs import Evaluation
 from ..scanner.modules import without_reduction
 from ..scanner.tree import CALL_DEPTH, copied, copied_call
 
@@ -31,6 +32,9 @@ class GuardOwner:
     Args:
         learn: The number of clean steps, in each training, to learn from which values
             are non-finite by design; see `OverflowGuard.learn()`. None for none.
+        evaluation: What is done about a bad value in an evaluation inside the training:
+            "log" it with its batch and rows, and go on, or "alarm": what `on_overflow`
+            says.
         arguments: Arguments of `OverflowGuard` but the model and the optimizer, by
             name.
 
@@ -42,7 +46,16 @@ class GuardOwner:
         TypeError, ValueError: If an argument cannot be used.
     """
 
-    def __init__(self, *, learn: int | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        learn: int | None = None,
+        evaluation: Literal["log", "alarm"] = "log",
+        **arguments: Any,
+    ) -> None:
+        if evaluation not in ("log", "alarm"):
+            raise ValueError(f"evaluation must be 'log' or 'alarm', got {evaluation!r}")
+        self._logs_evaluation = evaluation == "log"
         # The names of modules are not known yet.
         named = ("include", "exclude", "allow")
         arguments = reusable(arguments)  # each training has a guard of its own
@@ -77,6 +90,18 @@ class GuardOwner:
         if self._learn is not None:
             self.guard.learn(self._learn)
         return self.guard
+
+    def note_evaluation(self, batch: int | None, loader: int = 0) -> None:
+        """Notes that a batch of an evaluation is run.
+
+        Args:
+            batch: Its index in the evaluation, from 0; None when that is over.
+            loader: The index of the loader.
+        """
+        if self.guard is None or not self._logs_evaluation:
+            return
+        of_batch = None if batch is None else Evaluation(batch, loader)
+        self.guard._parts.pipeline.evaluation = of_batch
 
     def remove_guard(self) -> None:
         """Removes the guard, after its last verdict."""
@@ -168,6 +193,28 @@ class PatchedMethod:
 
 def _same(method: Any) -> Any:
     return method
+
+
+class JudgedMethod(PatchedMethod):
+    """Stands for a method of a trainer that runs steps: judges one that it raises in.
+
+    Args:
+        owner: The object whose method it is.
+        name: The method.
+        guard: Judges the step.
+    """
+
+    def __init__(self, owner: Any, name: str, guard: OverflowGuard) -> None:
+        self._guard = guard
+        super().__init__(owner, name, lambda *_, **__: True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception as error:
+            if self._before is not None:
+                self._guard._parts.on_raised(error, ends=True)
+            raise
 
 
 # A method of a trainer that computes the loss, kept so that a replay can call it again.

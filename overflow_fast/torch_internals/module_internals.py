@@ -6,8 +6,9 @@ is used.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +51,21 @@ forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = direct(
     "Hooks of others around a module are not noticed",
     {},
 )
+
+
+@contextlib.contextmanager
+def spare_forward_hooks(module: nn.Module) -> Iterator[None]:
+    """Gives a module a copy of its table of hooks, while torch walks through the own.
+
+    torch calls the hooks of a forward that has raised: a hook that is added or removed
+    meanwhile would make that walk raise in the place of the forward.
+    """
+    own = module._forward_hooks
+    module._forward_hooks = own.copy()
+    try:
+        yield
+    finally:
+        module._forward_hooks = own
 
 
 @internal(

@@ -63,6 +63,14 @@ def is_zero_tensor(tensor: torch.Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
+# The indices of a sparse COO tensor, in the order of its values.
+sparse_indices: Callable[[torch.Tensor], torch.Tensor] = direct(
+    "torch.Tensor._indices",
+    "indices of sparse tensors as they are; indices() wants them coalesced",
+    "Sums of sparse gradients are not explained",
+)
+
+
 # The values of a sparse COO tensor, which may have several for one place.
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = direct(
     "torch.Tensor._values",

@@ -237,7 +237,9 @@ def test_what_trainers_log_hides_is_pointed_out(trainer, caplog, hides):
     trainer.add_callback(SpoilThird())
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert all(torch.tensor(losses).isfinite()) == hides
+    shown = torch.tensor(losses).isfinite()
+    # A nan is logged for its own step, and for none behind it.
+    assert int((~shown).sum()) == (not hides) and bool(shown[-1])
     told = [
         r for r in caplog.records if "logging_nan_inf_filter=True" in r.getMessage()
     ]

@@ -313,6 +313,20 @@ class StepJudge(Protocol):
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
         """Called after the step, which was made or skipped."""
 
+    def step_raised(self, hook: OptimizerHook, error: Exception) -> None:
+        """Called where the step, or its closure, has raised; raises nothing."""
+
+    def doubts_update(self, hook: OptimizerHook) -> bool:
+        """True if the step may overflow although its gradients are finite."""
+
+    def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
+        """Judges what the step has made of weights and state; True undoes it.
+
+        Args:
+            hook: The optimizer's.
+            was_finite: Returns True if all of these were finite before the step.
+        """
+
 
 def living(hooks: Sequence[OptimizerHook]) -> list[Optimizer]:
     """The optimizers of hooks that still exist."""
@@ -364,6 +378,8 @@ class OptimizerHook:
         self._is_attached = False
         self._step: Any = None
         self._is_running = False
+        self._before: OptimizerSnapshot | None = None  # a step with a closure
+        self._doubted: OptimizerSnapshot | None = None  # a step that may overflow
         self._last: Any = None  # what the last step returned, without values
         self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(
@@ -522,9 +538,9 @@ class OptimizerHook:
         try:
             place = _place_of_closure(step, args, kwargs)
             if place is not None:
-                snapshot = self._take_snapshot(step)
+                self._before = self._take_snapshot(step)
                 result, is_skipped = _run_with_closure(
-                    step, args, kwargs, place, self._is_skipped, snapshot
+                    step, args, kwargs, place, self._is_skipped, self._before
                 )
             elif self._is_skipped():
                 is_skipped = True
@@ -535,9 +551,16 @@ class OptimizerHook:
                 self._tell_engine(is_skipped)
                 result = step(*args, **kwargs)
                 self._last = shape_of(result)
+        except Exception as error:
+            if self._judge is not None:
+                _C.run_paused(self._judge.step_raised, self, error)
+            raise
         finally:
             self._is_running = self.has_snapshot = False
+            self._before = None
             self.found_inf.drop()
+        if self._doubted is not None:
+            is_skipped = bool(_C.run_paused(self._is_undone))
         _C.run_paused(self._after_step, is_skipped)
         if is_skipped:
             _C.run_paused(_judge_in_other_guards, step)
@@ -548,7 +571,35 @@ class OptimizerHook:
             self._overflow_flag.set(is_skipped)
 
     def _is_skipped(self) -> bool:
-        return bool(_C.run_paused(self._before_step))
+        return bool(_C.run_paused(self._judge_step))
+
+    def _judge_step(self) -> bool:
+        """Judges the step; keeps what it may make non-finite all the same."""
+        self._doubted = None
+        if self._before_step():
+            return True
+        judge, is_torchs = self._judge, not self.is_of_engine
+        if judge is not None and is_torchs and judge.doubts_update(self):
+            # With a closure there may be one from before its first evaluation.
+            self._doubted = self._before or OptimizerSnapshot(self._stepper())
+        return False
+
+    def _is_undone(self) -> bool:
+        """Judges what a step has made of weights and state; undoes it if it is bad."""
+        snapshot, self._doubted = self._doubted, None
+        if snapshot is None or self._judge is None:
+            return False
+        self.has_snapshot = True
+        try:
+            is_skipped = self._judge.skips_update(self, snapshot.is_finite)
+        except NonFiniteError:
+            snapshot.restore()
+            raise
+        finally:
+            self.has_snapshot = False
+        if is_skipped:
+            snapshot.restore()
+        return is_skipped
 
     def _before_step(self) -> bool:
         return self._judge is not None and self._judge.before_step(self)

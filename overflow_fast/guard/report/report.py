@@ -177,11 +177,14 @@ class Report:
         is_of_state: True if it is of a state that was to be saved, and of no step.
         moment: When it was found: "before" the optimizer's step, "after" it
             (`sync="lagged"`), in an "evaluation" (a forward without autograd), by a
-            "check", or "" where it is of no step, or not decided yet.
+            "check", when the program's own code "raised", or "" where it is of no step,
+            or not decided yet.
         skipped_by: What has skipped the step instead of the guard: "GradScaler", or the
             optimizer's kernel on a device.
         explanation: The findings of a replay of the step; None if there was none.
         repeats: The earlier run that the log has the same step and entry of, or "".
+        raised: The type of the exception that the program's own code has raised in the
+            step, or "".
     """
 
     step: int
@@ -201,6 +204,7 @@ class Report:
     skipped_by: str = ""
     explanation: Explanation | None = None
     repeats: str = ""
+    raised: str = ""
 
     @property
     def _text(self) -> ReportText:

@@ -423,9 +423,10 @@ def log_end(
     is_worth_it = own_rank() == 0 and (num_reports or coverage.failures)
     _log.log(
         logging.WARNING if is_worth_it else logging.INFO,
-        "%d of %d steps watched: %s.",
-        coverage.steps_watched,
-        coverage.steps,
+        "%s: %s.",
+        f"{coverage.steps_watched} of {coverage.steps} steps watched"
+        if coverage.steps
+        else "No step was completed",
         ", ".join(parts),
     )
 

@@ -49,6 +49,8 @@ def advice_for(
     """
     first = verdict.first
     assert first is not None
+    if verdict.source == "update":
+        return ""  # it is undone, unless the policy is to warn
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if verdict.source in ("weight", "buffer"):
@@ -240,6 +242,7 @@ _OUTCOMES = {
     "skip": "The optimizer step was skipped.",
     "warn": f"The optimizer step was made: {_MAY_BE_BAD}.",
 }
+_RAISED = "The program's own code raised {} in this step."
 _MOMENTS = {
     "after": "The optimizer step was made before its stats arrived (sync='lagged'): "
     f"{_MAY_BE_BAD}.",
@@ -432,6 +435,8 @@ class ReportText:
             return [f"The {self.report.skipped_by} skipped the optimizer step."]
         if self.report.moment == "before":
             return [_OUTCOMES[self.report.action]]
+        if self.report.raised:
+            return [_RAISED.format(self.report.raised)]
         return [_MOMENTS[self.report.moment]] if self.report.moment else []
 
 

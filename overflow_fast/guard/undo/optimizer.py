@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from ...scanner.ops import scan
 from ..optimizers.engines import is_optimizer
+from ..watching.inputs import is_plain
 from .kept_objects import KeptObjects
 from .tensors import KeptTensor
 
@@ -32,6 +34,12 @@ class OptimizerSnapshot:
                 KeptTensor(tensor, is_copied=True)
                 for _, tensor in self._objects.tensors.values()
             ]
+
+    def is_finite(self) -> bool:
+        """True if all that is kept was finite. Incurs a CPU-GPU sync."""
+        copies = [each.copied for each in self._tensors]
+        plain = [each for each in copies if is_plain(each)]
+        return all(stat.is_finite for stat in scan(plain))
 
     def restore(self) -> None:
         """Restores everything but the gradients, which stay as they are."""

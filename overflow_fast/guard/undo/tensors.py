@@ -44,6 +44,11 @@ class KeptTensor:
             with contextlib.suppress(Exception):  # a layout without clone(), no memory
                 self._copy = tensor.detach().clone()
 
+    @property
+    def copied(self) -> torch.Tensor | None:
+        """What the tensor held, or None without a copy."""
+        return self._copy
+
     def restore(self, is_write: bool = False) -> str:
         """Makes the tensor what it was. Does not incur a CPU-GPU sync.
 

@@ -23,7 +23,7 @@ GRADIENTS = (_C.FrameKind.BACKWARD, _C.FrameKind.GRADIENTS)
 
 SOURCES = (
     *("module", "caller", "loss", "batch", "weight", "buffer", "optimizer_state"),
-    *("after_backward", "unclear"),
+    *("after_backward", "update", "unclear"),
 )
 
 
@@ -144,7 +144,8 @@ class Verdict:
             "batch" (the batch that a trainer took from its loader),
             "weight", "buffer" and "optimizer_state" (non-finite before the step),
             "after_backward" (gradients were changed between backward and the
-            optimizer's step), or "unclear".
+            optimizer's step), "update" (the optimizer's step made it of finite
+            gradients), or "unclear".
         maker: The maker in words; the qualified name where it is a module.
         candidates: The possible makers where these are few, else empty (as for a
             gradient that any code behind a module may have made): qualified names of

@@ -11,6 +11,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -18,7 +19,16 @@ import torch
 from ... import _C
 from ...scanner.modules import modules_in
 from ...scanner.tensors import PLAIN, widened
-from ...scanner.tree import INDEX, Part, Path, Walk, at, layout, path_text
+from ...scanner.tree import (
+    INDEX,
+    Part,
+    Path,
+    Walk,
+    at,
+    layout,
+    path_text,
+    tensors_in,
+)
 from ...torch_internals.running import (
     is_functional_call,
 )
@@ -200,6 +210,35 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
     )
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """A batch of an evaluation inside a training.
+
+    Attributes:
+        batch: Its index in the evaluation, from 0.
+        loader: The index of the loader, where there are several; 0 for the first.
+    """
+
+    batch: int
+    loader: int = 0
+
+    def text(self, output: object, model: torch.nn.Module | None) -> str:
+        """Writes which batch of the evaluation it is, and which rows are non-finite.
+
+        Incurs a CPU-GPU sync for each tensor on a device.
+
+        Args:
+            output: What the model has returned; None if that is not known.
+            model: The model.
+        """
+        found = [each for each in tensors_in(output) if is_plain(each)]
+        bad = (each for each in found if not bool(finite_places(each).all()))
+        rows = (samples(each, is_batch_first(model)) for each in bad)
+        of_loader = f" of loader {self.loader}" * bool(self.loader)
+        which = f"batch {self.batch} (from 0){of_loader} of an evaluation"
+        return f"It is of {which}{next(filter(None, rows), '')}; the run goes on."
+
+
 # The batches that a trainer takes from its loader, held weakly.
 #
 # `training_step()` of a LightningModule is no forward: only the trainer knows its
@@ -311,6 +350,9 @@ class ForwardCapture(Protocol):
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Keeps its output, and the loss that is in it."""
 
+    def leave(self) -> None:
+        """Keeps a forward that an exception has left."""
+
     def clear(self) -> None:
         """Forgets the step."""
 
@@ -336,6 +378,7 @@ class ForwardInputs:
         self._is_listed = is_listed
         self._is_held = is_held
         self._given = Given()
+        self._running: tuple[object, object] = None, None
         self._has_stand_ins = False
         self.given: dict[int, Given] = {}
         self.batches: dict[int, tuple[object, object]] = {}
@@ -351,6 +394,8 @@ class ForwardInputs:
             self.capture.begin(module, args, kwargs or {}, self._has_stand_ins)
         if self._is_listed:
             self._given = Given(args, kwargs)
+        if self._is_held:
+            self._running = args, kwargs
 
     def end(
         self,
@@ -366,8 +411,20 @@ class ForwardInputs:
             self.have_stand_ins.add(number)
         if self._is_held:
             _keep(self.batches, number, (args, kwargs))
+            self._running = None, None
         if self.capture is not None:
             self.capture.end(output, loss)
+
+    def leave(self, number: int) -> None:
+        """Keeps the inputs of a forward that an exception has left."""
+        _keep(self.given, number, self._given)
+        if self._has_stand_ins:
+            self.have_stand_ins.add(number)
+        if self._is_held:
+            _keep(self.batches, number, self._running)
+            self._running = None, None
+        if self.capture is not None:
+            self.capture.leave()
 
     def end_step(self, is_over: bool) -> None:
         """Forgets the forwards that are kept for a replay.

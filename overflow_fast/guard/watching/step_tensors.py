@@ -18,7 +18,11 @@ from ... import _C, flags
 from ...detector.selection import Named
 from ...scanner import tree
 from ...scanner.modules import parameters_of, stepped_by
-from ...torch_internals.tensor_internals import is_wrapper, local_tensor
+from ...torch_internals.tensor_internals import (
+    is_wrapper,
+    local_tensor,
+    sparse_values,
+)
 from ..optimizers.engines import LossScaler, engine_gradients, optimizers_in
 from .watch import ModelWatch
 
@@ -60,6 +64,7 @@ class StepTensors:
         self._last_gradients: dict[int, _Seen] = {}
         self._norm: _Norm | None = None
         self._clippings: deque[_Clipping] = deque(maxlen=_MOST_CLIPPINGS)
+        self._sparse: list[tuple[ModelWatch, str, torch.Tensor]] = []
         self.without_gradient = self.num_gradients = 0
         self._weights_every = weights_every
         self._num_rounds = 0
@@ -74,8 +79,30 @@ class StepTensors:
     def forget(self) -> None:
         """Releases the tensors."""
         self._scanned = []
+        self._sparse = []
         self._norm = None
         self._clippings.clear()
+
+    def scan_sums(self) -> list[str]:
+        """Scans the sums of sparse gradients whose finite rows may add up to an inf.
+
+        A sparse gradient has a row for each use of an index, and an optimizer adds up
+        those of one index. Called when the stats of the rows have arrived. Incurs a
+        CPU-GPU sync where the largest of them may overflow.
+
+        Returns:
+            The names of the gradients that were scanned.
+        """
+        found = []
+        for watch, name, gradient in self._sparse:
+            largest = watch.recorder.largest_gradient
+            most = torch.finfo(gradient.dtype).max
+            if math.isfinite(largest) and largest * len(sparse_values(gradient)) > most:
+                values = gradient.coalesce().values()
+                self._record(watch, _C.FrameKind.GRADIENTS, ([name], [values]))
+                found.append(name)
+        self._sparse = []
+        return found
 
     def note_norm(self, optimizers: Sequence[Optimizer]) -> None:
         """Notes that the norm of all gradients is known, which need no scan then.
@@ -137,6 +164,35 @@ class StepTensors:
             state = self._state(optimizer)
             self._record(self._watches[0], _C.FrameKind.OPTIMIZER_STATE, state)
 
+    def scan_update(
+        self, optimizer: Optimizer, has_state: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Scans what an optimizer's step has written: its weights and its state.
+
+        Does not incur a CPU-GPU sync.
+
+        Args:
+            optimizer: The optimizer.
+            has_state: Scan its state, too.
+
+        Returns:
+            The weights, by name.
+        """
+        known = self._names()
+        named = {
+            known.get(id(p), f"param_groups[{i}]['params'][{j}]"): p
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+        watch = self._watches[0]
+        watch.recorder.forget_parameters()  # they are others now
+        weights = list(named), list(named.values())
+        self._record(watch, _C.FrameKind.WEIGHTS, weights)
+        if has_state:
+            state = self._state(optimizer)
+            self._record(watch, _C.FrameKind.OPTIMIZER_STATE, state)
+        return named
+
     def _listed(self) -> _Listed:
         """Lists the parameters of each watched model that still exists."""
         return [
@@ -189,12 +245,23 @@ class StepTensors:
                 names = list(itertools.compress(names, is_own))
                 parameters = list(itertools.compress(parameters, is_own))
             named = self._gradients(names, parameters, covered)
-            self._record(watch, _C.FrameKind.GRADIENTS, named)
+            self._record_gradients(watch, named)
         if optimizer is not None and owned:
             named = self._gradients(*self._foreign(optimizer, set(owned)), covered)
-            self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
+            self._record_gradients(self._watches[0], named)
         if num_kept:  # here, or in the part of another rank
             self.without_gradient = 0
+
+    def _record_gradients(self, watch: ModelWatch, named: Named) -> None:
+        self._record(watch, _C.FrameKind.GRADIENTS, named)
+        sparse = [each.is_sparse for each in named[1]]
+        if any(sparse):
+            both = zip(*named, strict=True)
+            self._sparse += [
+                (watch, name, gradient)
+                for name, gradient in itertools.compress(both, sparse)
+                if not gradient.is_coalesced() and gradient.is_floating_point()
+            ]
 
     def _covered(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Returns the identities of parameters whose gradients a norm stands for.
@@ -248,7 +315,9 @@ class StepTensors:
         self.num_gradients += len(gradients) - len(missing)
         self.without_gradient += sum(missing)
         both = zip(parameters, gradients, strict=True)
-        is_taken = [g is not None and id(p) not in covered for p, g in both]
+        is_taken = [
+            g is not None and (id(p) not in covered or g.is_sparse) for p, g in both
+        ]
         found = itertools.compress(gradients, is_taken)
         taken = [gradient for gradient in found if gradient is not None]
         return list(itertools.compress(names, is_taken)), taken

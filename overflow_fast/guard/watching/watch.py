@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -460,6 +461,8 @@ class ModelWatch(StepHooks):
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
+        evaluated: What the outermost forward has returned, while it is judged.
+        on_left: Called with the exception that has left an outermost forward.
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
@@ -489,6 +492,9 @@ class ModelWatch(StepHooks):
         self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
+        self.on_left: Callable[[ModelWatch, Exception], None] | None = None
+        self._is_left = False
+        self.evaluated: object = None
         self.needs_buffers = False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
@@ -502,7 +508,6 @@ class ModelWatch(StepHooks):
         return CopiedHooks, (), {"handles": self._attachment.handles}
 
     after_root = _isolated(StepHooks.after_root)
-    root_ended = _isolated(StepHooks.root_ended)
     close_root = _isolated(StepHooks.close_root)
     on_submodule_call = _isolated(StepHooks.on_submodule_call)
     on_submodule_call_end = _isolated(StepHooks.on_submodule_call_end)
@@ -566,6 +571,38 @@ class ModelWatch(StepHooks):
         if self._depth == 1:
             self.inputs.begin(module, args, kwargs)
 
+    @_isolated
+    def root_ended(self, module: nn.Module, args: object, output: object) -> None:
+        """Ends the root's call; one that an exception leaves may end the step."""
+        error = sys.exc_info()[1]
+        has_returned = self._root_done or self._is_dry_run or args is None
+        if has_returned or self._depth != 1 or not isinstance(error, Exception):
+            self.evaluated = output
+            try:
+                super().root_ended(module, args, output)
+            finally:
+                self.evaluated = None
+            return
+        self._is_left = True
+        try:
+            self.inputs.leave(self.batch_number)
+            super().root_ended(module, args, output)
+        finally:
+            self._is_left = False
+        if self.on_left is not None:
+            self.on_left(self, error)
+
+    def leave(self) -> None:
+        """Ends a forward that an exception has left past the hooks: compiled code."""
+        model = self.model
+        if self._depth and model is not None:
+            self._depth, self._is_left = 1, True
+            try:
+                self.inputs.leave(self.batch_number)
+                super().root_ended(model, None, None)
+            finally:
+                self._is_left = False
+
     def _before_step(self) -> None:
         self._announce_forward()
         if not torch.is_grad_enabled():
@@ -607,10 +644,11 @@ class ModelWatch(StepHooks):
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
         loss = loss_in(output)
+        if self.modules.needs_hook(0, module):
+            # First: a hook of the program's on the gradient, behind ours, may raise.
+            super()._record_root(module, args, kwargs, output)
         self.inputs.end(self.batch_number, args, kwargs, output, loss)
         self.note_loss(loss is not None)
-        if self.modules.needs_hook(0, module):
-            super()._record_root(module, args, kwargs, output)
         if loss is not None and self.wanted.loss and not self.wanted.activations:
             self.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
@@ -636,7 +674,8 @@ class ModelWatch(StepHooks):
         if not torch.is_grad_enabled() and not is_recomputed:
             self.frames.note_evaluation(self.recorder.last_batch)
             self._scan_shards()
-            self._on_evaluated(self)
+            if not self._is_left:  # what has left it is judged with it
+                self._on_evaluated(self)
             self.recorder.forget_parameters()
 
     def _scan_shards(self) -> None:

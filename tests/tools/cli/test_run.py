@@ -1,6 +1,7 @@
 """overflow-fast run: scripts that know nothing of the guard."""
 
 import concurrent.futures
+import json
 import os
 import socket
 import subprocess
@@ -455,3 +456,31 @@ def test_options_that_a_guard_of_the_programs_does_not_get(tmp_path, own, ends):
     assert ("not given --log, --record: nothing" in done.stderr) == is_refused
     assert (tmp_path / "r.ofr").exists() == (own == "none")
     assert run(tmp_path, OWN, own).returncode == 0
+
+
+RAISES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(4):
+    x = torch.randn(4, 3) * (float("inf") if step == 2 else 1)
+    loss = -torch.distributions.Normal(model(x), 1.0).log_prob(torch.zeros(2)).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_an_exception_of_the_programs_own_is_printed_with_the_report(tmp_path):
+    log = tmp_path / "guard.jsonl"
+    done = run(tmp_path, RAISES, options=("--log", str(log)))
+    assert done.returncode == 1
+    error, _, after = done.stderr.partition("ValueError: Expected parameter loc")
+    assert "Traceback (most recent call last):" in error
+    if sys.version_info >= (3, 11):
+        assert "Step 2 is not finite" in after and "bad data" in after
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert (last["step"], last["is_clean"]) == (2, False)

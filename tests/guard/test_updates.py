@@ -1,0 +1,221 @@
+"""Finite gradients that an optimizer makes a non-finite state, or weight, of."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from guarding import assert_same, state_of
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+LARGE = 1e22  # its square is beyond float32
+
+
+class Squares(torch.optim.Optimizer):
+    """An optimizer that is not torch's, with a state of its own."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("square", torch.zeros_like(p))
+                mean.mul_(0.9).addcmul_(p.grad, p.grad, value=0.1)
+                p.addcdiv_(p.grad, mean.sqrt() + 1e-8, value=-group["lr"])
+        return loss
+
+
+def eight_bits(params):
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(params, lr=1e-2, block_size=4)
+
+
+OVERFLOWING = {
+    "Adam": torch.optim.Adam,
+    "Adam, foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "Adam, fused": lambda p: torch.optim.Adam(p, fused=True),
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": torch.optim.RMSprop,
+    "Adagrad": torch.optim.Adagrad,
+    "Adadelta": torch.optim.Adadelta,
+    "not torch's": Squares,
+}
+OTHERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-30),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=1e-30, momentum=0.9),
+    "Adamax": torch.optim.Adamax,
+    "Rprop": torch.optim.Rprop,
+}
+
+
+def make(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    return model, (kind(model.parameters()))
+
+
+def step(model, optimizer, scale=1.0, how="plain"):
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(3, 4)) * scale).sum()
+        loss.backward()
+        return loss
+
+    if how == "closure":
+        return optimizer.step(closure)
+    closure()
+    return optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["plain", "closure"])
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_a_state_that_overflows_is_reported_and_the_step_undone(name, how):
+    model, optimizer = make(OVERFLOWING[name])
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step(model, optimizer, how=how)
+        assert guard.last_report is None
+        before = state_of(model, optimizer)
+        step(model, optimizer, LARGE, how)
+        report = guard.last_report
+        assert report.step == 1 and report.moment == "before"
+        assert report.action == "skip" and guard.num_skipped == 1
+        assert_same(state_of(model, optimizer), before)
+        assert report.verdict.source == "update"
+        assert report.explanation.phase == "optimizer"
+        if report.verdict.first.kind == "optimizer_state":
+            assert report.explanation.cause == "range overflow"
+        step(model, optimizer, how=how)  # and it goes on
+        assert guard.num_skipped == 1 and guard.last_report is report
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_optimizers_whose_state_holds_it_are_not_blamed(name):
+    model, optimizer = make(OTHERS[name])
+    with OverflowGuard(model, optimizer) as guard:
+        step(model, optimizer)
+        step(model, optimizer, LARGE)
+        assert guard.last_report is None
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_the_first_step_of_a_state_is_judged_and_undone():
+    model, optimizer = make(torch.optim.Adam)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        before = state_of(model, optimizer)
+        step(model, optimizer, LARGE)
+        assert guard.num_skipped == 1
+        assert_same(state_of(model, optimizer), before)
+
+
+def test_raising_undoes_the_step():
+    model, optimizer = make(torch.optim.AdamW)
+    guard = OverflowGuard(model, optimizer)
+    step(model, optimizer)
+    before = state_of(model, optimizer)
+    with pytest.raises(NonFiniteError) as raised:
+        step(model, optimizer, LARGE)
+    report = raised.value.report
+    assert_same(state_of(model, optimizer), before)
+    assert report.verdict.first.label == "bias.exp_avg_sq" or "weight" in (
+        report.verdict.first.label
+    )
+    assert guard.step == 2 and guard.metrics()["bad_steps_total"] == 1
+    guard.remove()
+
+
+def test_a_guard_that_warns_makes_the_step_and_says_so(caplog):
+    model, optimizer = make(torch.optim.Adam)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        step(model, optimizer, LARGE)
+        assert guard.last_report.action == "warn"
+        assert optimizer.state[model.weight]["exp_avg_sq"].isinf().all()
+        step(model, optimizer)
+        assert guard.metrics()["bad_steps_total"] == 1  # it is of that step alone
+
+
+def test_a_state_that_was_bad_before_is_not_of_this_step():
+    model, optimizer = make(torch.optim.Adam)
+    step(model, optimizer)
+    optimizer.state[model.weight]["exp_avg_sq"].fill_(float("inf"))
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        step(model, optimizer, LARGE)
+        assert guard.last_report is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_states_of_narrow_dtypes(dtype):
+    model, optimizer = make(torch.optim.Adam)
+    model.to(dtype)
+    large = 30_000.0 if dtype is torch.float16 else LARGE
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for _ in range(2):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, large)
+            optimizer.step()
+        assert guard.num_skipped == 2
+        assert guard.last_report.verdict.source == "update"
+
+
+def test_a_learning_rate_that_takes_a_weight_out_of_range_is_of_its_own_step():
+    model, optimizer = make(lambda p: torch.optim.SGD(p, lr=1e20))
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        before = state_of(model, optimizer)
+        step(model, optimizer, 1e20)
+        report = guard.last_report
+        assert report.step == 0 and guard.num_skipped == 1
+        assert report.verdict.first.kind == "weight"
+        assert report.explanation.cause == "range overflow"
+        assert_same(state_of(model, optimizer), before)
+
+
+def test_a_round_of_several_optimizers_has_one_report():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    first, second = (torch.optim.Adam(each.parameters()) for each in model)
+    with OverflowGuard(model, [first, second], "skip") as guard:
+        (model(torch.ones(3, 4)) * LARGE).sum().backward()
+        before = state_of(model)
+        first.step()
+        second.step()
+        assert guard.num_skipped == 1 and guard.metrics()["bad_steps_total"] == 1
+        assert_same(state_of(model), before)
+
+
+def test_clean_steps_copy_nothing(monkeypatch):
+    model, optimizer = make(torch.optim.Adam)
+    made = []
+    name = "overflow_fast.guard.optimizers.optimizer_hook"
+    monkeypatch.setattr(sys.modules[name], "OptimizerSnapshot", made.append)
+    with OverflowGuard(model, optimizer):
+        for _ in range(3):
+            step(model, optimizer, 100.0)
+    assert not made
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
+def test_states_of_eight_bits():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)  # smaller ones have no 8-bit state
+    optimizer = eight_bits(model.parameters())
+    guard = OverflowGuard(model, optimizer, "skip")
+    model(torch.ones(3, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    (model(torch.ones(3, 64)) * LARGE).sum().backward()
+    optimizer.step()
+    assert guard.num_skipped == 1
+    assert_same(before, [p.detach().clone() for p in model.parameters()])
+    guard.remove()
