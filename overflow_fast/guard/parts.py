@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,8 @@ class LoopInputs:
 
     def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
         """Calls a function that calls the models; keeps it until the step is judged."""
+        if _C.is_unwatched():  # a replay of another guard's, whose function calls this
+            return function()
         model = self._watches[0].model
         is_watched = self._clock.level is ScanLevel.ALL
         if self._keeper is None or model is None or not is_watched:
@@ -112,7 +115,7 @@ class LoopInputs:
         level, watch = self._clock.level, self._watches[0]
         if level is ScanLevel.GRADIENTS:
             tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
-        if level is ScanLevel.OFF or not tensors:
+        if level is ScanLevel.OFF or not tensors or _C.is_unwatched():
             return
         watch.note_loss("loss" in tensors)
         if self._config.is_tripwire and NORM in tensors:
@@ -123,7 +126,7 @@ class LoopInputs:
         self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
     ) -> None:
         """Notes a norm that `clip_grad_norm_` has computed; see `clipping.listen`."""
-        if self._clock.level is not ScanLevel.OFF:
+        if self._clock.level is not ScanLevel.OFF and not _C.is_unwatched():
             with self._isolation.measured():
                 # Of float16 it is counted how many stand at its largest number.
                 wider = [p for p in parameters if p.dtype is not torch.float16]
@@ -233,6 +236,10 @@ def warn_of_other_guards(
             return
 
 
+class Handle:
+    """Lives as long as the program has a guard in its hands, or a copy of it."""
+
+
 class GuardParts:
     """The parts of a guard; the hooks of models and optimizers hold it.
 
@@ -240,6 +247,7 @@ class GuardParts:
         config: The guard's.
         models: The models, by the prefix of their modules' names.
         optimizers: The optimizers.
+        handle: The program's hold on the guard, held weakly.
         defer: Treat the CPU as a device.
 
     Attributes:
@@ -257,9 +265,11 @@ class GuardParts:
         config: GuardConfig,
         models: Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer],
+        handle: Handle,
         defer: bool,
     ) -> None:
         self.config = config
+        self._handle = weakref.ref(handle)
         self._defer = defer
         self.is_enabled = False
         check_names(config, models)
@@ -289,6 +299,7 @@ class GuardParts:
             functools.partial(outermost, hooks),
         )
         self.isolation = isolation = ErrorIsolation(self.timer, agreement)
+        isolation.is_in_step = lambda: any(hook.is_running for hook in hooks)
         guarded = Guarded(watches, self.keeper, find_optimizers, isolation.isolated)
         looks = config.sync != "lagged"
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
@@ -322,6 +333,7 @@ class GuardParts:
         for watch in watches:
             watch.suppresses = isolation.suppresses
             watch.needs_buffers = is_restored
+            watch.is_abandoned = self._is_abandoned
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
                 watch.on_forward_end = isolation.measured_call(start.after_forward)
@@ -330,18 +342,36 @@ class GuardParts:
 
     def enable(self) -> None:
         """Attaches the hooks that the next step needs."""
+        self.isolation.on_idle = None
         if self.is_enabled:
             return
         self.is_enabled = True
+        try:
+            self._attach()
+        except BaseException:  # a monitor's: nobody may have the guard, to remove it
+            self.disable()
+            raise
+
+    def _attach(self) -> None:
         if self._start is not None:
             self._start.begin()
-        self.pipeline.attach()
         if self.config.hears_clipping:
             from ..torch_internals import clipping
 
             clipping.listen(self.inputs)
         self.timer.restart()
         self.clock.start()
+        self.pipeline.attach()
+
+    def is_put_off(self, function: Callable[[], None]) -> bool:
+        """True within a judgement or a step: the function is called when it has ended.
+
+        A policy, a monitor or a hook of the step may switch the guard off.
+        """
+        if not self.isolation.is_busy:
+            return False
+        self.isolation.on_idle = function
+        return True
 
     def disable(self) -> None:
         """Removes all hooks, and forgets what was not judged."""
@@ -361,6 +391,18 @@ class GuardParts:
     def check(self) -> Report | None:
         """Judges what has run since the last step."""
         return self.pipeline.check() if self.is_enabled else None
+
+    def is_replaced_by(self, other: GuardParts) -> bool:
+        """True if the program let go of this guard, and another has its optimizers."""
+        own, others = (set(map(id, each.optimizers)) for each in (self, other))
+        return self._handle() is None and own <= others
+
+    def _is_abandoned(self) -> bool:
+        """True if the program let go of it and of its optimizers; it ends then."""
+        if self._handle() is not None or not self.hooks or self.optimizers:
+            return False
+        self.finish()
+        return True
 
     def finish(self) -> None:
         """Judges what is on its way, and removes the hooks."""
@@ -397,7 +439,7 @@ class GuardParts:
         config, models = self.config, living_models(self.watches)
         captures_tensors = captures_tensors and config.evidence is not None
         made = self._make_watches(
-            models, wanted or config.wanted, captures_tensors, lambda _: None
+            models, wanted or config.wanted, captures_tensors, lambda *_: None
         )
         for watch in made:
             watch.warnings.is_quiet = True
@@ -408,7 +450,7 @@ class GuardParts:
         models: Mapping[str, nn.Module],
         wanted: Wanted,
         captures_tensors: bool,
-        on_evaluated: Callable[[ModelWatch], None],
+        on_evaluated: Callable[[ModelWatch, int], None],
     ) -> list[ModelWatch]:
         config = self.config
         recorder = {
@@ -469,8 +511,8 @@ class GuardParts:
 
     # The hooks' calls.
 
-    def _on_evaluated(self, watch: ModelWatch) -> None:
-        self.pipeline.judge_evaluated(watch)
+    def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
+        self.pipeline.judge_evaluated(watch, batch)
 
     def _judge_others(self) -> None:
         if self.is_enabled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -307,6 +308,15 @@ COMPILED = "was compiled together with code around it, which hides its arguments
 GRAPH = "was captured in a CUDA graph, which runs no code that could be run again"
 
 
+class _OfThread(threading.local):
+    """The forward that runs in a thread, and is kept."""
+
+    open: KeptCall | None = None
+
+    def __reduce__(self) -> tuple[type[_OfThread], tuple[()]]:  # a copied guard's
+        return _OfThread, ()
+
+
 class StepKeeper:
     """Keeps the calls of the watched models since the last judged step.
 
@@ -336,7 +346,7 @@ class StepKeeper:
         self.left_over: dict[str, int] = {}
         self._bad: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
         self._doubts_gradients, self._is_bad = True, False
-        self._open: KeptCall | None = None
+        self._now = _OfThread()
         self._forwards: list[KeptCall] = []  # of the function that runs
 
     def begin(
@@ -365,7 +375,7 @@ class StepKeeper:
             is_compiled, known = compiled_call_of(model)
             called = model if known is None else known
             is_compiled = is_compiled and known is None
-        self._open = call = KeptCall(called, batch, ambient)
+        self._now.open = call = KeptCall(called, batch, ambient)
         call.is_part_of_compiled = is_compiled
         call.has_stand_ins = has_stand_ins
         call.called_at = _calling_line()
@@ -375,7 +385,7 @@ class StepKeeper:
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Keeps the gradients that its output will get."""
-        call, self._open = self._open, None
+        call, self._now.open = self._now.open, None
         if call is not None:
             call.hold_gradients(output, loss)
             self._add(call, self._forwards if self.is_running else self.calls)
@@ -460,7 +470,7 @@ class StepKeeper:
             self._bad.clear()
         self._doubts_gradients, self._is_bad = self._is_bad, False
         self.start.end_judgement()
-        self._open = None
+        self._now.open = None
         self.num_dropped = 0
         if self.hidden_by == COMPILED:
             self.hidden_by = ""

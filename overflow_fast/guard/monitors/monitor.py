@@ -173,8 +173,8 @@ class Monitor(Options):
     def look(self, step: MonitoredStep) -> Iterable[str | Notice]:
         """Looks at a finite step before its optimizer steps.
 
-        Only at steps that are watched, and not with `sync="lagged"`. It must not call
-        the models: their hooks would take that for a part of the step.
+        Only at steps that are watched, and not with `sync="lagged"`. Where it calls the
+        models, that is no part of the step, and is not judged.
 
         Args:
             step: The step.

@@ -13,8 +13,10 @@ was seen to change them since the last of these but one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -24,7 +26,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ... import _C
-from ...scanner.modules import is_sharded, modules_in, walk
+from ...scanner.modules import Handles, is_sharded, modules_in, walk
 from ...scanner.tensors import copy_tensors
 from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from ...torch_internals.running import (
@@ -33,7 +35,8 @@ from ...torch_internals.running import (
 )
 from .attributes import KeptAttributes
 from .buffers import KeptBuffer, SteadyBuffers
-from .weights import KeptWeights
+from .tensors import KeptTensor
+from .weights import KeptWeights, Slot
 
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
 
@@ -51,6 +54,22 @@ class Watched(Protocol):
     @property
     def is_attached(self) -> bool:
         """Its hooks are on."""
+
+
+class _Lock:
+    """A lock that a copied guard has anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[_Lock], tuple[()]]:
+        return _Lock, ()
 
 
 class StepStart:
@@ -71,6 +90,7 @@ class StepStart:
         self.starts = [ModelStart(watch) for watch in watches]
         self._of_watch = dict(zip(map(id, watches), self.starts, strict=True))
         self._num_kept = 0
+        self._lock = _Lock()  # copying and comparing let other threads run
 
     # The course of a step.
 
@@ -91,9 +111,10 @@ class StepStart:
         """
         start = self._of_watch[id(watch)]
         if not is_recorded():
-            if not start.is_firm:
-                start.take(is_firm=torch.is_grad_enabled())
-            start.weights.begin_forward()
+            with self._lock:
+                if not start.is_firm:
+                    start.take(is_firm=torch.is_grad_enabled())
+                start.weights.begin_forward()
 
     def before_run(self) -> None:
         """Keeps all models, where a function begins that calls them."""
@@ -103,7 +124,8 @@ class StepStart:
 
     def after_forward(self, watch: Watched) -> None:
         """Notes what the forward has written to, by its versions."""
-        self._of_watch[id(watch)].end_forward()
+        with self._lock:
+            self._of_watch[id(watch)].end_forward()
 
     def hold(self, watch: Watched) -> None:
         """Keeps the beginning before a non-finite forward without autograd."""
@@ -134,6 +156,18 @@ class StepStart:
         for start in self.starts:
             start.keep(compares)
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lends the models to code of the program, such as a policy that rolls back.
+
+        What it writes is kept when the step is undone, and what forwards write that it
+        calls is not.
+        """
+        with contextlib.ExitStack() as stack:
+            for start in self.starts:
+                stack.enter_context(start.lent())
+            yield
+
     # A skipped step, or one that raises.
 
     def restore(self) -> list[str]:
@@ -145,9 +179,10 @@ class StepStart:
         Returns:
             A sentence for each tensor that stays changed.
         """
-        texts = [text for start in self.starts for text in start.restore()]
-        for start in self.starts:
-            start.release(is_over=graph_task_id() < 0)
+        with self._lock:
+            texts = [text for start in self.starts for text in start.restore()]
+            for start in self.starts:
+                start.release(is_over=graph_task_id() < 0)
         return texts
 
     def restore_where(self, flag: torch.Tensor) -> None:
@@ -207,6 +242,7 @@ class ModelStart:
         # Modules whose attributes are kept in each step; those seen to change since.
         self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._lent: dict[Slot, KeptTensor] = {}
         self._was_firm = False
         self._num_taken = 0
         self._is_full = False
@@ -320,6 +356,65 @@ class ModelStart:
             self._changed.add(module)
             self._changing.add(module)
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Lends the model to code of the program; see `StepStart.lent()`."""
+        model = self._watch.model
+        if model is None or not self.is_taken:
+            yield
+            return
+        with Handles() as handles:
+            handles += [
+                model.register_forward_pre_hook(lambda *_: self._take_over()),
+                model.register_forward_hook(lambda *_: self._lend(), always_call=True),
+            ]
+            self._lend()
+            try:
+                yield
+            finally:
+                self._take_over()
+
+    @torch.no_grad()
+    def _lend(self) -> None:
+        """Notes what the model holds; what was written to it so far, a forward has."""
+        model = self._watch.model
+        self._steady.settle()
+        # What the model holds is looked up again, in the next step at the latest.
+        self._steady, self._held, self._parameters = SteadyBuffers([]), [], []
+        for buffer in self.buffers:
+            buffer.end_forward()
+        self.weights.end_forward()
+        copied = {id(tensor) for tensor, _ in self.pairs()}
+        self._lent = {
+            slot: KeptTensor(tensor, is_copied=id(tensor) in copied)
+            for slot, tensor in ({} if model is None else _held_by(model)).items()
+        }
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """Makes what was written to the model since `_lend()` its beginning."""
+        model = self._watch.model
+        held = {} if model is None else _held_by(model)
+        changed = {
+            slot
+            for slot, tensor in held.items()
+            if (kept := self._lent.get(slot)) is None
+            or kept.tensor is not tensor
+            or kept.was_moved()
+            or kept.is_written()
+            or kept.has_changed()
+        }
+        self.weights.take_over(changed)
+        for module, table, name in [] if model is None else _slots(model)[0]:
+            if (id(module), table, name) not in changed:
+                continue
+            self._known.pop((id(module), name), None)
+            own = [e for e in self.buffers if e.slot != (id(module), name)]
+            buffer = self._begin(module, table, name)
+            if buffer.needs_copy() and buffer.tensor is not None:
+                (buffer.copy,) = copy_tensors([buffer.tensor], [None])
+            self.buffers = [*own, buffer]
+
     @torch.no_grad()
     def keep(self, compares: bool) -> None:
         """Ends the step, which was made."""
@@ -402,6 +497,18 @@ class ModelStart:
                 name = f"{watch.prefix}{fqn}{'.' * bool(fqn)}{name}"
                 break
         return f"The {kind} {name} could not be put back ({why})."
+
+
+def _held_by(model: nn.Module) -> dict[Slot, torch.Tensor]:
+    """The tensors in the tables of buffers and parameters of a model's modules."""
+    return {
+        (id(module), table, name): tensor
+        for module in modules_in(model)
+        if not isinstance(module, torch.jit.ScriptModule)
+        for table in (BUFFERS, PARAMETERS)
+        for name, tensor in module.__dict__[table].items()
+        if tensor is not None
+    }
 
 
 _Slot = tuple[nn.Module, str, str]

@@ -8,6 +8,7 @@ import enum
 import functools
 import operator
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -315,6 +316,13 @@ class ForwardCapture(Protocol):
         """Forgets the step."""
 
 
+class _OfThread(threading.local):
+    """The forward that runs in a thread."""
+
+    given = Given()
+    has_stand_ins = False
+
+
 class ForwardInputs:
     """The inputs of the last forwards, by the numbers of their batches.
 
@@ -335,8 +343,7 @@ class ForwardInputs:
     def __init__(self, is_listed: bool, is_held: bool) -> None:
         self._is_listed = is_listed
         self._is_held = is_held
-        self._given = Given()
-        self._has_stand_ins = False
+        self._now = _OfThread()
         self.given: dict[int, Given] = {}
         self.batches: dict[int, tuple[object, object]] = {}
         self.have_stand_ins: set[int] = set()
@@ -346,11 +353,12 @@ class ForwardInputs:
 
     def begin(self, module: object, args: object, kwargs: object) -> None:
         """Notes what a forward is given, before it can write to it."""
-        self._has_stand_ins = is_functional_call()
+        now = self._now
+        now.has_stand_ins = is_functional_call()
         if self.capture is not None:
-            self.capture.begin(module, args, kwargs or {}, self._has_stand_ins)
+            self.capture.begin(module, args, kwargs or {}, now.has_stand_ins)
         if self._is_listed:
-            self._given = Given(args, kwargs)
+            now.given = Given(args, kwargs)
 
     def end(
         self,
@@ -361,8 +369,8 @@ class ForwardInputs:
         loss: torch.Tensor | None = None,
     ) -> None:
         """Keeps the inputs of a forward that has returned, as those of a batch."""
-        _keep(self.given, number, self._given)
-        if self._has_stand_ins:
+        _keep(self.given, number, self._now.given)
+        if self._now.has_stand_ins:
             self.have_stand_ins.add(number)
         if self._is_held:
             _keep(self.batches, number, (args, kwargs))
