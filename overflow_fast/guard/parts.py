@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,13 @@ from torch.optim import Optimizer
 from .. import _C
 from ..detector.coverage import warn_of_scripted
 from ..detector.selection import Selection, Wanted, check_patterns, full_name
-from ..scanner.modules import modules_in, named_modules, parameters_of
+from ..scanner.modules import modules_in, named_modules, parameters_of, tensors_of
 from ..scanner.tensors import loss_in
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
+from .files.writing import why_not_writable
 from .isolation import ErrorIsolation, OverheadTimer
+from .monitors.magnitudes import Headroom, Underflow
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers.optimizer_hook import OptimizerHook, living, outermost
@@ -236,6 +239,35 @@ def warn_of_other_guards(
             return
 
 
+def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
+    """Logs a warning for each argument that can do nothing.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+    """
+    if not any(w.modules.is_selected(i) for w in watches for i in w.modules.order):
+        _log.warning(
+            "include= and exclude= leave no module to check. What is recorded is "
+            "checked all the same: `guard.record()`, the loss of `guard.run()`."
+        )
+    tensors = (t for each in models_of(watches).values() for t in tensors_of(each))
+    asked = [each for each in (Headroom, Underflow) if config.monitor(each) is not None]
+    if asked and not any(each.is_floating_point() for each in tensors):
+        _log.warning(
+            "%s may have nothing to look at: the model has no floating-point "
+            "parameters and buffers.",
+            " and ".join(f"{each.__name__}()" for each in asked),
+        )
+    log, record, evidence = config.log, config.record, config.evidence
+    for name, asked_for in (("log", log), ("record", record), ("evidence", evidence)):
+        if asked_for is None or (asked_for is record and os.path.isfile(record.path)):
+            continue  # a record that is there is left alone: its folder has another
+        why = why_not_writable(asked_for.path, is_folder=asked_for is evidence)
+        if why:
+            _log.warning("%s=%s cannot be written: %s.", name, asked_for.path, why)
+
+
 class Handle:
     """Lives as long as the program has a guard in its hands, or a copy of it."""
 
@@ -280,6 +312,7 @@ class GuardParts:
         self.rules.check(
             name for watch in watches for name in watch.modules.all_names()
         )
+        warn_of_idle_arguments(config, watches)
         trained = list(models.values())
         for model in trained:
             warn_of_scripted(model)
