@@ -749,7 +749,9 @@ class Pipeline:
         """Keeps what other code than a forward writes to the models from `_restore`."""
         if self._start is None or not self._may_restore:
             return contextlib.nullcontext()
-        return self._start.lent()
+        from .undo.lending import lent
+
+        return lent(self._start.starts)
 
     def _is_beyond_repair(self, step: Step, verdict: Verdict) -> bool:
         """Returns True if the value was bad before the step, and stays bad."""

@@ -13,12 +13,11 @@ was seen to change them since the last of these but one.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ... import _C
-from ...scanner.modules import Handles, is_sharded, modules_in, walk
+from ...scanner.modules import is_sharded, modules_in, walk
 from ...scanner.tensors import copy_tensors
 from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from ...torch_internals.running import (
@@ -35,7 +34,6 @@ from ...torch_internals.running import (
 )
 from .attributes import KeptAttributes
 from .buffers import KeptBuffer, SteadyBuffers
-from .tensors import KeptTensor
 from .weights import KeptWeights, Slot
 
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
@@ -156,18 +154,6 @@ class StepStart:
         for start in self.starts:
             start.keep(compares)
 
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Lends the models to code of the program, such as a policy that rolls back.
-
-        What it writes is kept when the step is undone, and what forwards write that it
-        calls is not.
-        """
-        with contextlib.ExitStack() as stack:
-            for start in self.starts:
-                stack.enter_context(start.lent())
-            yield
-
     # A skipped step, or one that raises.
 
     def restore(self) -> list[str]:
@@ -242,7 +228,6 @@ class ModelStart:
         # Modules whose attributes are kept in each step; those seen to change since.
         self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._lent: dict[Slot, KeptTensor] = {}
         self._was_firm = False
         self._num_taken = 0
         self._is_full = False
@@ -356,56 +341,24 @@ class ModelStart:
             self._changed.add(module)
             self._changing.add(module)
 
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """Lends the model to code of the program; see `StepStart.lent()`."""
-        model = self._watch.model
-        if model is None or not self.is_taken:
-            yield
-            return
-        with Handles() as handles:
-            handles += [
-                model.register_forward_pre_hook(lambda *_: self._take_over()),
-                model.register_forward_hook(lambda *_: self._lend(), always_call=True),
-            ]
-            self._lend()
-            try:
-                yield
-            finally:
-                self._take_over()
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None if it is gone."""
+        return self._watch.model
 
-    @torch.no_grad()
-    def _lend(self) -> None:
-        """Notes what the model holds; what was written to it so far, a forward has."""
-        model = self._watch.model
+    def settle(self) -> None:
+        """Takes what was written to the model so far for the forward's."""
         self._steady.settle()
         # What the model holds is looked up again, in the next step at the latest.
         self._steady, self._held, self._parameters = SteadyBuffers([]), [], []
         for buffer in self.buffers:
             buffer.end_forward()
         self.weights.end_forward()
-        copied = {id(tensor) for tensor, _ in self.pairs()}
-        self._lent = {
-            slot: KeptTensor(tensor, is_copied=id(tensor) in copied)
-            for slot, tensor in ({} if model is None else _held_by(model)).items()
-        }
 
-    @torch.no_grad()
-    def _take_over(self) -> None:
-        """Makes what was written to the model since `_lend()` its beginning."""
-        model = self._watch.model
-        held = {} if model is None else _held_by(model)
-        changed = {
-            slot
-            for slot, tensor in held.items()
-            if (kept := self._lent.get(slot)) is None
-            or kept.tensor is not tensor
-            or kept.was_moved()
-            or kept.is_written()
-            or kept.has_changed()
-        }
+    def renew(self, changed: Set[Slot]) -> None:
+        """Makes what some of the model's tensors hold now their beginning."""
         self.weights.take_over(changed)
-        for module, table, name in [] if model is None else _slots(model)[0]:
+        for module, table, name in [] if self.model is None else _slots(self.model)[0]:
             if (id(module), table, name) not in changed:
                 continue
             self._known.pop((id(module), name), None)
@@ -497,18 +450,6 @@ class ModelStart:
                 name = f"{watch.prefix}{fqn}{'.' * bool(fqn)}{name}"
                 break
         return f"The {kind} {name} could not be put back ({why})."
-
-
-def _held_by(model: nn.Module) -> dict[Slot, torch.Tensor]:
-    """The tensors in the tables of buffers and parameters of a model's modules."""
-    return {
-        (id(module), table, name): tensor
-        for module in modules_in(model)
-        if not isinstance(module, torch.jit.ScriptModule)
-        for table in (BUFFERS, PARAMETERS)
-        for name, tensor in module.__dict__[table].items()
-        if tensor is not None
-    }
 
 
 _Slot = tuple[nn.Module, str, str]
