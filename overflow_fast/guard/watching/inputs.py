@@ -19,7 +19,16 @@ import torch
 from ... import _C
 from ...scanner.modules import modules_in
 from ...scanner.tensors import PLAIN, widened
-from ...scanner.tree import INDEX, Part, Path, Walk, at, layout, path_text
+from ...scanner.tree import (
+    INDEX,
+    OBJECTS_OF_STEP,
+    Part,
+    Path,
+    Walk,
+    at,
+    layout,
+    path_text,
+)
 from ...torch_internals.running import (
     is_functional_call,
 )
@@ -72,14 +81,14 @@ class Given:
         if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
             self._held.append(((Part(INDEX, 0),), hold(args[0])))  # most calls
             return
-        walk = Walk((torch.Tensor, *numpy_types()))
+        walk = Walk((torch.Tensor, *numpy_types()), objects=OBJECTS_OF_STEP)
         walk.visit_call(args, kwargs)
         has_numbers = any(issubclass(each, _NUMBERS) for each in walk.leaves)
         hidden = _nonfinite_numbers(args, kwargs) if has_numbers else []
         hidden += [path for path, _ in walk.opaque]
         hidden += [
             path
-            for path, of in walk.unknown
+            for path, of in walk.unknown_roots(_HARMLESS)
             if not issubclass(of, _HARMLESS) or _is_bound(args, kwargs, path, of)
         ]
         for path, found in walk.found:
