@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .guard.monitors.monitor import Notice as Notice
     from .guard.monitors.replicas import Replicas as Replicas
     from .guard.monitors.spikes import Spikes as Spikes
+    from .guard.monitors.updates import Updates as Updates
     from .guard.options import Evidence as Evidence
     from .guard.options import Explain as Explain
     from .guard.options import Log as Log
@@ -77,6 +78,7 @@ __all__ = [
     "Spikes",
     "Stat",
     "Underflow",
+    "Updates",
     "advise_precision",
     "assert_finite_state",
     "compare",
@@ -125,6 +127,7 @@ _MODULES = {
     "Spikes": "guard.monitors.spikes",
     "Stat": "scanner.ops",
     "Underflow": "guard.monitors.magnitudes",
+    "Updates": "guard.monitors.updates",
     "advise_precision": "tools.precision.advise",
     "assert_finite_state": "guard.state_check",
     "compare": "tools.compare.entry_points",

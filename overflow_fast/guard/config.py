@@ -203,8 +203,8 @@ class GuardConfig(Options):
         default=DEFAULT_MONITORS,
         metadata=option(
             "What to watch for in finite steps, in place of the default: `Spikes`, "
-            "`Saturation`, `Headroom`, `Underflow`, `MaskedOps`, `LayerAudit`, "
-            "`Replicas`.",
+            "`Saturation`, `Headroom`, `Underflow`, `Updates`, `MaskedOps`, "
+            "`LayerAudit`, `Replicas`.",
             Kind(_check_monitors),
         ),
     )

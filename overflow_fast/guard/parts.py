@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 # Takes what a training loop hands over: batches, losses, functions to run again.
 
 
+_MAX_NAMES = 1000  # 2 KiB each
+
+
 class LoopInputs:
     """Takes in what the training loop hands over for the step at hand.
 
@@ -76,6 +80,7 @@ class LoopInputs:
         self._tensors = tensors
         self._isolation = isolation
         self._hooks = hooks
+        self._names: set[str] = set()
 
     def note_batch(self, batch: object) -> None:
         """Notes the batch of a trainer's step, which calls the models.
@@ -123,7 +128,28 @@ class LoopInputs:
         watch.note_loss("loss" in tensors)
         if self._config.is_tripwire and NORM in tensors:
             self._tensors.note_norm(living(self._hooks))
-        watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
+        names = [self._kept_name(name) for name in tensors]
+        watch.record(_C.FrameKind.RECORDED, (names, list(tensors.values())))
+
+    def _kept_name(self, name: str) -> str:
+        """The name under which a tensor is kept track of, which takes memory for good.
+
+        Beyond some, what is counted up in a name becomes a star: "loss_*".
+        """
+        if name in self._names:
+            return name
+        if len(self._names) == _MAX_NAMES:
+            _log.warning(
+                "guard.record() was given %d names. Later ones are reported with * in "
+                "the place of their digits: give a tensor the same name in each step.",
+                _MAX_NAMES,
+            )
+        if len(self._names) >= _MAX_NAMES:
+            name = re.sub(r"\d+", "*", name)
+            if name not in self._names and len(self._names) >= 2 * _MAX_NAMES:
+                return "*"
+        self._names.add(name)
+        return name
 
     def on_clipped(
         self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
@@ -333,7 +359,10 @@ class GuardParts:
         )
         self.isolation = isolation = ErrorIsolation(self.timer, agreement)
         isolation.is_in_step = lambda: any(hook.is_running for hook in hooks)
-        guarded = Guarded(watches, self.keeper, find_optimizers, isolation.isolated)
+        guarded = Guarded(
+            *(watches, self.keeper, find_optimizers, isolation.isolated),
+            lambda optimizer: self.pipeline.rounds.was_skipped(optimizer),
+        )
         looks = config.sync != "lagged"
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         overflow_flags = OverflowFlags(watches)

@@ -33,12 +33,14 @@ class Guarded:
         keeper: Keeps the calls of a step, or None.
         get_optimizers: Returns the guard's optimizers.
         isolated: Isolates errors from the program.
+        was_skipped: Returns True if an optimizer's last step was skipped, by any code.
     """
 
     watches: Sequence[ModelWatch]
     keeper: StepKeeper | None
     get_optimizers: Callable[[], Sequence[Optimizer]]
     isolated: Callable[[], AbstractContextManager[None]]
+    was_skipped: Callable[[Optimizer], bool] = lambda _: False
 
     @property
     def models(self) -> dict[str, nn.Module]:

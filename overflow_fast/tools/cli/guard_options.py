@@ -16,11 +16,15 @@ from ...guard.monitors.monitor import Monitor
 from ...guard.monitors.replicas import Replicas
 from ...guard.monitors.running import DEFAULT_MONITORS
 from ...guard.monitors.spikes import Spikes
+from ...guard.monitors.updates import Updates
 from ...guard.options import Option, options_of, snake_case, written_name
 from ...scanner.text import either, nearest
 
 # Those that come with the package.
-MONITORS = (Spikes, Saturation, Headroom, Underflow, MaskedOps, LayerAudit, Replicas)
+MONITORS = (
+    *(Spikes, Saturation, Headroom, Underflow, Updates),
+    *(MaskedOps, LayerAudit, Replicas),
+)
 _LONG = 150  # characters of a sentence
 _NONE = "none"  # switches off what is on by default
 
