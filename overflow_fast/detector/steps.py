@@ -187,6 +187,7 @@ class StepHooks:
         self.compiled_boundary = CompiledStepBoundary(self)
         self._lock = RLock()
         self._roots: dict[int, RootCall] = {}  # that run, by their threads
+        self._had_apart = False  # since one ran alone
         self._opens_next = False
         self._is_dry_run = False
         self._submodule_calls = SubmoduleCalls(self)
@@ -411,6 +412,7 @@ class StepHooks:
         with self._lock:
             is_apart = bool(self._roots)
             if is_apart:
+                self._had_apart = True
                 self.recorder.begin_apart()
                 self._begin_batch()
             self._roots[get_ident()] = RootCall(self.batch_number, is_apart)
@@ -425,8 +427,9 @@ class StepHooks:
             self._roots.pop(get_ident(), None)
             if root.is_apart:
                 self.recorder.end_apart()
-                if not self._roots:
-                    self.recorder.begin_batch(self.batch_number)
+            if self._had_apart and not self._roots:  # whose batches were counted, too
+                self._had_apart = False
+                self.recorder.begin_batch(self.batch_number)
 
     def on_submodule_call(self, module_index: int, graph_task_id: int) -> int:
         """Assigns a frame to a step when a submodule runs outside the root."""

@@ -100,3 +100,35 @@ def test_a_forward_in_a_thread_is_no_part_of_a_step_that_runs():
         assert found[0].moment == "evaluation"
         assert guard.num_skipped == 0
         assert guard.step == 1
+
+
+def test_the_batch_behind_forwards_that_overlapped_has_its_own_number():
+    model = nn.Linear(2, 1)
+    began, ended = threading.Event(), threading.Event()
+    is_first = threading.local()
+
+    def wait(*_):
+        """The first forward ends its call while the other has yet to be judged."""
+        if getattr(is_first, "value", False):
+            began.set()
+            assert ended.wait(30)
+
+    def run_first():
+        is_first.value = True
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+
+    with OverflowGuard(model) as guard:
+        watch = guard._parts.watches[0]
+        watch.on_forward_end, before = wait, watch.on_forward_end
+        first = threading.Thread(target=run_first)
+        first.start()
+        assert began.wait(30)
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        ended.set()
+        first.join()
+        watch.on_forward_end = before
+        with pytest.raises(NonFiniteError), torch.no_grad():
+            model(torch.full((1, 2), float("nan")))
+        assert watch._roots == {}
