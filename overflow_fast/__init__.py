@@ -15,6 +15,7 @@ MONITORS = {
     "Saturation": "guard.monitors.magnitudes",
     "Headroom": "guard.monitors.magnitudes",
     "Underflow": "guard.monitors.magnitudes",
+    "Updates": "guard.monitors.updates",
     "MaskedOps": "explainer.masked_ops",
     "LayerAudit": "explainer.layer_audit",
     "Replicas": "guard.monitors.replicas",

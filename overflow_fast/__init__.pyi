@@ -19,6 +19,7 @@ from .guard.monitors.monitor import MonitoredStep as MonitoredStep
 from .guard.monitors.monitor import Notice as Notice
 from .guard.monitors.replicas import Replicas as Replicas
 from .guard.monitors.spikes import Spikes as Spikes
+from .guard.monitors.updates import Updates as Updates
 from .guard.options import Evidence as Evidence
 from .guard.options import Explain as Explain
 from .guard.options import Log as Log
@@ -74,6 +75,7 @@ __all__ = [
     "Spikes",
     "Stat",
     "Underflow",
+    "Updates",
     "advise_precision",
     "assert_finite_state",
     "compare",

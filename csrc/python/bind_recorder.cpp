@@ -112,9 +112,11 @@ void bind_recorder(py::module_& m) {
            }),
            py::arg("max_frames"))
       .def_readwrite("max_frames", &Recorder::max_frames)
-      .def_readwrite("in_step", &Recorder::in_step)
+      .def_property("in_step", &Recorder::in_step, &Recorder::set_in_step)
       .def_readwrite("lists_parameters", &Recorder::lists_parameters)
       .def_readwrite("is_paused", &Recorder::is_paused)
+      .def_property_readonly("is_off", &Recorder::is_off)
+      .def("note_depth", &Recorder::note_depth)
       .def_readwrite("watches_every_frame", &Recorder::watches_every_frame)
       .def_readwrite("total_calls", &Recorder::total_calls)
       .def_property_readonly("coverage", &Recorder::coverage)
@@ -165,7 +167,9 @@ void bind_recorder(py::module_& m) {
                              [](Recorder& self) { return self.headroom().largest_gradient(); })
       .def_readwrite("seconds", &Recorder::seconds)
       .def("end_step", &Recorder::end_step)
-      .def("begin_batch", &Recorder::begin_batch);
+      .def("begin_batch", &Recorder::begin_batch)
+      .def("begin_apart", &Recorder::begin_apart)
+      .def("end_apart", &Recorder::end_apart);
 }
 
 }  // namespace overflow_fast

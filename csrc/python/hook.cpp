@@ -56,7 +56,7 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
   std::optional<Stopwatch> watch;
   if (recorder.options().step_mode) watch.emplace(recorder.seconds);
   long flags = 0;
-  if (!recorder.in_step) {
+  if (!recorder.in_step()) {
     const int64_t graph_task = graph_task_id();
     flags = call_owner(self, "on_submodule_call", self->module, graph_task).template cast<long>();
   }
@@ -85,7 +85,7 @@ py::object class_name_of(PyObject* module) {
 
 void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output) {
   Recorder& recorder = recorder_of(self);
-  if (recorder.is_paused) return;
+  if (recorder.is_off()) return;
   const auto fill = [&](Frame& frame) {
     if (recorder.lists_parameters) {
       guarded(recorder, frame, kParametersLabel,
@@ -109,7 +109,7 @@ void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs,
 void count_traced_call(FrameHook* self) {
   Recorder& recorder = recorder_of(self);
   const auto compiler = py::module_::import("torch.compiler");
-  if (recorder.is_paused || compiler.attr("is_exporting")().cast<bool>()) return;
+  if (recorder.is_off() || compiler.attr("is_exporting")().cast<bool>()) return;
   TracedCall call{};
   call.items.emplace_back();
   call.items.back().why = py::str("inside a trace of operations (make_fx)");
@@ -192,7 +192,7 @@ void record_traced(const at::Tensor& handle_tensor, int64_t id, std::string_view
   if (self == nullptr) return;
   const auto alive = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(self));
   Recorder& recorder = recorder_of(self);
-  if (recorder.is_paused) return;
+  if (recorder.is_off()) return;
   const TracedCall& call = recorder.traced_call(id, text);
   try {
     if (call.has_frame) {
@@ -212,7 +212,8 @@ void call_traced(const at::Tensor& handle_tensor, const std::string& method) {
   FrameHook* self = find_hook(handle_tensor);
   if (self == nullptr) return;
   const auto alive = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(self));
-  if (!recorder_of(self).is_paused) call_root(self, method.c_str());
+  if (recorder_of(self).is_off()) return;
+  call_root(self, method.c_str());
 }
 
 void add_hook_functions(py::module_& m) {

@@ -3,6 +3,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "../record/records.h"
+#include "../record/unwatched.h"
 #include "../scan/callbacks.h"
 #include "../scan/cpu/kernels.h"
 #include "../scan/device_registry.h"
@@ -26,15 +27,24 @@ enum class ScanBackend : uint8_t {
   kDevice,     // the kernels registered for the tensor's device, also for the CPU
 };
 
-// Hidden as a context manager.
-class HiddenScope {
+// A guard of C++ as a context manager.
+template <class Guard>
+class Scope {
  public:
-  void enter() { hidden_.emplace(); }
-  void exit(const py::args&) { hidden_.reset(); }
+  void enter() { guard_.emplace(); }
+  void exit(const py::args&) { guard_.reset(); }
 
  private:
-  std::optional<Hidden> hidden_;
+  std::optional<Guard> guard_;
 };
+
+template <class Guard>
+void bind_scope(py::module_& m, const char* name) {
+  py::class_<Scope<Guard>>(m, name)
+      .def(py::init<>())
+      .def("__enter__", &Scope<Guard>::enter)
+      .def("__exit__", &Scope<Guard>::exit);
+}
 
 // For each tensor its stat, its Readability if that is not kReadable, or a text that says why its
 // device could not scan it.
@@ -77,10 +87,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("UNSUPPORTED", Readability::kUnsupported)
       .value("FREED", Readability::kFreed)
       .value("WRAPPER", Readability::kWrapper);
-  py::class_<HiddenScope>(m, "Hidden")
-      .def(py::init<>())
-      .def("__enter__", &HiddenScope::enter)
-      .def("__exit__", &HiddenScope::exit);
+  bind_scope<Hidden>(m, "Hidden");
+  bind_scope<Unwatched>(m, "Unwatched");
+  m.def("is_unwatched", [] { return Unwatched::depth() > 0; });
   bind_callbacks(m);
   bind_stat(m);
   bind_records(m);

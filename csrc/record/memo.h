@@ -73,10 +73,12 @@ class Memo {
     table_[at] = static_cast<uint32_t>(entries_.size());
   }
 
-  // The tensor that was scanned into a slot; undefined if it is gone. Looks through all.
-  at::Tensor tensor_of(SlotRef slot) const {
+  // The tensor that a frame scanned into a slot; undefined if it is gone. Looks through all.
+  at::Tensor tensor_of(SlotRef slot, int64_t frame) const {
     for (const Entry& entry : entries_) {
-      if (!entry.known.slot.is_on_host() || entry.known.slot.index != slot.index) continue;
+      const Known& known = entry.known;
+      if (!known.slot.is_on_host() || known.slot.index != slot.index) continue;
+      if (known.frame != frame) continue;  // of another thread, which has begun a step since
       return at::Tensor(entry.alive.lock());
     }
     return {};

@@ -37,19 +37,37 @@ Recorder::Recorder(std::optional<int64_t> max_frames, Options options)
 
 Recorder::~Recorder() { sink_->recorder = nullptr; }
 
+const Recorder::Course& Recorder::course() const {
+  if (apart_.empty()) return shared_;  // nearly always
+  const auto is_here = [id = std::this_thread::get_id()](const Course& each) {
+    return each.thread == id;
+  };
+  const auto found = std::find_if(apart_.begin(), apart_.end(), is_here);
+  return found == apart_.end() ? shared_ : *found;
+}
+
+void Recorder::end_apart() {
+  std::erase_if(
+      apart_, [id = std::this_thread::get_id()](const Course& each) { return each.thread == id; });
+}
+
 Frame Recorder::begin_frame(uint32_t module, py::object class_name, FrameKind kind) {
   ++total_calls;
   ++frame_mark_;
   // Backward belongs to the batch whose forward is over.
   const bool is_forward = kind == FrameKind::kForward;
-  Frame frame{
-      module, std::move(class_name), is_forward ? batch_ : last_batch(), opens_batch_ && is_forward,
-      kind,   ++num_frames_};
+  Course& own = course();
+  Frame frame{module,
+              std::move(class_name),
+              is_forward ? own.batch : last_batch(),
+              own.opens_batch && is_forward,
+              kind,
+              ++num_frames_};
   deferred_.begin(frame);
   frame.entries = std::move(spare_);
   frame.entries.clear();
   frame.unscanned = std::move(spare_unscanned_);
-  opens_batch_ &= !is_forward;
+  own.opens_batch &= !is_forward;
   return frame;
 }
 
@@ -157,7 +175,7 @@ void Recorder::add_stat(Frame& frame, Listing listing, const at::Tensor& tensor,
 void Recorder::scan_remembered(Frame& frame) {
   for (Entry& entry : frame.entries) {
     if (entry.seen_in == 0 || !entry.slot.is_on_host() || entry.is_bad()) continue;
-    const at::Tensor tensor = memo_.tensor_of(entry.slot);
+    const at::Tensor tensor = memo_.tensor_of(entry.slot, entry.seen_in);
     View view{};
     if (!tensor.defined() || view_of(tensor, view) != Readability::kReadable) continue;
     const Memo::Key key = Memo::Key::of(tensor);

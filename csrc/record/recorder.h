@@ -17,7 +17,9 @@
 #include <chrono>
 #include <deque>
 #include <optional>
+#include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "../scan/layout.h"
@@ -32,6 +34,7 @@
 #include "step_rows.h"
 #include "traced.h"
 #include "underflow.h"
+#include "unwatched.h"
 
 namespace overflow_fast {
 
@@ -177,20 +180,30 @@ class Recorder {
   // Ends the step: drops its memo and the host's slots.
   void end_step();
   void begin_batch(int64_t number) {
-    batch_ = number;
-    opens_batch_ = true;
+    Course& own = course();
+    own.batch = number;
+    own.opens_batch = true;
   }
 
   // The running batch, also before its first frame, or between two the one before.
   int64_t last_batch() const {
-    return opens_batch_ && !in_step && batch_ > 0 ? batch_ - 1 : batch_;
+    const Course& own = course();
+    return own.opens_batch && !own.in_step && own.batch > 0 ? own.batch - 1 : own.batch;
   }
+  // True while the root's forward is running, in this thread or one that it has started.
+  bool in_step() const { return course().in_step; }
+  void set_in_step(bool is_running) { course().in_step = is_running; }
+  // Gives this thread a step of its own, as long as the root runs in it and in another one, too.
+  void begin_apart() { apart_.push_back({std::this_thread::get_id()}); }
+  void end_apart();
 
   std::deque<Frame>& history() { return history_; }
   const std::deque<Frame>& history() const { return history_; }
   std::optional<int64_t> max_frames;
-  bool in_step = false;    // the root's forward is running
   bool is_paused = false;  // hooks that could not be removed record nothing
+  // True if hooks record nothing of what this thread runs.
+  bool is_off() const { return is_paused || Unwatched::depth() > depth_; }
+  void note_depth() { depth_ = Unwatched::depth(); }
   bool watches_every_frame = false;
   bool lists_parameters;          // at first as in the options
   bool counts_underflow = false;  // in all entries but inputs
@@ -250,8 +263,18 @@ class Recorder {
   Rules rules_;
   Underflow underflow_;
   StepRows rows_;
-  int64_t batch_ = 0;
-  bool opens_batch_ = true;
+  // The step that a thread is in. All threads share one, but those that run the root meanwhile.
+  struct Course {
+    std::thread::id thread;
+    int64_t batch = 0;
+    bool opens_batch = true;
+    bool in_step = false;
+  };
+  const Course& course() const;
+  Course& course() { return const_cast<Course&>(std::as_const(*this).course()); }
+  Course shared_;
+  int depth_ = 0;  // of Unwatched, where the hooks were put on
+  std::vector<Course> apart_;
 };
 
 }  // namespace overflow_fast

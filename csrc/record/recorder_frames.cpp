@@ -63,6 +63,7 @@ void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor&
 }
 
 void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient) {
+  if (is_off()) return;
   const Stopwatch watch(seconds);
   try {
     const bool wants_it = wants_tensors();

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from .. import _C
 from ..scanner.modules import modules_in
 from ..torch_internals.replaying import (
     with_torch_function,
@@ -21,11 +22,13 @@ from .hooks import root_hooks
 def without_observers(models: Iterable[nn.Module]) -> Iterator[None]:
     """Pauses guards and takes modes off, but the one that sets the default device.
 
+    In this thread those of other models, too: what is run again may call these.
     Warnings are left alone: their filters are of all threads, and Python's own show a
     warning of the step no more.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_paused(models))
+        stack.enter_context(_C.Unwatched())
         stack.enter_context(with_torch_function())
         stack.enter_context(without_function_modes())
         stack.enter_context(without_operator_modes())
@@ -35,7 +38,10 @@ def without_observers(models: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _paused(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Pauses all guards and detectors that watch one of these models."""
+    """Pauses all guards and detectors that watch one of these models, in all threads.
+
+    A forward may go on in threads that it starts.
+    """
     hooks = [h for model in models for m in modules_in(model) for h in root_hooks(m)]
     owners = {id(hook.owner): hook.owner for hook in hooks}.values()
     recorders = [owner.recorder for owner in owners]

@@ -6,6 +6,8 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import RLock, get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -109,6 +111,27 @@ class SubmoduleCalls:
         return is_repeated
 
 
+@dataclass
+class RootCall:
+    """The root's outermost call in one thread: a step of its own.
+
+    Attributes:
+        batch: Its number.
+        is_apart: Other threads ran the root when it began.
+        depth: How many calls of the root run, one within another.
+        is_done: It has returned.
+        is_left: An exception has left it.
+        output: What it has returned.
+    """
+
+    batch: int
+    is_apart: bool
+    depth: int = 1
+    is_done: bool = False
+    is_left: bool = False
+    output: object = None
+
+
 # The hooks of one owner, which know the steps.
 
 
@@ -166,13 +189,15 @@ class StepHooks:
         self._is_strict = self._options.get("strict_compat", False)
         self.warnings = CoverageWarnings()
         self.compiled_boundary = CompiledStepBoundary(self)
-        self._depth = 0
+        self._lock = RLock()
+        self._roots: dict[int, RootCall] = {}  # that run, by their threads
+        self._had_apart = False  # since one ran alone
         self._opens_next = False
-        self._root_done = False
         self._is_dry_run = False
         self._submodule_calls = SubmoduleCalls(self)
 
     def _attach(self, model: nn.Module) -> None:
+        self.recorder.note_depth()
         self._attachment.attach(self, model, self._walk)
         self.update_plan()
 
@@ -248,8 +273,10 @@ class StepHooks:
 
     @property
     def is_paused(self) -> bool:
-        """True if the hooks do nothing."""
-        return self.recorder.is_paused and not self._is_dry_run
+        """True if the hooks do nothing in this thread."""
+        if self._is_dry_run:
+            return False
+        return self.recorder.is_off
 
     def check(self) -> None:
         """Judges all that has run so far, replays of CUDA graphs included.
@@ -317,13 +344,15 @@ class StepHooks:
         if is_dry_run():
             self._is_dry_run = self.recorder.is_paused = True
             return
-        if self._depth and not is_running(module):
-            # A forward was left by an exception that skips hooks.
-            self._depth = 1
-            self.root_ended(module, None, None)
-        self._depth += 1
-        if self._depth > 1:
+        root = self._roots.get(get_ident())
+        if root is not None and is_running(module):
+            root.depth += 1
             return
+        if root is not None:
+            # A forward was left by an exception that skips hooks.
+            root.depth = 1
+            self.root_ended(module, None, None)
+        self._begin_root()
         if self._model() is None:
             self._model = weakref.ref(module)
         self.recorder.end_step()
@@ -344,7 +373,7 @@ class StepHooks:
         try:
             self._record_root(module, args, kwargs, output)
         finally:
-            self._root_done = True
+            self._note_done()
             self._begin_batch(is_counted=self._is_strict)
         self._after_batch()
 
@@ -354,7 +383,7 @@ class StepHooks:
         Args:
             has_raised: True if that frame has raised.
         """
-        self._root_done = True
+        self._note_done()
         self._begin_batch()
         if not has_raised:
             self._after_batch()
@@ -364,13 +393,47 @@ class StepHooks:
         if self._is_dry_run:
             self._is_dry_run = self.recorder.is_paused = False
             return
-        has_raised = not self._root_done
-        self._root_done = False
+        root = self._roots.get(get_ident())
+        if root is None:
+            return
+        has_raised, root.is_done = not root.is_done, False
         if has_raised and not self._is_strict:
             self._begin_batch()
-        self._depth -= 1
-        if self._depth == 0:
-            self._end_step()
+        root.depth -= 1
+        if root.depth == 0:
+            try:
+                self._end_step()
+            finally:
+                self._end_root(root)
+
+    @property
+    def _running_batch(self) -> int:
+        """The number of the root's call in this thread; of the next one without one."""
+        root = self._roots.get(get_ident())
+        return self.batch_number if root is None else root.batch
+
+    def _begin_root(self) -> None:
+        with self._lock:
+            is_apart = bool(self._roots)
+            if is_apart:
+                self._had_apart = True
+                self.recorder.begin_apart()
+                self._begin_batch()
+            self._roots[get_ident()] = RootCall(self.batch_number, is_apart)
+
+    def _note_done(self) -> None:
+        root = self._roots.get(get_ident())
+        if root is not None:
+            root.is_done = True
+
+    def _end_root(self, root: RootCall) -> None:
+        with self._lock:
+            self._roots.pop(get_ident(), None)
+            if root.is_apart:
+                self.recorder.end_apart()
+            if self._had_apart and not self._roots:  # whose batches were counted, too
+                self._had_apart = False
+                self.recorder.begin_batch(self.batch_number)
 
     def on_submodule_call(self, module_index: int, graph_task_id: int) -> int:
         """Assigns a frame to a step when a submodule runs outside the root."""
@@ -410,10 +473,11 @@ class StepHooks:
         self._end_step(is_recomputed=True)
 
     def _begin_batch(self, is_counted: bool = False) -> None:
-        if not is_counted:
-            self.batch_number += 1
-        self._opens_next = True
-        self.recorder.begin_batch(self.batch_number)
+        with self._lock:
+            if not is_counted:
+                self.batch_number += 1
+            self._opens_next = True
+            self.recorder.begin_batch(self.batch_number)
 
     def _end_step(self, is_recomputed: bool = False) -> None:
         self.recorder.in_step = False

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import _C
 from .config import GuardConfig
 from .files.fields import line_of
 from .isolation import OverheadTimer
@@ -98,7 +99,8 @@ class Measurements:
         values = self.metrics(counts()) if self._exporters else {}
         for i, exporter in enumerate(self._exporters):
             try:
-                exporter(step, values)
+                with _C.Unwatched():
+                    exporter(step, values)
             except Exception:
                 if i not in self._failed:
                     self._failed.add(i)

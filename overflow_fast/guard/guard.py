@@ -36,6 +36,7 @@ from .options import (
 from .outer import outer
 from .parts import (
     GuardParts,
+    Handle,
     Models,
     living_models,
     named_models,
@@ -71,7 +72,9 @@ def note_enabled(parts: GuardParts) -> None:
     _guards.add(parts)
     own = modules_of(parts)
     for each in others:
-        if each.gives_way and not own.isdisjoint(modules_of(each)):
+        if own.isdisjoint(modules_of(each)):
+            continue
+        if each.gives_way or each.is_replaced_by(parts):
             each.finish()
     watches = [w for each in others if each.is_enabled for w in each.watches]
     warn_of_other_guards(parts.watches, watches)
@@ -154,7 +157,8 @@ class OverflowGuard:
         config = GuardConfig.of(locals())
         models, optimizers = named_models(model), optimizers_of(optimizer)
         warn_foreign_parameters(models, optimizers)
-        self._parts = GuardParts(config, models, optimizers, _defer)
+        self._handle = Handle()
+        self._parts = GuardParts(config, models, optimizers, self._handle, _defer)
         self.enable()
         log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
 
@@ -187,9 +191,11 @@ class OverflowGuard:
     def disable(self) -> None:
         """Switches the guard off: removes all hooks, and judges nothing any more.
 
-        Findings that were not judged are forgotten.
+        Findings that were not judged are forgotten. In a policy, a monitor or a hook of
+        the step it takes effect once the step has ended; so does `remove()`.
         """
-        self._parts.disable()
+        if not self._parts.is_put_off(self.disable):
+            self._parts.disable()
 
     @isolate_errors
     def remove(self) -> None:
@@ -198,7 +204,9 @@ class OverflowGuard:
         Logs a line about the run (logger `overflow_fast`): WARNING if there was a
         report, else INFO. Incurs a CPU-GPU sync if something is on its way.
         """
-        was_enabled = self.enabled
+        if self._parts.is_put_off(self.remove):
+            return
+        was_enabled = self._parts.is_enabled
         try:
             self._parts.finish()
         finally:
@@ -316,7 +324,7 @@ class OverflowGuard:
     @property
     def enabled(self) -> bool:
         """True while the guard is on."""
-        return self._parts.is_enabled
+        return self._parts.is_enabled and self._parts.isolation.on_idle is None
 
     @property
     def step(self) -> int:

@@ -59,6 +59,11 @@ class OverheadTimer:
         self._seconds -= seconds
         self._step_began += seconds
 
+    @property
+    def is_running(self) -> bool:
+        """True while the guard's own code runs."""
+        return self._depth > 0
+
     def __enter__(self) -> None:
         if self._depth == 0:
             self._begin = self._now()
@@ -106,20 +111,36 @@ class ErrorIsolation:
     Attributes:
         num_failures: The number of the guard's own errors so far.
         users_error: The last error that the user's policy raised, or None.
+        on_idle: Called once when the guard's code at hand has ended, and where that was
+            called for a step, the step; None for nothing.
+        is_in_step: Returns True while an optimizer's step runs.
     """
 
     def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
         self._timer = timer
         self._agreement = agreement
         self.users_error: Exception | None = None
+        self.on_idle: Callable[[], None] | None = None
+        self.is_in_step: Callable[[], bool] = lambda: False
         self._failed: set[str] = set()  # whose failure was logged
         self.num_failures = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """True while the guard's code runs, or a step that it has judged."""
+        return self._timer.is_running or self.is_in_step()
+
+    def end(self) -> None:
+        """Calls `on_idle`, unless more of the guard's code is to come."""
+        if self.on_idle is not None and not self.is_busy:
+            function, self.on_idle = self.on_idle, None
+            function()
 
     def isolated(self, monitor: str = "") -> _Isolated:
         """Suppresses the guard's own errors; hides its code from the user's modes.
 
         Args:
-            monitor: The name of the monitor whose code runs.
+            monitor: The name of the monitor whose code runs, which may call the models.
         """
         return _Isolated(self, monitor)
 
@@ -178,7 +199,7 @@ class _Isolated:
         timer: Measures the time within; None for none.
     """
 
-    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer")
+    __slots__ = ("_hidden", "_isolation", "_monitor", "_timer", "_unwatched")
 
     def __init__(
         self,
@@ -188,9 +209,12 @@ class _Isolated:
     ) -> None:
         self._isolation, self._monitor, self._timer = isolation, monitor, timer
         self._hidden = _C.Hidden()
+        self._unwatched = _C.Unwatched() if monitor else None
 
     def __enter__(self) -> None:
         self._hidden.__enter__()
+        if self._unwatched is not None:
+            self._unwatched.__enter__()
         if self._timer is not None:
             self._timer.__enter__()
 
@@ -199,7 +223,11 @@ class _Isolated:
     ) -> bool:
         if self._timer is not None:
             self._timer.__exit__()
+        if self._unwatched is not None:
+            self._unwatched.__exit__(None, None, None)
         self._hidden.__exit__(None, None, None)
+        if self._isolation.on_idle is not None:
+            self._isolation.end()
         return error is not None and self._isolation.suppresses(error, self._monitor)
 
 

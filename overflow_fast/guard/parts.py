@@ -6,6 +6,9 @@ import contextlib
 import functools
 import itertools
 import logging
+import os
+import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +19,15 @@ from torch.optim import Optimizer
 from .. import _C
 from ..detector.coverage import warn_of_scripted
 from ..detector.selection import Selection, Wanted, check_patterns, full_name
-from ..scanner.modules import modules_in, named_modules, parameters_of
+from ..scanner.modules import modules_in, named_modules, parameters_of, tensors_of
 from ..scanner.tensors import loss_in
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
+from .files.writing import why_not_writable
 from .isolation import ErrorIsolation, OverheadTimer
+from .monitors.magnitudes import Headroom, Underflow
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers.optimizer_hook import OptimizerHook, living, outermost
@@ -42,6 +47,9 @@ if TYPE_CHECKING:
     from .ranks.joinable import GuardJoinable
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
+
+
+_MAX_NAMES = 1000  # 2 KiB each
 
 
 class LoopInputs:
@@ -79,6 +87,7 @@ class LoopInputs:
         self._hooks = hooks
         self._num_running = 0
         self.on_left: Callable[[Exception], None] = lambda error: None
+        self._names: set[str] = set()
 
     @property
     def is_running(self) -> bool:
@@ -104,6 +113,8 @@ class LoopInputs:
 
     def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
         """Calls a function that calls the models; keeps it until the step is judged."""
+        if _C.is_unwatched():  # a replay of another guard's, whose function calls this
+            return function()
         model = self._watches[0].model
         is_watched = self._clock.level is ScanLevel.ALL
         self._num_running += 1
@@ -132,18 +143,39 @@ class LoopInputs:
         level, watch = self._clock.level, self._watches[0]
         if level is ScanLevel.GRADIENTS:
             tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
-        if level is ScanLevel.OFF or not tensors:
+        if level is ScanLevel.OFF or not tensors or _C.is_unwatched():
             return
         watch.note_loss("loss" in tensors)
         if self._config.is_tripwire and NORM in tensors:
             self._tensors.note_norm(living(self._hooks))
-        watch.record(_C.FrameKind.RECORDED, (list(tensors), list(tensors.values())))
+        names = [self._kept_name(name) for name in tensors]
+        watch.record(_C.FrameKind.RECORDED, (names, list(tensors.values())))
+
+    def _kept_name(self, name: str) -> str:
+        """The name under which a tensor is kept track of, which takes memory for good.
+
+        Beyond some, what is counted up in a name becomes a star: "loss_*".
+        """
+        if name in self._names:
+            return name
+        if len(self._names) == _MAX_NAMES:
+            _log.warning(
+                "guard.record() was given %d names. Later ones are reported with * in "
+                "the place of their digits: give a tensor the same name in each step.",
+                _MAX_NAMES,
+            )
+        if len(self._names) >= _MAX_NAMES:
+            name = re.sub(r"\d+", "*", name)
+            if name not in self._names and len(self._names) >= 2 * _MAX_NAMES:
+                return "*"
+        self._names.add(name)
+        return name
 
     def on_clipped(
         self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
     ) -> None:
         """Notes a norm that `clip_grad_norm_` has computed; see `clipping.listen`."""
-        if self._clock.level is not ScanLevel.OFF:
+        if self._clock.level is not ScanLevel.OFF and not _C.is_unwatched():
             with self._isolation.measured():
                 # Of float16 it is counted how many stand at its largest number.
                 wider = [p for p in parameters if p.dtype is not torch.float16]
@@ -253,6 +285,39 @@ def warn_of_other_guards(
             return
 
 
+def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
+    """Logs a warning for each argument that can do nothing.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+    """
+    if not any(w.modules.is_selected(i) for w in watches for i in w.modules.order):
+        _log.warning(
+            "include= and exclude= leave no module to check. What is recorded is "
+            "checked all the same: `guard.record()`, the loss of `guard.run()`."
+        )
+    tensors = (t for each in models_of(watches).values() for t in tensors_of(each))
+    asked = [each for each in (Headroom, Underflow) if config.monitor(each) is not None]
+    if asked and not any(each.is_floating_point() for each in tensors):
+        _log.warning(
+            "%s may have nothing to look at: the model has no floating-point "
+            "parameters and buffers.",
+            " and ".join(f"{each.__name__}()" for each in asked),
+        )
+    log, record, evidence = config.log, config.record, config.evidence
+    for name, asked_for in (("log", log), ("record", record), ("evidence", evidence)):
+        if asked_for is None or (asked_for is record and os.path.isfile(record.path)):
+            continue  # a record that is there is left alone: its folder has another
+        why = why_not_writable(asked_for.path, is_folder=asked_for is evidence)
+        if why:
+            _log.warning("%s=%s cannot be written: %s.", name, asked_for.path, why)
+
+
+class Handle:
+    """Lives as long as the program has a guard in its hands, or a copy of it."""
+
+
 class GuardParts:
     """The parts of a guard; the hooks of models and optimizers hold it.
 
@@ -260,6 +325,7 @@ class GuardParts:
         config: The guard's.
         models: The models, by the prefix of their modules' names.
         optimizers: The optimizers.
+        handle: The program's hold on the guard, held weakly.
         defer: Treat the CPU as a device.
 
     Attributes:
@@ -277,9 +343,11 @@ class GuardParts:
         config: GuardConfig,
         models: Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer],
+        handle: Handle,
         defer: bool,
     ) -> None:
         self.config = config
+        self._handle = weakref.ref(handle)
         self._defer = defer
         self.is_enabled = False
         check_names(config, models)
@@ -290,6 +358,7 @@ class GuardParts:
         self.rules.check(
             name for watch in watches for name in watch.modules.all_names()
         )
+        warn_of_idle_arguments(config, watches)
         trained = list(models.values())
         for model in trained:
             warn_of_scripted(model)
@@ -309,7 +378,11 @@ class GuardParts:
             functools.partial(outermost, hooks),
         )
         self.isolation = isolation = ErrorIsolation(self.timer, agreement)
-        guarded = Guarded(watches, self.keeper, find_optimizers, isolation.isolated)
+        isolation.is_in_step = lambda: any(hook.is_running for hook in hooks)
+        guarded = Guarded(
+            *(watches, self.keeper, find_optimizers, isolation.isolated),
+            lambda optimizer: self.pipeline.rounds.was_skipped(optimizer),
+        )
         looks = config.sync != "lagged"
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         overflow_flags = OverflowFlags(watches)
@@ -344,6 +417,7 @@ class GuardParts:
             watch.suppresses = isolation.suppresses
             watch.needs_buffers = is_restored
             watch.on_left = self._on_left
+            watch.is_abandoned = self._is_abandoned
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
                 watch.on_forward_end = isolation.measured_call(start.after_forward)
@@ -352,19 +426,37 @@ class GuardParts:
 
     def enable(self) -> None:
         """Attaches the hooks that the next step needs."""
+        self.isolation.on_idle = None
         if self.is_enabled:
             return
         self.is_enabled = True
+        try:
+            self._attach()
+        except BaseException:  # a monitor's: nobody may have the guard, to remove it
+            self.disable()
+            raise
+
+    def _attach(self) -> None:
         if self._start is not None:
             self._start.begin()
-        self.pipeline.attach()
-        uncaught.listen(self)
         if self.config.hears_clipping:
             from ..torch_internals import clipping
 
             clipping.listen(self.inputs)
         self.timer.restart()
         self.clock.start()
+        self.pipeline.attach()
+        uncaught.listen(self)
+
+    def is_put_off(self, function: Callable[[], None]) -> bool:
+        """True within a judgement or a step: the function is called when it has ended.
+
+        A policy, a monitor or a hook of the step may switch the guard off.
+        """
+        if not self.isolation.is_busy:
+            return False
+        self.isolation.on_idle = function
+        return True
 
     def disable(self) -> None:
         """Removes all hooks, and forgets what was not judged."""
@@ -385,6 +477,18 @@ class GuardParts:
     def check(self) -> Report | None:
         """Judges what has run since the last step."""
         return self.pipeline.check() if self.is_enabled else None
+
+    def is_replaced_by(self, other: GuardParts) -> bool:
+        """True if the program let go of this guard, and another has its optimizers."""
+        own, others = (set(map(id, each.optimizers)) for each in (self, other))
+        return self._handle() is None and own <= others
+
+    def _is_abandoned(self) -> bool:
+        """True if the program let go of it and of its optimizers; it ends then."""
+        if self._handle() is not None or not self.hooks or self.optimizers:
+            return False
+        self.finish()
+        return True
 
     def finish(self) -> None:
         """Judges what is on its way, and removes the hooks."""
@@ -435,7 +539,7 @@ class GuardParts:
         config, models = self.config, living_models(self.watches)
         captures_tensors = captures_tensors and config.evidence is not None
         made = self._make_watches(
-            models, wanted or config.wanted, captures_tensors, lambda _: None
+            models, wanted or config.wanted, captures_tensors, lambda *_: None
         )
         for watch in made:
             watch.warnings.is_quiet = True
@@ -446,7 +550,7 @@ class GuardParts:
         models: Mapping[str, nn.Module],
         wanted: Wanted,
         captures_tensors: bool,
-        on_evaluated: Callable[[ModelWatch], None],
+        on_evaluated: Callable[[ModelWatch, int], None],
     ) -> list[ModelWatch]:
         config = self.config
         recorder = {
@@ -514,8 +618,8 @@ class GuardParts:
         with spare_forward_hooks(model):
             self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
 
-    def _on_evaluated(self, watch: ModelWatch) -> None:
-        self.pipeline.judge_evaluated(watch)
+    def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
+        self.pipeline.judge_evaluated(watch, batch)
 
     def _judge_others(self) -> None:
         if self.is_enabled:

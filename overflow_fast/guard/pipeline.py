@@ -18,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from .. import _C
 from ..detector.frames import frame_texts
 from ..scanner.modules import parameters_of
 from ..scanner.ops import scan
+from ..scanner.text import error_line
 from .archive import Archive, Measurements
 from .config import GuardConfig
 from .explaining import Explaining
@@ -230,6 +232,10 @@ class Pipeline:
             if self.rounds.note_step(hook):
                 self._end_round()
 
+    def after_call(self) -> None:
+        """Does what was put off until an optimizer's call has ended."""
+        self._isolation.end()
+
     def before_scaler_step(self, optimizer: Optimizer) -> None:
         """Prepares to notice whether a scaler lets its optimizer step."""
         for hook in self._hooks:
@@ -264,9 +270,9 @@ class Pipeline:
             self._end_round()
 
     @measured
-    def judge_evaluated(self, watch: ModelWatch) -> None:
+    def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
         """Judges a forward without autograd: at once on the CPU, else lagged."""
-        frames = take_evaluated([watch])
+        frames = take_evaluated([watch], batch)
         if not frames:
             return
         model = watch.model
@@ -778,7 +784,7 @@ class Pipeline:
             action=policy if isinstance(policy, str) else "warn",
             verdict=verdict,
             least_headroom=least_headroom(watches),
-            frames=self._shown_frames(step.frames),
+            frames=self._shown_frames(step),
             not_covered=self._coverage(watches, []).gaps(),
             cost=self._measurements.timer.cost,
             num_skipped=self.rounds.num_skipped,
@@ -795,10 +801,12 @@ class Pipeline:
             report.notes.append(f"Run {report.repeats} came to the same in this step.")
         return report
 
-    def _shown_frames(self, frames: Sequence[BadFrame]) -> list[str]:
+    def _shown_frames(self, step: Step) -> list[str]:
         """The frames up to the first call that was bad."""
-        leading = leading_frame(frames)
+        leading = leading_frame(step.frames)
         shown = list(leading.watch.frames.before)
+        if step.moment == "evaluation":  # other threads may run forwards meanwhile
+            shown = [each for each in shown if each.batch == leading.frame.batch]
         if not leading.watch.wanted.activations:
             return []
         if leading.is_of_call:
@@ -834,7 +842,8 @@ class Pipeline:
 
     def _ask(self, policy: Callable[[Report], str], report: Report) -> str:
         try:
-            return checked_action(policy(report))
+            with _C.Unwatched(), self._lent():
+                return checked_action(policy(report))
         except Exception as error:
             self._isolation.users_error = error
             _log.warning(
@@ -844,6 +853,14 @@ class Pipeline:
                 error,
             )
             raise
+
+    def _lent(self) -> AbstractContextManager[None]:
+        """Keeps what other code than a forward writes to the models from `_restore`."""
+        if self._start is None or not self._may_restore:
+            return contextlib.nullcontext()
+        from .undo.lending import lent
+
+        return lent(self._start.starts)
 
     def _is_beyond_repair(self, step: Step, verdict: Verdict) -> bool:
         """Returns True if the value was bad before the step, and stays bad."""
@@ -887,7 +904,11 @@ class Pipeline:
         """Puts back what the forward changed; returns sentences about failures."""
         if self._start is None or not self._may_restore:
             return []
-        return self._start.restore()
+        try:
+            return self._start.restore()
+        except Exception as error:  # the action is decided
+            self._isolation.note(error)
+            return [f"What the forward changed was not put back ({error_line(error)})."]
 
     def _count(self, step: Step, report: Report) -> None:
         """Counts a bad step and its action; too many skips in a row raise."""
@@ -956,11 +977,13 @@ class Pipeline:
     def _publish(self, step: Step, report: Report, is_own: bool) -> None:
         """Writes the report to disk and log, and raises it where that is the action."""
         self._clean_line = None
-        self._archive.end_report(report, step.number, step.left_out.total, is_own)
+        with self._isolation.isolated():  # the action is decided
+            self._archive.end_report(report, step.number, step.left_out.total, is_own)
         if report.action == "raise":
             raise NonFiniteError(report)
         if is_own:
-            self._alarms.warn(report, self._num_bad_in_row)
+            with self._isolation.isolated():
+                self._alarms.warn(report, self._num_bad_in_row)
 
     def _log_line(self, line: _Line) -> None:
         self._clean_line, num_skipped = None, self.rounds.num_skipped

@@ -73,7 +73,7 @@ def state_report(
     """
     watches = [
         ModelWatch(
-            *(each, prefix, _STATE, Selection(None, ()), 0, _RECORDER, lambda _: None)
+            *(each, prefix, _STATE, Selection(None, ()), 0, _RECORDER, lambda *_: None)
         )
         for prefix, each in models.items()
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from ..scanner.tensors import devices_of, loss_in
 from ..scanner.text import is_of_program
 from ..scanner.tree import (
     CALL_DEPTH,
+    OBJECTS_OF_STEP,
     Path,
     copied_call,
     find,
@@ -161,12 +163,12 @@ class HeldFunction:
             return
         if not is_container(value):
             self._objects.setdefault(name, value)
-        elif any(not isinstance(t, nn.Parameter) for t in tensors_in(value)):
+        elif any(not isinstance(t, nn.Parameter) for t in _given_in(value)):
             self.values[name] = value
 
     def _add_objects(self) -> None:
         """Adds objects that hold data alone: as many rows as the rest of the batch."""
-        sizes = _sizes(tensors_in(self.values))
+        sizes = _sizes(_given_in(self.values))
         for name, value in self._objects.items():
             own = _sizes([tensor for _, tensor in data_in(value)])
             if len(own) == 1 and (not sizes or own == sizes):
@@ -207,6 +209,9 @@ def data_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
     found = find(value, _OF_PROGRAM, most=_MAX_VALUES)
     is_data = all(type(each) is torch.Tensor for _, each in found)
     return found if found and is_data and not opaque(value, most=_MAX_VALUES) else []
+
+
+_given_in = functools.partial(tensors_in, objects=OBJECTS_OF_STEP)
 
 
 def _sizes(tensors: list[torch.Tensor]) -> set[int]:
@@ -259,7 +264,13 @@ class KeptCall:
     began: float | None = None
     forwards: Sequence[Any] = ()
 
-    def __init__(self, function: Any, batch: Any, ambient: Ambient) -> None:
+    def __init__(
+        self,
+        function: Any,
+        batch: Any,
+        ambient: Ambient,
+        tensors: list[torch.Tensor] | None = None,
+    ) -> None:
         self.function = function
         self.batch = batch
         self.ambient = ambient
@@ -270,7 +281,7 @@ class KeptCall:
         self.is_part_of_compiled = False
         self.has_stand_ins = False
         self.was_overwritten: bool | None = None
-        self._tensors = tensors_in(batch, CALL_DEPTH)
+        self._tensors = _given_in(batch, CALL_DEPTH) if tensors is None else tensors
         self._versions = _C.versions_of(self._tensors)
         self._samples = _C.samples_of(self._tensors, NUM_SAMPLED)
 
@@ -312,6 +323,15 @@ COMPILED = "was compiled together with code around it, which hides its arguments
 GRAPH = "was captured in a CUDA graph, which runs no code that could be run again"
 
 
+class _OfThread(threading.local):
+    """The forward that runs in a thread, and is kept."""
+
+    open: KeptCall | None = None
+
+    def __reduce__(self) -> tuple[type[_OfThread], tuple[()]]:  # a copied guard's
+        return _OfThread, ()
+
+
 class StepKeeper:
     """Keeps the calls of the watched models since the last judged step.
 
@@ -341,7 +361,7 @@ class StepKeeper:
         self.left_over: dict[str, int] = {}
         self._bad: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
         self._doubts_gradients, self._is_bad = True, False
-        self._open: KeptCall | None = None
+        self._now = _OfThread()
         self._forwards: list[KeptCall] = []  # of the function that runs
 
     def begin(
@@ -364,13 +384,13 @@ class StepKeeper:
         if not self.is_running:
             self._look_for_gradients(model)
         ambient = Ambient(model, devices)
-        batch = copied_call(args, kwargs)
+        batch, found = copied_call(args, kwargs)
         is_compiled, called = False, model
         if has_compiled():
             is_compiled, known = compiled_call_of(model)
             called = model if known is None else known
             is_compiled = is_compiled and known is None
-        self._open = call = KeptCall(called, batch, ambient)
+        self._now.open = call = KeptCall(called, batch, ambient, found)
         call.is_part_of_compiled = is_compiled
         call.has_stand_ins = has_stand_ins
         call.called_at = _calling_line()
@@ -380,14 +400,14 @@ class StepKeeper:
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Keeps the gradients that its output will get."""
-        call, self._open = self._open, None
+        call, self._now.open = self._now.open, None
         if call is not None:
             call.hold_gradients(output, loss)
             self._add(call, self._forwards if self.is_running else self.calls)
 
     def leave(self) -> None:
         """Keeps a forward that an exception has left."""
-        call, self._open = self._open, None
+        call, self._now.open = self._now.open, None
         if call is not None:
             call.has_returned = False
             self._add(call, self._forwards if self.is_running else self.calls)
@@ -489,7 +509,7 @@ class StepKeeper:
             self._bad.clear()
         self._doubts_gradients, self._is_bad = self._is_bad, False
         self.start.end_judgement()
-        self._open = None
+        self._now.open = None
         self.num_dropped = 0
         if self.hidden_by == COMPILED:
             self.hidden_by = ""

@@ -31,7 +31,9 @@ from ..guard.libraries import LIBRARIES
 from ..guard.optimizers.engines import optimizers_in
 from ..guard.optimizers.wrapped import stepper_of
 from ..guard.parts import living_models
+from ..guard.process import own_rank
 from ..guard.report.report import NonFiniteError
+from ..guard.report.run_log import summary
 from ..scanner.modules import (
     children_of,
     modules_in,
@@ -378,6 +380,16 @@ class ScriptGuard:
             return None
         has_one = self._num_searches or self._callbacks
         return self._why_not or (_NO_STEP if has_one else _NO_OPTIMIZER)
+
+    def summaries(self) -> list[str]:
+        """Writes what was watched, a line for each guard that reported nothing."""
+        guards = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
+        return [
+            summary(coverage, 0, each.num_skipped, each.cost)
+            for each in guards
+            if each.last_report is None and own_rank() == 0
+            if (coverage := each.coverage()).steps and not coverage.failures
+        ]
 
     @property
     def is_unused(self) -> bool:

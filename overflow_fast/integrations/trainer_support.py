@@ -256,7 +256,7 @@ class KeptStep(PatchedMethod):
             return self.__wrapped__(*args, **kwargs)
         call = _Call(self, args, kwargs)
         # What the method takes out of its arguments is there for the next call.
-        own_args, own_kwargs = copied_call(args, kwargs)
+        (own_args, own_kwargs), _ = copied_call(args, kwargs)
         names = argument_names(self.__wrapped__, len(args))
         given = dict(zip(names, own_args, strict=True))
         again = functools.partial(call, **given, **own_kwargs)

@@ -10,6 +10,7 @@ programs (`to_dict()`, JSON) has the names as they are.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import logging
@@ -17,6 +18,7 @@ import os
 import re
 import sys
 import textwrap
+import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
@@ -227,8 +229,41 @@ def _begin_lines(record: logging.LogRecord) -> bool:
     return True
 
 
-# A filter of this logger alone: how users format and where they write is theirs.
-logging.getLogger("overflow_fast").addFilter(_begin_lines)
+class _Unfailing(logging.Logger):
+    """A logger that an error of a handler, a filter or a record factory does not leave.
+
+    Reports are logged between a decision and what it leads to.
+    """
+
+    def makeRecord(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
+        """Makes a record; a plain one where the program's factory raises."""
+        try:
+            return super().makeRecord(*args, **kwargs)
+        except Exception:
+            _show_error()
+            name, level, path, line, message, values, error, *_ = args
+            return logging.LogRecord(name, level, path, line, message, values, error)
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Passes a record to the filters and handlers; prints what they raise."""
+        try:
+            super().handle(record)
+        except Exception:
+            _show_error()
+
+
+def _show_error() -> None:
+    """Prints the error at hand where logging prints those of its own handlers."""
+    if logging.raiseExceptions and sys.stderr is not None:
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+
+
+# This logger alone: how users format and where they write is theirs. It may have been
+# made before, and of a class of theirs.
+_logger = logging.getLogger("overflow_fast")
+_logger.__class__ = type("Logger", (_Unfailing, type(_logger)), {})
+_logger.addFilter(_begin_lines)
 
 
 # Names of files and cells.

@@ -54,6 +54,9 @@ CALL_DEPTH = MAX_DEPTH + 2
 # measured.
 MAX_VALUES = 1 << 20
 MAX_VALUES_OF_OBJECTS = 1 << 14
+# That a clean step opens in what a model is given: 5 us each, or less.
+OBJECTS_OF_STEP = 1 << 12
+_FEW = 64
 
 Style = Literal["index", "key", "attribute"]
 INDEX: Style = "index"
@@ -106,12 +109,20 @@ def tensors(value: Any, depth: int = MAX_DEPTH) -> list[tuple[Path, torch.Tensor
     return find(value, (torch.Tensor,), depth)
 
 
-def tensors_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
-    """Lists the tensors of a value, as `tensors()` does."""
+def tensors_in(
+    value: Any, depth: int = MAX_DEPTH, objects: int = MAX_VALUES
+) -> list[torch.Tensor]:
+    """Lists the tensors of a value, as `tensors()` does.
+
+    Args:
+        value: Any value.
+        depth: The number of nested containers that are opened.
+        objects: The number of objects that are opened.
+    """
     parts = _parts_of_call(value) or (value,)
     if depth > 2 and all(map(_is_flat, parts)):  # most calls, and what they return
         return _of_flat(parts)
-    walk = Walk((torch.Tensor,), depth)
+    walk = Walk((torch.Tensor,), depth, objects=objects)
     walk.visit(value)
     return walk.values
 
@@ -199,15 +210,28 @@ def copied(value: Any, depth: int = MAX_DEPTH) -> Any:
     return mapped(value, lambda tensor: tensor, depth, anew=True)
 
 
-def copied_call(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies the containers that a call is given, as `copied()` does."""
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def copied_call(args: Any, kwargs: Any) -> tuple[_Call, list[torch.Tensor]]:
+    """Copies the containers that a call is given, as `copied()` does.
+
+    Returns:
+        The arguments, and their tensors, as `tensors_in()` lists them.
+    """
     values = (*args, *kwargs.values())
     if all(map(_is_flat, values)):  # most calls
         copies = {id(value): _shallow(value) for value in values}
         own = tuple(copies[id(value)] for value in args)
-        return own, {name: copies[id(value)] for name, value in kwargs.items()}
-    args, kwargs = copied((tuple(args), dict(kwargs)), CALL_DEPTH)
-    return args, kwargs
+        named = {name: copies[id(value)] for name, value in kwargs.items()}
+        return (own, named), _of_flat(values)
+    call = tuple(args), dict(kwargs)
+    kept = Rebuilding(
+        *(call, lambda tensor: tensor, CALL_DEPTH, (torch.Tensor,)),
+        anew=True,
+        objects=OBJECTS_OF_STEP,
+    )
+    return kept.of(call), kept.walk.values
 
 
 def _is_flat(value: Any) -> bool:
@@ -363,6 +387,7 @@ _PLAIN = frozenset(
 )
 _LEAVES = _PLAIN | {torch.Tensor}
 _BUILTINS = frozenset({tuple, list, dict})
+_WITH_ITEMS = (tuple, list, dict, deque, torch.Tensor)
 _NEVER_OPENED = (
     *(str, bytes, bytearray, memoryview, int, float, complex, type, enum.Enum),
     *(range, slice, property, staticmethod, classmethod),
@@ -387,6 +412,7 @@ class Layout(NamedTuple):
             bases.
         wraps: The attribute whose dict's items the objects show as theirs, or "".
         is_asked: Code of others lists what its objects without attributes hold.
+        is_simple: All that its objects hold stands in their dict.
     """
 
     is_plain: bool
@@ -396,6 +422,7 @@ class Layout(NamedTuple):
     slots: tuple[tuple[str, int], ...]
     wraps: str
     is_asked: bool
+    is_simple: bool
 
 
 _layouts: weakref.WeakKeyDictionary[type, Layout] = weakref.WeakKeyDictionary()
@@ -416,13 +443,17 @@ def _examined(kind: type) -> Layout:
     names = {name for base in kind.__mro__ for name in vars(base)}
     is_closed = issubclass(kind, _NEVER_OPENED) or _is_of_numpy(kind)
     is_partial = issubclass(kind, functools.partial)
+    is_open = not is_closed and not is_partial and "__next__" not in names
+    has_dict, slots, wraps = _has_dict(kind), tuple(_slots(kind)), _wraps(kind)
+    has_others = bool(slots or wraps) or issubclass(kind, _WITH_ITEMS)
     return Layout(
         is_plain=kind in _PLAIN,
-        is_open=not is_closed and not is_partial and "__next__" not in names,
+        is_open=is_open,
         may_hide=not is_closed and kind not in _PLAIN,
-        has_dict=_has_dict(kind),
-        slots=tuple(_slots(kind)),
-        wraps=_wraps(kind),
+        has_dict=has_dict,
+        slots=slots,
+        wraps=wraps,
+        is_simple=is_open and has_dict and not has_others,
         is_asked=kind in pytree.SUPPORTED_NODES or issubclass(kind, Mapping),
     )
 
@@ -608,12 +639,11 @@ class Walk:
         depth: The number of nested containers that are opened.
         most: The number of values that are visited.
         remembers_holders: Keep what `holders_of()` needs.
+        objects: The number of objects that are opened.
 
     Attributes:
         values: The values of these types.
         opaque: What was not opened and may hold more: its path and its type.
-        unknown: Likewise values that are never opened, and objects without declared
-            fields in which nothing was found, but not those that other objects hold.
         opened: The containers that were opened, by their ids: each id is one of them.
         lists: The ids of lists and dicts that no object holds.
         of_objects: The ids of values found that an object holds.
@@ -626,12 +656,13 @@ class Walk:
         depth: int = MAX_DEPTH,
         most: int = MAX_VALUES,
         remembers_holders: bool = False,
+        objects: int = MAX_VALUES,
     ) -> None:
         self.values: list[Any] = []
         self._spots: list[_Spot] = []  # where the values are
         self.leaves: set[type] = set()
         self.opaque: list[tuple[Path, type]] = []
-        self.unknown: list[tuple[Path, type]] = []
+        self._unknown: list[tuple[_Spot, type]] = []
         self.lists: set[int] = set()
         self._kinds = kinds
         self._skipped = _skipped_for(kinds)
@@ -639,6 +670,7 @@ class Walk:
         self._depth = depth
         self._num_left = most
         self._num_left_of_objects = MAX_VALUES_OF_OBJECTS
+        self._num_left_to_open = objects
         self.opened: dict[int, Any] = {}
         self.of_objects: set[int] = set()
         self._holders: dict[int, list[int]] | None = {} if remembers_holders else None
@@ -658,6 +690,32 @@ class Walk:
     def found(self) -> list[tuple[Path, Any]]:
         """The values of these types, with their paths."""
         return list(zip(map(_path_of, self._spots), self.values, strict=True))
+
+    @property
+    def unknown(self) -> list[tuple[Path, type]]:
+        """Values that are never opened, and objects in which nothing was found.
+
+        Not objects with declared fields, nor what other objects hold.
+        """
+        return [(_path_of(spot), kind) for spot, kind in self._unknown]
+
+    def unknown_roots(self, harmless: tuple[type, ...]) -> list[tuple[Path, type]]:
+        """The first of `unknown` in each of the values visited.
+
+        Args:
+            harmless: Types that are left out. Each function is listed.
+        """
+        found: list[tuple[Path, type]] = []
+        last: object = None
+        for spot, kind in self._unknown:
+            if kind is types.FunctionType:
+                found.append((_path_of(spot), kind))
+            elif not issubclass(kind, harmless):
+                root = _root_of(spot)
+                if root is not last:
+                    found.append((_path_of(spot), kind))
+                last = root
+        return found
 
     def holders_of(self, of: set[int]) -> set[int]:
         """The ids of the containers that hold one of some values, however deep."""
@@ -690,7 +748,7 @@ class Walk:
             if _hides(value):
                 self.opaque.append((_path_of(spot), kind))
             elif not is_of_object:
-                self.unknown.append((_path_of(spot), kind))
+                self._unknown.append((spot, kind))
             return
         if depth >= self._depth:
             if any(type(child) not in _PLAIN for _, _, child in contents.parts()):
@@ -702,7 +760,49 @@ class Walk:
                 self._visit_all(value, own, spot, depth + 1, is_of_object)
         is_silent = contents.is_object and len(self.values) == num_found
         if is_silent and not is_of_object and not is_declared(value):
-            self.unknown.append((_path_of(spot), kind))
+            self._unknown.append((spot, kind))
+
+    def _num_barren(self, value: Any, depth: int = 3) -> int:
+        """The number of values below an object that leads to plain ones alone.
+
+        -1 if it may lead to others. A batch may hold many thousands of such objects,
+        and is walked through in each step.
+        """
+        kind = type(value)
+        if kind is tuple or kind is list:
+            held = value
+        elif kind is dict:
+            held = value.values()
+        elif layout(kind).is_simple:
+            own = object.__getattribute__(value, "__dict__")
+            held = own.values() if type(own) is dict and own else None
+        else:
+            return -1
+        if held is None or len(held) > _FEW:
+            return -1
+        kinds, number = set(map(type, held)), 0
+        if not kinds <= self._skipped:
+            for each in held if depth else ():
+                if type(each) not in self._skipped:
+                    below = self._num_barren(each, depth - 1)
+                    if below < 0:
+                        return -1
+                    number += 1 + below
+            if not depth:
+                return -1
+        self.leaves |= kinds & self._skipped
+        return number
+
+    def _skips_barren(self, value: Any, spot: _Spot, is_of_object: bool) -> bool:
+        """Passes over an object that leads to plain values alone, as if visited."""
+        number = self._num_barren(value)
+        if number < 0 or number > min(self._num_left, self._num_left_of_objects):
+            return False
+        self._num_left -= number
+        self._num_left_of_objects -= number
+        if not is_of_object and not is_declared(value):
+            self._unknown.append((spot, type(value)))
+        return True
 
     def _add(self, value: Any, spot: _Spot) -> None:
         self.values.append(value)
@@ -752,8 +852,15 @@ class Walk:
             if kind is torch.Tensor and not is_of_object:  # most values
                 if is_for_tensors:
                     self._add(child, there)
-            else:
-                self._visit(child, there, depth, is_of_object)
+                continue
+            if kind not in _BUILTINS and not issubclass(kind, self._kinds):
+                self._num_left_to_open -= 1
+                if self._num_left_to_open < 0:
+                    self.opaque.append((_path_of(there), kind))
+                    return
+                if self._skips_barren(child, there, is_of_object):
+                    continue
+            self._visit(child, there, depth, is_of_object)
 
 
 @functools.cache
@@ -772,6 +879,13 @@ def _path_of(spot: _Spot) -> Path:
         spot, style, key = spot
         parts.append(Part(style, key))
     return tuple(reversed(parts))
+
+
+def _root_of(spot: _Spot) -> _Spot:
+    """The first part of a path."""
+    while spot[0]:
+        spot = spot[0]
+    return spot
 
 
 def _hides(value: Any) -> bool:
@@ -804,6 +918,7 @@ class Rebuilding:
         kinds: The types.
         anew: Copy other containers, too.
         is_strict: Raise where a container cannot be copied; else it stays as it is.
+        objects: The number of objects that are opened.
 
     Attributes:
         walk: The walk over the value, which keeps its parts alive.
@@ -817,8 +932,9 @@ class Rebuilding:
         kinds: tuple[type, ...],
         anew: bool = False,
         is_strict: bool = True,
+        objects: int = MAX_VALUES,
     ) -> None:
-        self.walk = walk = Walk(kinds, depth, remembers_holders=True)
+        self.walk = walk = Walk(kinds, depth, remembers_holders=True, objects=objects)
         walk.visit(value)
         found = {id(each): each for each in walk.values}
         self._new = {key: change(each) for key, each in found.items()}

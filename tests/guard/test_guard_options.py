@@ -5,7 +5,7 @@ import torch
 from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
-from overflow_fast import OverflowGuard, Schedule
+from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
 from overflow_fast.guard.isolation import OverheadTimer
 from overflow_fast.guard.report.report import Cost
 from overflow_fast.guard.step import WatchSchedule
@@ -375,3 +375,45 @@ def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
         for x, y in batches(9):
             model(x, y=y)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("kind", ["StepLR", "ReduceLROnPlateau"])
+def test_a_scheduler_is_refused_as_an_optimizer(kind):
+    model, optimizer = make()
+    arguments = (1,) if kind == "StepLR" else ()
+    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
+    with pytest.raises(TypeError, match=f"the scheduler {kind}: give the optimizer"):
+        OverflowGuard(model, scheduler)
+    with pytest.raises(TypeError, match=f"the scheduler {kind}"):
+        OverflowGuard(model, [optimizer, scheduler])
+    assert hooks_of(model, optimizer) == 0
+
+
+def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog):
+    file = tmp_path / "file"
+    file.write_text("")
+    model, optimizer = make()
+
+    def said(watched=model, **arguments):
+        caplog.clear()
+        OverflowGuard(watched, optimizer, **arguments).remove()
+        return "\n".join(record.getMessage() for record in caplog.records)
+
+    assert "leave no module" in said(exclude=["*"])
+    assert f"log={file / 'log'} cannot be written" in said(log=file / "log")
+    assert f"record={tmp_path} cannot be written" in said(record=tmp_path)
+    assert f"evidence={file} cannot be written" in said(evidence=file)
+    assert "Headroom()" in said(nn.ReLU(), monitors=[Headroom()])
+
+
+def test_arguments_that_do_something_are_not_logged(tmp_path, caplog):
+    model, optimizer = make()
+    for folder in (tmp_path, tmp_path / "new" / "folder"):
+        arguments = {"log": folder / "log", "record": folder / "record"}
+        monitors = [Headroom(), Underflow()]
+        evidence = folder / "evidence"
+        OverflowGuard(
+            model, optimizer, evidence=evidence, monitors=monitors, **arguments
+        ).remove()
+    assert caplog.records == []
+    assert not (tmp_path / "new").exists()

@@ -491,6 +491,22 @@ def test_saving(code):
     assert Path("model.pt").exists()
 
 
+@runs("averages-of-weights")
+def test_averages(code):
+    model = torch.nn.Linear(4, 1)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    run(
+        code,
+        model=model,
+        ema=ema,
+        optimizer=sgd(model),
+        loader=[(torch.ones(2, 4), 1), (torch.full((2, 4), float("inf")), 1)],
+        criterion=lambda output, y: (output - y).pow(2).mean(),
+    )
+    assert Path("ema.pt").exists()
+    assert ema.n_averaged == 1
+
+
 @runs("does-it-work-on-my-model")
 def test_self_test(capsys, code):
     model = gpt2()

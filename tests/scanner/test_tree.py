@@ -2,12 +2,14 @@
 
 import collections
 import copy
+import dataclasses
 import datetime
 import functools
 import gc
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from containers import (
@@ -530,3 +532,76 @@ def test_other_values_are_replaced_too():
 def test_a_walk_can_be_held_short():
     found = tree.find([[1, 2], [3, 4]], (int,), most=3)
     assert [n for _, n in found] == [1, 2]
+
+
+class OfPlain:
+    def __init__(self, *values):
+        self.name, self.values, self.more = "x", values, {"a": [1, 2.0]}
+
+
+class OfItself:
+    def __init__(self):
+        self.own = self
+
+
+BARREN = {
+    "objects": lambda: [OfPlain(1, None), OfPlain(2, b"x"), OfPlain()],
+    "declared": lambda: [OneField(1), OneField((1, 2))],
+    "in an object": lambda: OfPlain([OfPlain(1), OfPlain(2)]),
+    "with a tensor": lambda: [OfPlain(1), OfPlain(torch.ones(1)), OfPlain(2)],
+    "with a set": lambda: [OfPlain(1), OfPlain({1, 2})],
+    "with an iterator": lambda: [OfPlain(iter([1]))],
+    "with a function": lambda: [OfPlain(lambda: 1)],
+    "with an array": lambda: [OfPlain(np.ones(1))],
+    "a cycle": lambda: [OfItself(), OfPlain(OfItself())],
+    "shared": lambda: [OfPlain(1)] * 3,
+    "empty": lambda: [type("Empty", (), {})(), OfPlain(type("Empty", (), {})())],
+    "nested deep": lambda: [OfPlain([[[[[[torch.ones(1)]]]]]])],
+    "many": lambda: [OfPlain(*range(200)), OfPlain(*[OfPlain(1)] * 200)],
+}
+
+
+@dataclasses.dataclass
+class OneField:
+    value: object
+
+
+@pytest.mark.parametrize("kind", BARREN)
+@pytest.mark.parametrize("kinds", [(torch.Tensor,), (float, complex)])
+def test_objects_of_plain_values_are_passed_over_as_if_opened(monkeypatch, kind, kinds):
+    value = BARREN[kind]()
+
+    def walked():
+        walk = tree.Walk(kinds)
+        walk.visit_call((value,), {"more": value})
+        return (
+            [(path, id(each)) for path, each in walk.found],
+            walk.opaque,
+            [(path, of) for path, of in walk.unknown if of is not OfPlain],
+            {path for path, _ in walk.unknown},
+            walk.leaves,
+            walk.lists,
+        )
+
+    fast = walked()
+    monkeypatch.setattr(tree.Walk, "_num_barren", lambda *_: -1)
+    slow = walked()
+    if kind == "shared":  # each place is listed, since none is remembered
+        fast, slow = ((*each[:2], *each[4:]) for each in (fast, slow))
+    assert fast == slow
+
+
+def test_objects_of_plain_values_are_not_opened():
+    walk = tree.Walk((torch.Tensor,))
+    walk.visit([OfPlain(i) for i in range(1000)])
+    assert len(walk.opened) == 1
+
+
+def test_a_walk_can_be_limited_to_some_objects():
+    values = [OfPlain(torch.ones(1)) for _ in range(10)]
+    walk = tree.Walk((torch.Tensor,), objects=4)
+    walk.visit(values)
+    assert len(walk.values) == 4
+    assert len(walk.opaque) == 1
+    assert len(tree.tensors_in(values, objects=4)) == 4
+    assert len(tree.tensors_in(values)) == 10

@@ -70,6 +70,27 @@ def write_new(path: Path, text: str) -> None:
         write_all(file, text.encode("utf-8", "backslashreplace"))
 
 
+def why_not_writable(path: str | os.PathLike[str], is_folder: bool) -> str:
+    """Why nothing can be written to a path now, as a clause, or "". It makes nothing.
+
+    Args:
+        path: The path of a file, or of a folder of files.
+        is_folder: True for a folder.
+    """
+    try:
+        whole = there = Path(os.path.abspath(path))
+        if whole.exists() and whole.is_dir() != is_folder:
+            return "it is no folder" if is_folder else "it is a folder"
+        while not os.path.lexists(there):
+            there = there.parent
+        if there != whole and not there.is_dir():
+            return f"{there} is no folder"
+        rights = os.W_OK | (os.X_OK if there.is_dir() else 0)
+        return "" if os.access(there, rights) else f"{there} may not be written to"
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
 def _opened(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags, 0o666)

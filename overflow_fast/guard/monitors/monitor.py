@@ -33,12 +33,14 @@ class Guarded:
         keeper: Keeps the calls of a step, or None.
         get_optimizers: Returns the guard's optimizers.
         isolated: Isolates errors from the program.
+        was_skipped: Returns True if an optimizer's last step was skipped, by any code.
     """
 
     watches: Sequence[ModelWatch]
     keeper: StepKeeper | None
     get_optimizers: Callable[[], Sequence[Optimizer]]
     isolated: Callable[[], AbstractContextManager[None]]
+    was_skipped: Callable[[Optimizer], bool] = lambda _: False
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -173,8 +175,8 @@ class Monitor(Options):
     def look(self, step: MonitoredStep) -> Iterable[str | Notice]:
         """Looks at a finite step before its optimizer steps.
 
-        Only at steps that are watched, and not with `sync="lagged"`. It must not call
-        the models: their hooks would take that for a part of the step.
+        Only at steps that are watched, and not with `sync="lagged"`. Where it calls the
+        models, that is no part of the step, and is not judged.
 
         Args:
             step: The step.

@@ -195,6 +195,10 @@ class StraySteps:
         is_expected: Returns True if a step that begins comes through the hook.
         judge: Returns True if the step has to be skipped.
         on_stepped: Called after the step with True if it was skipped.
+        on_judged: Called when the step has been judged.
+
+    Attributes:
+        is_judging: Such a step is being judged.
     """
 
     def __init__(
@@ -202,10 +206,13 @@ class StraySteps:
         is_expected: Callable[[], bool],
         judge: Callable[[], bool],
         on_stepped: Callable[[bool], None],
+        on_judged: Callable[[], None],
     ) -> None:
         self._is_expected = is_expected
         self._judge = judge
         self._on_stepped = on_stepped
+        self._on_judged = on_judged
+        self.is_judging = self._is_attached = False
         self._handles = Handles()
         self._is_running = False
         self._is_skipped = False
@@ -214,6 +221,7 @@ class StraySteps:
 
     def attach(self, optimizers: Iterable[Any]) -> None:
         """Registers the step hooks, which torch.compile does not compile."""
+        self._is_attached = True
         disable: Any = torch.compiler.disable  # not at import: it imports torch._dynamo
         self._begin_unseen = disable(self._begin)
         self._end_unseen = disable(self._end)
@@ -225,8 +233,10 @@ class StraySteps:
                 ]
 
     def detach(self) -> None:
-        """Removes the hooks."""
-        self._handles.remove_all()
+        """Removes the hooks, at the end of the step whose gradients are hidden."""
+        self._is_attached = False
+        if not self._hidden:
+            self._handles.remove_all()
 
     # The hooks, small enough for torch.compile to turn them into constants.
 
@@ -267,8 +277,15 @@ class StraySteps:
         return args, {**kwargs, "closure": judged}
 
     def _decide(self, optimizer: Optimizer) -> None:
-        if not self._judge():
-            return
+        self.is_judging = True
+        try:
+            if self._judge():
+                self._leave_out(optimizer)
+        finally:
+            self.is_judging = False
+            self._on_judged()
+
+    def _leave_out(self, optimizer: Optimizer) -> None:
         self._is_skipped = True
         is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
         if self._snapshot is not None or not is_torchs:
@@ -292,6 +309,8 @@ class StraySteps:
             parameter.grad = gradient
         self._hidden = []
         self._snapshot = None
+        if not self._is_attached:
+            self._handles.remove_all()
         self._on_stepped(self._is_skipped)
 
 
@@ -326,6 +345,9 @@ class StepJudge(Protocol):
             hook: The optimizer's.
             was_finite: Returns True if all of these were finite before the step.
         """
+
+    def after_call(self) -> None:
+        """Called at the end of the call, also of one that raises."""
 
 
 def living(hooks: Sequence[OptimizerHook]) -> list[Optimizer]:
@@ -383,7 +405,10 @@ class OptimizerHook:
         self._last: Any = None  # what the last step returned, without values
         self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(
-            lambda: self._is_running, self._judge_stray, self._end_stray
+            lambda: self._is_running,
+            self._judge_stray,
+            self._end_stray,
+            self._after_call,
         )
         self.found_inf = FoundInf(self._optimizer)
         self.is_skipped_elsewhere = False
@@ -393,6 +418,11 @@ class OptimizerHook:
     def optimizer(self) -> Optimizer | None:
         """The optimizer that has the parameters, or None if it is gone."""
         return self._optimizer()
+
+    @property
+    def is_running(self) -> bool:
+        """True while a step is judged or made."""
+        return self._is_running or self._stray_steps.is_judging
 
     @property
     def replaced(self) -> Any:
@@ -532,6 +562,14 @@ class OptimizerHook:
     ) -> Any:
         if self._is_running or not self._is_attached:
             return step(*args, **kwargs)
+        try:
+            return self._run_judged(step, args, kwargs)
+        finally:
+            self._after_call()
+
+    def _run_judged(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         self.found_inf.drop()  # of a step that raised
         self._is_running = True
         result, is_skipped = None, False
@@ -607,6 +645,10 @@ class OptimizerHook:
     def _after_step(self, is_skipped: bool) -> None:
         if self._judge is not None:
             self._judge.after_step(self, is_skipped)
+
+    def _after_call(self) -> None:
+        if self._judge is not None:
+            self._judge.after_call()
 
     def _take_snapshot(self, step: Callable[..., Any]) -> OptimizerSnapshot | None:
         """Copies what a step may change before its closure has been judged."""

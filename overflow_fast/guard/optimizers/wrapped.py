@@ -42,6 +42,11 @@ def stepper_of(optimizer: Any) -> Any:
     return optimizer
 
 
+def _is_scheduler(value: Any) -> bool:
+    """True for a scheduler of learning rates, which has an optimizer and a `step`."""
+    return hasattr(value, "get_last_lr") and not hasattr(value, "param_groups")
+
+
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
     """The optimizers of an argument that may be None, one, or several.
 
@@ -52,6 +57,11 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
     several = [optimizer] if is_one or hasattr(optimizer, "step") else list(optimizer)
     several = [] if optimizer is None else several
     for each in several:
+        if _is_scheduler(each):
+            raise TypeError(
+                "optimizer must be a torch.optim.Optimizer, got the scheduler "
+                f"{type(each).__name__}: give the optimizer whose learning rate it sets"
+            )
         try:
             innermost(each)
         except AttributeError:

@@ -411,6 +411,15 @@ def log_end(
     """
     if not (coverage.steps or num_reports or coverage.failures):
         return
+    is_worth_it = own_rank() == 0 and (num_reports or coverage.failures)
+    level = logging.WARNING if is_worth_it else logging.INFO
+    _log.log(level, "%s", summary(coverage, num_reports, num_skipped, cost))
+
+
+def summary(
+    coverage: GuardCoverage, num_reports: int, num_skipped: int, cost: Cost
+) -> str:
+    """Writes the summary of a run; see `log_end()`."""
     parts = [counted(num_reports, "report"), f"{counted(num_skipped, 'step')} skipped"]
     if cost.share:
         parts.append(f"{cost.share:.1%} of their time in the guard")
@@ -420,15 +429,9 @@ def log_end(
         parts.append("no loss seen")
     if coverage.ignores_spikes:
         parts.append("spikes not looked for (they need sync='step')")
-    is_worth_it = own_rank() == 0 and (num_reports or coverage.failures)
-    _log.log(
-        logging.WARNING if is_worth_it else logging.INFO,
-        "%s: %s.",
-        f"{coverage.steps_watched} of {coverage.steps} steps watched"
-        if coverage.steps
-        else "No step was completed",
-        ", ".join(parts),
-    )
+    watched = f"{coverage.steps_watched} of {coverage.steps} steps watched"
+    watched = watched if coverage.steps else "No step was completed"
+    return f"{watched}: {', '.join(parts)}."
 
 
 def _counted(objects: Sequence[object]) -> str:

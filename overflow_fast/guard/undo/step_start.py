@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,7 @@ from ...torch_internals.running import (
 )
 from .attributes import KeptAttributes
 from .buffers import KeptBuffer, SteadyBuffers
-from .weights import KeptWeights
+from .weights import KeptWeights, Slot
 
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
 
@@ -51,6 +52,22 @@ class Watched(Protocol):
     @property
     def is_attached(self) -> bool:
         """Its hooks are on."""
+
+
+class _Lock:
+    """A lock that a copied guard has anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[_Lock], tuple[()]]:
+        return _Lock, ()
 
 
 class StepStart:
@@ -71,6 +88,7 @@ class StepStart:
         self.starts = [ModelStart(watch) for watch in watches]
         self._of_watch = dict(zip(map(id, watches), self.starts, strict=True))
         self._num_kept = 0
+        self._lock = _Lock()  # copying and comparing let other threads run
 
     # The course of a step.
 
@@ -91,9 +109,10 @@ class StepStart:
         """
         start = self._of_watch[id(watch)]
         if not is_recorded():
-            if not start.is_firm:
-                start.take(is_firm=torch.is_grad_enabled())
-            start.weights.begin_forward()
+            with self._lock:
+                if not start.is_firm:
+                    start.take(is_firm=torch.is_grad_enabled())
+                start.weights.begin_forward()
 
     def before_run(self) -> None:
         """Keeps all models, where a function begins that calls them."""
@@ -103,7 +122,8 @@ class StepStart:
 
     def after_forward(self, watch: Watched) -> None:
         """Notes what the forward has written to, by its versions."""
-        self._of_watch[id(watch)].end_forward()
+        with self._lock:
+            self._of_watch[id(watch)].end_forward()
 
     def hold(self, watch: Watched) -> None:
         """Keeps the beginning before a non-finite forward without autograd."""
@@ -145,9 +165,10 @@ class StepStart:
         Returns:
             A sentence for each tensor that stays changed.
         """
-        texts = [text for start in self.starts for text in start.restore()]
-        for start in self.starts:
-            start.release(is_over=graph_task_id() < 0)
+        with self._lock:
+            texts = [text for start in self.starts for text in start.restore()]
+            for start in self.starts:
+                start.release(is_over=graph_task_id() < 0)
         return texts
 
     def restore_where(self, flag: torch.Tensor) -> None:
@@ -319,6 +340,33 @@ class ModelStart:
                 continue
             self._changed.add(module)
             self._changing.add(module)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None if it is gone."""
+        return self._watch.model
+
+    def settle(self) -> None:
+        """Takes what was written to the model so far for the forward's."""
+        self._steady.settle()
+        # What the model holds is looked up again, in the next step at the latest.
+        self._steady, self._held, self._parameters = SteadyBuffers([]), [], []
+        for buffer in self.buffers:
+            buffer.end_forward()
+        self.weights.end_forward()
+
+    def renew(self, changed: Set[Slot]) -> None:
+        """Makes what some of the model's tensors hold now their beginning."""
+        self.weights.take_over(changed)
+        for module, table, name in [] if self.model is None else _slots(self.model)[0]:
+            if (id(module), table, name) not in changed:
+                continue
+            self._known.pop((id(module), name), None)
+            own = [e for e in self.buffers if e.slot != (id(module), name)]
+            buffer = self._begin(module, table, name)
+            if buffer.needs_copy() and buffer.tensor is not None:
+                (buffer.copy,) = copy_tensors([buffer.tensor], [None])
+            self.buffers = [*own, buffer]
 
     @torch.no_grad()
     def keep(self, compares: bool) -> None:

@@ -86,6 +86,10 @@ class KeptTensor:
         """True if torch has counted a write since."""
         return _C.version_of(self.tensor) != self._version
 
+    def was_moved(self) -> bool:
+        """True if it has other memory: its `.data` was exchanged."""
+        return self._memory is not None and not is_at(self.tensor, self._memory)
+
     def has_changed(self) -> bool:
         """True if the contents differ in a bit; without a copy, if it was written to.
 

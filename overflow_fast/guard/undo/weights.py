@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import nn
@@ -12,6 +12,8 @@ from ... import _C
 from ...scanner.tensors import copy_tensors
 from ...torch_internals.module_internals import PARAMETERS
 from .tensors import SMALL, is_same_bits, num_bytes, write
+
+Slot = tuple[int, str, str]  # a module's id, its table, the name there
 
 
 class KeptWeights:
@@ -70,6 +72,24 @@ class KeptWeights:
             self._written.add(place)
             self._known[id(weight)] = weakref.ref(weight)
         self._versions = versions
+
+    def take_over(self, changed: Set[Slot]) -> None:
+        """Leaves what other code than a forward has written as it is.
+
+        Args:
+            changed: What it has written to.
+        """
+        for place, (reference, name) in enumerate(self._owners):
+            module = reference()
+            if module is None or (id(module), PARAMETERS, name) not in changed:
+                continue
+            weight = self._weights[place] = module.__dict__[PARAMETERS][name]
+            self._copies.pop(place, None)
+            if self.is_known(weight) or _is_small(weight):  # a forward may follow
+                (self._copies[place],) = copy_tensors([weight], [None])
+            self._written.discard(place)
+        if self._versions:
+            self._versions = _C.versions_of(self._weights)
 
     def is_known(self, weight: torch.Tensor) -> bool:
         """True if a forward was seen to write to it."""

@@ -268,9 +268,20 @@ def take_bad(watches: Iterable[ModelWatch], last: int) -> list[BadFrame]:
     return [BadFrame(w, frame) for w in watches for frame in w.frames.take_bad(last)]
 
 
-def take_evaluated(watches: Iterable[ModelWatch]) -> list[BadFrame]:
-    """Takes the bad frames of models' forwards that ran without autograd."""
-    return [BadFrame(w, frame) for w in watches for frame in w.frames.take_evaluated()]
+def take_evaluated(
+    watches: Iterable[ModelWatch], batch: int | None = None
+) -> list[BadFrame]:
+    """Takes the bad frames of models' forwards that ran without autograd.
+
+    Args:
+        watches: The models'.
+        batch: See `UnjudgedFrames.take_evaluated()`.
+    """
+    return [
+        BadFrame(watch, frame)
+        for watch in watches
+        for frame in watch.frames.take_evaluated(batch)
+    ]
 
 
 def collect(watches: Sequence[ModelWatch]) -> list[BadFrame]:

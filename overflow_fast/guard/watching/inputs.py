@@ -8,6 +8,7 @@ import enum
 import functools
 import operator
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,6 +22,7 @@ from ...scanner.modules import modules_in
 from ...scanner.tensors import PLAIN, widened
 from ...scanner.tree import (
     INDEX,
+    OBJECTS_OF_STEP,
     Part,
     Path,
     Walk,
@@ -81,14 +83,14 @@ class Given:
         if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:
             self._held.append(((Part(INDEX, 0),), hold(args[0])))  # most calls
             return
-        walk = Walk((torch.Tensor, *numpy_types()))
+        walk = Walk((torch.Tensor, *numpy_types()), objects=OBJECTS_OF_STEP)
         walk.visit_call(args, kwargs)
         has_numbers = any(issubclass(each, _NUMBERS) for each in walk.leaves)
         hidden = _nonfinite_numbers(args, kwargs) if has_numbers else []
         hidden += [path for path, _ in walk.opaque]
         hidden += [
             path
-            for path, of in walk.unknown
+            for path, of in walk.unknown_roots(_HARMLESS)
             if not issubclass(of, _HARMLESS) or _is_bound(args, kwargs, path, of)
         ]
         for path, found in walk.found:
@@ -357,6 +359,14 @@ class ForwardCapture(Protocol):
         """Forgets the step."""
 
 
+class _OfThread(threading.local):
+    """The forward that runs in a thread."""
+
+    given = Given()
+    running: tuple[object, object] = None, None
+    has_stand_ins = False
+
+
 class ForwardInputs:
     """The inputs of the last forwards, by the numbers of their batches.
 
@@ -377,9 +387,7 @@ class ForwardInputs:
     def __init__(self, is_listed: bool, is_held: bool) -> None:
         self._is_listed = is_listed
         self._is_held = is_held
-        self._given = Given()
-        self._running: tuple[object, object] = None, None
-        self._has_stand_ins = False
+        self._now = _OfThread()
         self.given: dict[int, Given] = {}
         self.batches: dict[int, tuple[object, object]] = {}
         self.have_stand_ins: set[int] = set()
@@ -389,13 +397,14 @@ class ForwardInputs:
 
     def begin(self, module: object, args: object, kwargs: object) -> None:
         """Notes what a forward is given, before it can write to it."""
-        self._has_stand_ins = is_functional_call()
+        now = self._now
+        now.has_stand_ins = is_functional_call()
         if self.capture is not None:
-            self.capture.begin(module, args, kwargs or {}, self._has_stand_ins)
+            self.capture.begin(module, args, kwargs or {}, now.has_stand_ins)
         if self._is_listed:
-            self._given = Given(args, kwargs)
+            now.given = Given(args, kwargs)
         if self._is_held:
-            self._running = args, kwargs
+            now.running = args, kwargs
 
     def end(
         self,
@@ -406,23 +415,24 @@ class ForwardInputs:
         loss: torch.Tensor | None = None,
     ) -> None:
         """Keeps the inputs of a forward that has returned, as those of a batch."""
-        _keep(self.given, number, self._given)
-        if self._has_stand_ins:
+        _keep(self.given, number, self._now.given)
+        if self._now.has_stand_ins:
             self.have_stand_ins.add(number)
         if self._is_held:
             _keep(self.batches, number, (args, kwargs))
-            self._running = None, None
+            self._now.running = None, None
         if self.capture is not None:
             self.capture.end(output, loss)
 
     def leave(self, number: int) -> None:
         """Keeps the inputs of a forward that an exception has left."""
-        _keep(self.given, number, self._given)
-        if self._has_stand_ins:
+        now = self._now
+        _keep(self.given, number, now.given)
+        if now.has_stand_ins:
             self.have_stand_ins.add(number)
         if self._is_held:
-            _keep(self.batches, number, self._running)
-            self._running = None, None
+            _keep(self.batches, number, now.running)
+            now.running = None, None
         if self.capture is not None:
             self.capture.leave()
 

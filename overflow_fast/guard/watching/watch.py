@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -325,7 +327,9 @@ class UnjudgedFrames:
         self.captured_tensors: object = None
         self._bad: list[_C.Frame] = []
         self._evaluations: set[int] = set()
+        self._ending: set[int] = set()  # those that are being judged
         self._evaluated_weights: dict[int, int] = {}  # batches by the frame's order
+        self._lock = Lock()
         self._sends_judged = 0
         self._forwards = 0
         self._unjudged = 0
@@ -343,9 +347,17 @@ class UnjudgedFrames:
         if not is_training or self._forwards >= _MAX_FORWARDS_UNSENT:
             self.send()
 
-    def note_evaluation(self, batch: int) -> None:
-        """Notes that a batch ran without autograd."""
+    @contextlib.contextmanager
+    def evaluated(self, batch: int) -> Iterator[None]:
+        """Notes that a batch ran without autograd, which is judged within."""
+        self._ending.add(batch)
+        if len(self._evaluations) > 4 * MAX_IN_FLIGHT:  # nothing but evaluations runs
+            self._forget_evaluations(batch)
         self._evaluations.add(batch)
+        try:
+            yield
+        finally:
+            self._ending.discard(batch)
 
     def note_evaluated_weights(self, batch: int) -> None:
         """Notes that the last frame lists the weights of such a batch."""
@@ -374,10 +386,20 @@ class UnjudgedFrames:
         """Takes the bad frames of training, up to the one whose order is `last`."""
         return self._take(lambda f: f.order <= last and not self._is_evaluated(f))
 
-    def take_evaluated(self) -> list[_C.Frame]:
-        """Takes the bad frames of forwards that ran without autograd, lagged."""
+    def take_evaluated(self, batch: int | None = None) -> list[_C.Frame]:
+        """Takes the bad frames of forwards that ran without autograd, lagged.
+
+        Args:
+            batch: The one that is judged; those that other threads judge meanwhile are
+                left to them. None for all.
+        """
         self._process_arrived(1)
-        return self._take(self._is_evaluated)
+
+        def is_wanted(frame: _C.Frame) -> bool:
+            is_others = frame.batch != batch and frame.batch in self._ending
+            return self._is_evaluated(frame) and not (is_others and batch is not None)
+
+        return self._take(is_wanted)
 
     def _is_evaluated(self, frame: _C.Frame) -> bool:
         is_forward = frame.kind in (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED)
@@ -385,14 +407,15 @@ class UnjudgedFrames:
         return is_in_one or frame.order in self._evaluated_weights
 
     def _take(self, is_wanted: Callable[[_C.Frame], bool]) -> list[_C.Frame]:
-        results = self._recorder.take_step_results()
-        if results.bad and not self._bad:
-            self.before = results.before
-            self.captured_tensors = results.captured_tensors
-        self._bad += results.bad
-        taken = [frame for frame in self._bad if is_wanted(frame)]
-        if taken:
-            self._bad = [frame for frame in self._bad if not is_wanted(frame)]
+        with self._lock:  # threads may end forwards at once
+            results = self._recorder.take_step_results()
+            if results.bad and not self._bad:
+                self.before = results.before
+                self.captured_tensors = results.captured_tensors
+            self._bad += results.bad
+            taken = [frame for frame in self._bad if is_wanted(frame)]
+            if taken:
+                self._bad = [frame for frame in self._bad if not is_wanted(frame)]
         return taken
 
     def end_step(self, batch_number: int, is_lagged: bool) -> bool:
@@ -413,15 +436,19 @@ class UnjudgedFrames:
         is_over = not self._bad and not is_lagged
         if is_over:
             self.before, self.captured_tensors = [], None
-        oldest = batch_number - 2 * MAX_IN_FLIGHT
         if self._evaluations or self._evaluated_weights:
-            self._evaluations = {each for each in self._evaluations if each >= oldest}
-            self._evaluated_weights = {
-                order: batch
-                for order, batch in self._evaluated_weights.items()
-                if batch >= oldest
-            }
+            self._forget_evaluations(batch_number)
         return is_over
+
+    def _forget_evaluations(self, batch: int) -> None:
+        """Forgets those whose stats have arrived by the time of a batch."""
+        oldest = batch - 2 * MAX_IN_FLIGHT
+        self._evaluations = {each for each in self._evaluations if each >= oldest}
+        self._evaluated_weights = {
+            order: each
+            for order, each in self._evaluated_weights.items()
+            if each >= oldest
+        }
 
 
 MakeReader = Callable[[Sequence[str]], Callable[[_C.Place], int]]
@@ -455,17 +482,18 @@ class ModelWatch(StepHooks):
         selection: The modules to watch.
         max_frames: How many frames before a bad one a report shows.
         options: The recorder's, by name.
-        on_evaluated: Called after an outermost forward that ran without autograd.
+        on_evaluated: Called after an outermost forward that ran without autograd, with
+            the number of its batch.
 
     Attributes:
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
-        evaluated: What the outermost forward has returned, while it is judged.
         on_left: Called with the exception that has left an outermost forward.
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
+        is_abandoned: Returns True if nobody has the guard any more, and it has ended.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
     """
 
@@ -477,7 +505,7 @@ class ModelWatch(StepHooks):
         selection: Selection,
         max_frames: int,
         options: dict[str, bool],
-        on_evaluated: Callable[[ModelWatch], None],
+        on_evaluated: Callable[[ModelWatch, int], None],
     ) -> None:
         self.prefix = prefix
         self.wanted = wanted
@@ -493,9 +521,8 @@ class ModelWatch(StepHooks):
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.on_left: Callable[[ModelWatch, Exception], None] | None = None
-        self._is_left = False
-        self.evaluated: object = None
         self.needs_buffers = False
+        self.is_abandoned: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
         self._has_looked_for_shards = False
@@ -544,7 +571,7 @@ class ModelWatch(StepHooks):
 
     def _pause_recorder(self) -> None:
         super()._pause_recorder()
-        self._depth = 0
+        self._roots.clear()
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         return self.modules.to_hook()
@@ -567,41 +594,44 @@ class ModelWatch(StepHooks):
         self, module: nn.Module, args: object, kwargs: object = None
     ) -> None:
         """Starts a step, and notes what the training loop gives the model."""
+        if self.is_abandoned():
+            return
         super().before_root(module, args, kwargs)
-        if self._depth == 1:
+        root = self._roots.get(get_ident())
+        if root is not None and root.depth == 1:
             self.inputs.begin(module, args, kwargs)
 
     @_isolated
     def root_ended(self, module: nn.Module, args: object, output: object) -> None:
         """Ends the root's call; one that an exception leaves may end the step."""
-        error = sys.exc_info()[1]
-        has_returned = self._root_done or self._is_dry_run or args is None
-        if has_returned or self._depth != 1 or not isinstance(error, Exception):
-            self.evaluated = output
-            try:
-                super().root_ended(module, args, output)
-            finally:
-                self.evaluated = None
-            return
-        self._is_left = True
-        try:
-            self.inputs.leave(self.batch_number)
+        error, root = sys.exc_info()[1], self._roots.get(get_ident())
+        if root is None or root.is_done or root.depth != 1 or self._is_dry_run:
+            error = None
+        if args is None or not isinstance(error, Exception):
+            if root is not None:
+                root.output = output
             super().root_ended(module, args, output)
-        finally:
-            self._is_left = False
+            return
+        assert root is not None
+        root.is_left = True
+        self.inputs.leave(root.batch)
+        super().root_ended(module, args, output)
         if self.on_left is not None:
             self.on_left(self, error)
 
     def leave(self) -> None:
         """Ends a forward that an exception has left past the hooks: compiled code."""
-        model = self.model
-        if self._depth and model is not None:
-            self._depth, self._is_left = 1, True
-            try:
-                self.inputs.leave(self.batch_number)
-                super().root_ended(model, None, None)
-            finally:
-                self._is_left = False
+        model, root = self.model, self._roots.get(get_ident())
+        if root is not None and model is not None:
+            root.depth, root.is_left = 1, True
+            self.inputs.leave(root.batch)
+            super().root_ended(model, None, None)
+
+    @property
+    def evaluated(self) -> object:
+        """What the outermost forward of this thread has returned."""
+        root = self._roots.get(get_ident())
+        return None if root is None else root.output
 
     def _before_step(self) -> None:
         self._announce_forward()
@@ -647,7 +677,7 @@ class ModelWatch(StepHooks):
         if self.modules.needs_hook(0, module):
             # First: a hook of the program's on the gradient, behind ours, may raise.
             super()._record_root(module, args, kwargs, output)
-        self.inputs.end(self.batch_number, args, kwargs, output, loss)
+        self.inputs.end(self._running_batch, args, kwargs, output, loss)
         self.note_loss(loss is not None)
         if loss is not None and self.wanted.loss and not self.wanted.activations:
             self.record(_C.FrameKind.RECORDED, (["loss"], [loss]))
@@ -672,20 +702,22 @@ class ModelWatch(StepHooks):
         if self.on_forward_end is not None and not is_recomputed:
             self.on_forward_end(self)
         if not torch.is_grad_enabled() and not is_recomputed:
-            self.frames.note_evaluation(self.recorder.last_batch)
-            self._scan_shards()
-            if not self._is_left:  # what has left it is judged with it
-                self._on_evaluated(self)
+            root = self._roots.get(get_ident())
+            batch = self.recorder.last_batch if root is None else root.batch
+            with self.frames.evaluated(batch):
+                self._scan_shards(batch)
+                if root is None or not root.is_left:  # that is judged with its step
+                    self._on_evaluated(self, batch)
             self.recorder.forget_parameters()
 
-    def _scan_shards(self) -> None:
+    def _scan_shards(self, batch: int) -> None:
         """Scans the weights where the modules' calls do not list them."""
         model = self.model
         is_listed = not self.wanted.weights or self.recorder.lists_parameters
         if model is None or is_listed:
             return
         self.record(_C.FrameKind.WEIGHTS, self.tensors.parameters(model))
-        self.frames.note_evaluated_weights(self.recorder.last_batch)
+        self.frames.note_evaluated_weights(batch)
 
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""

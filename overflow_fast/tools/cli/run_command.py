@@ -187,6 +187,8 @@ def _run(parsed: argparse.Namespace) -> int:
         if end.code not in (None, 0):
             raise
         status = 0
+    for line in guard.summaries() if status == 0 else ():
+        print(f"overflow_fast: {line}", file=sys.stderr)
     typed = typed_options(parsed)
     if status or not typed or not guard.is_unused:
         return status

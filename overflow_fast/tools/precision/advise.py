@@ -66,7 +66,7 @@ class RunWatch:
         self._model = model
         self._failed_in: str | None = None
         self._watch = ModelWatch(
-            *(model, "", _WANTED, Selection(None, ()), 0, _RECORDER, lambda _: None)
+            *(model, "", _WANTED, Selection(None, ()), 0, _RECORDER, lambda *_: None)
         )
         self._watch.follow_rules(
             lambda names: (

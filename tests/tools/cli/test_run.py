@@ -165,6 +165,20 @@ def test_a_run_without_a_guarded_step_says_why(tmp_path, script, why):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("end", ["", "\nimport sys\nsys.exit(0)"])
+def test_a_healthy_run_ends_with_what_was_watched(tmp_path, end):
+    script = f"""{MODEL}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(8, 4)).mean().backward()
+    optimizer.step()
+{end}"""
+    done = run(tmp_path, script)
+    assert done.returncode == 0
+    assert done.stderr.startswith("overflow_fast: 3 of 3 steps watched: 0 reports")
+    assert done.stderr.count("\n") == 1
+
+
 LATE_MODEL = f"""{MODEL}
 first = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.ones(8, 4)).mean().backward()

@@ -1,0 +1,96 @@
+"""Models lent to code of the program, such as a policy that loads a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from ...scanner.modules import Handles, modules_in
+from ...torch_internals.module_internals import BUFFERS, PARAMETERS
+from .step_start import ModelStart
+from .tensors import KeptTensor
+from .weights import Slot
+
+
+@contextlib.contextmanager
+def lent(starts: Sequence[ModelStart]) -> Iterator[None]:
+    """Lends models, whose step may be undone later.
+
+    What is written within is kept then, and what forwards write within is not.
+
+    Args:
+        starts: The beginning of the step of each model.
+    """
+    with Handles() as handles:
+        loans = [
+            _Loan(start, model)
+            for start in starts
+            if (model := start.model) is not None and start.is_taken
+        ]
+        for loan in loans:
+            handles += loan.hooks()
+        try:
+            yield
+        finally:
+            for loan in loans:
+                loan.end()
+
+
+class _Loan:
+    """The loan of one model: its tensors, to notice what is written to them.
+
+    Args:
+        start: The beginning of its step.
+        model: The model.
+    """
+
+    def __init__(self, start: ModelStart, model: nn.Module) -> None:
+        self._start, self._model = start, model
+        self.begin()
+
+    def hooks(self) -> Handles:
+        """Ends the loan before each forward of the model, and begins one behind it."""
+        before = self._model.register_forward_pre_hook(lambda *_: self.end())
+        after = self._model.register_forward_hook(
+            lambda *_: self.begin(), always_call=True
+        )
+        return Handles([before, after])
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Notes what the model holds. Copies what the step has copies of."""
+        self._start.settle()
+        copied = {id(tensor) for tensor, _ in self._start.pairs()}
+        self._kept = {
+            slot: KeptTensor(tensor, is_copied=id(tensor) in copied)
+            for slot, tensor in _held_by(self._model).items()
+        }
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Makes what was written the beginning of the step. Incurs a CPU-GPU sync."""
+        changed = {
+            slot
+            for slot, tensor in _held_by(self._model).items()
+            if (kept := self._kept.get(slot)) is None
+            or kept.tensor is not tensor
+            or kept.was_moved()
+            or kept.is_written()
+            or kept.has_changed()
+        }
+        self._start.renew(changed)
+
+
+def _held_by(model: nn.Module) -> dict[Slot, torch.Tensor]:
+    """The tensors in the tables of buffers and parameters of a model's modules."""
+    return {
+        (id(module), table, name): tensor
+        for module in modules_in(model)
+        if not isinstance(module, torch.jit.ScriptModule)
+        for table in (BUFFERS, PARAMETERS)
+        for name, tensor in module.__dict__[table].items()
+        if tensor is not None
+    }

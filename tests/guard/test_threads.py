@@ -1,0 +1,134 @@
+"""Forwards of one model in several threads: each is a step of its own."""
+
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+NUM_THREADS, NUM_FORWARDS = 6, 12
+
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.last(torch.log(self.first(x).abs() + x.mean(1, keepdim=True)))
+
+
+@pytest.fixture
+def hurry():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("width", [8, 400])  # a scan of many bytes releases the GIL
+def test_each_thread_gets_the_error_of_its_own_forward(hurry, width, is_training):
+    model = Net(width).train(is_training)
+    wrong = []
+
+    def work(number):
+        for i in range(NUM_FORWARDS):
+            x = torch.full((number + 3, width), 1.0 + number)
+            is_bad = (i + number) % 3 == 0
+            if is_bad:
+                x[number] = float("-inf")
+            try:
+                with torch.no_grad():
+                    model(x)
+                got = None
+            except NonFiniteError as error:
+                got = error.report
+            if (got is not None) != is_bad:
+                wrong.append((number, i, got))
+            # The batch of this thread, and no frame of another's.
+            if got is not None and f"of its {x.numel()} float32 values" not in str(got):
+                wrong.append((number, i, str(got)))
+
+    with OverflowGuard(model) as guard:
+        threads = [
+            threading.Thread(target=work, args=(number,))
+            for number in range(NUM_THREADS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert guard.check() is None
+
+
+def test_a_forward_in_a_thread_is_no_part_of_a_step_that_runs():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+
+    class Asks(nn.Module):
+        """Its forward waits for one of the same model in another thread."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x, asks=True):
+            if asks:
+                thread = threading.Thread(target=evaluate)
+                thread.start()
+                thread.join()
+            return self.inner(x)
+
+    def evaluate():
+        try:
+            with torch.no_grad():
+                net(torch.full((2, 3), float("nan")), asks=False)
+        except NonFiniteError as error:
+            found.append(error.report)
+
+    net = Asks()
+    with OverflowGuard(net, optimizer) as guard:
+        net(torch.ones(2, 3)).mean().backward()
+        optimizer.step()
+        assert len(found) == 1
+        assert found[0].moment == "evaluation"
+        assert guard.num_skipped == 0
+        assert guard.step == 1
+
+
+def test_the_batch_behind_forwards_that_overlapped_has_its_own_number():
+    model = nn.Linear(2, 1)
+    began, ended = threading.Event(), threading.Event()
+    is_first = threading.local()
+
+    def wait(*_):
+        """The first forward ends its call while the other has yet to be judged."""
+        if getattr(is_first, "value", False):
+            began.set()
+            assert ended.wait(30)
+
+    def run_first():
+        is_first.value = True
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+
+    with OverflowGuard(model) as guard:
+        watch = guard._parts.watches[0]
+        watch.on_forward_end, before = wait, watch.on_forward_end
+        first = threading.Thread(target=run_first)
+        first.start()
+        assert began.wait(30)
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        ended.set()
+        first.join()
+        watch.on_forward_end = before
+        with pytest.raises(NonFiniteError), torch.no_grad():
+            model(torch.full((1, 2), float("nan")))
+        assert watch._roots == {}
