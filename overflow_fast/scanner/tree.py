@@ -57,6 +57,7 @@ MAX_VALUES_OF_OBJECTS = 1 << 14
 # That a clean step opens in what a model is given: 5 us each, or less.
 OBJECTS_OF_STEP = 1 << 12
 _FEW = 64
+_BARREN_DEPTH = 3
 
 Style = Literal["index", "key", "attribute"]
 INDEX: Style = "index"
@@ -762,7 +763,7 @@ class Walk:
         if is_silent and not is_of_object and not is_declared(value):
             self._unknown.append((spot, kind))
 
-    def _num_barren(self, value: Any, depth: int = 3) -> int:
+    def _num_barren(self, value: Any, depth: int = _BARREN_DEPTH) -> int:
         """The number of values below an object that leads to plain ones alone.
 
         -1 if it may lead to others. A batch may hold many thousands of such objects,
@@ -858,7 +859,8 @@ class Walk:
                 if self._num_left_to_open < 0:
                     self.opaque.append((_path_of(there), kind))
                     return
-                if self._skips_barren(child, there, is_of_object):
+                is_deep = depth + _BARREN_DEPTH >= self._depth  # what is not opened
+                if not is_deep and self._skips_barren(child, there, is_of_object):
                     continue
             self._visit(child, there, depth, is_of_object)
 

@@ -187,6 +187,9 @@ T = torch.ones(2)
 @example(Plain([T]), (T, T), {"a": [T]})
 @example(shared := [T, {"a": T}], (shared, T), shared)
 @example((pair := (T, [T]), pair), pair, None)
+@example({}, [], [nested_objects(15)([])])
+@example({}, [], [nested_objects(16)([])] * 2)
+@example({}, [], [nested_objects(17)([])])
 def test_the_recorder_lists_what_the_walk_in_python_lists(first, second, named):
     check((first, second), {"named": named, "again": second})
 

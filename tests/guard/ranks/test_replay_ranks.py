@@ -447,7 +447,7 @@ def test_a_callable_is_asked_once_and_given_the_explanation():
 
 def test_what_happens_once_on_one_rank_is_not_reproducible():
     for each in on_two():
-        assert each["transient"] == ("forward", "not reproducible", 3)
+        assert each["transient"] == ("forward", "not reproducible", 4)
 
 
 def test_what_ddps_reduction_makes_is_no_transient():

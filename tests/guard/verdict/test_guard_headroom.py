@@ -277,7 +277,7 @@ def test_more_places_than_have_a_course(said):
             model(torch.full((1,), value))
             guard.check()
     assert len(guard.headroom().rows) <= 2**16
-    assert "3e+38" in said()[0]
+    assert any("3e+38" in each for each in said())
 
 
 def test_many_are_said_in_one_message(said):
