@@ -16,6 +16,7 @@
 
 #include <chrono>
 #include <deque>
+#include <list>
 #include <optional>
 #include <thread>
 #include <unordered_map>
@@ -273,8 +274,8 @@ class Recorder {
   const Course& course() const;
   Course& course() { return const_cast<Course&>(std::as_const(*this).course()); }
   Course shared_;
-  int depth_ = 0;  // of Unwatched, where the hooks were put on
-  std::vector<Course> apart_;
+  int depth_ = 0;            // of Unwatched, where the hooks were put on
+  std::list<Course> apart_;  // one that is held stays where it is
 };
 
 }  // namespace overflow_fast

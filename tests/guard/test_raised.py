@@ -17,6 +17,15 @@ from overflow_fast import NonFiniteError, OverflowGuard, read_record
 BAD_STEP = 2
 
 
+@pytest.fixture(autouse=True)
+def validated():
+    """Distributions look at their parameters: dynamo switches that off for good."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)
+    yield
+    torch.distributions.Distribution.set_default_validate_args(before)
+
+
 class Net(nn.Module):
     """A model whose head may raise; a row of 3e38 makes its second layer overflow."""
 

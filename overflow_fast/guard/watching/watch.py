@@ -350,10 +350,11 @@ class UnjudgedFrames:
     @contextlib.contextmanager
     def evaluated(self, batch: int) -> Iterator[None]:
         """Notes that a batch ran without autograd, which is judged within."""
-        self._ending.add(batch)
-        if len(self._evaluations) > 4 * MAX_IN_FLIGHT:  # nothing but evaluations runs
-            self._forget_evaluations(batch)
-        self._evaluations.add(batch)
+        with self._lock:
+            self._ending.add(batch)
+            if len(self._evaluations) > 4 * MAX_IN_FLIGHT:  # nothing else runs
+                self._forget_evaluations(batch)
+            self._evaluations.add(batch)
         try:
             yield
         finally:
@@ -413,9 +414,11 @@ class UnjudgedFrames:
                 self.before = results.before
                 self.captured_tensors = results.captured_tensors
             self._bad += results.bad
-            taken = [frame for frame in self._bad if is_wanted(frame)]
+            are_wanted = list(map(is_wanted, self._bad))
+            taken = list(itertools.compress(self._bad, are_wanted))
             if taken:
-                self._bad = [frame for frame in self._bad if not is_wanted(frame)]
+                left = (not is_wanted for is_wanted in are_wanted)
+                self._bad = list(itertools.compress(self._bad, left))
         return taken
 
     def end_step(self, batch_number: int, is_lagged: bool) -> bool:
