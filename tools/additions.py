@@ -323,6 +323,47 @@ assert "| `count` | Count the steps of a record |" in text
 """,
         [_PAGES, "tests/tools/cli/test_command_line.py"],
     ),
+    "cause": Addition(
+        2,
+        [
+            Place(
+                "overflow_fast/guard/report/causes.py",
+                """COSMIC_RAY = Cause(
+    "cosmic ray",
+    "a bit of memory was flipped",
+    sections=("It does not happen again",),
+    is_overflow=True,
+    translations={"zh": "x", "ko": "y"},
+)
+""",
+                """    sections=("If none of this is yours",),
+    may_be_intended=True,
+    names_maker=False,
+    translations={"zh": "\u672a\u77e5", "ko": "\uc54c \uc218 \uc5c6\uc74c"},
+)
+""",
+            ),
+            Place(
+                "overflow_fast/explainer/explain_origin.py",
+                '    "flipped": causes.COSMIC_RAY.name,\n',
+                "    SINGULAR: causes.ROUNDING.name,\n",
+            ),
+        ],
+        """
+import pathlib
+from overflow_fast.guard.report.explanation import Explanation, Op, TensorSummary
+from overflow_fast.guard.report.report import Report
+from overflow_fast.guard.verdict.verdict import Verdict
+made = TensorSummary("float16", (2,), 1.0, 2.0, 0, 1)
+found = Explanation("forward", "cosmic ray", "fc", Op("aten.mm", outputs=[made]))
+assert "cosmic ray (float16)" in str(found) and found.names_maker
+report = Report(0, "skip", Verdict(), explanation=found)
+assert report.to_dict()["explanation"]["cause"] == "cosmic ray"
+for page in ("reading-a-report.md", "my-run-is-nan.md", "zh/my-run-is-nan.md"):
+    assert "cosmic ray" in pathlib.Path("docs", page).read_text()
+""",
+        [_PAGES, "tests/project/test_causes.py"],
+    ),
     # One that torch has, and that nothing needs.
     "dtype": Addition(
         4,
