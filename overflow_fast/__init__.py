@@ -29,7 +29,7 @@ _MODULES = {
     "Explain": "guard.options",
     "Explanation": "guard.report.explanation",
     "FlightRecord": "tools.record.table",
-    "GuardCoverage": "guard.report.report",
+    "GuardCoverage": "guard.report.coverage",
     "Log": "guard.options",
     "Monitor": "guard.monitors.monitor",
     "MonitoredStep": "guard.monitors.monitor",

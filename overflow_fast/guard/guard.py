@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pathlib
 import weakref
@@ -43,9 +44,7 @@ from .parts import (
     warn_foreign_parameters,
     warn_of_other_guards,
 )
-from .report.report import Cost, GuardCoverage, NonFiniteError, Report
-from .report.run_log import log_begin, log_end
-from .verdict.headroom import HeadroomTable
+from .report.report import Cost, NonFiniteError, Report
 from .verdict.rules import Allow
 
 if TYPE_CHECKING:
@@ -54,7 +53,11 @@ if TYPE_CHECKING:
 
     from ..explainer.selftest import Loss, SelfTestResult
     from .ranks.joinable import GuardJoinable
+    from .report.coverage import GuardCoverage
     from .report.suspects import Suspects
+    from .verdict.headroom_table import HeadroomTable
+
+_log = logging.getLogger("overflow_fast")
 
 
 # The guards of this process that are on: several may watch the same model.
@@ -160,7 +163,10 @@ class OverflowGuard:
         self._handle = Handle()
         self._parts = GuardParts(config, models, optimizers, self._handle, _defer)
         self.enable()
-        log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
+        if _log.isEnabledFor(logging.INFO):
+            from .report.coverage import log_begin
+
+            log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -212,7 +218,10 @@ class OverflowGuard:
         finally:
             if was_enabled:
                 num_reports = self._parts.pipeline.num_bad
-                log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
+                with self._parts.isolation.isolated():
+                    from .report.coverage import log_end
+
+                    log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
 
     def __enter__(self) -> OverflowGuard:
         return self
@@ -403,6 +412,8 @@ class OverflowGuard:
         """Returns what was checked so far, and what was not, with the reasons."""
         with self._parts.isolation.isolated():
             return self._parts.pipeline.coverage()
+        from .report.coverage import GuardCoverage
+
         return GuardCoverage.unknown(self._parts.isolation.num_failures)
 
     def headroom(self) -> HeadroomTable:
@@ -413,6 +424,8 @@ class OverflowGuard:
         """
         with self._parts.isolation.isolated():
             return self._parts.headroom.table()
+        from .verdict.headroom_table import HeadroomTable
+
         return HeadroomTable([])
 
     def metrics(self) -> dict[str, float]:

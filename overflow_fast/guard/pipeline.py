@@ -49,8 +49,8 @@ from .optimizers.loss_scaling import (
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .policy import Situation, checked_action, choose, limit_skips
 from .ranks.agreement import Agreed, Agreement
-from .report.report import Cost, GuardCoverage, NonFiniteError, Report
-from .report.run_log import AlarmLog, log_notices
+from .report.report import Cost, NonFiniteError, Report
+from .report.run_log import AlarmLog
 from .step import Step, StepClock
 from .step_keeper import StepKeeper
 from .undo.step_start import StepStart
@@ -72,6 +72,7 @@ from .watching.watch import ModelWatch
 if TYPE_CHECKING:
     from .learning import Learning
     from .optimizers.device_flags import DeviceFlags
+    from .report.coverage import GuardCoverage
 
 # The kinds of what a step leaves to the next ones.
 _STATE = ("weight", "buffer", "optimizer_state")
@@ -943,7 +944,11 @@ class Pipeline:
         is_skipped = outcome.wants_skip and can_skip and hook is not None
         notes = self._restore() if is_skipped else []
         clauses = clauses_of(step.notices, outcome.has_spike, is_skipped)
-        log_notices(step.number, clauses, is_skipped, notes)
+        if clauses:
+            from .report.wording import notices_text
+
+            text = notices_text(step.number, clauses, is_skipped, notes)
+            _log.warning("%s", text)
         self._archive.log_notices(step.number, step.notices, is_skipped)
         self._end_clean(step)
         if not is_skipped or hook is None:
@@ -1088,6 +1093,8 @@ class Pipeline:
     def _coverage(
         self, watches: Sequence[ModelWatch], rules_unused: list[str]
     ) -> GuardCoverage:
+        from .report.coverage import GuardCoverage
+
         return GuardCoverage.of(
             watches,
             self._clock.num_steps,

@@ -32,8 +32,8 @@ from ..guard.optimizers.engines import optimizers_in
 from ..guard.optimizers.wrapped import stepper_of
 from ..guard.parts import living_models
 from ..guard.process import own_rank
+from ..guard.report.coverage import summary
 from ..guard.report.report import NonFiniteError
-from ..guard.report.run_log import summary
 from ..scanner.modules import (
     children_of,
     modules_in,

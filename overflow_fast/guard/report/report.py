@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...detector.selection import Wanted
 from ..files.json_text import SCHEMA, dumps, to_plain
 from ..verdict.verdict import EntryHeadroom, Verdict
-from ..watching.watch import ModelWatch
 
 if TYPE_CHECKING:
     from .explanation import Explanation
@@ -60,100 +56,6 @@ class Cost:
     step_seconds: float = 0.0
     guard_seconds: float = 0.0
     share: float = 0.0
-
-
-@dataclass(frozen=True)
-class GuardCoverage:
-    """The tensors and steps that a guard's clean verdicts cover, and the gaps.
-
-    Attributes:
-        tensors_listed: How many tensors the frames list.
-        tensors_scanned: How many scans that took.
-        bytes_scanned: How many bytes the scanned tensors have.
-        not_scanned: How many listed tensors were not scanned, by the reason.
-        opaque: How many values may hold tensors and were not looked into, by type.
-        modules: How many modules the models have.
-        modules_watched: How many of them are watched.
-        steps: How many steps there were.
-        steps_watched: How many of them were checked, in whatever detail.
-        without_gradient: How many parameters had no gradient in the last watched step.
-        not_watched: The kinds of tensors that `watch` leaves out.
-        has_seen_loss: True if a loss was among the outputs, or recorded.
-        failures: How often the guard itself failed, so that something was not judged.
-        rules_unused: The rules of `allow` that nothing has matched yet.
-        ignores_spikes: True if spikes were asked for, and cannot be looked for.
-    """
-
-    tensors_listed: int
-    tensors_scanned: int
-    bytes_scanned: int
-    not_scanned: dict[str, int]
-    opaque: dict[str, int]
-    modules: int
-    modules_watched: int
-    steps: int
-    steps_watched: int
-    without_gradient: int
-    not_watched: list[str]
-    has_seen_loss: bool
-    failures: int
-    rules_unused: list[str]
-    ignores_spikes: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        watches: Sequence[ModelWatch],
-        steps: int,
-        steps_watched: int,
-        without_gradient: int,
-        failures: int,
-        rules_unused: list[str],
-        ignores_spikes: bool,
-    ) -> GuardCoverage:
-        """Sums up what the watches of a guard have checked so far."""
-        found = [watch.recorder.coverage for watch in watches]
-        reasons: Counter[str] = Counter()
-        opaque: Counter[str] = Counter()
-        for each in found:
-            reasons.update(each.reasons())
-            opaque.update(each.opaque())
-        wanted = watches[0].wanted
-        counts = [watch.modules.count(watch.model) for watch in watches]
-        return cls(
-            sum(each.tensors_listed for each in found),
-            sum(each.tensors_scanned for each in found),
-            sum(each.bytes_scanned for each in found),
-            dict(reasons),
-            dict(opaque),
-            sum(count for count, _ in counts),
-            sum(count for _, count in counts) if wanted.activations else 0,
-            steps,
-            steps_watched,
-            without_gradient,
-            [kind for kind in Wanted._fields if not getattr(wanted, kind)],
-            any(watch.has_seen_loss for watch in watches),
-            failures,
-            rules_unused,
-            ignores_spikes,
-        )
-
-    @classmethod
-    def unknown(cls, failures: int) -> GuardCoverage:
-        """Makes the coverage of a guard whose counts cannot be read."""
-        return cls(0, 0, 0, {}, {}, 0, 0, 0, 0, 0, [], False, failures, [])
-
-    def gaps(self) -> list[str]:
-        """Lists what was not checked, in sentences."""
-        from .wording import gaps_of
-
-        return gaps_of(self)
-
-    def __str__(self) -> str:
-        """Writes what was checked, what was not, and the rules that match nothing."""
-        from .wording import coverage_text
-
-        return coverage_text(self)
 
 
 @dataclass

@@ -22,17 +22,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ...scanner.modules import parameters_of
-from ...scanner.text import as_lines, counted, dtype_name, shortened
+from ...scanner.text import dtype_name, shortened
 from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import is_regular, open_regular
 from ..files.writing import make_folder, open_appending
 from ..process import own_rank, world_size
 from ..watching.watch import ModelWatch, models_of
 from .log_lines import RunLine
-from .report import Cost, GuardCoverage, Report
+from .report import Report
 
 try:
     import fcntl
@@ -242,31 +241,6 @@ def _locked(file: FileIO) -> Iterator[bool]:
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
-# The lines that a guard logs for a finite step that a monitor has a notice of.
-
-
-def log_notices(
-    step: int, clauses: Sequence[str], is_skipped: bool, notes: Sequence[str]
-) -> None:
-    """Logs (WARNING) a finite step that monitors have something to say of.
-
-    Args:
-        step: The step's number.
-        clauses: What they say: "spikes: loss 9.1, ...". Nothing is logged without any.
-        is_skipped: Whether the optimizer's step is skipped.
-        notes: Further sentences.
-    """
-    if not clauses:
-        return
-    made = "was skipped" if is_skipped else "was made"
-    sentences = [
-        *(f"Step {step} is finite, but {clause}." for clause in clauses),
-        f"The optimizer step {made}.",
-        *notes,
-    ]
-    _log.warning("%s", as_lines(sentences))
-
-
 # The identity of a run, which marks its lines and folders.
 
 
@@ -356,88 +330,6 @@ def _names_of(models: Sequence[nn.Module]) -> list[str]:
     names = [shortened(type(model).__name__) for model in models[:_MOST_MODELS]]
     more = len(models) - len(names)
     return [*names, f"{more} more"] if more else names
-
-
-# The line that a guard logs when its run begins, and the one when it ends.
-
-
-def log_begin(
-    watches: Sequence[ModelWatch],
-    optimizers: Sequence[Optimizer],
-    policy: object,
-    coverage: GuardCoverage,
-) -> None:
-    """Logs (INFO) the watched modules, and the policy for a non-finite step.
-
-    Args:
-        watches: The watched models.
-        optimizers: The optimizers.
-        policy: The guard's `on_overflow`.
-        coverage: Its coverage.
-    """
-    if not _log.isEnabledFor(logging.INFO):
-        return
-    found = list(models_of(watches).values())
-    parameters = sum(
-        len(watch.tensors.parameters(model)[0])
-        for watch in watches
-        if (model := watch.model) is not None
-    )
-    if not parameters and not optimizers:
-        return  # nothing is trained
-    modules, watched = coverage.modules, coverage.modules_watched
-    _log.info(
-        "Watching %s modules and %d parameters of %s; optimizer: %s; on_overflow=%s.",
-        modules if watched == modules else f"{watched} of {modules}",
-        parameters,
-        _counted(found),
-        _counted(optimizers) or "none",
-        repr(policy) if isinstance(policy, str) else "a callable",
-    )
-
-
-def log_end(
-    coverage: GuardCoverage, num_reports: int, num_skipped: int, cost: Cost
-) -> None:
-    """Logs a summary of a run: WARNING after a report or a failure, else INFO.
-
-    Of several ranks the first one warns.
-
-    Args:
-        coverage: The guard's coverage.
-        num_reports: How many reports there were.
-        num_skipped: How many steps were skipped.
-        cost: The time that the guard took.
-    """
-    if not (coverage.steps or num_reports or coverage.failures):
-        return
-    is_worth_it = own_rank() == 0 and (num_reports or coverage.failures)
-    level = logging.WARNING if is_worth_it else logging.INFO
-    _log.log(level, "%s", summary(coverage, num_reports, num_skipped, cost))
-
-
-def summary(
-    coverage: GuardCoverage, num_reports: int, num_skipped: int, cost: Cost
-) -> str:
-    """Writes the summary of a run; see `log_end()`."""
-    parts = [counted(num_reports, "report"), f"{counted(num_skipped, 'step')} skipped"]
-    if cost.share:
-        parts.append(f"{cost.share:.1%} of their time in the guard")
-    if coverage.failures:
-        parts.append(f"{counted(coverage.failures, 'failure')} of the guard")
-    if not coverage.has_seen_loss and "loss" not in coverage.not_watched:
-        parts.append("no loss seen")
-    if coverage.ignores_spikes:
-        parts.append("spikes not looked for (they need sync='step')")
-    watched = f"{coverage.steps_watched} of {coverage.steps} steps watched"
-    watched = watched if coverage.steps else "No step was completed"
-    return f"{watched}: {', '.join(parts)}."
-
-
-def _counted(objects: Sequence[object]) -> str:
-    """Names the objects' classes, each once, and how many there are."""
-    counts = Counter(type(each).__name__ for each in objects)
-    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
 
 
 # The warnings that a guard logs: in full for a new place, then ever rarer.

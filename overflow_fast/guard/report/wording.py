@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...detector.frames import frames_text
@@ -26,8 +27,9 @@ from ..verdict.verdict import (
 from .causes import BAD_DATA, UNKNOWN, Cause
 
 if TYPE_CHECKING:
+    from .coverage import GuardCoverage
     from .explanation import Explanation
-    from .report import Cost, GuardCoverage, Report
+    from .report import Cost, Report
 
 # The sentence of a report that advises what to try.
 
@@ -438,6 +440,29 @@ class ReportText:
         if self.report.raised:
             return [_RAISED.format(self.report.raised)]
         return [_MOMENTS[self.report.moment]] if self.report.moment else []
+
+
+# A finite step that a monitor has a notice of.
+
+
+def notices_text(
+    step: int, clauses: Sequence[str], is_skipped: bool, notes: Sequence[str]
+) -> str:
+    """Writes what monitors have to say of a finite step.
+
+    Args:
+        step: The step's number.
+        clauses: What they say: "spikes: loss 9.1, ...".
+        is_skipped: Whether the optimizer's step is skipped.
+        notes: Further sentences.
+    """
+    made = "was skipped" if is_skipped else "was made"
+    sentences = [
+        *(f"Step {step} is finite, but {clause}." for clause in clauses),
+        f"The optimizer step {made}.",
+        *notes,
+    ]
+    return as_lines(sentences)
 
 
 # What a guard has checked, and what it costs.
