@@ -183,7 +183,7 @@ USES = {
         *("guard = of.OverflowGuard(model); model(x).mean().backward()", "guard"),
         20_000,
     ),
-    "a guard's clean steps": (f"steps(3, {FILES})", "guard", 20_000),
+    "a guard's clean steps": (f"steps(3, {FILES})", "guard", 20_500),
     "a bad step without explanation": (
         *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 22_500),
     ),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The headroom of the tensors of a run, and their underflow, as a table.
 
 
-FLOAT16_MAX = 65504.0
+_FLOAT16_MAX = 65504.0
 _LEAST_STEPS = 4  # watched, before there is a trend; chosen, not measured
 
 
@@ -68,7 +68,7 @@ class HeadroomHistory(EntryHeadroom):
         """The bits left for the highest magnitude in float16; negative: too large."""
         if math.isinf(self.highest):
             return -math.inf
-        return math.log2(FLOAT16_MAX / self.highest) if self.highest else math.inf
+        return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
 
     @property
     def trend(self) -> float:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ...scanner.text import printable
-from .headroom import FLOAT16_MAX, HeadroomHistory, UnderflowCounts
+
+if TYPE_CHECKING:
+    from .headroom import HeadroomHistory, UnderflowCounts
 
 _FEW_ROWS = 24  # of a text
 
@@ -24,7 +27,7 @@ class HeadroomTable:
     @property
     def fits_float16(self) -> bool:
         """True if no magnitude so far exceeded float16's largest number."""
-        return all(row.highest <= FLOAT16_MAX for row in self.rows)
+        return all(row.float16_bits >= 0 for row in self.rows)
 
     def _repr_html_(self) -> str:
         from ...scanner.notebook_html import table_html, text_html
@@ -56,7 +59,7 @@ class HeadroomTable:
         if len(self.rows) > _FEW_ROWS:
             lines.append(f"... and {len(self.rows) - _FEW_ROWS} more")
         spent = sum(math.isinf(row.highest) for row in self.rows)
-        beyond = sum(row.highest > FLOAT16_MAX for row in self.rows) - spent
+        beyond = sum(row.float16_bits < 0 for row in self.rows) - spent
         left, others = len(self.rows) - spent, " other" * bool(spent)
         if spent:
             lines.append(f"{spent} of {len(self.rows)} have been inf or nan already.")
