@@ -1,4 +1,4 @@
-"""What a guard has checked, and what it has not."""
+"""The coverage of a guard, in numbers; and the lines that open and close a run."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class KeptTensor:
 
     @property
     def copied(self) -> torch.Tensor | None:
-        """What the tensor held, or None without a copy."""
+        """The contents that were kept, or None without a copy."""
         return self._copy
 
     def restore(self, is_write: bool = False) -> str:

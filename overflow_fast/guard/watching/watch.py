@@ -632,7 +632,7 @@ class ModelWatch(StepHooks):
 
     @property
     def evaluated(self) -> object:
-        """What the outermost forward of this thread has returned."""
+        """The output of the outermost forward of this thread."""
         root = self._roots.get(get_ident())
         return None if root is None else root.output
 
