@@ -39,7 +39,8 @@ class LightningGuardCallback(GuardOwner, Callback):
     training are not watched.
 
     Args:
-        learn, evaluation: See `GuardOwner`.
+        learn: See `GuardOwner`.
+        evaluation: See `GuardOwner`.
         to_loggers: Send the guard's metrics to the Trainer's loggers, at the step and
             as often as Lightning's own (`log_every_n_steps`).
         arguments: Arguments of `OverflowGuard` but the model and the optimizer, by

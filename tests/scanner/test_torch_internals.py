@@ -44,7 +44,7 @@ NOT_OF_TORCH = {
     *("_fields", "_asdict", "_getframe", "_overflow_fast_original"),
     *("_batches_that_stepped", "_should_accumulate", "_logger_connector"),
     *("_current_frames", "_exit", "_SubParsersAction", "_option_string_actions"),
-    "_overflow_check_and_loss_scale_update",
+    *("_overflow_check_and_loss_scale_update", "_globalstep_last_logged"),
     *("_is_owned", "_waiters", "_is_zero", "_is_mine"),  # of Python's locks
 }
 CSRC = PACKAGE.parent / "csrc"
