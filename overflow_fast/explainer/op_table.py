@@ -199,6 +199,11 @@ class OpTable:
             if kinds & ~NEGATIVE_INF or (kinds and any(made)):
                 self.bad_modules.append((name, tensor))
 
+    def bad_within(self, module: str | None) -> list[torch.Tensor]:
+        """The bad values of a module's calls, or of all modules', in order."""
+        is_any = module is None
+        return [t for name, t in self.bad_modules if is_any or name == module]
+
     def _begin(self, op: OpCall, modules: ModuleStack) -> Row:
         row = row_of(op, modules, len(self.rows))
         row.torch_call = running_call()

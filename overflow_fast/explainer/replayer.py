@@ -220,11 +220,15 @@ class ReplayResult:
         """True if it was bad before a backward began."""
         return bool(self.bad_outputs) or (self.has_raised and not self.has_backward)
 
-    def root_op(self, models: Mapping[str, nn.Module]) -> RootOp | None:
+    def root_op(
+        self, models: Mapping[str, nn.Module], within: str | None = None
+    ) -> RootOp | None:
         """Finds the origin of its bad values, where it made a table.
 
         Args:
             models: The models, by what their modules' names begin with.
+            within: The module that is looked at where only modules have bad values,
+                which may be allowed in others; None for the first of all.
         """
         table = self.table
         assert table is not None
@@ -236,7 +240,7 @@ class ReplayResult:
         if self.bad_gradients:
             targets = [self.gradients[name] for name in self.bad_gradients]
         else:
-            targets = self.bad_inner or [t for _, t in table.bad_modules[:1]]
+            targets = self.bad_inner or table.bad_within(within)[:1]
             if not targets and self.bad_buffers:
                 named = state_by_name(models)
                 targets = [named[name] for name in self.bad_buffers]

@@ -290,6 +290,13 @@ class Search:
         given = self._replayer, self._incident, self.may_run, self._replay_check
         return WithoutOperation(*given, self._changed, self._set_meanwhile)
 
+    @property
+    def _within(self) -> str | None:
+        """The module whose bad values the guard saw; None where it was no module's."""
+        incident = self._incident
+        is_of_call = incident is not None and incident.kind in ("input", "output")
+        return incident.module if incident is not None and is_of_call else None
+
     def may_run(self, forwards: int = 1) -> bool:
         """True if the budget allows so many forwards more."""
         left = self._budget - self._replayer.num_forwards
@@ -348,7 +355,7 @@ class Search:
             return failed if self._ranks.is_leader else self._follow()
         root_op, failure = None, None
         try:
-            root_op = traced.root_op(self._replayer.models)
+            root_op = traced.root_op(self._replayer.models, self._within)
         except Exception as error:  # the others wait for this rank's claim
             failure = error
         if not self._ranks.elect(_claim(root_op)):
@@ -480,7 +487,7 @@ class Search:
         failure.lost = self._lost
         failure.sentinel = self._sentinel
         failure.others = self._others
-        failure.stays_within = traced.is_clean
+        failure.stays_within, failure.within = traced.is_clean, self._within
         find_remedies(failure, self._replayer, self._budget, self._first.seconds)
         changed = self._changed
         found_remedy = any(each.is_recommended for each in found.remedies)

@@ -407,6 +407,40 @@ def test_what_the_next_module_leaves_out_is_found_within_the_step(name):
         assert remedy.is_finite == ("logarithm" in remedy.text)
 
 
+@pytest.mark.tries_remedies
+@pytest.mark.parametrize("lasts", [False, True])
+def test_what_is_allowed_in_another_module_is_not_blamed(lasts):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.marks = Then(lambda x: torch.log(x * 0 - 1))
+            self.then = Then(torch.nan_to_num)
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = torch.where(self.marks(x).isnan(), x, 0)
+            if faults and (lasts or faults.pop()):
+                x = torch.sqrt(x - 9)
+            return self.then(x) + self.fc(torch.ones(4, 3))
+
+    faults, model, x = [], Model(), data().abs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with OverflowGuard(
+        model, optimizer, "skip", allow={"marks:output": "nan"}
+    ) as guard:
+        for number in range(3):
+            faults += [True] * (number == 2)
+            guard.run(lambda: model(x).square().mean()).backward()
+            optimizer.step()
+    found = guard.last_report.explanation
+    assert guard.num_skipped == 1
+    if not lasts:
+        assert found.cause == "not reproducible"
+    else:
+        assert (found.cause, found.op.name) == ("undefined", "aten.sqrt")
+        assert any(each.is_finite for each in found.remedies)
+
+
 def test_one_sample_of_what_is_left_out_is_named():
     class Model(nn.Module):
         def __init__(self):

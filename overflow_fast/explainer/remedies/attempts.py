@@ -293,7 +293,7 @@ def find_remedies(
     """
     found = failure.found
     is_eager = failure.is_compiled
-    within = failure.place if failure.stays_within else None
+    within = (failure.place, failure.within) if failure.stays_within else None
     trials = Trials(replayer, budget, step_seconds, is_eager, failure.calls, within)
     _try_all(failure, trials)
     if not trials.found_remedy:

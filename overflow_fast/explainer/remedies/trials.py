@@ -211,8 +211,9 @@ class Trials:
         step_seconds: How long a plain replay took.
         is_eager: Compiled code runs eagerly in the trials.
         torch_calls: The torch calls of the step.
-        within: The call within which the bad values stay: what follows leaves them
-            out. None where outputs, loss or gradients hold them.
+        within: The call within which the bad values stay, and the module that has them,
+            or None: what follows leaves them out. None where outputs, loss or gradients
+            hold them.
 
     Attributes:
         remedies: What was tried, in order.
@@ -231,7 +232,7 @@ class Trials:
         step_seconds: float,
         is_eager: bool = False,
         torch_calls: Sequence[TorchCall] = (),
-        within: int | None = None,
+        within: tuple[int, str | None] | None = None,
     ) -> None:
         self.torch_calls = torch_calls
         self._within = within
@@ -294,13 +295,15 @@ class Trials:
         """
         applied = self.applied.with_trial(trial)
         patches = applied.patches
-        result = self.run(patches, -1 if self._within is None else self._within)
+        place, module = self._within or (-1, None)
+        result = self.run(patches, place)
         of_calls = [each for each in patches if isinstance(each, CallPatch)]
         if not all(each.is_applied for each in of_calls):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
             return False  # that form does not fit the call: it is no remedy
-        is_finite = result.is_clean and not (result.table and result.table.bad_modules)
+        left = result.table.bad_within(module) if result.table else []
+        is_finite = result.is_clean and not left
         is_tried = result.error is None
         given = "" if is_finite else self._given_bad(result)
         if given:  # it is what it was, whatever the remedy has changed
@@ -384,6 +387,7 @@ class Failure:
         calls: The torch calls of the replay in which it was found.
         hidden: Calls of the forward that made bad values which it does not show.
         stays_within: The step ends finite: what follows leaves the bad values out.
+        within: The module that has them then; None if it is of none.
     """
 
     found: Explanation
@@ -401,6 +405,7 @@ class Failure:
     calls: Sequence[TorchCall] = ()
     hidden: Sequence[TorchCall] = ()
     stays_within: bool = False
+    within: str | None = None
 
     @property
     def failing_calls(self) -> list[TorchCall]:
