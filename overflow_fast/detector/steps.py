@@ -414,11 +414,14 @@ class StepHooks:
 
     def _begin_root(self) -> None:
         with self._lock:
+            self.recorder.end_apart()  # of a forward that hooks were taken from
             is_apart = bool(self._roots)
             if is_apart:
                 self._had_apart = True
                 self.recorder.begin_apart()
                 self._begin_batch()
+            elif self._had_apart:
+                self._follow_apart()
             self._roots[get_ident()] = RootCall(self.batch_number, is_apart)
 
     def _note_done(self) -> None:
@@ -431,9 +434,13 @@ class StepHooks:
             self._roots.pop(get_ident(), None)
             if root.is_apart:
                 self.recorder.end_apart()
-            if self._had_apart and not self._roots:  # whose batches were counted, too
-                self._had_apart = False
-                self.recorder.begin_batch(self.batch_number)
+            if self._had_apart and not self._roots:
+                self._follow_apart()
+
+    def _follow_apart(self) -> None:
+        """Goes on with the batches behind those of forwards that ran apart."""
+        self._had_apart = False
+        self.recorder.begin_batch(self.batch_number)
 
     def on_submodule_call(self, module_index: int, graph_task_id: int) -> int:
         """Assigns a frame to a step when a submodule runs outside the root."""

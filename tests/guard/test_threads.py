@@ -132,3 +132,50 @@ def test_the_batch_behind_forwards_that_overlapped_has_its_own_number():
         with pytest.raises(NonFiniteError), torch.no_grad():
             model(torch.full((1, 2), float("nan")))
         assert watch._roots == {}
+
+
+def test_a_thread_whose_forward_lost_its_hooks_counts_on_with_the_others():
+    class Waits(nn.Linear):
+        def forward(self, x):
+            for began, ends in waiting.pop(threading.get_ident(), ()):
+                began.set()
+                assert ends.wait(30)
+            return super().forward(x)
+
+    waiting, model, batches = {}, Waits(2, 1), []
+    events = [threading.Event() for _ in range(4)]
+    goes_on, idle = threading.Event(), threading.Semaphore(0)
+
+    def call(value):
+        try:
+            with torch.no_grad():
+                model(torch.full((1, 2), value))
+        except NonFiniteError as error:
+            batches.append(error.report.verdict.batch)
+
+    def run(began, ends):
+        waiting[threading.get_ident()] = [(began, ends)]
+        call(1.0)
+        idle.release()
+        assert goes_on.wait(30)
+        call(float("nan"))
+
+    with OverflowGuard(model) as guard:
+        threads = [
+            threading.Thread(target=run, args=each) for each in (events[:2], events[2:])
+        ]
+        for thread, began in zip(threads, events[::2], strict=True):
+            thread.start()
+            assert began.wait(30)
+        guard.disable()
+        for ends in events[1::2]:
+            ends.set()
+            assert idle.acquire(timeout=30)
+        guard.enable()
+        for value in (1.0, 1.0, float("nan")):
+            call(value)
+        goes_on.set()
+        for thread in threads:
+            thread.join()
+        assert len(batches) == 3 and len(set(batches)) == 3
+        assert min(batches[1:]) > batches[0]
