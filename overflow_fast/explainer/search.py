@@ -228,7 +228,8 @@ def _dataset_index(call: Call, index: int, size: int) -> int | None:
 
 
 _NO_BUDGET = (
-    "The samples of the batch were not compared: the budget of forwards was spent."
+    "The samples of the batch were not compared: the budget, of forwards or of time, "
+    "was spent."
 )
 _NOT_TRIED = (
     "No remedy was tried: the step writes to {}, which could not be put back to what "
