@@ -10,11 +10,10 @@ import torch
 
 from ..scanner.tensors import PLAIN, real_parts, widened
 from ..scanner.text import error_line
-from ..scanner.torch_ops import has, op_of
+from ..scanner.torch_ops import draws, has, op_of
 from ..scanner.tree import mapped, tensors_in
 from ..torch_internals.replaying import (
     attention_by_definition,
-    schema_defaults,
     schema_names,
 )
 from .mask_counts import MaskCounts, has_no_label
@@ -68,17 +67,8 @@ def run_in_float64(func: Any, base: str, args: Any, kwargs: Any) -> Any:
 def _require_repeatable(func: Any, args: Any, kwargs: Any) -> None:
     if not str(func).startswith(("aten.", "prims.")):
         raise NotImplementedError("an operation of an extension")
-    if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+    if draws(func, args, kwargs):
         raise NotImplementedError("it draws random numbers")
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """False for dropout that is off, as in attention; the tag is of all calls."""
-    by_place = dict(zip(schema_names(func), args, strict=False))
-    given = {**schema_defaults(func), **by_place, **kwargs}
-    rates = (given.get(name) for name in ("dropout_p", "dropout"))
-    is_off = any(rate == 0 for rate in rates if isinstance(rate, (int, float)))
-    return not (is_off or given.get("train", given.get("training")) is False)
 
 
 def _widened(op: OpCall, value: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..torch_internals.replaying import schema_of
+from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 
 # What a row may say of an operation:
 #
@@ -303,13 +303,20 @@ def _overloads(name: str) -> Iterator[Any]:
         yield getattr(packet, overload)
 
 
+def draws(operator: Any, args: Any, kwargs: Any) -> bool:
+    """True if a call of an operator draws numbers: dropout that is off does not."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    by_place = dict(zip(schema_names(operator), args, strict=False))
+    given = {**schema_defaults(operator), **by_place, **kwargs}
+    rates = (given.get(name) for name in ("dropout_p", "dropout"))
+    is_off = any(rate == 0 for rate in rates if isinstance(rate, (int, float)))
+    return not (is_off or given.get("train", given.get("training")) is False)
+
+
 def _is_random(operator: Any) -> bool:
-    """True for one that draws numbers; attention does where it is asked to."""
-    has_choice = any(
-        argument.name == "dropout_p" and argument.has_default_value()
-        for argument in schema_of(operator).arguments
-    )
-    return torch.Tag.nondeterministic_seeded in operator.tags and not has_choice
+    """True for one that draws numbers unless it is told not to."""
+    return draws(operator, (), {"train": True, "training": True})
 
 
 def _is_move(operator: Any) -> bool:

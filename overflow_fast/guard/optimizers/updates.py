@@ -48,7 +48,7 @@ def may_overflow(optimizer: Optimizer, largest: float) -> bool:
         return False
     limit = _limit_of(optimizer)
     rates = (g["lr"] for g in optimizer.param_groups if isinstance(g.get("lr"), float))
-    if largest * max(1.0, *rates, 1.0) > limit / _MARGIN:
+    if largest * max([1.0, *rates]) > limit / _MARGIN:
         return True
     if isinstance(optimizer, _LINEAR):
         return False
