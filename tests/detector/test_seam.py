@@ -14,7 +14,7 @@ import overflow_fast
 from overflow_fast import _C, OverflowGuard
 from overflow_fast.detector.frames import BackwardFrame, frames_text
 from overflow_fast.guard.report.report import Report
-from overflow_fast.guard.report.wording import who_made_it
+from overflow_fast.guard.report.wording import nonfinite_settings, who_made_it
 from overflow_fast.guard.verdict.first_bad import attribute
 from overflow_fast.guard.verdict.remarks import bad_settings
 from overflow_fast.guard.verdict.verdict import (
@@ -22,7 +22,6 @@ from overflow_fast.guard.verdict.verdict import (
     BadFrame,
     NonModuleOrigin,
     Verdict,
-    nonfinite_settings,
 )
 
 STUB = Path(overflow_fast.__file__).parent / "_C" / "__init__.pyi"

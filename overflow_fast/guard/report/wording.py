@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ...detector.frames import frames_text
@@ -20,9 +20,9 @@ from ..verdict.verdict import (
     BadEntry,
     EntryHeadroom,
     NonModuleOrigin,
+    SettingRemark,
     Verdict,
     is_of_flag,
-    nonfinite_settings,
 )
 from .causes import BAD_DATA, UNKNOWN, Cause
 
@@ -89,6 +89,11 @@ def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
         still = f"if {name} is still non-finite after this step"
         return f"{still}, load a checkpoint in which it is finite"
     return _load(name)
+
+
+def nonfinite_settings(remarks: Iterable[str]) -> list[str]:
+    """Lists the settings that are no finite numbers, from those sentences."""
+    return [each.setting for each in remarks if isinstance(each, SettingRemark)]
 
 
 def _load(name: str) -> str:

@@ -399,11 +399,6 @@ class SettingRemark(str):
     setting: str
 
 
-def nonfinite_settings(remarks: Iterable[str]) -> list[str]:
-    """Lists the settings that are no finite numbers, from those sentences."""
-    return [each.setting for each in remarks if isinstance(each, SettingRemark)]
-
-
 def headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
     peak = bad.watch.recorder.last_peak(entry.place)
     return None if peak is None else headroom_of(bad.watch, peak)
