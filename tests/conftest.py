@@ -153,6 +153,15 @@ def no_others():
             each.remove()
 
 
+@pytest.fixture
+def validated():
+    """Distributions look at their parameters: dynamo switches that off for good."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(True)
+    yield
+    torch.distributions.Distribution.set_default_validate_args(before)
+
+
 @pytest.fixture(scope="module")
 def emulated_kernels():
     """CUDA's kernels for tensors on the CPU, where the device's are asked for."""

@@ -15,15 +15,7 @@ from torch.distributions import Categorical, Normal
 from overflow_fast import NonFiniteError, OverflowGuard, read_record
 
 BAD_STEP = 2
-
-
-@pytest.fixture(autouse=True)
-def validated():
-    """Distributions look at their parameters: dynamo switches that off for good."""
-    before = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(True)
-    yield
-    torch.distributions.Distribution.set_default_validate_args(before)
+pytestmark = pytest.mark.usefixtures("validated")
 
 
 class Net(nn.Module):

@@ -12,15 +12,7 @@ from overflow_fast import NonFiniteError
 
 transformers = pytest.importorskip("transformers")
 BAD_STEP = 1
-
-
-@pytest.fixture(autouse=True)
-def validated():
-    """Distributions look at their parameters: dynamo switches that off for good."""
-    before = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(True)
-    yield
-    torch.distributions.Distribution.set_default_validate_args(before)
+pytestmark = pytest.mark.usefixtures("validated")
 
 
 def assert_reported(guard, error, step=BAD_STEP):
