@@ -1,16 +1,22 @@
 """A replay ends before its first effect, and says what it was and where."""
 
+import array
 import asyncio
+import atexit
 import collections
 import concurrent.futures
 import csv
+import ctypes
 import io
 import itertools
+import locale
 import logging
 import math
 import multiprocessing
 import os
+import pickle
 import queue
+import resource
 import select
 import signal
 import socket
@@ -23,8 +29,10 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors import numpy as safetensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,6 +51,8 @@ class World:
         self.log = self.path.open("a")
         self.bytes = self.path.open("ab", buffering=0)
         self.read = self.path.open()
+        self.data = self.path.open("rb")
+        self.pickler = pickle.Pickler(self.bytes)
         self.memory = io.StringIO()
         self.rows = csv.writer(self.log)
         self.queue, self.simple = queue.Queue(), queue.SimpleQueue()
@@ -62,6 +72,8 @@ class World:
         self.locks = {"a": [self.held]}
         self.sockets = socket.socketpair()
         self.pipe = os.pipe()
+        self.store, self.library = torch.distributed.HashStore(), ctypes.CDLL(None)
+        self.functions = {"a": self.library.getppid}
         self.base = sqlite3.connect(folder / "base")
         self.base.execute("create table t (x)")
         self.items, self.pairs = iter([1, 2, 3]), zip([1, 2], [3, 4], strict=True)
@@ -89,7 +101,14 @@ class World:
         self.logger.removeHandler(self.handler)
         self.handler.close()
         self.pool.shutdown()
-        for each in (*self.sockets, self.base, self.log, self.bytes, self.read):
+        for each in (
+            *self.sockets,
+            self.base,
+            self.log,
+            self.bytes,
+            self.read,
+            self.data,
+        ):
             each.close()
         for each in self.pipe:
             os.close(each)
@@ -99,7 +118,9 @@ class World:
         self.handler.flush()
         return {
             "files": {p.name: p.stat().st_size for p in self.folder.iterdir()},
-            "written": (self.log.tell(), self.memory.tell(), self.read.tell()),
+            "written": tuple(
+                e.tell() for e in (self.log, self.memory, self.read, self.data)
+            ),
             "queues": (self.queue.qsize(), self.simple.qsize(), self.stack.qsize()),
             "tasks": self.queue.unfinished_tasks,
             "locks": (self.held.locked(), self.free.locked(), self.semaphore._value),
@@ -244,6 +265,16 @@ EFFECTS = {
         lambda w: torch.save(1, w.folder / "new.pt"),
         lambda w: torch.save(1, w.path),
         lambda w: os.write(w.pipe[1], b"x"),
+        lambda w: os.copy_file_range(w.read.fileno(), w.log.fileno(), 1),
+        lambda w: print("x", **{"file": w.log}),
+        lambda w: print(*"xy", file=w.log),
+        lambda w: pickle.dump([1], w.bytes),
+        lambda w: w.pickler.dump([1]),
+        lambda w: np.ones(1).tofile(w.bytes),
+        lambda w: np.ones(1).tofile(w.folder / "new"),
+        lambda w: np.save(w.folder / "new.npy", np.ones(1)),
+        lambda w: array.array("b", [1]).tofile(w.bytes),
+        lambda w: safetensors.save_file({"a": np.ones(1)}, w.folder / "new"),
         in_a_checkpoint,
     ],
     "reads from a file that was open before": [
@@ -251,6 +282,9 @@ EFFECTS = {
         lambda w: w.read.read(1),
         lambda w: w.read.seek(0),
         lambda w: os.read(w.pipe[0], 1),
+        lambda w: pickle.load(w.data),
+        lambda w: np.fromfile(w.data, "u1", 1),
+        lambda w: np.load(w.data),
     ],
     "takes from a queue": [
         lambda w: w.queue.get(),
@@ -280,6 +314,8 @@ EFFECTS = {
         lambda w: list(itertools.islice(w.generator, 2)),
         lambda w: dict(zip("ab", w.generator, strict=False)),
         lambda w: max(w.generator),
+        lambda w: [e for e in zip(range(2), w.generator, strict=False)],
+        lambda w: list(zip(range(max(1, 2)), w.items, strict=False)),
         lambda w: [*w.generator],
         lambda w: print(*w.generator),
         lambda w: 5 in w.generator,
@@ -347,8 +383,31 @@ EFFECTS = {
         lambda w: os.environ.update(A_NEW_ONE="1"),
         lambda w: os.environ.pop("PATH"),
     ],
+    "changes settings of the process": [
+        lambda w: os.umask(0),
+        lambda w: os.nice(0),
+        lambda w: sys.setrecursionlimit(sys.getrecursionlimit()),
+        lambda w: atexit.register(int),
+        lambda w: locale.setlocale(locale.LC_ALL, "C"),
+        lambda w: resource.setrlimit(
+            resource.RLIMIT_CORE, resource.getrlimit(resource.RLIMIT_CORE)
+        ),
+    ],
+    "uses the store of the ranks": [
+        lambda w: w.store.set("a", "1"),
+        lambda w: w.store.add("a", 1),
+        lambda w: torch.distributed.Store.get(w.store, "a"),
+    ],
+    "calls a function of another language": [
+        lambda w: w.library.getpid(),
+        lambda w: w.functions["a"](),
+    ],
     "sleeps": [lambda w: time.sleep(99)],
-    "sets or sends a signal": [lambda w: signal.alarm(99)],
+    "sets or sends a signal": [
+        lambda w: signal.alarm(99),
+        lambda w: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
+        lambda w: signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    ],
     "sets a profiler": [lambda w: sys.setprofile(None)],
     "takes far longer than the step": [until_it_is_set, until_a_number_changes],
 }
@@ -408,6 +467,13 @@ def in_memory(w):
     text, data = io.StringIO(), io.BytesIO()
     text.write("x")
     print("x", file=text)
+    print(*"xy", sep=",", file=text)
+    pickle.dump([1], data)
+    pickle.Pickler(data).dump([2])
+    data.seek(0)
+    pickle.load(data), pickle.Unpickler(data).load()
+    np.save(io.BytesIO(), np.ones(2))
+    data = io.BytesIO()
     csv.writer(text).writerow([1])
     torch.save(torch.ones(2), data)
     data.seek(0)
@@ -416,6 +482,7 @@ def in_memory(w):
 
 def to_the_terminal(w):
     print("twice")
+    print(*["twice"], sep="", flush=True)
     sys.stdout.write("twice\n")
     print("twice", file=sys.stderr, flush=True)
     warnings.warn("twice", stacklevel=1)
@@ -443,6 +510,20 @@ def test_what_has_no_effect_is_not_ended(code, world, capfd):
         code(world)
     assert world.state() == before
     assert "twice" not in "".join(capfd.readouterr())
+
+
+def test_warnings_are_heard_of_the_step_alone(monkeypatch):
+    heard = []
+    monkeypatch.setattr(warnings, "showwarning", lambda text, *a: heard.append(text))
+    warnings.simplefilter("always")
+    with EffectRule().applied(60):
+        warnings.warn("twice", stacklevel=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn("its own", stacklevel=1)
+    assert not heard
+    assert len(caught) == 1
+    warnings.warn("once", stacklevel=1)
+    assert [str(each) for each in heard] == ["once"]
 
 
 def test_a_lock_that_is_held_for_a_moment_is_waited_for(world):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -34,6 +34,8 @@ LATE = "takes far longer than the step"
 PROFILER = "sets a profiler or a tracer"
 PROCESS_SIGNAL = "sets or sends a signal"
 STORE = "uses the store of the ranks"
+SETTINGS = "changes settings of the process"
+FOREIGN = "calls a function of another language"
 
 LOCK_TYPES = (type(threading.Lock()), type(threading.RLock()))
 ACQUIRES = ("acquire", "__enter__", "acquire_lock")
@@ -43,6 +45,10 @@ FILE_READS = {
     *("read", "read1", "readall", "readline", "readlines", "readinto", "readinto1"),
     *("peek", "seek", "detach"),
 }
+# Functions of C that write to a file, or read one, of any module: it is an argument, or
+# what a pickler is bound to.
+OTHER_WRITES = {"dump", "tofile", "save_file", "serialize_file", "imwrite", "imsave"}
+OTHER_READS = {"load", "fromfile"}
 WITHIN_PROCESS = (io.StringIO, io.BytesIO)
 # Iterators that the collector does not list.
 UNKNOWN_ITERATORS = (type(iter(range(1))), type(iter(range(2**63, 2**64))))
@@ -54,22 +60,40 @@ def _functions_of(module: Any, names: str, words: str) -> dict[Any, str]:
     return {each: words for each in found if each is not None}
 
 
+# Some functions of `signal` are Python's own, around those of this module.
+_SIGNAL = sys.modules["_signal"]
 FUNCTIONS = {
     **_functions_of(time, "sleep", SLEEPS),
+    **_functions_of(time, "clock_settime clock_settime_ns tzset", SETTINGS),
     **_functions_of(select, "select", WAITS),
     **_functions_of(
-        signal,
+        _SIGNAL,
         "alarm setitimer pause sigwait sigwaitinfo sigtimedwait signal raise_signal "
-        "pthread_kill",
+        "pthread_kill pthread_sigmask set_wakeup_fd siginterrupt pidfd_send_signal",
         PROCESS_SIGNAL,
     ),
     **_functions_of(
         os,
-        "write writev pwrite pwritev sendfile ftruncate fsync fdatasync",
+        "write writev pwrite pwritev sendfile ftruncate fsync fdatasync sync splice "
+        "copy_file_range posix_fallocate eventfd_write",
         WRITES,
     ),
-    **_functions_of(os, "read readv pread preadv lseek", READS),
-    **_functions_of(os, "pipe pipe2 dup dup2 closerange", FILES),
+    **_functions_of(os, "read readv pread preadv lseek eventfd_read", READS),
+    **_functions_of(os, "pipe pipe2 dup dup2 closerange mkfifo mknod", FILES),
+    **_functions_of(
+        os,
+        "umask nice setpriority sched_setaffinity sched_setparam sched_setscheduler "
+        "set_blocking setegid seteuid setgid setgroups initgroups setpgid setpgrp "
+        "setregid setresgid setresuid setreuid setsid setuid tcsetpgrp chroot",
+        SETTINGS,
+    ),
+    **_functions_of(
+        sys,
+        "setrecursionlimit setswitchinterval setdlopenflags set_int_max_str_digits",
+        SETTINGS,
+    ),
+    **_functions_of(atexit, "register unregister", SETTINGS),
+    **_functions_of(sys.modules.get("_locale"), "setlocale", SETTINGS),
     **_functions_of(
         os,
         "fork forkpty kill killpg system wait wait3 wait4 waitpid waitid abort _exit "
@@ -93,6 +117,8 @@ EVENTS = {
     "shutil.": FILES,
     "tempfile.": FILES,
     "fcntl.": FILES,
+    "resource.": SETTINGS,
+    "syslog.": WRITES,
     "winreg.": FILES,
     "socket.": SOCKET,
     "smtplib.": SOCKET,
@@ -242,6 +268,7 @@ KNOWN: dict[str, WordsOf] = {
     "asyncio.base_events:BaseEventLoop.run_forever": _always(WAITS),
     "torch.serialization:save": _of_save,
     "torch.jit._serialization:save": _always(WRITES),
+    "torch.export:save": _of_save,
     "safetensors.torch:save_file": _always(WRITES),
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__": _of_loader,
 }

@@ -63,19 +63,28 @@ def places_in(code: types.CodeType) -> tuple[int, ...]:
     return tuple(each.offset for each in own if each.opname in names)
 
 
-def values_at(frame: types.FrameType) -> list[Any]:
-    """Looks up what the next instruction of a frame waits for or takes from."""
+def looked_at(frame: types.FrameType) -> tuple[list[Any], Any]:
+    """Looks up what the next instruction of a frame waits for or takes from.
+
+    Returns:
+        It, and the function that the instruction calls; UNSEEN for none.
+    """
     own, index = _instructions_of(frame.f_code), index_of(frame)
     if own[index].opname not in _CALLS:
-        return [value_before(frame, index)[0]]
-    arguments, index = _arguments(frame, index)
+        return [value_before(frame, index)[0]], UNSEEN
+    given, index = arguments(frame)
     function = value_before(frame, index)[0] if index >= 0 else UNSEEN
     is_taker = any(function is each for each in _TAKERS)  # calls no `__eq__`
-    return [value for value, _ in arguments] if is_taker else []
+    return [value for value, _ in given] if is_taker else [], function
 
 
-def _arguments(frame: types.FrameType, index: int) -> tuple[list[tuple[Any, int]], int]:
-    """The arguments of a call, last first, with where they begin; and where all do."""
+def arguments(frame: types.FrameType) -> tuple[list[tuple[Any, int]], int]:
+    """The arguments of the call that a frame is about to make, last first.
+
+    Returns:
+        Some of the last, each with where it begins; and where all of these do.
+    """
+    index = index_of(frame)
     found = []
     count = _instructions_of(frame.f_code)[index].arg or 0
     for _ in range(min(count, _MOST_ARGUMENTS)):
@@ -96,10 +105,10 @@ def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
     Returns:
         It, and whether it is a local variable of the frame.
     """
-    arguments, _ = _arguments(frame, index_of(frame))
-    if not arguments:
+    given, _ = arguments(frame)
+    if not given:
         return UNSEEN, False
-    value, place = arguments[-1]
+    value, place = given[-1]
     first = _instructions_of(frame.f_code)[max(place, 0)]
     is_fast = first.opname.startswith("LOAD_FAST")
     return value, is_fast and frame.f_locals.get(first.argval) is value
@@ -108,6 +117,8 @@ def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
 def keyword(frame: types.FrameType, name: str) -> Any:
     """The value that a call is about to get by a keyword; None if there is none."""
     own, index = _instructions_of(frame.f_code), index_of(frame)
+    if own[index].opname == "CALL_FUNCTION_EX":
+        return _keyword_beside_star(frame, index, name)
     names: Any = ()
     for each in own[max(0, index - 3) : index + 1]:
         is_names = each.opname in ("KW_NAMES", "LOAD_CONST")
@@ -122,6 +133,43 @@ def keyword(frame: types.FrameType, name: str) -> Any:
         if each == name:
             return value
     return None
+
+
+def _keyword_beside_star(frame: types.FrameType, index: int, name: str) -> Any:
+    """The same of a call with `*` or `**`; UNSEEN where it may be in a dict."""
+    own = _instructions_of(frame.f_code)
+    if not (own[index].arg or 0) & 1:
+        return None
+    made = own[index - 1]
+    if made.opname == "BUILD_CONST_KEY_MAP":
+        names, place = own[index - 2].argval, index - 2
+        for each in reversed(names):
+            value, place = value_before(frame, place)
+            if each == name:
+                return value
+        return None
+    if made.opname != "BUILD_MAP":
+        return UNSEEN
+    place = index - 1
+    for _ in range(made.arg or 0):
+        value, place = value_before(frame, place)
+        key, place = value_before(frame, place)
+        if key is UNSEEN or key == name:
+            return value
+    return None
+
+
+def _begin_of_value(own: list[dis.Instruction], index: int) -> int:
+    """Where the instructions begin that make the value before one; -1 if not seen."""
+    wanted = 1  # values on the stack
+    while wanted > 0 and index > 0:
+        index -= 1
+        each = own[index]
+        if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
+            return -1
+        arg = each.arg if each.opcode >= dis.HAVE_ARGUMENT else None
+        wanted -= dis.stack_effect(each.opcode, arg)
+    return index if wanted == 0 else -1
 
 
 def value_before(frame: types.FrameType, index: int) -> tuple[Any, int]:
@@ -151,7 +199,7 @@ def value_before(frame: types.FrameType, index: int) -> tuple[Any, int]:
         key, start = value_before(frame, index)
         owner, start = value_before(frame, start)
         return _item(owner, key), start
-    return UNSEEN, -1
+    return UNSEEN, _begin_of_value(own, index + 1)
 
 
 def _attribute(owner: Any, name: str) -> Any:

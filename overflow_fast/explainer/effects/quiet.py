@@ -1,4 +1,4 @@
-"""The terminal and the loggers, which a replay tells nothing twice."""
+"""The terminal, warnings and loggers, which a replay tells nothing twice."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,15 +41,17 @@ class _Quieted:
 
 
 class Quiet:
-    """Drops what threads that replay write to the terminal, or give to loggers.
+    """Drops what threads that replay write to the terminal, warn of, or log.
 
-    The streams of `sys` and the handlers of `logging` are those of the process: each
-    asks which thread it is, as long as one replays.
+    The streams of `sys`, what shows warnings and the handlers of `logging` are those of
+    the process: each asks which thread it is, as long as one replays.
     """
 
     def __init__(self) -> None:
         self._threads: dict[int, int] = {}
         self._lock = threading.Lock()
+        self._show: Any = None
+        self._shown_by: tuple[Any, Any] = (None, None)
         self._streams: dict[str, _Quieted] = {}
         self._handlers: list[logging.Handler] = []
         # `print` of another thread holds no reference of its own to the stream that it
@@ -80,6 +83,9 @@ class Quiet:
                 self._streams[name] = _Quieted(stream, self._threads)
                 self._used.append(self._streams[name])
                 setattr(sys, name, self._streams[name])
+        self._show = vars(warnings)["_showwarnmsg"]
+        self._shown_by = _sinks()
+        vars(warnings)["_showwarnmsg"] = self._show_warning
         handlers: Any = vars(logging)["_handlerList"]  # weak references
         found = [reference() for reference in handlers]
         self._handlers = [each for each in found if each is not None]
@@ -90,12 +96,25 @@ class Quiet:
         for name, stream in self._streams.items():
             if getattr(sys, name) is stream:  # else somebody has put another there
                 setattr(sys, name, stream._stream)
+        vars(warnings)["_showwarnmsg"] = self._show
         for handler in self._handlers:
             handler.removeFilter(self._is_told)
         self._streams, self._handlers = {}, []
 
+    def _show_warning(self, message: Any) -> None:
+        """Shows a warning, but for threads that replay; what these catch is theirs."""
+        is_caught = _sinks() != self._shown_by
+        if is_caught or threading.get_ident() not in self._threads:
+            self._show(message)
+
     def _is_told(self, record: logging.LogRecord) -> bool:
         return threading.get_ident() not in self._threads
+
+
+def _sinks() -> tuple[Any, Any]:
+    """What shows a warning: functions that `catch_warnings` replaces within it."""
+    own = vars(warnings)
+    return own["showwarning"], own["_showwarnmsg_impl"]
 
 
 quiet = Quiet()

@@ -13,7 +13,10 @@ the environment, starts a thread or a process, or changes files, `Effect` is rai
 What goes to the terminal and to loggers is dropped meanwhile, in this thread alone.
 
 Not seen, and so not ended: what the program does to its own Python objects outside of
-the models, what a function of C does within one call, and iteration over a file.
+the models (`sys.path`, attributes of classes), what it writes to memory that processes
+share or that is mapped from a file, switches that it toggles by assignment
+(`torch.backends`), what a function of C does within one call, unless its name says that
+it writes to a file, and iteration over a file.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import gc
 import io
 import itertools
 import os
+import pickle
 import socket
 import sys
 import time
@@ -40,7 +44,14 @@ from ..users_lines import Site
 from . import kinds
 from .before import Before, place_of
 from .collectives import collectives
-from .lookups import UNSEEN, first_argument, keyword, places_in, values_at
+from .lookups import (
+    UNSEEN,
+    arguments,
+    first_argument,
+    keyword,
+    looked_at,
+    places_in,
+)
 from .quiet import quiet, terminals
 
 # How long a replay may take: so many times as long as the step, and some seconds for
@@ -158,6 +169,8 @@ class _Policy:
     def asks_about(self, function: Any) -> bool:
         """True for a function of C that may be an effect, of whatever object."""
         owner, name = function.__self__, function.__name__
+        if name in kinds.OTHER_WRITES or name in kinds.OTHER_READS:
+            return True
         if owner is None or isinstance(owner, types.ModuleType):
             return function in kinds.FUNCTIONS or function in (builtins.next, print)
         if isinstance(owner, io.IOBase):
@@ -169,8 +182,8 @@ class _Policy:
             return True
         if kind in kinds.GENERATORS:
             return name in ("send", "throw", "close")
-        if kind.__name__ == "PyCapsule":  # a function of pybind's
-            return function in _store_functions() or name == "write_record"
+        if _is_pybinds(kind):
+            return function in _store_functions()
         return isinstance(owner, socket.socket) or kind.__module__ in (
             *("_socket", "_ssl", "_queue", "_csv", "mmap", "_io"),
         )
@@ -183,6 +196,11 @@ class _Policy:
 
     def _words_of(self, frame: types.FrameType, function: Any) -> str:
         owner, name = function.__self__, function.__name__
+        if name in kinds.OTHER_WRITES or name in kinds.OTHER_READS:
+            if isinstance(owner, (pickle.Pickler, pickle.Unpickler)):
+                way = "write" if name in kinds.OTHER_WRITES else "read"
+                return self._words_of_bound(owner, way)
+            return self._words_of_given(frame, name)
         if owner is None or isinstance(owner, types.ModuleType):
             if function is builtins.next:
                 return self._words_of_next(frame)
@@ -202,7 +220,7 @@ class _Policy:
             return kinds.QUEUE if is_taken else ""
         if kind.__module__ == "_csv":
             is_written = name in ("writerow", "writerows")
-            return self._words_of_csv(owner) if is_written else ""
+            return self._words_of_bound(owner, "write") if is_written else ""
         if kind.__module__ in ("sqlite3", "_sqlite3"):
             return kinds.DATABASE
         if kind.__module__ == "select":
@@ -210,8 +228,8 @@ class _Policy:
         if kind.__module__ == "mmap":
             is_written = name in ("write", "write_byte", "flush", "resize", "move")
             return kinds.WRITES if is_written else ""
-        if kind.__name__ == "PyCapsule":
-            return kinds.WRITES if name == "write_record" else kinds.STORE
+        if _is_pybinds(kind):
+            return kinds.STORE
         is_harmless = name in ("fileno", "gettimeout", "getsockname", "getpeername")
         return "" if is_harmless else kinds.SOCKET
 
@@ -257,16 +275,31 @@ class _Policy:
                 return True
         return False
 
-    def _words_of_csv(self, writer: Any) -> str:
-        files = [getattr(e, "__self__", None) for e in gc.get_referents(writer)]
+    def _words_of_bound(self, owner: Any, name: str) -> str:
+        """Of an object of C that keeps methods of a file: a pickler, a CSV's writer."""
+        files = [getattr(e, "__self__", None) for e in gc.get_referents(owner)]
         found = [each for each in files if isinstance(each, io.IOBase)]
-        is_own = not any(self._words_of_file(each, "write") for each in found)
-        return "" if found and is_own else kinds.WRITES
+        return self._words_of_files(found, name)
+
+    def _words_of_given(self, frame: types.FrameType, name: str) -> str:
+        """Of a function of C that is given a file, or the path of one."""
+        given = [value for value, _ in arguments(frame)[0]]
+        found = [each for each in given if isinstance(each, io.IOBase)]
+        is_written = name in kinds.OTHER_WRITES
+        if found or not is_written:
+            return self._words_of_files(found, "write" if is_written else "read")
+        return kinds.WRITES
+
+    def _words_of_files(self, files: Iterable[Any], name: str) -> str:
+        words = (self._words_of_file(each, name) for each in files)
+        return next(filter(None, words), "")
 
     def _words_of_print(self, frame: types.FrameType) -> str:
         """`print(..., file=x)` calls `write` of C: x has to be seen here."""
         file = keyword(frame, "file")
         is_file = isinstance(file, io.IOBase)
+        if file is UNSEEN:
+            return kinds.WRITES
         return self._words_of_file(file, "write") if is_file else ""
 
     def asks_at(self, code: types.CodeType) -> tuple[int, ...]:
@@ -304,13 +337,17 @@ class _Policy:
     def on_instruction(self, frame: types.FrameType, returned: Any) -> None:
         """Raises Effect before `with lock:` that would wait, and before `list(items)`.
 
-        Neither calls a function that is seen.
+        Neither calls a function that is seen; calls by ctypes and of Cython do not.
 
         Args:
             frame: Where it stands.
             returned: What a function of Python has returned last, as in `with f():`.
         """
-        for each in values_at(frame):
+        values, function = looked_at(frame)
+        words = "" if function is UNSEEN else _words_of_opaque(function)
+        if words:
+            self._stop(frame, words)
+        for each in values:
             value = returned if each is UNSEEN else each
             if isinstance(value, kinds.LOCK_TYPES):
                 # What torch waits for is held by torch, in another thread.
@@ -354,6 +391,23 @@ class _Policy:
         if self._num_stops > _MOST_SWALLOWED and self._watch is not None:
             self._watch.refuse_all()
         raise Effect(self.stopped)
+
+
+def _words_of_opaque(function: Any) -> str:
+    """Of a function that is called neither as Python's nor as C's."""
+    kind = type(function)
+    if kind.__name__ == "instancemethod":  # pybind's, called unbound
+        return kinds.STORE if function.__func__ in _store_functions() else ""
+    if kind.__mro__[-2].__name__ == "_CData":
+        return kinds.FOREIGN
+    is_of_cython = kind.__name__ == "cython_function_or_method"
+    names = kinds.FILE_WRITES | kinds.OTHER_WRITES
+    return kinds.WRITES if is_of_cython and function.__name__ in names else ""
+
+
+def _is_pybinds(kind: type) -> bool:
+    """True for what functions of pybind are bound to, in old and new versions of it."""
+    return kind.__name__ == "PyCapsule" or kind.__module__ == "pybind11_builtins"
 
 
 def _is_apart(frame: types.FrameType) -> bool:

@@ -47,7 +47,7 @@ _CLOSED = {
     *PACKAGES,
 }
 # Of torch and the standard library: objects that hold state of a model, and no more.
-_OPEN_PARTS = ("torch.optim", "torch.amp", "torch.distributions")
+_OPEN_PARTS = ("torch.optim", "torch.amp", "torch.distributions", "torch.quasirandom")
 _OPEN_PACKAGES = {"collections", "types", "argparse", "weakref", "_weakrefset"}
 LEFT: Any = object()  # in the place of a value that is not kept, or not there
 _QUEUES = {"queue", "_queue", "multiprocessing.queues"}  # other threads write to them
