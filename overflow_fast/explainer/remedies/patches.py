@@ -175,6 +175,7 @@ class ScaledWeights(Patch):
         factors: By how much, by their names.
     """
 
+    is_same_step = False
     factors: Mapping[str, float]
 
     @contextmanager
@@ -196,6 +197,7 @@ class OtherWeights(Patch):
         values: The values, by the names of the weights.
     """
 
+    is_same_step = False
     values: Mapping[str, torch.Tensor]
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
@@ -213,6 +215,7 @@ class SomeSamples(Patch):
         rows: The samples that it has.
     """
 
+    is_same_step = False
     place: int
     rows: tuple[int, ...]
 
@@ -233,6 +236,7 @@ class WithoutNumber(Patch):
         number: The number.
     """
 
+    is_same_step = False
     place: int
     number: float
 
@@ -259,6 +263,7 @@ class ScaledGradients(Patch):
         factor: By how much they are multiplied.
     """
 
+    is_same_step = False
     factor: float
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
