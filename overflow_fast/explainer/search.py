@@ -91,11 +91,12 @@ def find(
     else:
         index, others = _halved(source, replayer, place, size, may_run, stays_within)
     if index is not None:
-        dataset, outlier = _dataset_index(call, index, size), ""
+        dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None
         if is_of_size and sentinel_in(call, index) is None:
             outlier = outlier_in(call, index)
-        found.sample = Sample.of(index, dataset, outlier)
+        text = "" if outlier is None else outlier.text
+        found.sample = Sample.of(index, dataset, text)
     return others
 
 

@@ -39,7 +39,8 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
     nn.init.constant_(model.bias, -3.0)
     x[2] *= 12
     found = stopped(model, scaled_sums, [x])
-    right, *others = [each for each in found.remedies if each.is_recommended]
+    tried = [each for each in found.remedies if each.is_recommended]
+    right, *others = [each for each in tried if not each.is_of_data]
     wide = nn.Linear(2, 1).double()
     wide.load_state_dict(model.state_dict())
     truth = scaled_sums(wide, x.double()).item()
@@ -215,3 +216,28 @@ def test_statistics_that_the_batch_leaves_are_named():
     helped = [each for each in found.remedies if each.is_finite]
     assert helped and all("running_" in each.leaves for each in helped)
     assert "before)" in helped[0].outcome
+
+
+def test_the_failing_sample_is_left_out_or_clamped_beside_changes_of_code():
+    model = nn.Linear(2, 1)
+    x = torch.randn(6, 2)
+    x[3] *= 1e6
+    found = explain(model, x, lambda x: (model(x).abs().exp() + 1).log().mean())
+    assert found.sample == 3 and not found.remedies[0].is_of_data
+    clamp, drop = [each for each in found.remedies if each.is_of_data]
+    assert "x.abs()" in drop.code or "batch.abs()" in drop.code
+    others = x[[0, 1, 2, 4, 5]]
+    wanted = (model(others).abs().exp() + 1).log().mean()
+    assert drop.loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert clamp.is_finite and ".clamp(" in clamp.code
+    assert sum(line.startswith("tried") for line in str(found).splitlines()) == 2
+    assert clamp.code in str(found) or drop.code in str(found)
+
+
+def test_a_failing_sample_that_is_no_larger_is_left_out_in_words():
+    model = nn.Linear(2, 1, bias=False)
+    x = torch.ones(4, 2)
+    x[2] = 0
+    found = explain(model, x, lambda x: model(x).abs().log().mean())
+    (drop,) = [each for each in found.remedies if each.is_of_data]
+    assert drop.text == "leave sample 2 out of this batch" and not drop.code

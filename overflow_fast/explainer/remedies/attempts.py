@@ -25,12 +25,13 @@ from ..calls import batch_size, with_stand_in
 from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, StepPart
-from ..sentinel import Sentinel
+from ..sentinel import Sentinel, outlier_in
 from ..tensor_kinds import bad_names
 from ..trace_back import ForwardRows, RootOp
 from ..users_lines import place_text
 from .patches import (
     Bfloat16,
+    ClampedBatch,
     Float32Modules,
     OtherWeights,
     ScaledGradients,
@@ -49,7 +50,7 @@ from .rule_attempts import (
     rounded_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
-from .trials import Attempts, Failure, Trial, Trials, loss_of
+from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
 from .true_step import distance
 
 # Which of the user's checkpoints holds finite weights.
@@ -301,6 +302,10 @@ def find_remedies(
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     _measure_others(failure, trials)
+    trials.go_on(AppliedPatches())
+    for trial in _without_sample(failure, trials):
+        if trials.allow(1) and trials.may_run():
+            trials.attempt(trial)
     found.remedies = sorted(
         [*found.remedies, *trials.remedies],
         key=_rank,
@@ -314,7 +319,7 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
     """The order of remedies: what is right and plain comes first."""
     return (
         *(not remedy.is_finite, not remedy.is_recommended, bool(remedy.hides)),
-        *(bool(remedy.misses), bool(remedy.leaves), remedy.is_of_data),
+        *(remedy.is_of_data, bool(remedy.misses), bool(remedy.leaves)),
         (remedy.error or 0.0) if remedy.misses else 0.0,
         remedy.changes_others,
         not remedy.code,
@@ -475,8 +480,33 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
     remedy = Remedy(
         f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
+        is_of_data=True,
     )
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+
+
+def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
+    """The step without the one sample that fails, and with smaller numbers in it."""
+    sample, size, place = failure.found.sample, failure.found.num_samples, failure.place
+    if sample is None or size < 2 or not trials.replayer.ranks.can_cut(place):
+        return
+    call = trials.replayer.calls[place]
+    outlier = outlier_in(call, sample) if sample.outlier else None
+    rows = tuple(i for i in range(size) if i != sample)
+    text, code = f"leave sample {int(sample)} out of this batch", ""
+    if outlier is not None:
+        name, bound = outlier.name, outlier.bound
+        text = f"leave out samples whose `{name}` is above {bound:g} in magnitude"
+        code = f"keep = {name}.abs().reshape({size}, -1).amax(1) <= {bound:g}"
+        usual = outlier.usual
+        clamped = f"{name}.clamp_(-{usual:g}, {usual:g})"  # in a tuple, too
+        if name.isidentifier():
+            clamped = f"{name} = {name}.clamp(-{usual:g}, {usual:g})"
+        words = f"clamp `{name}` to {usual:g} in magnitude"
+        remedy = Remedy(words, clamped, is_of_data=True)
+        yield Trial(remedy, ClampedBatch(place, name, usual))
+    remedy = Remedy(text, code, is_of_data=True)
+    yield Trial(remedy, SomeSamples(place, rows))
 
 
 def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> Attempts:
@@ -487,7 +517,7 @@ def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> A
     code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
     if name.isidentifier():
         code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
-    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code)
+    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code, is_of_data=True)
     yield Trial(remedy, WithoutNumber(failure.place, number))
 
 

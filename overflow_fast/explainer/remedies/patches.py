@@ -256,6 +256,34 @@ class WithoutNumber(Patch):
 
 
 @dataclass(frozen=True)
+class ClampedBatch(Patch):
+    """A call's batch has smaller numbers in place of large ones in one tensor.
+
+    Attributes:
+        place: The call's place.
+        name: The tensor.
+        bound: The largest magnitude.
+    """
+
+    is_same_step = False
+
+    place: int
+    name: str
+    bound: float
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        large = dict(calls[self.place].leaves())[self.name]
+        clamp = {id(large): large.clamp(-self.bound, self.bound)}
+        return [
+            call.with_batch(lambda each: clamp.get(id(each), each))
+            if place == self.place
+            else call
+            for place, call in enumerate(calls)
+        ]
+
+
+@dataclass(frozen=True)
 class ScaledGradients(Patch):
     """Backward begins with other gradients.
 

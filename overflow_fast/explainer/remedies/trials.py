@@ -209,7 +209,7 @@ def _whole(
 STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
-_FOR_TRUTH = 8  # forwards to spend, below which none is for the step in float64; chosen
+_FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
 _HUGE = 1e3  # times the largest loss of the steps before; chosen, not measured
 
 
@@ -295,6 +295,15 @@ class Trials:
     def renew(self) -> None:
         """Allows as many forwards again, within the same time."""
         self._most = self.replayer.num_forwards + self._budget
+
+    def allow(self, num: int) -> bool:
+        """Allows so many replays more, unless the budget is small; else returns False.
+
+        Such as one in float64, which are not at the expense of remedies.
+        """
+        is_large = self._budget >= _FOR_MORE
+        self._most += num * len(self.replayer.calls) * is_large
+        return is_large
 
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
@@ -384,8 +393,7 @@ class Trials:
             patches: These.
         """
         wide = self._failure.in_float64 if self.replayer.ranks.is_alone else None
-        if wide is not None and self._budget >= _FOR_TRUTH and self.may_run():
-            self._most += len(self.replayer.calls)
+        if wide is not None and self.allow(1) and self.may_run():
             result = self._run(StepPart(), [wide, *patches])
             self.truth = Truth.of(result, loss_of(result), self.torch_calls)
 

@@ -436,7 +436,9 @@ class Explanation:
         if not_tried and not recommended:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
             yield "not tried", "; ".join(dict.fromkeys(labels))
-        for remedy in recommended[:2]:
+        first, rest = recommended[:1], recommended[1:]
+        others = [each for each in rest if each.is_of_data != first[0].is_of_data]
+        for remedy in [*first, *(others or rest)[:1]]:
             yield "tried", str(remedy)
 
     def _label(self, remedy: Remedy) -> str:
