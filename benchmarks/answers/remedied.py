@@ -258,7 +258,7 @@ def _apply(code: str, run: Run) -> None:
             return _kept(whole, code)
 
         run.batch = batch
-    elif ".masked_fill(" in code:  # of the batch, which is one tensor
+    elif ".masked_fill" in code or ".clamp" in code:  # of the batch
         make_all = run.batch
 
         def filled(step: int) -> Any:
@@ -309,9 +309,12 @@ def _kept(batch: Any, code: str) -> Any:
     named = batch if isinstance(batch, dict) else {}
     tensors = batch if isinstance(batch, (tuple, list)) else [batch]
     space: dict[str, Any] = {"torch": torch, "batch": batch, **named}
-    name = code.split("isfinite(")[1].split(")")[0]
+    found = re.search(r"isfinite\((.*?)\)|= (.*?)\.abs\(", code)
+    assert found is not None
+    name = found[1] or found[2]
     if name.isidentifier() and name not in space:  # the first argument of the model
-        space[name] = next(t for t in tensors if not bool(t.isfinite().all()))
+        bad = [t for t in tensors if not bool(t.isfinite().all())]
+        space[name] = max(bad or tensors, key=lambda each: float(each.abs().max()))
     exec(code, space)
     keep = space["keep"]
     if isinstance(batch, dict):

@@ -31,6 +31,8 @@ class BadStep:
             they were finite.
         steps_between: How many steps are between two of these magnitudes.
         largest_gradient: That of all gradients in the last step.
+        losses: The magnitudes of the loss in the last steps where it was finite, the
+            oldest first.
         optimizers: The optimizers.
         last_steps: Their last steps.
         num_dropped: How many forwards of the step were too many to be kept.
@@ -50,6 +52,7 @@ class BadStep:
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
     steps_between: int = 1
     largest_gradient: float = 0.0
+    losses: Sequence[float] = ()
     optimizers: Sequence[torch.optim.Optimizer] = ()
     last_steps: LastSteps = field(default_factory=LastSteps)
     is_late: bool = False

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..guard.explaining import USE_RUN
-from ..guard.files.reading import is_regular
 from ..guard.options import BUDGET
 from ..guard.process import world_size
 from ..guard.report.causes import NOT_REPRODUCIBLE, RANGE_OVERFLOW, UNKNOWN
@@ -51,7 +47,6 @@ from .remedies.attempts import find_remedies
 from .remedies.trials import Failure
 from .replay_ranks import BEGIN, NotJoined, RankCoordinator
 from .replayer import Observer, ReplayCheck, Replayer, StepPart
-from .saved_step import STEP, SavedStep, UnreadableStepError, saved_step
 from .search import Search
 from .tensor_kinds import bad_names
 
@@ -356,6 +351,8 @@ def _saved(
     found: Explanation,
 ) -> list[Artifact]:
     """The files of the step, or a note on why there are none."""
+    from .saved_step import saved_step  # for runs that keep evidence alone
+
     try:
         pairs = [] if start is None else start.pairs()
         return saved_step(models, calls, pairs, most - found.artifact_bytes)
@@ -462,96 +459,6 @@ def _without_replay(
         return Explanation(
             "optimizer", notes=["Which step made the optimizer's state is not known."]
         )
-    return found
-
-
-# Explains a step from the folder of its evidence, in another process.
-
-
-_FEW = 3
-
-
-def function_at(argument: str, place: str) -> Callable[..., Any]:
-    """The function of a file.
-
-    Args:
-        argument: The name of the argument, for errors.
-        place: The file and the function, such as "train.py:build".
-
-    Raises:
-        UnreadableStepError: If there is no such file or function, or it cannot be run.
-    """
-    file, _, name = place.rpartition(":")
-    path = Path(file)
-    if not file or not is_regular(path):
-        raise UnreadableStepError(
-            f"{argument} must be FILE.py:FUNCTION, and the file exist, got {place!r}"
-        )
-    sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        found = runpy.run_path(str(path), run_name=path.stem).get(name)
-    except Exception as error:
-        raise UnreadableStepError(f"{path} cannot be run: {error!r}") from error
-    finally:
-        sys.path.pop(0)
-    if not callable(found):
-        raise UnreadableStepError(f"{path} has no function {name!r}")
-    function: Callable[..., Any] = found
-    return function
-
-
-def require_step(folder: str | os.PathLike[str]) -> None:
-    """Raises UnreadableStepError if a folder has no step; names those below it."""
-    path = Path(folder)
-    if not os.path.isdir(path):
-        what = "is no folder" if os.path.lexists(path) else "does not exist"
-        raise UnreadableStepError(f"{path} {what}")
-    below = sorted(path.glob(f"**/{STEP}")) if not (path / STEP).is_file() else []
-    if below:
-        more = f", or one of {len(below) - 1} more" if len(below) > 1 else ""
-        raise UnreadableStepError(f"give the folder of a step: {below[0].parent}{more}")
-
-
-def explain_folder(
-    folder: str | os.PathLike[str],
-    model: nn.Module,
-    loss: Callable[..., Any] | None = None,
-    *,
-    any_weights: bool = False,
-    budget: int = BUDGET,
-) -> Explanation:
-    """Explains the step of a folder with a model that has the step's weights.
-
-    Args:
-        folder: The folder of a bad step's evidence: `.../step-00000012`.
-        model: The model with its weights, as they were when the step was bad.
-        loss: Takes the model and the batch, and returns the loss. The batch is the
-            one argument of the model or a dict of them; where the step ran in
-            `guard.run()`, a dict of the variables that its function used. None for the
-            loss that the model returns.
-        any_weights: Explain with weights that are not those of the step, too.
-        budget: How many forwards it may run.
-
-    Raises:
-        UnreadableStepError: If the folder has no step that can be run, or the weights
-            are not those of the step.
-    """
-    if not isinstance(model, nn.Module):
-        raise UnreadableStepError(
-            f"the model must be a torch.nn.Module, got {type(model).__name__}"
-        )
-    require_step(folder)
-    step = SavedStep(Path(folder))
-    models = step.models(model)
-    other = step.differences(models)
-    text = (
-        f"{len(other)} weights and buffers are not those of the step: "
-        f"{', '.join(other[:_FEW])}{' ...' * (len(other) > _FEW)}"
-    )
-    if other and not any_weights:
-        raise UnreadableStepError(f"{text}; load the checkpoint that the step ran with")
-    found = investigate(models, step.calls(model, loss), budget=budget)
-    found.notes[:0] = step.notes + [text] * bool(other)
     return found
 
 

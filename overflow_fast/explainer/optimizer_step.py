@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +19,11 @@ from ..guard.report.explanation import Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
 from ..scanner.text import dtype_name
 from ..scanner.tree import path_text, tensors
-from ..torch_internals.replaying import with_torch_function
 from .bad_step import SLOWER, BadStep
 from .op_rows import NOT_TRIED, Row
 from .op_table import OpTable
 from .op_trace import OpTrace
+from .optimizer_twin import OptimizerTwin, group_of
 from .remedies.rule_attempts import update_remedies
 from .root_op import details_of
 from .tensor_kinds import summary_of
@@ -75,7 +73,7 @@ def explain_update(
         evidence=[_BETWEEN.format(found.tensor)],
     )
     for optimizer in incident.optimizers:
-        place = _group_of(optimizer, parameter)
+        place = group_of(optimizer, parameter)
         if place is not None:
             now = optimizer.param_groups[place]
             group = {**now, **incident.last_steps.settings(optimizer, place)}
@@ -87,14 +85,6 @@ def explain_update(
                 _add_bad_state(optimizer, parameter, found)
             return made or _too_large(group, incident, found)
     return found
-
-
-def _group_of(optimizer: Any, parameter: torch.Tensor) -> int | None:
-    """The place of the parameter group that has a parameter, or None."""
-    for place, group in enumerate(optimizer.param_groups):
-        if any(parameter is each for each in group["params"]):
-            return place
-    return None
 
 
 def _by_settings(
@@ -116,7 +106,7 @@ def _by_settings(
     wrong = _bad_settings(group)
     if not wrong:
         return None
-    twin = _Twin(optimizer, dict(group), parameter, parameter.dtype)
+    twin = OptimizerTwin(optimizer, dict(group), parameter, parameter.dtype)
     twin.step()
     bad = ~parameter.detach().isfinite()
     if not bool((bad & ~twin.parameter.isfinite()).any()):
@@ -154,7 +144,7 @@ def _made_again(
     optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, found: Explanation
 ) -> Explanation | None:
     """The explanation if the same elements become non-finite again."""
-    twin = _Twin(optimizer, group, parameter, parameter.dtype)
+    twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
     table = OpTable([], details_of)
     with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
@@ -164,7 +154,7 @@ def _made_again(
     row = None if root_op is None else root_op.source
     if not is_same or not isinstance(row, Row):
         return None
-    wide = _Twin(optimizer, group, parameter, torch.float64)
+    wide = OptimizerTwin(optimizer, group, parameter, torch.float64)
     wide.step()
     is_finite = bool(wide.parameter.isfinite().all())
     num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
@@ -208,7 +198,7 @@ def _is_finite_again(
     optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
 ) -> bool:
     """True if the weight is finite after the step is made again."""
-    twin = _Twin(optimizer, group, parameter, parameter.dtype)
+    twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
     twin.step()
     return bool(twin.parameter.isfinite().all())
 
@@ -280,39 +270,3 @@ def _too_large(
             remedies=[SLOWER],
         )
     return found
-
-
-class _Twin:
-    """An optimizer of the same kind and state for a copy of one parameter."""
-
-    def __init__(
-        self,
-        optimizer: Any,
-        group: dict[str, Any],
-        parameter: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> None:
-        value = parameter.detach().to(dtype, copy=True)
-        value[~value.isfinite()] = 0
-        self.parameter = nn.Parameter(value)
-        self.parameter.grad = torch.zeros_like(value)
-        self._optimizer = copy.copy(optimizer)
-        state = {
-            key: _copied(each, parameter.dtype, dtype)
-            for key, each in optimizer.state.get(parameter, {}).items()
-        }
-        settings = {key: each for key, each in group.items() if key != "params"}
-        self._optimizer.param_groups = [{**settings, "params": [self.parameter]}]
-        self._optimizer.state = defaultdict(dict, {self.parameter: state})
-
-    def step(self) -> None:
-        """Makes the class's own step, without hooks."""
-        step: Any = type(self._optimizer).step
-        with torch.no_grad(), with_torch_function():  # which is off in hooks of ours
-            getattr(step, "__wrapped__", step)(self._optimizer)
-
-
-def _copied(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().to(new, copy=True) if value.dtype == old else value.clone()

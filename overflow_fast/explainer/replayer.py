@@ -65,7 +65,13 @@ from .trace_back import RootOp, masked_whole, trace_back
 
 
 class Patch:
-    """A change for one run. It can be pickled, for other ranks to make it, too."""
+    """A change for one run. It can be pickled, for other ranks to make it, too.
+
+    Attributes:
+        is_same_step: Whether weights, batch and the scale of gradients stay the same.
+    """
+
+    is_same_step = True
 
     def applied(
         self, models: Mapping[str, nn.Module]

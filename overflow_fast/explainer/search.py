@@ -24,7 +24,7 @@ from ..torch_internals.replaying import (
 )
 from . import bad_step as notes
 from .bad_step import SLOWER, BadStep
-from .calls import Call, batch_size, name_outside, why_whole
+from .calls import Call, batch_size, name_outside, why_whole, with_stand_in
 from .explain_origin import explain_root_op
 from .named_tensors import names_of
 from .op_rows import Leaf, Row, row_of
@@ -33,10 +33,9 @@ from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
-from .remedies.trials import Failure, seconds_for
+from .remedies.trials import Failure, loss_of, seconds_for
 from .replay_ranks import NotJoined
 from .replayer import Observer, ReplayCheck, Replayer, ReplayResult, StepPart
-from .repro import module_repro_of, repro_of
 from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
@@ -92,11 +91,12 @@ def find(
     else:
         index, others = _halved(source, replayer, place, size, may_run, stays_within)
     if index is not None:
-        dataset, outlier = _dataset_index(call, index, size), ""
+        dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None
         if is_of_size and sentinel_in(call, index) is None:
             outlier = outlier_in(call, index)
-        found.sample = Sample.of(index, dataset, outlier)
+        text = "" if outlier is None else outlier.text
+        found.sample = Sample.of(index, dataset, text)
     return others
 
 
@@ -157,7 +157,7 @@ def _halved(
             return None, None
     if not may_run(1):
         return None, None
-    rows = tuple(i for i in range(size) if i != left[0])
+    rows = with_stand_in(left[0], size)
     observers = [_FailsAgain(source)] * stays_within
     part = StepPart(place, rows, has_table=False)
     others = replayer.run(part, observers=observers)
@@ -470,6 +470,8 @@ class Search:
         source, most = root_op.source, self._artifact_bytes
         if not isinstance(source, Row) or source.call is None:
             return
+        from .repro import module_repro_of, repro_of  # for runs that keep evidence
+
         found.artifacts += repro_of(source.call, found, most)
         if source.module_call is not None:
             call = source.module_call
@@ -489,6 +491,11 @@ class Search:
         failure.sentinel = self._sentinel
         failure.others = self._others
         failure.stays_within, failure.within = traced.is_clean, self._within
+        if self._incident is not None:
+            losses = self._incident.losses
+            before = losses if loss_of(self._first) is None else losses[:-1]
+            failure.usual_loss = max(before, default=None)
+            failure.optimizers = self._incident.optimizers
         find_remedies(failure, self._replayer, self._budget, self._first.seconds)
         changed = self._changed
         found_remedy = any(each.is_recommended for each in found.remedies)

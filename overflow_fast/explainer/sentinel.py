@@ -79,15 +79,46 @@ def _with_samples(
             yield name, tensor, values
 
 
-def outlier_in(call: Call, sample: int) -> str:
-    """Describes the largest value of a sample, if it is far above the other samples'.
+@dataclass(frozen=True)
+class Outlier:
+    """A tensor of the batch in which one sample is far larger than all others.
+
+    Attributes:
+        name: The tensor.
+        largest: The largest magnitude of the sample.
+        most: That of the others.
+    """
+
+    name: str
+    largest: float
+    most: float
+
+    @property
+    def text(self) -> str:
+        """The tensor of the batch, the value and the ratio, in words."""
+        return (
+            f"`{self.name}` is up to {self.largest:.3g} in magnitude there, "
+            f"{rounded(self.largest / self.most, 2)} times the largest of the other "
+            "samples"
+        )
+
+    @property
+    def bound(self) -> float:
+        """A number of one digit that tells the sample from the others."""
+        return float(f"{math.sqrt(self.largest * self.most):.0e}")
+
+    @property
+    def usual(self) -> float:
+        """A number of one digit that the others are below."""
+        return float(f"{1.5 * self.most:.0e}")
+
+
+def outlier_in(call: Call, sample: int) -> Outlier | None:
+    """Finds the tensor in which a sample is far larger than all others, or None.
 
     Args:
         call: The call that failed because of the sample.
         sample: The sample.
-
-    Returns:
-        The tensor of the batch, the value and the ratio, in words; "" for none.
     """
     for name, _, values in _with_samples(call, sample):
         largest = values.abs().flatten(1).amax(1) if values.dim() > 1 else values.abs()
@@ -95,11 +126,8 @@ def outlier_in(call: Call, sample: int) -> str:
         others[sample] = 0
         most = float(others.max())
         if math.isfinite(own) and own > _APART * most > 0:
-            return (
-                f"`{name}` is up to {own:.3g} in magnitude there, "
-                f"{rounded(own / most, 2)} times the largest of the other samples"
-            )
-    return ""
+            return Outlier(name, own, most)
+    return None
 
 
 def _what(number: float, most: float, dtype: torch.dtype) -> str | None:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..guard.undo.attributes import KeptAttributes
 from ..guard.undo.buffers import KeptBuffer
 from ..guard.undo.random import RandomStates
 from ..guard.undo.step_start import StepStart
 from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
+from ..guard.verdict.call_order import is_ours
 from ..scanner.modules import (
     buffers_of,
     is_sharded,
@@ -23,6 +25,7 @@ from ..scanner.modules import (
     reshard,
 )
 from ..scanner.tensors import devices_of, is_whole
+from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks
 from ..torch_internals.replaying import without_cached_casts
 from ..torch_internals.tensor_internals import (
     gradient_hooks,
@@ -154,6 +157,14 @@ class Snapshot:
         names = self._objects.differences(last=self._num_own)
         return [name.removeprefix(".") for name in names]
 
+    def is_of_other_form(self) -> bool:
+        """True if a module has another class, or further hooks, than in the step.
+
+        Those of this package are not counted. Known where attributes were kept.
+        """
+        starts = () if self._start is None else self._start.starts
+        return any(_has_other_form(kept) for each in starts for kept in each.attributes)
+
     def has_stepped(self) -> bool:
         """True if a weight with a hook behind its gradient is another one now."""
         return any(
@@ -242,6 +253,16 @@ class Snapshot:
                 hooks.update(saved)
 
         self._gradients.append(undo)
+
+
+def _has_other_form(kept: KeptAttributes) -> bool:
+    module = kept.module()
+    if module is None:
+        return False
+    kind, keys = kept.form
+    hooks = {**forward_pre_hooks(module), **forward_hooks(module)}
+    added = [hook for key, hook in hooks.items() if key not in keys]
+    return type(module) is not kind or not all(map(is_ours, added))
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from .users_lines import BEGINS, Site, Sites
 
 # Other names of the parameters that patterns read.
 SAME = {"self": "input", "x": "input", "ord": "p", "axis": "dim", "_stacklevel": ""}
-_BACKWARD = (torch.autograd.backward, torch.Tensor.backward, torch.autograd.grad)
+BACKWARD = (torch.autograd.backward, torch.Tensor.backward, torch.autograd.grad)
 _MOST_SITES = 8  # from a torch call out to the program's own line
 # A call's name and, of each of its sites, file, function, first line, instruction: data
 # that is the same on each rank.
@@ -50,7 +50,7 @@ class Value:
     ) -> None:
         self.call, self.place = call, place
         self.version = _version_of(tensor)
-        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.dtype, self.shape, self.device = tensor.dtype, tensor.shape, tensor.device
         self.requires_grad = tensor.requires_grad
         self._weak = weakref.ref(tensor)
         self._held: torch.Tensor | None = None
@@ -165,7 +165,7 @@ class TorchCalls(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "__get__":  # such as of x.T
             name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if func in _BACKWARD:
+        if func in BACKWARD:
             return self._backward(name, func, args, kwargs)
         frames = [] if has(name, "tells") else _frames(sys._getframe(1))
         if not frames:  # it makes no tensor, or is none of the program's calls
@@ -267,7 +267,13 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 # The files of the modes, whose frames stand between a call and who made it.
-_MODES = {__file__, str(Path(__file__).parent / "remedies" / "call_patch.py")}
+_MODES = {
+    __file__,
+    *(
+        str(Path(__file__).parent / "remedies" / name)
+        for name in ("call_patch.py", "true_step.py")
+    ),
+}
 _PLUMBING = _MODES | {
     f"{torch.__path__[0]}/{name}.py"
     for name in (

@@ -27,6 +27,7 @@ from .effects.rule import StoppedError
 from .explain_origin import first_bad_weight
 from .flag_search import explain_flag
 from .nan_bits import gradient_of_payload
+from .program_globals import changed_names, global_values
 from .replay_ranks import GIVEN, OnRank
 from .replayer import ReplayCheck, Replayer, ReplayResult
 from .second_device import FirstCall, compare_devices, is_elsewhere
@@ -112,10 +113,15 @@ class WithoutOperation:
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])
         num_bad, num_runs = 0, 1
+        lost = self._replayer.state.lost
+        before = global_values(lost)
         while num_runs < _RATE and self._may_run(len(self._replayer.calls)):
             num_runs += 1
             again = self._replayer.run()
             num_bad += again.is_forward if is_forward else not again.is_clean
+        if num_runs > 1:
+            changed = changed_names(before, global_values(lost))
+            self._changed = [*self._changed, *changed]
         return self._not_reproducible(first, num_bad, num_runs)
 
     def not_in_eager(self, first: ReplayResult, traced: ReplayResult) -> Explanation:
@@ -237,6 +243,11 @@ class WithoutOperation:
             return notes.set_text(self._set_meanwhile)
         if any(call.is_overwritten() for call in self._replayer.calls):
             return "the batch was written to in the step"
+        if self._replayer.state.is_of_other_form():
+            return (
+                "the program changed the class or the hooks of a module since the "
+                "step's forward"
+            )
         name = name_outside(self._replayer.calls)
         return notes.outside_text(name) if name else ""
 

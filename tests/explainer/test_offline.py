@@ -12,7 +12,8 @@ from torch import nn
 
 from overflow_fast import Explanation
 from overflow_fast.explainer.calls import Call, ModelCall
-from overflow_fast.explainer.explain import explain_folder, investigate
+from overflow_fast.explainer.explain import investigate
+from overflow_fast.explainer.explain_folder import explain_folder
 from overflow_fast.explainer.saved_step import UnreadableStepError
 from overflow_fast.guard.step_keeper import Ambient
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import explain
 from overflow_fast.explainer.replayer import Replayer, StepPart
+from overflow_fast.guard.options import BUDGET
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -191,7 +192,7 @@ def test_what_is_in_a_module(case):
     found = explain(model, data(), lambda x: model(x).sum())
     assert place(found) == (*expected, "inner")
     assert found.op.file == __file__
-    assert found.replays <= 8
+    assert found.replays <= BUDGET + 1  # and one in float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -400,7 +401,7 @@ def test_a_matrix_that_is_singular_in_its_dtype_alone():
     found = explain(net, torch.ones(2, 4), lambda x: net(x).mean())
     assert (found.cause, found.op.name) == ("rounding", "aten._linalg_slogdet")
     assert "in float32 the matrix is singular" in found.evidence[1]
-    assert found.remedies[0].is_recommended and "torch.eye" in found.remedies[0].code
+    assert found.remedies[0].is_right and ".double()" in found.remedies[0].code
 
 
 def test_a_number_just_outside_of_a_domain_is_shown_to_be_there():

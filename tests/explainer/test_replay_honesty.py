@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 
 import pytest
 import torch
@@ -612,3 +613,99 @@ def test_what_the_forward_writes_to_is_not_said_to_be_bad_before_it(how, runs):
     assert report.explanation.cause in ("unknown", "undefined")
     assert "when the model received it" not in str(report)
     assert "before the forward" not in str(report)
+
+
+COUNTED = """
+import itertools
+import torch
+from torch import nn
+
+NUMBER, CALLS, TABLE = 0, [], {}
+COUNT = itertools.count(1)
+
+class Stats:
+    n, seen = 0, []
+
+def number():
+    global NUMBER
+    NUMBER += 1
+    return NUMBER
+
+def of_list():
+    CALLS.append(1)
+    return len(CALLS)
+
+def of_dict():
+    TABLE["n"] = TABLE.get("n", 0) + 1
+    return TABLE["n"]
+
+def of_class():
+    Stats.n += 1
+    return Stats.n
+
+def of_its_list():
+    Stats.seen.append(1)
+    return len(Stats.seen)
+
+def by_globals():
+    globals()["NUMBER"] += 1
+    return NUMBER
+
+def nothing():
+    return 0
+
+class Net(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.a, self.count = nn.Linear(6, 6), count
+
+    def forward(self, x):
+        n = self.count()
+        return self.a(x) + torch.log(x.mean(1, keepdim=True) - (2 if n == 2 else 0))
+"""
+
+
+@pytest.mark.parametrize(
+    "name, held",
+    [
+        *[("number", "NUMBER"), ("of_list", "CALLS"), ("of_dict", "TABLE")],
+        *[("of_class", "Stats.n"), ("of_its_list", "Stats.seen")],
+        *[("by_globals", "NUMBER"), ("COUNT.__next__", "itertools.count()")],
+    ],
+)
+def test_a_count_that_the_program_holds_may_be_why_a_replay_is_finite(
+    name, held, tmp_path, monkeypatch
+):
+    module, _ = module_of(tmp_path, COUNTED)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    first, _, rest = name.partition(".")
+    count = getattr(module, first)
+    model = module.Net(getattr(count, rest) if rest else count)
+    found = explained(model, lambda: model(torch.ones(4, 6)).mean(), steps=2)
+    assert (found.cause, found.op) == ("unknown", None)
+    assert f"`{held}`" in found.notes[0]
+
+
+def change_class(model):
+    class Other(type(model)):
+        def forward(self, x):
+            return self[0](x)
+
+    model.__class__ = Other
+
+
+def add_hook(model):
+    model.register_forward_pre_hook(lambda module, args: (args[0].abs(),))
+
+
+@pytest.mark.parametrize("change", [change_class, add_hook])
+def test_a_model_that_was_changed_behind_backward_may_be_why(change):
+    class Logarithm(nn.Sequential):
+        def forward(self, x):
+            return self[0](x) + x.mean(1, keepdim=True).log()
+
+    model = Logarithm(nn.Linear(3, 1))
+    loss = lambda: model(-torch.ones(4, 3)).mean()  # noqa: E731
+    found = explained(model, loss, between=lambda: change(model))
+    assert found.cause == "unknown"
+    assert "changed the class or the hooks" in found.notes[0]

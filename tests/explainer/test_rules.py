@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import math
 import pickle
 import re
 
@@ -14,7 +13,7 @@ from overflow_fast.explainer.remedies import call_patch
 from overflow_fast.explainer.remedies.call_patch import (
     CallPatch,
     ChangedCalls,
-    InFloat32,
+    InWider,
     RuleChange,
 )
 from overflow_fast.explainer.remedies.patterns import matched, parsed
@@ -30,6 +29,7 @@ from overflow_fast.explainer.remedies.rules import (
     ROUNDED,
     RULES,
     numbers_of,
+    with_numbers,
 )
 from overflow_fast.explainer.remedies.source_file import SourceFile
 from overflow_fast.explainer.torch_calls import TorchCalls
@@ -55,7 +55,7 @@ def recorded(function, *given):
 def changes_of(rule, calls):
     """The changes that a rule makes of calls, each with its root."""
     for root in calls:
-        for number in numbers_of(rule, root.dtype):
+        for number in numbers_of(rule, root):
             found = matched(rule, root, root.dtype, number, -1)
             if found is not None:
                 reads = frozenset(call.key for call in (root, *found.calls))
@@ -122,6 +122,11 @@ EQUAL = {
     "baddbmm(x, a, b) / n": "torch.baddbmm(x[:, :2], x[None], x.T[None]) / 4",
     "m * x": "(x > 1) * x",
     "mean(y)": None,  # of nothing alone: see below
+    "angle(x)": "torch.angle(torch.complex(x, x * x))",
+    "exp(y) / __getitem__(index_add(z, 0, c, exp(y)), c)": (
+        "x.exp() / torch.zeros(2, 3).double().index_add("
+        "0, torch.tensor([1, 1]), x.exp())[torch.tensor([1, 1])]"
+    ),
     "exp(y)": None,  # only where it is divided by its sum
 }
 # The logarithm of each, by how it was made.
@@ -141,6 +146,7 @@ OF_LOG = {
     "sum(y, d, k)": "torch.log(torch.exp(x).sum(-1, keepdim=True))",
     "prod(y, d, k)": "x.sigmoid().prod(-1).log()",
     "mean(y, None)": "x.exp().mean().log()",
+    "mean(y, d, k)": "x.exp().mean(-1).log()",
     "y * z": "(x * x.exp()).log()",
     "y / z": "(x.exp() / x).log()",
     "y ** n": "(x.sigmoid() ** 3).log()",
@@ -228,6 +234,8 @@ FAILING = {
         "torch.tensor([3]), torch.tensor([3]))",
         ONE,
     ),
+    "xlogy": ("torch.xlogy(x + 1, x)", ZERO),
+    "to": ("x.to(torch.float16)", LARGE * 1e3),
     "poisson_nll_loss": ("F.poisson_nll_loss(x, x * 0 + 1)", LARGE),
     "scaled_dot_product_attention": (
         f"F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask={MASKED}"
@@ -254,7 +262,13 @@ LABELS = "torch.full((3,), {}), weight={}"
 # Those for which a rule is not the one for these; by the rule's pattern and words.
 OTHERS = {
     ("y / x", "divide by a count of at least 1"): ("x.sum() / (x > 5).sum()", ONE * 0),
-    ("y / n", "divide by EPS in place of 0"): ("x / (len(x) - 3)", ONE),
+    **dict.fromkeys(
+        [
+            ("y / n", "divide by a count of at least 1"),
+            ("y / n", "divide by 1 in place of 0"),
+        ],
+        ("x / (len(x) - 3)", ONE),
+    ),
     ("poisson_nll_loss(y)", "clamp the rate to at least 0"): (
         *("F.poisson_nll_loss(x, x * 0 + 1, log_input=False)", -ONE),
     ),
@@ -383,6 +397,9 @@ CALLS = {
     "det": ["torch.linalg.det(torch.eye(2))", "torch.eye(2).det()"],
     "slogdet": ["torch.linalg.slogdet(torch.eye(2))", "torch.slogdet(torch.eye(2))"],
     "einsum": ["torch.einsum('ij,kj->ik', x, x)"],
+    "angle": ["torch.angle(x)", "x.angle()"],
+    "index_add": ["x.index_add(0, torch.tensor([0]), x[:1])"],
+    "__getitem__": ["x[torch.tensor([0, 1])]"],
     "baddbmm": ["torch.baddbmm(x[:1, :1], x[None], x.T[None])"],
     "__setitem__": ["x.clone().__setitem__(0, 1.0)"],
 }
@@ -560,7 +577,7 @@ def test_calls_in_float32_go_back_where_they_fit(tmp_path):
     plain, calls = recorded(module.f, x)
     keys = {call.name: call.key for call in calls}
     root = calls[1].key
-    patch = CallPatch((InFloat32(frozenset({root}), frozenset({keys["softmax"]})),))
+    patch = CallPatch((InWider(frozenset({root}), frozenset({keys["softmax"]})),))
     with patch.applied({}), TorchCalls() as seen:
         found = module.f(x)
     dtypes = [call.results[0].dtype for call in seen.calls]
@@ -574,7 +591,7 @@ def test_what_was_in_float32_stays_there(tmp_path):
     x = torch.ones(2, 2).half()
     _, calls = recorded(module.f, x)
     keys = [call.key for call in calls]
-    change = InFloat32(*(frozenset({keys[i]}) for i in (1, 3, 2)))
+    change = InWider(*(frozenset({keys[i]}) for i in (1, 3, 2)))
     with CallPatch((change,)).applied({}):
         found = module.f(x)
     assert found.dtype == torch.float32 and found.eq(30000).all()
@@ -591,7 +608,7 @@ def test_a_cast_in_float32_is_one_to_float32_or_as_it_was(tmp_path):
     ):
         module, _ = module_of(tmp_path, HEAD.format(code))
         _, calls = recorded(module.f, x)
-        with CallPatch((InFloat32(frozenset({calls[1].key})),)).applied({}):
+        with CallPatch((InWider(frozenset({calls[1].key})),)).applied({}):
             found = module.f(x)
         assert found.dtype == dtype and found.isfinite().all()
 
@@ -613,4 +630,4 @@ def test_what_is_written_to_is_made_by_the_call_that_wrote():
 
 def test_numbers_in_a_text_are_short():
     assert not any(re.search(r"e[-+]0\d", rule.text) for rule in RULES)
-    assert math.isfinite(sum(numbers_of(GUARDS[0], torch.float32)))
+    assert with_numbers("N", {"N": 65504.0}) == "65504"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import zipfile
@@ -22,16 +21,17 @@ from ...scanner.modules import (
     parameters_of,
 )
 from ...scanner.text import error_line
-from ..calls import batch_size
+from ..calls import batch_size, with_stand_in
 from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, StepPart
-from ..sentinel import Sentinel
+from ..sentinel import Sentinel, outlier_in
 from ..tensor_kinds import bad_names
 from ..trace_back import ForwardRows, RootOp
 from ..users_lines import place_text
 from .patches import (
     Bfloat16,
+    ClampedBatch,
     Float32Modules,
     OtherWeights,
     ScaledGradients,
@@ -43,13 +43,15 @@ from .rule_attempts import (
     empty_row_trials,
     exact_trials,
     float32_trials,
+    float64_trials,
     guard_trials,
     lost_trials,
     mask_trials,
     rounded_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
-from .trials import Attempts, Failure, Trial, Trials, loss_of
+from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
+from .true_step import distance
 
 # Which of the user's checkpoints holds finite weights.
 
@@ -173,7 +175,7 @@ def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
 
 def _try_modules(model: torch.nn.Module, names: list[str], trials: Trials) -> Attempts:
     """The smallest module around the operation that helps in float32, by halving."""
-    if trials.found_remedy:
+    if trials.found_right:
         return
     best: list[Remedy] = []  # the smallest so far stands for all
     low, high, place = -1, len(names), len(names) - 1
@@ -203,7 +205,7 @@ def _try_up_to_norms(
     ran = [name.removeprefix(prefix) for name in failure.modules]
     ran = [name for name in ran if name and name in modules]
     norms = [name for name in ran if is_normalization(modules[name])]
-    if not norms or trials.found_remedy:
+    if not norms or trials.found_right:
         return
     names = ran[: ran.index(norms[0])]
     for until in ([norms[0]], _patterns(norms, modules)):
@@ -213,7 +215,7 @@ def _try_up_to_norms(
             f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
         )
         yield Trial(remedy, Float32Modules(tuple(names), tuple(until)))
-        if len(norms) == 1 or trials.found_remedy:
+        if len(norms) == 1 or trials.found_right:
             return
 
 
@@ -292,32 +294,48 @@ def find_remedies(
         step_seconds: How long a plain replay took.
     """
     found = failure.found
-    is_eager = failure.is_compiled
-    within = (failure.place, failure.within) if failure.stays_within else None
-    trials = Trials(replayer, budget, step_seconds, is_eager, failure.calls, within)
+    trials = Trials(failure, replayer, budget, step_seconds)
+    if "calls" in Cause.of(found.cause).remedies and not failure.is_meant:
+        trials.find_truth()
     _try_all(failure, trials)
     if not trials.found_remedy:
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     _measure_others(failure, trials)
+    trials.go_on(AppliedPatches())
+    for trial in _without_sample(failure, trials):
+        if trials.allow(1) and trials.may_run():
+            trials.attempt(trial)
     found.remedies = sorted(
         [*found.remedies, *trials.remedies],
-        key=lambda e: (not e.is_finite, bool(e.hides), e.changes_others, not e.code),
+        key=_rank,
     )
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
     found.notes += list(dict.fromkeys(trials.notes))
 
 
+def _rank(remedy: Remedy) -> tuple[Any, ...]:
+    """The order of remedies: what is right and plain comes first."""
+    return (
+        *(not remedy.is_finite, not remedy.is_recommended, bool(remedy.hides)),
+        *(remedy.is_of_data, bool(remedy.misses), bool(remedy.leaves)),
+        (remedy.error or 0.0) if remedy.misses else 0.0,
+        remedy.changes_others,
+        not remedy.code,
+    )
+
+
 def _measure_others(failure: Failure, trials: Trials) -> None:
     """Measures how far remedies move the gradients of the samples that did not fail.
 
-    These are run alone, as they are and with each remedy.
+    The step is run with another sample in place of the one that fails, as it is and
+    with each remedy: with the same dropout masks, and as many samples.
     """
     sample, size = failure.found.sample, failure.found.num_samples
     if sample is None or size < 2 or not trials.helped:
         return
-    rows = tuple(i for i in range(size) if i != sample)
+    rows = with_stand_in(sample, size)
     others = StepPart(failure.place, rows, has_table=False)
     plain = failure.others
     if plain is None and trials.may_run():
@@ -329,10 +347,11 @@ def _measure_others(failure: Failure, trials: Trials) -> None:
             continue  # a part of a call is run without such changes
         changed = trials.run_part(others, patches)
         if changed is not None:
-            moved = _distance(changed.gradients, plain.gradients)
+            moved = distance(changed.gradients, plain.gradients)
             before, after = loss_of(plain), loss_of(changed)
             both = None if before is None or after is None else (before, after)
-            _replace(trials, remedy, moved=moved, losses=both)
+            other = rows[sample]
+            _replace(trials, remedy, moved=moved, losses=both, stand_in=other)
 
 
 def _find_hidden(failure: Failure, trials: Trials) -> Failure | None:
@@ -368,18 +387,6 @@ def _key(remedy: Remedy) -> tuple[str, str, int]:
     return remedy.text, remedy.code, remedy.line
 
 
-def _distance(
-    changed: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
-) -> float | None:
-    """The norm of the difference of gradients, relative to that of the second ones."""
-    if changed.keys() != plain.keys():
-        return None
-    pairs = [(changed[name].double(), plain[name].double()) for name in plain]
-    error = sum(float((one - two).square().sum()) for one, two in pairs)
-    norm = sum(float(two.square().sum()) for _, two in pairs)
-    return math.sqrt(error / norm) if norm > 0 and math.isfinite(error) else None
-
-
 def _try_all(failure: Failure, trials: Trials) -> None:
     for attempts in _attempts(failure, trials):
         try:
@@ -393,12 +400,12 @@ def _try_all(failure: Failure, trials: Trials) -> None:
 
 
 def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
-    is_finite = trials.attempt(trial)
-    if is_finite and failure.found.is_overflow and trials.may_run():
+    is_remedy = trials.attempt(trial)
+    if is_remedy and failure.found.is_overflow and trials.may_run():
         hidden = _find_hidden(failure, trials)
         if hidden is not None:
             trials.hiding.append((trial, hidden))
-    return is_finite
+    return is_remedy
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
@@ -439,12 +446,14 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     if cause.is_overflow:
         yield float32_trials(failure, trials, in_words=False)
         yield exact_trials(failure, trials, IN_LOGARITHMS)
+        yield float64_trials(failure, trials)
         yield guard_trials(failure, trials)
         yield try_wider_dtypes(failure, trials)
         yield float32_trials(failure, trials, in_words=True)
         yield _try_smaller_weights(failure, trials)
     elif "calls" in cause.remedies:
         yield exact_trials(failure, trials, IN_LOGARITHMS)
+        yield float64_trials(failure, trials)
         yield mask_trials(failure, trials)
         yield rounded_trials(failure, trials)
         yield guard_trials(failure, trials)
@@ -471,8 +480,33 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
     remedy = Remedy(
         f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
         f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
+        is_of_data=True,
     )
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+
+
+def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
+    """The step without the one sample that fails, and with smaller numbers in it."""
+    sample, size, place = failure.found.sample, failure.found.num_samples, failure.place
+    if sample is None or size < 2 or not trials.replayer.ranks.can_cut(place):
+        return
+    call = trials.replayer.calls[place]
+    outlier = outlier_in(call, sample) if sample.outlier else None
+    rows = tuple(i for i in range(size) if i != sample)
+    text, code = f"leave sample {int(sample)} out of this batch", ""
+    if outlier is not None:
+        name, bound = outlier.name, outlier.bound
+        text = f"leave out samples whose `{name}` is above {bound:g} in magnitude"
+        code = f"keep = {name}.abs().reshape({size}, -1).amax(1) <= {bound:g}"
+        usual = outlier.usual
+        clamped = f"{name}.clamp_(-{usual:g}, {usual:g})"  # in a tuple, too
+        if name.isidentifier():
+            clamped = f"{name} = {name}.clamp(-{usual:g}, {usual:g})"
+        words = f"clamp `{name}` to {usual:g} in magnitude"
+        remedy = Remedy(words, clamped, is_of_data=True)
+        yield Trial(remedy, ClampedBatch(place, name, usual))
+    remedy = Remedy(text, code, is_of_data=True)
+    yield Trial(remedy, SomeSamples(place, rows))
 
 
 def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> Attempts:
@@ -483,7 +517,7 @@ def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> A
     code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
     if name.isidentifier():
         code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
-    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code)
+    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code, is_of_data=True)
     yield Trial(remedy, WithoutNumber(failure.place, number))
 
 

@@ -49,21 +49,34 @@ class RuleChange:
 
 
 @dataclass(frozen=True)
-class InFloat32:
-    """Calls in float32, with those behind them until a result fits float16 again.
+class InWider:
+    """Calls in a wider dtype, with those behind them until a result fits again.
 
     Attributes:
         roots: The keys of the first calls.
         ends: The keys of the calls whose results are cast back.
-        stops: Those of calls whose results were in float32 as the program is.
+        stops: Those of calls whose results were in that dtype as the program is.
+        wide: The dtype: float32 in place of float16, or float64 in place of float32.
     """
 
     roots: frozenset[Key]
     ends: frozenset[Key] = frozenset()
     stops: frozenset[Key] = frozenset()
+    wide: torch.dtype = torch.float32
+
+    @property
+    def narrow(self) -> torch.dtype:
+        """The dtype that it stands for."""
+        return torch.float16 if self.wide is torch.float32 else torch.float32
+
+    def of(self, each: Any) -> Any:
+        """A tensor in the wider dtype, or that itself for the narrower one."""
+        if isinstance(each, torch.Tensor):
+            return each.to(self.wide) if each.dtype == self.narrow else each
+        return self.wide if each is self.narrow else each
 
 
-Change = RuleChange | InFloat32
+Change = RuleChange | InWider
 
 
 @dataclass(frozen=True)
@@ -103,14 +116,14 @@ class ChangedCalls(TorchCalls):
         super().__init__()
         self._patch = patch
         self._by_key: dict[Key, tuple[int, RuleChange]] = {}
-        self._in_float32: list[tuple[int, InFloat32]] = []
+        self._wider: list[tuple[int, InWider]] = []
         self._reads: set[Key] = set()
         self._held: collections.deque[tuple[Value, int]] = collections.deque()
         self._num_bytes = 0
         self._wide: Any = WeakIdKeyDictionary()
         for place, change in enumerate(patch.changes):
-            if isinstance(change, InFloat32):
-                self._in_float32.append((place, change))
+            if isinstance(change, InWider):
+                self._wider.append((place, change))
             else:
                 self._by_key[change.key] = place, change
                 self._reads |= change.reads
@@ -128,9 +141,9 @@ class ChangedCalls(TorchCalls):
                 for value in (*each.inputs, *each.results):
                     value.release()
             return result
-        for place, wide in self._in_float32:
+        for place, wide in self._wider:
             if call.key in wide.roots or self._has_wide(args, kwargs):
-                return self._run_in_float32(place, wide, call, args, kwargs)
+                return self._run_wider(place, wide, call, args, kwargs)
         return call.func(*args, **kwargs)
 
     def _hold(self, values: list[Value]) -> None:
@@ -146,27 +159,29 @@ class ChangedCalls(TorchCalls):
     def _has_wide(self, args: Any, kwargs: Any) -> bool:
         return any(each in self._wide for each in tensors_among((args, kwargs)))
 
-    def _run_in_float32(
-        self, place: int, change: InFloat32, call: TorchCall, args: Any, kwargs: Any
+    def _run_wider(
+        self, place: int, change: InWider, call: TorchCall, args: Any, kwargs: Any
     ) -> Any:
         if call.is_in_place:
             return call.func(*args, **kwargs)
         self._patch.num_applied[place] += call.key in change.roots
         given = tensors_among((args, kwargs))
-        func = torch.Tensor.float if call.func is torch.Tensor.half else call.func
+        casts = {torch.float16: torch.Tensor.half, torch.float32: torch.Tensor.float}
+        is_cast = call.func is casts[change.narrow]
+        func = torch.Tensor.to if is_cast else call.func
         device = given[0].device.type if given else "cpu"
         with torch.autocast(device, enabled=False):
-            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
-            result = func(*args, **kwargs)
+            args, kwargs = pytree.tree_map(change.of, (args, kwargs))
+            result = func(*args, *[change.wide] * is_cast, **kwargs)
         if any(result is each for each in tensors_among((args, kwargs))):
             result = result.view_as(result)  # what is known of it is of this one alone
         return pytree.tree_map(lambda each: self._back(each, change, call), result)
 
-    def _back(self, each: Any, change: InFloat32, call: TorchCall) -> Any:
-        if not isinstance(each, torch.Tensor) or each.dtype != torch.float32:
+    def _back(self, each: Any, change: InWider, call: TorchCall) -> Any:
+        if not isinstance(each, torch.Tensor) or each.dtype != change.wide:
             return each
         if call.key in change.ends:
-            return each.half()
+            return each.to(change.narrow)
         if call.key in change.stops:
             return each
         self._wide[each] = True
@@ -193,9 +208,3 @@ def _instead(found: Found, call: TorchCall, args: Any, kwargs: Any) -> Any:
     ):  # it was not written to by the call itself
         target.copy_(new)
     return None if call.name == "__setitem__" else target
-
-
-def _widened(each: Any) -> Any:
-    if isinstance(each, torch.Tensor):
-        return each.float() if each.dtype == torch.float16 else each
-    return torch.float32 if each is torch.float16 else each

@@ -175,6 +175,7 @@ class ScaledWeights(Patch):
         factors: By how much, by their names.
     """
 
+    is_same_step = False
     factors: Mapping[str, float]
 
     @contextmanager
@@ -196,6 +197,7 @@ class OtherWeights(Patch):
         values: The values, by the names of the weights.
     """
 
+    is_same_step = False
     values: Mapping[str, torch.Tensor]
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
@@ -213,6 +215,7 @@ class SomeSamples(Patch):
         rows: The samples that it has.
     """
 
+    is_same_step = False
     place: int
     rows: tuple[int, ...]
 
@@ -233,6 +236,7 @@ class WithoutNumber(Patch):
         number: The number.
     """
 
+    is_same_step = False
     place: int
     number: float
 
@@ -252,6 +256,34 @@ class WithoutNumber(Patch):
 
 
 @dataclass(frozen=True)
+class ClampedBatch(Patch):
+    """A call's batch has smaller numbers in place of large ones in one tensor.
+
+    Attributes:
+        place: The call's place.
+        name: The tensor.
+        bound: The largest magnitude.
+    """
+
+    is_same_step = False
+
+    place: int
+    name: str
+    bound: float
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        large = dict(calls[self.place].leaves())[self.name]
+        clamp = {id(large): large.clamp(-self.bound, self.bound)}
+        return [
+            call.with_batch(lambda each: clamp.get(id(each), each))
+            if place == self.place
+            else call
+            for place, call in enumerate(calls)
+        ]
+
+
+@dataclass(frozen=True)
 class ScaledGradients(Patch):
     """Backward begins with other gradients.
 
@@ -259,6 +291,7 @@ class ScaledGradients(Patch):
         factor: By how much they are multiplied.
     """
 
+    is_same_step = False
     factor: float
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:

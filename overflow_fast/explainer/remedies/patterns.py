@@ -227,7 +227,7 @@ def _is_constant(of: Any, wanted: Any) -> bool:
     if wanted == 2 and of in (None, "fro"):  # the default of a norm
         return True
     is_number = isinstance(of, (int, float)) and not isinstance(of, bool)
-    return is_number and abs(of - wanted) < 1e-7 * abs(wanted)  # as float32 has it
+    return is_number and abs(of - wanted) <= 1e-7 * abs(wanted)  # as float32 has it
 
 
 def _has_more(call: TorchCall) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,7 @@ from ...guard.report.explanation import Explanation, Remedy
 from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
-from .call_patch import CallPatch, InFloat32, RuleChange
-from .float32_text import float32_edits, float32_text, has_text
+from .call_patch import CallPatch, InWider, RuleChange
 from .patterns import Found, matched
 from .rule_text import (
     NOT_WRITTEN,
@@ -37,10 +37,21 @@ from .rules import (
     numbers_of,
     with_numbers,
 )
-from .trials import Attempts, Failure, Trial, Trials, in_float32, remedy_of
+from .trials import (
+    Attempts,
+    Failure,
+    Trial,
+    Trials,
+    in_wider,
+    joined,
+    remedy_of,
+)
+from .wider_text import has_text, wider_edits, wider_text
 
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
+_EDGE = 1e-2  # of a parameter's domain: more than one update; chosen, not measured
+_NEAR = 3  # lines: a formula that is written over several; chosen, not measured
 _STAY = "stay with logarithms"
 
 
@@ -58,19 +69,72 @@ def exact_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Att
                     reads = found.calls
                     is_near = any(value.call in reads for value in failed.inputs)
                     if failed in (root, *reads) or ("LOG" in rule.new and is_near):
-                        yield trial
+                        yield from _with_twins(trial, rule, root, failure)
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     """Guarded forms of the call that failed."""
     op = failure.found.op
     has_inf = op is not None and any(each.num_inf for each in op.inputs)
+    helped = set[str]()
     for failed in failure.failing_calls[:1]:
-        for rule in GUARDS:
-            if rule.needs_inf and not has_inf:
+        left = _left_domain(failed)
+        trials.notes += [left] * bool(left)
+        for rule in [] if left else GUARDS:
+            if (rule.needs_inf and not has_inf) or rule.pattern in helped:
                 continue
             for trial, _ in _trials_of(rule, failed, failure, trials):
-                yield trial
+                if (yield from _with_twins(trial, rule, failed, failure)):
+                    helped |= {rule.pattern} if trials.remedies[-1].is_right else set()
+                    break
+
+
+def _left_domain(call: TorchCall) -> str:
+    """The sentence that a parameter has left what a call is defined for, or "".
+
+    One that is near the edge may be there by rounding, or by one update.
+    """
+    op, value = op_of(call.name), next(iter(call.inputs), None)
+    while value is not None and value.call and has(value.call.name, "moves"):
+        value = next(iter(value.call.inputs), None)
+    tensor = None if value is None else value.tensor
+    if not op.needs or not isinstance(tensor, torch.nn.Parameter) or not tensor.numel():
+        return ""
+    for number in (float(tensor.detach().min()), float(tensor.detach().max())):
+        if not any(op.is_inside(number + by) for by in (-_EDGE, 0, _EDGE)):
+            return (
+                f"A parameter of {number:.3g} has left what {call.name} is defined for "
+                f"({op.needs}): no clamp was tried, which would only hide that."
+            )
+    return ""
+
+
+def _with_twins(
+    trial: Trial, rule: Rule, root: TorchCall, failure: Failure
+) -> Generator[Trial, bool, bool]:
+    """A trial together with the same change a line or two away, else alone.
+
+    Returns whether it is a remedy.
+
+    What is given to the one may soon be what fails in the other, such as p in
+    log(p) + log(1 - p).
+    """
+    twins = dict[Key, TorchCall]()
+    for call in failure.calls:
+        is_near = (
+            call.sites[0].code is root.sites[0].code
+            and abs(call.sites[0].line - root.sites[0].line) <= _NEAR
+        )
+        if is_near and call.name == root.name and call.key != root.key:
+            twins.setdefault(call.key, call)
+    found = [trial]
+    for call in twins.values():
+        for other, of in itertools.islice(trials_of(rule, call, failure.calls), 1):
+            is_known = of.is_known or rule not in IN_LOGARITHMS
+            found += [other] * (is_known and bool(other.edits) == bool(trial.edits))
+    if len(found) > 1 and (yield joined(found)):
+        return True
+    return (yield trial)
 
 
 def mask_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -130,7 +194,7 @@ def trials_of(
         calls: All calls of the replay.
         dim: The dimensions along which a maximum is subtracted.
     """
-    for number in numbers_of(rule, root.dtype):
+    for number in numbers_of(rule, root):
         found = matched(rule, root, root.dtype, number, dim)
         if found is None:
             continue
@@ -145,16 +209,18 @@ def _trial(
 ) -> Trial:
     text = with_numbers(found.text or _STAY, found.numbers)
     patch, place = CallPatch((change,)), inner_place(root)
+    rule = RULES[change.rule]
+    how = rule.is_exact, rule.stops_gradient(root)
     try:
         edits = rule_edits(root, calls, change.found)
-        return Trial(remedy_of(text, edits), patch, edits)
+        return Trial(remedy_of(text, edits), patch, edits, *how)
     except NOT_WRITTEN as error:
         told = _in_words(text, root, found, str(error))
     with contextlib.suppress(*NOT_WRITTEN):
         if place:
             edits = rule_edits(root, calls, change.found, anywhere=True)
             told = f"{text}: `{remedy_of(text, edits).code}` in {place}"
-    return Trial(remedy_in_words(told, root), patch)
+    return Trial(remedy_in_words(told, root), patch, (), *how)
 
 
 def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
@@ -237,14 +303,16 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
     return dims[0] if len(set(map(str, dims))) == 1 else ()
 
 
-# In float32, until a result fits float16 again.
+# In a wider dtype, until a result fits again.
 
-_MOST_ROOTS = 3  # calls that are in float32 each on its own
-_LARGEST, _SMALLEST = 6e4, 1e-2  # of what fits float16, by its largest magnitude
+_MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
+_MOST_BACK = 3  # calls before the failing one whose result is the first in float64
+# Of what fits a dtype, by its largest magnitude.
+_SIZES = {torch.float16: (1e-2, 6e4), torch.float32: (1e-30, 1e37)}
 
 
 def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts:
-    """The calls that failed in float32, and those behind until one fits again.
+    """The calls that failed in float32, and those behind until one fits float16 again.
 
     A run with all that follows in float32 tells where that is.
 
@@ -254,13 +322,13 @@ def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts
         in_words: Whether to try what can be told in words alone, or what can be
             written.
     """
-    if in_words and trials.found_remedy:
+    if in_words and trials.found_right:
         return
     keys = {call.key for call in failure.failing_calls}
     for each in trials.applied.trials:  # which this one stands for as well
-        keys |= {key for change in in_float32(each.patch) for key in change.roots}
+        keys |= {key for change in in_wider(each.patch) for key in change.roots}
     for _ in range(_MOST_ROOTS):
-        trial = _float32_trial(keys, failure, trials, in_words)
+        trial = _wider_trial(keys, torch.float32, failure, trials, in_words)
         if trial is None:
             return
         is_finite = yield trial
@@ -270,16 +338,49 @@ def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts
         keys = keys | {call.key for call in hidden[0].failing_calls}
 
 
-def _float32_trial(
-    keys: set[Key], failure: Failure, trials: Trials, in_words: bool
+def float64_trials(failure: Failure, trials: Trials) -> Attempts:
+    """The call that failed in float64, or what made its inputs, where that is right.
+
+    That is where the step in float64 is finite, and no exact form was found.
+    """
+    roots = failure.failing_calls[:1]
+    devices = {value.device.type for call in roots for value in call.inputs}
+    for _ in range(_MOST_BACK):
+        if trials.truth is None or trials.found_right or not roots or "mps" in devices:
+            return
+        keys = {call.key for call in roots}
+        trial = _wider_trial(keys, torch.float64, failure, trials, in_words=False)
+        if trial is not None and (yield trial):
+            return
+        made = [value.call for call in roots for value in call.inputs]
+        roots = list(dict.fromkeys(filter(None, made)))
+
+
+def _wider_trial(
+    keys: set[Key],
+    wide: torch.dtype,
+    failure: Failure,
+    trials: Trials,
+    in_words: bool,
 ) -> Trial | None:
-    calls = trials.torch_calls
-    roots = [call for call in calls if call.key in keys and _is_half(call)]
-    if not roots or not trials.may_run() or not (in_words or has_text(roots, calls)):
+    calls, change = trials.torch_calls, InWider(frozenset(keys), wide=wide)
+
+    def is_narrow(call: TorchCall) -> bool:
+        values = (*call.inputs, *call.results)
+        return any(value.dtype == change.narrow for value in values)
+
+    roots = [call for call in calls if call.key in keys and is_narrow(call)]
+    if not roots or not trials.may_run():
         return None
+    if not (in_words or has_text(change, roots, calls)):
+        return None
+
+    def was_wide(call: TorchCall) -> bool:
+        return all(value.dtype != change.narrow for value in call.results)
+
     keys = {call.key for call in roots}
-    stops = frozenset(_keys_of(calls, _was_wide))
-    change = InFloat32(frozenset(keys), stops=stops)
+    stops = frozenset(_keys_of(calls, was_wide))
+    change = InWider(frozenset(keys), stops=stops, wide=wide)
     patch = CallPatch((change,))
     patches = trials.applied.with_trial(Trial(Remedy(""), patch)).patches
     table = trials.run(patches, traced=failure.place).table
@@ -291,20 +392,11 @@ def _float32_trial(
             sizes[row.torch_call] = torch.inf if row.kinds else row.abs_max
     ends = _ends_of(change, table.torch_calls, sizes)
     change = replace(change, ends=frozenset(call.key for call in ends))
-    text, patch = float32_text(change, calls), CallPatch((change,))
+    text, patch = wider_text(change, calls), CallPatch((change,))
     with contextlib.suppress(*NOT_WRITTEN):
-        edits = float32_edits(change, calls)
+        edits = wider_edits(change, calls)
         return None if in_words else Trial(remedy_of(text, edits), patch, edits)
     return Trial(remedy_in_words(text, roots[0]), patch) if in_words else None
-
-
-def _is_half(call: TorchCall) -> bool:
-    values = (*call.inputs, *call.results)
-    return any(value.dtype == torch.float16 for value in values)
-
-
-def _was_wide(call: TorchCall) -> bool:
-    return all(value.dtype != torch.float16 for value in call.results)
 
 
 def _keys_of(
@@ -316,13 +408,14 @@ def _keys_of(
 
 
 def _ends_of(
-    change: InFloat32, calls: Sequence[TorchCall], sizes: dict[TorchCall, float]
+    change: InWider, calls: Sequence[TorchCall], sizes: dict[TorchCall, float]
 ) -> list[TorchCall]:
-    """The calls whose results fit float16 again, where a run has cast none back."""
+    """The calls whose results fit again, where a run has cast none back."""
+    smallest, largest = _SIZES[change.narrow]
 
     def fits(call: TorchCall) -> bool:
         size = sizes.get(call, torch.inf)
-        is_fitting = size == 0 or _SMALLEST < size < _LARGEST
+        is_fitting = size == 0 or smallest < size < largest
         return is_fitting and not has(call.name, "moves")
 
     fitting = _keys_of(calls, fits)

@@ -8,7 +8,8 @@ itself. What is computed may call methods of these, torch's functions, and
 - `LOG(y)`: the logarithm of a value by how it was made, see `LOGS`;
 - `CALL(key=value)`: the call itself, with other keywords, none for None; `CALL(LOW)`
   with a number in place of -inf; `CALL_ON(y)` with another first argument;
-- EPS, WIDE, JITTER and LOW: numbers by the dtype; N: one of several that are tried;
+- EPS, LEAST, SMALL, TINY, WIDE, JITTER and LOW: numbers by the dtype; N: one of several
+  that are tried;
 - `SAFE`: an argument of `f` at which it is finite; `DIM`: see `ratio_dim`.
 
 The same expression is computed in a replay and written out in the report. A new remedy
@@ -53,6 +54,9 @@ LOGS = {
     "mean(y, None)": (
         "LOG(y).flatten().logsumexp(0) - torch.tensor(LOG(y).numel()).log()",
         "use logsumexp"),
+    "mean(y, d, k)": (
+        "LOG(y).logsumexp(d, k) - torch.tensor(LOG(y).shape[d]).log()",
+        "use logsumexp"),
     "y * z": ("LOG(y) + LOG(z)", ""),
     "y / z": ("LOG(y) - LOG(z)", ""),
     "y ** n": ("n * LOG(y)", ""),
@@ -72,6 +76,7 @@ class Rule:
         text: In words; "" for those of the `LOG`.
         when: Whether it may be of use; None for always.
         needs_inf: Whether it is for calls that were given infs.
+        has_chosen: Whether it chooses a value where the call has none.
     """
 
     pattern: str
@@ -79,6 +84,18 @@ class Rule:
     text: str
     when: Callable[[TorchCall], bool] | None = None
     needs_inf: bool = False
+    has_chosen: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """True if it is equal in exact arithmetic, where the call has a value."""
+        return (self in EXACT or self in IN_LOGARITHMS) and not self.has_chosen
+
+    def stops_gradient(self, call: TorchCall) -> bool:
+        """True if what it clamps in place of a call has a gradient."""
+        has_gradient = any(value.requires_grad for value in call.inputs)
+        is_clamp = re.search(r"\b[xy](\.abs\(\))?\.clamp\(|CALL\(\)\.clamp", self.new)
+        return has_gradient and is_clamp is not None and self.when is not _counts
 
 
 _KEEP_COUNTS = ("sum", "clamp", "mul")
@@ -102,6 +119,24 @@ def _counts(call: TorchCall) -> bool:
 
 def _is_by_number(call: TorchCall) -> bool:
     return not isinstance(call.operands[1], Value)
+
+
+def _is_by_count(call: TorchCall) -> bool:
+    return type(call.operands[1]) is int
+
+
+def _narrows(call: TorchCall) -> bool:
+    given, made = call.inputs[:1], call.results[:1]
+    are_floats = all(value.dtype.is_floating_point for value in (*given, *made))
+    return not made or (are_floats and _most_of(call) < _max_of(given[0].dtype))
+
+
+def _most_of(call: TorchCall) -> float:
+    return _max_of(call.results[0].dtype)
+
+
+def _max_of(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max
 
 
 def _is_below_one(call: TorchCall) -> bool:
@@ -152,6 +187,8 @@ def _rules(*rows: tuple[Any, ...]) -> tuple[Rule, ...]:
 
 # fmt: off
 _BEFORE = "scale before the product"
+_SAME_ANGLE = "divide by the magnitude first, which changes no angle"
+_MAX = "z.index_reduce(0, c, y.detach(), 'amax', include_self=False)[c]"
 _FIRST = "leave values out before the call, not only after it"
 # Equal in exact arithmetic, where the call has a value.
 EXACT = _rules(
@@ -163,7 +200,7 @@ EXACT = _rules(
     ("log1p(-sigmoid(x))", "F.logsigmoid(-x)", "use logsigmoid"),
     ("atanh(tanh(x))", "x", "use the argument of tanh itself"),
     ("x / norm(x, 2, d, True)", "F.normalize(x, dim=d)",
-     "use normalize, which divides by at least 1e-12"),
+     "use normalize, which divides by at least 1e-12", None, False, True),
     ("where(c, f(y), z)", "where(c, f(where(c, y, SAFE)), z)", _FIRST),
     ("where(c, z, f(y))", "where(c, z, f(where(c, SAFE, y)))", _FIRST),
     ("masked_fill(f(y), c, n)", "masked_fill(f(masked_fill(y, c, SAFE)), c, n)",
@@ -176,7 +213,11 @@ EXACT = _rules(
     ("baddbmm(x, a, b) / n", "torch.baddbmm(x / n, a / n, b)", _BEFORE),
     ("m * x", "where(m, x, 0)", "leave values out by `where`"),
     ("mean(y)", "y.sum() / max(y.numel(), 1)",
-     "return 0 where there is nothing to average", _is_of_nothing),
+     "return 0 where there is nothing to average", _is_of_nothing, False, True),
+    ("angle(x)", "torch.angle(x / x.detach().abs().clamp(min=TINY))", _SAME_ANGLE),
+    ("exp(y) / __getitem__(index_add(z, 0, c, exp(y)), c)",
+     f"(y - {_MAX}).exp() / z.index_add(0, c, (y - {_MAX}).exp())[c]",
+     "subtract the maximum of each index before exp"),
     ("exp(y)", "CALL_ON(y - y.detach().amax(DIM, keepdim=True))",
      "subtract the maximum before exp"),
 )
@@ -191,6 +232,8 @@ IN_LOGARITHMS = _rules(
 _LIKE = "dtype=y.dtype, device=y.device"
 _KEPT = "z[z != ignore_index]"
 _AT_ZERO = "divide by EPS where the divisor is 0"
+_AT_LEAST = "torch.copysign(x.abs().clamp(min=SMALL), x)"
+_TO_LEAST = "divide by a magnitude of at least SMALL"
 _TO_DIVISOR = "add EPS to the divisor"
 _TO_INPUT = "add EPS to the input"
 _IN_NORM = "add EPS inside the root of the norm"
@@ -207,10 +250,13 @@ GUARDS = _rules(
      "divide the sum by a sum of weights of at least 1e-8", _has_weights),
     ("ctc_loss(*)", "CALL(zero_infinity=True)", "pass zero_infinity=True"),
     ("y / x", "y / x.clamp(min=1)", "divide by a count of at least 1", _counts),
-    ("y / n", "y / (n or EPS)", "divide by EPS in place of 0", _is_by_number),
+    ("y / n", "y / max(n, 1)", "divide by a count of at least 1", _is_by_count),
+    ("y / n", "y / (n or 1)", "divide by 1 in place of 0", _is_by_number),
     ("y / x", "y / where(x == 0, EPS, x)", _AT_ZERO),
+    ("y / x", f"y / {_AT_LEAST}", _TO_LEAST),
     ("y / x", "y / (x + EPS)", _TO_DIVISOR),
     ("reciprocal(x)", "1 / where(x == 0, EPS, x)", _AT_ZERO),
+    ("reciprocal(x)", f"1 / {_AT_LEAST}", _TO_LEAST),
     ("reciprocal(x)", "1 / (x + EPS)", _TO_DIVISOR),
     ("addcdiv(x, y, z)", "x + value * y / (z + EPS)", _TO_DIVISOR),
     ("y ** n", "(y + EPS) ** n", "add EPS to the base of the power", _is_below_one),
@@ -228,8 +274,12 @@ GUARDS = _rules(
     ("sqrt|rsqrt(y)", "CALL_ON(y + EPS)", "add EPS inside the {}"),
     ("sqrt|rsqrt(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the argument to at least EPS"),
+    ("log|log2|log10(y)", "CALL_ON(y.clamp(min=LEAST))",
+     "clamp the logarithm's argument to at least LEAST"),
     ("log|log2|log10(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the logarithm's argument to at least EPS"),
+    ("xlogy(x, y)", "torch.xlogy(x, y.clamp(min=LEAST))",
+     "clamp the logarithm's argument to at least LEAST"),
     ("log1p(y)", "CALL_ON(y.clamp(min=WIDE - 1))",
      "clamp the logarithm's argument to at least WIDE"),
     ("acos|asin|atanh|erfinv(y)", "CALL_ON(y.clamp(WIDE - 1, 1 - WIDE))",
@@ -257,6 +307,8 @@ GUARDS = _rules(
      "let rows without a key see all keys", _has_boolean_mask),
     ("scaled_dot_product_attention(*)", "CALL(attn_mask=attn_mask.clamp(min=LOW))",
      "clamp the mask to at least LOW", _has_float_mask),
+    ("to(y)", "CALL_ON(y.clamp(-N, N))",
+     "clamp to what the dtype holds before the cast", _narrows),
     ("x * y", "x.clamp(min=LOW) * y", _FACTOR, None, True),
     ("y * x", "y * x.clamp(min=LOW)", _FACTOR, None, True),
     ("add|sub|mul|sum|matmul(*)", "torch.nan_to_num(CALL())", _OF_INFS, None, True),
@@ -278,26 +330,32 @@ EMPTY_ROWS = _rules(
 # fmt: on
 RULES = (*EXACT, *IN_LOGARITHMS, *GUARDS, *MASKS, *ROUNDED, *LOST, *EMPTY_ROWS)
 
-_NUMBERS = {  # EPS, WIDE, JITTER, LOW
-    torch.float64: (1e-12, 1e-7, 1e-9, -1e9),
-    torch.float32: (1e-8, 1e-6, 1e-6, -1e9),
-    torch.bfloat16: (1e-6, 1e-2, 1e-2, -1e9),
-    torch.float16: (1e-4, 1e-3, 1e-3, -1e4),
+# Of LEAST the reciprocal is a number of the dtype, of SMALL its square, too, as the
+# derivatives of a logarithm and of a quotient are. TINY is its smallest normal number.
+_NUMBERS = {  # EPS, LEAST, SMALL, TINY, WIDE, JITTER, LOW
+    torch.float64: (1e-12, 1e-300, 1e-150, 3e-308, 1e-7, 1e-9, -1e9),
+    torch.float32: (1e-8, 1e-30, 1e-18, 2e-38, 1e-6, 1e-6, -1e9),
+    torch.bfloat16: (1e-6, 1e-30, 1e-18, 2e-38, 1e-2, 1e-2, -1e9),
+    torch.float16: (1e-4, 6e-5, 1e-2, 7e-5, 1e-3, 1e-3, -1e4),
 }
-# The largest arguments of exp; a loss of exp(80) is finite and of no use.
-_LARGEST = {torch.float64: (80, 700), torch.float16: (10, 5)}
+_NAMES = ("EPS", "LEAST", "SMALL", "TINY", "WIDE", "JITTER", "LOW", "N")
+# The largest arguments of exp, the mildest first; a loss of exp(80) is of no use.
+_LARGEST = {torch.float64: (80, 20), torch.float16: (10, 5)}
 
 
-def numbers_of(rule: Rule, dtype: torch.dtype) -> tuple[float, ...]:
-    """The numbers that are tried for N."""
-    has_one = re.search(r"\bN\b", rule.new) is not None
-    return _LARGEST.get(dtype, (20, 80)) if has_one else (0.0,)
+def numbers_of(rule: Rule, call: TorchCall) -> tuple[float, ...]:
+    """The numbers that are tried for N in place of a call."""
+    if re.search(r"\bN\b", rule.new) is None:
+        return (0.0,)
+    if call.name == "to":
+        return (_most_of(call),)
+    return _LARGEST.get(call.dtype, (20, 5))
 
 
 def named_numbers(dtype: torch.dtype, chosen: float = 0.0) -> dict[str, float]:
-    """The numbers that EPS, WIDE, JITTER, LOW and N stand for."""
+    """The numbers that EPS and the other names stand for."""
     numbers = (*_NUMBERS.get(dtype, _NUMBERS[torch.float32]), chosen)
-    return dict(zip(("EPS", "WIDE", "JITTER", "LOW", "N"), numbers, strict=True))
+    return dict(zip(_NAMES, numbers, strict=True))
 
 
 def with_numbers(text: str, numbers: Mapping[str, float]) -> str:
@@ -305,6 +363,8 @@ def with_numbers(text: str, numbers: Mapping[str, float]) -> str:
     for name, value in numbers.items():
         is_plain = 0.1 <= abs(value) < 1e4 or not value
         number = f"{value:g}" if is_plain else f"{value:.0e}"
+        if value % 1 == 0 and 1e4 <= abs(value) < 1e6 and float(number) != value:
+            number = f"{value:.0f}"
         number = number.replace("e-0", "e-").replace("e+0", "e")
         text = re.sub(rf"\b{name}\b", number, text)
     return text

@@ -26,9 +26,11 @@ from ..syntax import module_of
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
 from ..trace_back import ForwardRows, RootOp
-from .call_patch import CallPatch, InFloat32, RuleChange
+from .call_patch import CallPatch, InWider, RuleChange
 from .patches import Eagerly, FromLoss
 from .source_file import Edit, SourceFile, span_in
+from .step_after import buffer_sizes, grown_buffer, nonfinite_after
+from .true_step import InFloat64, Truth, in_float64
 
 # The patches that are in place while further ones are tried, and their sum.
 
@@ -44,14 +46,18 @@ class Trial:
         remedy: It in words and as code.
         patch: The patch.
         edits: The same as edits of files, where it is one of code that can be written.
+        is_exact: Whether it is equal in exact arithmetic, where the call has a value.
+        stops_gradient: Whether no gradient goes through where it acts.
     """
 
     remedy: Remedy
     patch: Patch
     edits: tuple[Edit, ...] = ()
+    is_exact: bool = False
+    stops_gradient: bool = False
 
 
-Attempts = Generator[Trial, bool, None]  # is sent whether the step was finite with it
+Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,8 @@ class AppliedPatches:
     def with_trial(self, trial: Trial) -> AppliedPatches:
         """These patches and a further one, which may stand for some of them."""
         kept = self.trials
-        if in_float32(trial.patch):
-            kept = tuple(each for each in kept if not in_float32(each.patch))
+        if in_wider(trial.patch):
+            kept = tuple(each for each in kept if not in_wider(each.patch))
         return AppliedPatches((*kept, trial))
 
     @property
@@ -110,10 +116,18 @@ class AppliedPatches:
         return _whole(", and ".join(texts), parts, sources)
 
 
-def in_float32(patch: Patch) -> list[InFloat32]:
-    """The changes of a patch that compute calls in float32."""
+def joined(trials: Sequence[Trial]) -> Trial:
+    """Changes of torch calls as one."""
+    whole = AppliedPatches(tuple(trials))
+    (patch,) = whole.patches
+    edits = tuple(edit for trial in trials for edit in trial.edits)
+    return replace(trials[0], remedy=whole.remedy, patch=patch, edits=edits)
+
+
+def in_wider(patch: Patch) -> list[InWider]:
+    """The changes of a patch that compute calls in a wider dtype."""
     changes = patch.changes if isinstance(patch, CallPatch) else ()
-    return [each for each in changes if isinstance(each, InFloat32)]
+    return [each for each in changes if isinstance(each, InWider)]
 
 
 def remedy_of(text: str, edits: Sequence[Edit]) -> Remedy:
@@ -195,6 +209,8 @@ def _whole(
 STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
+_FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
+_HUGE = 1e3  # times the largest loss of the steps before; chosen, not measured
 
 
 def seconds_for(step_seconds: float) -> float:
@@ -206,16 +222,13 @@ class Trials:
     """The trials on one step.
 
     Args:
+        failure: The failure.
         replayer: Runs the step.
         budget: How many forwards may be run.
         step_seconds: How long a plain replay took.
-        is_eager: Compiled code runs eagerly in the trials.
-        torch_calls: The torch calls of the step.
-        within: The call within which the bad values stay, and the module that has them,
-            or None: what follows leaves them out. None where outputs, loss or gradients
-            hold them.
 
     Attributes:
+        truth: The loss and gradients in float64; None where they are not known.
         remedies: What was tried, in order.
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
@@ -226,17 +239,11 @@ class Trials:
     """
 
     def __init__(
-        self,
-        replayer: Replayer,
-        budget: int,
-        step_seconds: float,
-        is_eager: bool = False,
-        torch_calls: Sequence[TorchCall] = (),
-        within: tuple[int, str | None] | None = None,
+        self, failure: Failure, replayer: Replayer, budget: int, step_seconds: float
     ) -> None:
-        self.torch_calls = torch_calls
-        self._within = within
-        self._is_eager = is_eager
+        self._failure, self.torch_calls = failure, failure.calls
+        self.truth: Truth | None = None
+        self._buffers: dict[str, float] | None = None
         self.replayer = replayer
         self.remedies: list[Remedy] = []
         self.notes: list[str] = []
@@ -263,16 +270,22 @@ class Trials:
     @property
     def found_remedy(self) -> bool:
         """True if something has made the step finite, and hides nothing."""
-        return any(each.is_finite and not each.hides for each in self.remedies)
+        return any(each.is_recommended and not each.hides for each in self.remedies)
+
+    @property
+    def found_right(self) -> bool:
+        """True if something has, and comes to what is right, as far as known."""
+        return any(each.is_right for each in self.remedies)
 
     @property
     def is_over(self) -> bool:
         """True if enough has helped, or the budget is spent."""
-        good = [each for each in self.remedies if each.is_finite and not each.hides]
+        helped = [e for e in self.remedies if e.is_recommended and not e.hides]
         enough = 1 if self.applied.trials else _ENOUGH
         # One that is told in words is worth less than a line.
-        has_code = any(each.code for each in good) or len(good) > enough
-        return (len(good) >= enough and has_code) or not self.may_run()
+        has_code = any(each.code for each in helped) or len(helped) > enough
+        is_enough = self.found_right and len(helped) >= enough and has_code
+        return is_enough or not self.may_run()
 
     def may_run(self) -> bool:
         """True if the budget allows one replay more."""
@@ -283,19 +296,30 @@ class Trials:
         """Allows as many forwards again, within the same time."""
         self._most = self.replayer.num_forwards + self._budget
 
+    def allow(self, num: int) -> bool:
+        """Allows so many replays more, unless the budget is small; else returns False.
+
+        Such as one in float64, which are not at the expense of remedies.
+        """
+        is_large = self._budget >= _FOR_MORE
+        self._most += num * len(self.replayer.calls) * is_large
+        return is_large
+
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
         self.applied, self.failed, self.hiding = applied, [], []
 
     def attempt(self, trial: Trial) -> bool:
-        """Replays the step with a patch; returns True if it is finite then.
+        """Replays the step with a patch; returns True if that is a remedy.
 
         Args:
             trial: The patch. It is made besides those that are in place.
         """
         applied = self.applied.with_trial(trial)
         patches = applied.patches
-        place, module = self._within or (-1, None)
+        stays = self._failure.stays_within
+        place = self._failure.place if stays else -1
+        module = self._failure.within if stays else None
         result = self.run(patches, place)
         of_calls = [each for each in patches if isinstance(each, CallPatch)]
         if not all(each.is_applied for each in of_calls):
@@ -328,10 +352,50 @@ class Trials:
             self.failed.append((trial, result.bad_call))
         loss = loss_of(result) if is_finite else None
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
-        self.remedies.append(remedy)
         if is_finite:
+            remedy = replace(remedy, **self._judged(trial, remedy, result))
+        self.remedies.append(remedy)
+        if remedy.is_recommended:
             self.helped.append((patches, remedy))
-        return is_finite
+        return remedy.is_recommended
+
+    def _judged(
+        self, trial: Trial, remedy: Remedy, result: ReplayResult
+    ) -> dict[str, Any]:
+        """The fields of a remedy that say whether it is right, and what it breaks."""
+        applied = self.applied.with_trial(trial)
+        patches = applied.patches
+        if not all(patch.is_same_step for patch in patches):
+            return {}
+        own, after = result.held(), buffer_sizes(self.replayer.models)
+        if self._buffers is None:
+            self.replayer.state.begin()
+            self._buffers = buffer_sizes(self.replayer.models)
+        left = grown_buffer(self._buffers, after)
+        if self.truth is None and trial.is_exact:
+            self.find_truth(patches)
+        facts = {} if self.truth is None else self.truth.compared(remedy, own)
+        is_right = facts.get("misses") == ""
+        usual = self._failure.usual_loss
+        if usual is not None and remedy.loss is not None and not is_right:
+            is_huge = abs(remedy.loss) > _HUGE * max(usual, 1.0)
+            facts |= {"usual": usual} if is_huge else {}
+        broken = nonfinite_after(
+            self.replayer.models, self._failure.optimizers, own.gradients
+        )
+        stops = any(each.stops_gradient for each in applied.trials)
+        return {**facts, "breaks": broken, "leaves": left, "stops_gradient": stops}
+
+    def find_truth(self, patches: Sequence[Patch] = ()) -> None:
+        """Replays the step in float64, with exact forms in place.
+
+        Args:
+            patches: These.
+        """
+        wide = self._failure.in_float64 if self.replayer.ranks.is_alone else None
+        if wide is not None and self.allow(1) and self.may_run():
+            result = self._run(StepPart(), [wide, *patches])
+            self.truth = Truth.of(result, loss_of(result), self.torch_calls)
 
     def _given_bad(self, result: ReplayResult) -> str:
         """The name of a bad tensor that a call has from code not replayed, or ""."""
@@ -351,7 +415,7 @@ class Trials:
         return result.held() if is_known else None
 
     def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
-        eagerly = [Eagerly()] * self._is_eager
+        eagerly = [Eagerly()] * self._failure.is_compiled
         from_loss = [FromLoss()] * self._drops_gradients
         return self.replayer.run(part, [*eagerly, *patches, *from_loss])
 
@@ -385,6 +449,9 @@ class Failure:
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
         calls: The torch calls of the replay in which it was found.
+        in_float64: The step in float64; None where that is not the same step.
+        usual_loss: The largest loss of the steps before, or None.
+        optimizers: The optimizers, which make a step with what is tried.
         hidden: Calls of the forward that made bad values which it does not show.
         stays_within: The step ends finite: what follows leaves the bad values out.
         within: The module that has them then; None if it is of none.
@@ -403,6 +470,9 @@ class Failure:
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
     calls: Sequence[TorchCall] = ()
+    in_float64: InFloat64 | None = None
+    usual_loss: float | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
     hidden: Sequence[TorchCall] = ()
     stays_within: bool = False
     within: str | None = None
@@ -444,6 +514,7 @@ class Failure:
             growth=growth_of(root_op.source, rows) if found.is_overflow else None,
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
+            in_float64=in_float64(table.torch_calls, table),
             hidden=_hidden(table) if found.phase == "backward" else (),
         )
 

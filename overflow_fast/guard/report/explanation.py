@@ -138,6 +138,7 @@ NOT_THE_LOSS = "The loss outside of the model was not replayed"
 _MAX_LINES = 8
 _MAX_CODE = 60
 _SAME = 1e-3  # of gradients: more than float32 rounds in most networks
+_TIMES = 10.0  # an error is written as a factor from here on
 _FEW = 3
 
 
@@ -170,10 +171,24 @@ class Remedy:
         is_finite: Whether its outputs, loss and gradients were finite then.
         loss: The loss that came out; None if it is not known.
         why: Why it was not tried; "" if it was.
-        moved: By how much it changes the gradients of the other samples, run alone,
-            relative to them (L2 norms over all parameters); None where that was not
-            measured.
-        losses: The loss of the other samples without it and with it, likewise.
+        moved: By how much it changes the gradients of a batch with `stand_in` in place
+            of the sample that fails, relative to them (L2 norms over all parameters),
+            in a run with the same dropout masks; None where that was not measured.
+        losses: The loss of that batch without it and with it.
+        stand_in: The sample that was put in place of the one that fails.
+        true_loss: The loss in float64, or where the failing call has no value there,
+            of an exact form in float64; None where it is not known.
+        error: How far the loss is from that, relative to it; where the loss is right,
+            and gradients are not, how far these are (L2 norm).
+        misses: "loss" or "gradients", where that is more than rounding explains.
+        usual: The largest loss of the steps before, where this one is a thousand times
+            as large and not known to be right; else None. Then it is no remedy.
+        breaks: What becomes non-finite in the optimizer's step with it, in words; ""
+            for nothing that was seen. Else it is no remedy.
+        leaves: The buffer that is a thousand times as large after the step with it, as
+            the statistics of a batch norm, in words; or "".
+        stops_gradient: Whether no gradient goes through where it acts.
+        is_of_data: Whether it changes the batch, and no code.
         hides: The operation that overflows with it where the loss does not show it, as
             of a divisor, in words; "" where none was seen.
         file: The file of the line that it replaces, or "".
@@ -196,12 +211,33 @@ class Remedy:
     why: str = ""
     moved: float | None = None
     losses: tuple[float, float] | None = None
+    stand_in: int | None = None
+    true_loss: float | None = None
+    error: float | None = None
+    misses: str = ""
+    usual: float | None = None
+    breaks: str = ""
+    leaves: str = ""
+    stops_gradient: bool = False
+    is_of_data: bool = False
     hides: str = ""
 
     @property
     def is_recommended(self) -> bool:
-        """True if it was tried, and made the step finite."""
-        return self.tried and self.is_finite
+        """True if it was tried, made the step finite, and breaks nothing."""
+        return self.tried and self.is_finite and not self.harm
+
+    @property
+    def is_right(self) -> bool:
+        """True if it is recommended, and hides and misses nothing, as far as known."""
+        return self.is_recommended and not self.hides and not self.misses
+
+    @property
+    def harm(self) -> str:
+        """The reason why it is no remedy though the step is finite with it, or ""."""
+        if self.usual is not None and self.loss is not None:
+            return f"a loss of {self.loss:.3g} after at most {self.usual:.3g}"
+        return self.breaks
 
     def __str__(self) -> str:
         """The remedy, where it belongs and what came of it, in one line."""
@@ -219,11 +255,16 @@ class Remedy:
         if not self.tried:
             return "not tried"
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        loss += self._error_text()
         clauses = [f"finite{loss}" if self.is_finite else "not finite"]
+        if self.harm:
+            clauses.append(f"but {self.harm}")
         if self.moved is not None:
             clauses.append(self._moved_text())
-        if self.hides:
-            clauses.append(f"but {self.hides}")
+        if self.stops_gradient:
+            clauses.append("no gradient where it acts")
+        for each in filter(None, (self.leaves, self.hides)):
+            clauses.append(f"but {each}")
         return "; ".join(clauses)
 
     @property
@@ -247,11 +288,22 @@ class Remedy:
         before, after = self.losses
         return abs(after - before) > _SAME * abs(before)
 
+    def _error_text(self) -> str:
+        if not self.misses or self.error is None or self.true_loss is None:
+            return ""
+        by = f"{self.error:.2g} times" if self.error >= _TIMES else f"{self.error:.0%}"
+        if self.misses == "gradients":
+            return f", gradients {by} off the true ones"
+        return f", {by} off the true {self.true_loss:.4g}"
+
     def _moved_text(self) -> str:
         assert self.moved is not None
         if self._moves_loss and self.losses is not None:
             before, after = self.losses
-            return f"the other samples' loss is {after:.4g} instead of {before:.4g}"
+            change = f"the loss is {after:.4g} instead of {before:.4g}"
+            if self.stand_in is None:
+                return f"{change} without this sample"
+            return f"with sample {self.stand_in} in place of this one {change}"
         if self.changes_others:
             change = f"{self.moved:.2g} of their norm"
             return f"the other samples' gradients change by {change}"
@@ -376,14 +428,17 @@ class Explanation:
 
     def _remedy_rows(self) -> Iterator[tuple[str, str]]:
         recommended = [each for each in self.remedies if each.is_recommended]
-        failed = [each for each in self.remedies if each.tried and not each.is_finite]
+        failed = [e for e in self.remedies if e.tried and not e.is_recommended]
         if failed:
-            yield "did not help:", "; ".join(dict.fromkeys(map(self._label, failed)))
+            labels = [f"{self._label(e)}{e.harm and f' ({e.harm})'}" for e in failed]
+            yield "did not help:", "; ".join(dict.fromkeys(labels))
         not_tried = [each for each in self.remedies if not each.tried]
         if not_tried and not recommended:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
             yield "not tried", "; ".join(dict.fromkeys(labels))
-        for remedy in recommended[:2]:
+        first, rest = recommended[:1], recommended[1:]
+        others = [each for each in rest if each.is_of_data != first[0].is_of_data]
+        for remedy in [*first, *(others or rest)[:1]]:
             yield "tried", str(remedy)
 
     def _label(self, remedy: Remedy) -> str:

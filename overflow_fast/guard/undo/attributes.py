@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...torch_internals.module_internals import forward_hooks, forward_pre_hooks
 from .kept_objects import ATOMS, BARE, LEFT, Kept, KeptObjects, restore_all
 from .tensors import SMALL, KeptTensor
 
@@ -26,10 +27,14 @@ class KeptAttributes:
 
     Args:
         module: The module. It is held weakly.
+
+    Attributes:
+        form: Its class, and the keys of the hooks around its forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
+        self.module, before = weakref.ref(module), forward_pre_hooks(module)
+        self.form = type(module), {*before, *forward_hooks(module)}
         self._values: dict[str, Any] = {}
         self._parts: list[Kept] = []
         self._tensors: list[KeptTensor] = []
@@ -49,10 +54,8 @@ class KeptAttributes:
         objects = KeptObjects(most_bytes=SMALL, most_items=_MOST_ITEMS)
         objects.add([(key, value)], _MOST_OBJECTS)
         tensors = [tensor for _, tensor in objects.tensors.values()]
-        is_little = objects.is_whole and not objects.lost
-        if not is_little or objects.num_items > _MOST_ITEMS:
-            return False
-        if not all(map(_is_small_value, tensors)):
+        is_little = objects.is_whole and objects.num_items <= _MOST_ITEMS
+        if objects.lost or not is_little or not all(map(_is_small_value, tensors)):
             return False
         self._parts += objects.kept
         self._tensors += [KeptTensor(tensor, is_copied=True) for tensor in tensors]
@@ -69,8 +72,7 @@ class KeptAttributes:
         for key, value in self._values.items():
             if value is not LEFT and own.get(key, LEFT) is not value:
                 own[key] = value
-        if self._parts:
-            restore_all(self._parts)
+        restore_all(self._parts)
         for tensor in self._tensors:
             tensor.restore()
 
@@ -80,13 +82,12 @@ class KeptAttributes:
         if module is None:
             return False
         own = {k: v for k, v in vars(module).items() if k not in BARE}
-        if own.keys() != self._values.keys():
-            return True
-        values = self._values.items()
-        if any(own[k] is not v for k, v in values if v is not LEFT):
-            return True
-        is_written = any(tensor.is_written() for tensor in self._tensors)
-        return is_written or any(part.has_changed() for part in self._parts)
+        return (
+            own.keys() != self._values.keys()
+            or any(v is not LEFT and own[k] is not v for k, v in self._values.items())
+            or any(tensor.is_written() for tensor in self._tensors)
+            or any(part.has_changed() for part in self._parts)
+        )
 
 
 def _is_small_value(tensor: torch.Tensor) -> bool:

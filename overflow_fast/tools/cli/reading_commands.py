@@ -533,7 +533,7 @@ def add_explain(commands: Commands) -> None:
 
 
 def _run_explain(parsed: argparse.Namespace) -> int:
-    from ...explainer.explain import explain_folder, function_at, require_step
+    from ...explainer.explain_folder import explain_folder, function_at, require_step
     from ...explainer.saved_step import UnreadableStepError
 
     try:

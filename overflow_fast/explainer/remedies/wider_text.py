@@ -1,4 +1,4 @@
-"""Writes calls in float32, from the first ones to where a result fits float16 again."""
+"""Writes calls in a wider dtype, from the first ones to where a result fits again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...scanner.text import dtype_name
 from ...scanner.torch_ops import has
 from ..syntax import expression_of
 from ..torch_calls import TorchCall, Value
-from .call_patch import InFloat32
+from .call_patch import InWider
 from .rule_text import (
     NOT_WRITTEN,
     NotWrittenError,
@@ -22,9 +23,11 @@ from .rule_text import (
 )
 from .source_file import Edit
 
+_CASTS = {torch.float16: "half", torch.float32: "float", torch.float64: "double"}
 
-def float32_edits(change: InFloat32, calls: Sequence[TorchCall]) -> tuple[Edit, ...]:
-    """The edits that compute calls in float32.
+
+def wider_edits(change: InWider, calls: Sequence[TorchCall]) -> tuple[Edit, ...]:
+    """The edits that compute calls in a wider dtype.
 
     Args:
         change: The first calls and the last ones.
@@ -37,24 +40,27 @@ def float32_edits(change: InFloat32, calls: Sequence[TorchCall]) -> tuple[Edit, 
     root: TorchCall | None = None
     for call, is_end, casts in _changed(change, calls):
         root = call if call.key in change.roots else root
-        edits = _edits(call, is_end, casts, root, calls)
+        edits = _edits(change, call, is_end, casts, root, calls)
         if found.setdefault(call.key, edits) != edits:
             raise NotWrittenError("it differs from one turn of a loop to another")
     return tuple(edit for edits in found.values() for edit in edits)
 
 
-def has_text(roots: Sequence[TorchCall], calls: Sequence[TorchCall]) -> bool:
-    """True if the first calls can be written in float32."""
+def has_text(
+    change: InWider, roots: Sequence[TorchCall], calls: Sequence[TorchCall]
+) -> bool:
+    """True if the first calls can be written in a wider dtype."""
     try:
         for root in roots:
-            _edits(root, False, _casts_of(root, True, set()), root, calls)
+            casts = _casts_of(change, root, True, set())
+            _edits(change, root, False, casts, root, calls)
     except NOT_WRITTEN:
         return False
     return True
 
 
 def _changed(
-    change: InFloat32, calls: Sequence[TorchCall]
+    change: InWider, calls: Sequence[TorchCall]
 ) -> Iterator[tuple[TorchCall, bool, list[int]]]:
     """Yields what differs: a call, if its result is cast back, operands to be cast."""
     wide: set[Value] = set()
@@ -70,24 +76,27 @@ def _changed(
         is_end = call.key in change.ends
         if not is_end and call.key not in change.stops:
             wide.update(call.results)
-        casts = _casts_of(call, is_root, wide)
+        casts = _casts_of(change, call, is_root, wide)
         if is_end or casts or (is_root and call.name == "to"):
             yield call, is_end, casts
 
 
-def _casts_of(call: TorchCall, is_root: bool, wide: set[Value]) -> list[int]:
-    """The places of a call's operands that are to be cast to float32."""
+def _casts_of(
+    change: InWider, call: TorchCall, is_root: bool, wide: set[Value]
+) -> list[int]:
+    """The places of a call's operands that are to be cast to the wider dtype."""
+    narrow = change.narrow
     if call.name == "to":
-        if not is_root and any(v.dtype == torch.float16 for v in call.results):
-            raise NotWrittenError("a later cast to float16 is one to float32")
+        if not is_root and any(v.dtype == narrow for v in call.results):
+            raise NotWrittenError(
+                f"a later cast to {dtype_name(narrow)} is a wider one"
+            )
         return []
     half = [
-        value
-        for value in call.inputs
-        if value.dtype == torch.float16 and value not in wide
+        value for value in call.inputs if value.dtype == narrow and value not in wide
     ]
     if is_root and not half:
-        raise NotWrittenError("autocast makes it float16")
+        raise NotWrittenError(f"autocast makes it {dtype_name(narrow)}")
     # A number in a tensor widens no tensor that has dimensions.
     promotes = any(value in wide and value.shape for value in call.inputs)
     if not half or (not is_root and promotes and has(call.name, "promotes")):
@@ -100,13 +109,14 @@ def _casts_of(call: TorchCall, is_root: bool, wide: set[Value]) -> list[int]:
 
 
 def _edits(
+    change: InWider,
     call: TorchCall,
     is_end: bool,
     casts: list[int],
     root: TorchCall | None,
     calls: Sequence[TorchCall],
 ) -> tuple[Edit, ...]:
-    writer = Writer(call, calls)
+    writer, cast = Writer(call, calls), _CASTS[change.wide]
     if isinstance(writer.node, ast.AugAssign):
         raise NotWrittenError("it writes to its argument")
     if casts and inner_place(call):  # `keep_in_fp32` has the weights in float32, too
@@ -114,23 +124,24 @@ def _edits(
     if casts:
         new = writer.with_operands(
             call,
-            {
-                place: _cast(writer.place_operand(call, place), "float")
-                for place in casts
-            },
+            {place: _cast(writer.place_operand(call, place), cast) for place in casts},
         )
     elif call.name == "to" and not is_end:
-        new = _cast(writer.place_operand(call, 0), "float")
+        new = _cast(writer.place_operand(call, 0), cast)
     else:
         new = writer.place_whole()
-    return writer.edits_to(_cast_back(new, root, writer) if is_end else new)
+    if is_end:
+        new = _cast_back(new, root, writer, _CASTS[change.narrow])
+    return writer.edits_to(new)
 
 
 def _cast(of: ast.expr, name: str) -> ast.expr:
     return ast.Call(ast.Attribute(of, name), [], [])
 
 
-def _cast_back(of: ast.expr, root: TorchCall | None, writer: Writer) -> ast.expr:
+def _cast_back(
+    of: ast.expr, root: TorchCall | None, writer: Writer, method: str
+) -> ast.expr:
     """A cast to the dtype that the first call was given, where that has a name."""
     operands = [] if root is None else root.operands
     for place, each in enumerate(operands):
@@ -141,20 +152,21 @@ def _cast_back(of: ast.expr, root: TorchCall | None, writer: Writer) -> ast.expr
                 if isinstance(each, Value) and _is_name(text):
                     dtype = expression_of(f"{text}.dtype")
                     return ast.Call(ast.Attribute(of, "to"), [dtype], [])
-    return _cast(of, "half")
+    return _cast(of, method)
 
 
 def _is_name(text: str) -> bool:
     return text.isidentifier() and not text.startswith("OPERAND_")
 
 
-def float32_text(change: InFloat32, calls: Sequence[TorchCall]) -> str:
-    """The calls that are computed in float32, as far as which line, in words."""
+def wider_text(change: InWider, calls: Sequence[TorchCall]) -> str:
+    """The calls that are computed in a wider dtype, up to which line, in words."""
+    wide, narrow = dtype_name(change.wide), dtype_name(change.narrow)
     roots = [call for call in calls if call.key in change.roots]
     if all(root.name == "to" for root in roots):
-        return "cast to float32 instead of float16"
+        return f"cast to {wide} instead of {narrow}"
     texts = dict.fromkeys(f"`{short_text(root)}`" for root in roots)
     line = shown_at(roots[-1])[1]
     lines = [shown_at(call)[1] for call in calls if call.key in change.ends]
     until = f", up to line {lines[-1]}" if lines and lines[-1] != line else ""
-    return f"compute {' and '.join(texts)} in float32{until}"
+    return f"compute {' and '.join(texts)} in {wide}{until}"

@@ -1,0 +1,75 @@
+"""A step of an optimizer on a copy of one parameter and of its state."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..torch_internals.replaying import with_torch_function
+
+
+def group_of(optimizer: Any, parameter: torch.Tensor) -> int | None:
+    """The place of the parameter group that has a parameter, or None."""
+    for place, group in enumerate(optimizer.param_groups):
+        if any(parameter is each for each in group["params"]):
+            return place
+    return None
+
+
+class OptimizerTwin:
+    """An optimizer of the same kind and state for a copy of one parameter.
+
+    Args:
+        optimizer: The optimizer.
+        group: The settings of the parameter's group.
+        parameter: The parameter; values that are not finite are 0 in the copy.
+        dtype: The dtype of the copies.
+        gradient: The gradient to step with; None for 0.
+
+    Attributes:
+        parameter: The copy.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        dtype: torch.dtype,
+        gradient: torch.Tensor | None = None,
+    ) -> None:
+        value = parameter.detach().to(dtype, copy=True)
+        value[~value.isfinite()] = 0
+        self.parameter = nn.Parameter(value)
+        own = torch.zeros_like(value) if gradient is None else gradient.clone()
+        self.parameter.grad = own
+        self._optimizer = copy.copy(optimizer)
+        state = {
+            key: _copied(each, parameter.dtype, dtype)
+            for key, each in optimizer.state.get(parameter, {}).items()
+        }
+        settings = {key: each for key, each in group.items() if key != "params"}
+        self._optimizer.param_groups = [{**settings, "params": [self.parameter]}]
+        self._optimizer.state = defaultdict(dict, {self.parameter: state})
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state for the copy."""
+        found: dict[str, Any] = self._optimizer.state[self.parameter]
+        return found
+
+    def step(self) -> None:
+        """Makes the class's own step, without hooks."""
+        step: Any = type(self._optimizer).step
+        with torch.no_grad(), with_torch_function():  # which is off in hooks of ours
+            getattr(step, "__wrapped__", step)(self._optimizer)
+
+
+def _copied(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(new, copy=True) if value.dtype == old else value.clone()

@@ -1,0 +1,89 @@
+"""The state that a step with a remedy leaves: the optimizer's, and buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ...scanner.tree import path_text, tensors
+from ..named_tensors import names_of, state_by_name
+from ..optimizer_twin import OptimizerTwin, group_of
+from ..tensor_kinds import is_float, kinds_of, summary_of
+
+# A gradient may make a state inf from this share of its dtype's largest root on: Adam
+# keeps a tenth of a percent of the square.
+_NEAR = 1e-3
+_MANY = 1e3  # times what a buffer held before; chosen, not measured
+
+
+def nonfinite_after(
+    models: Mapping[str, nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    gradients: Mapping[str, torch.Tensor],
+) -> str:
+    """Names what an optimizer's step with some gradients makes non-finite, or "".
+
+    Each step is made on a copy, of parameters alone whose gradients are that large.
+
+    Args:
+        models: The models, by what their modules' names begin with.
+        optimizers: The optimizers.
+        gradients: The gradients, by the names of the parameters.
+    """
+    named = state_by_name(models)
+    for name, gradient in gradients.items():
+        parameter = named.get(name)
+        if parameter is None or gradient.dtype != parameter.dtype:
+            continue  # a remedy has changed the dtype
+        if gradient.shape != parameter.shape:
+            continue
+        limit = _NEAR * math.sqrt(torch.finfo(parameter.dtype).max)
+        if not gradient.numel() or float(gradient.abs().max()) < limit:
+            continue
+        for optimizer in optimizers:
+            place = group_of(optimizer, parameter)
+            if place is not None:
+                what = _stepped(optimizer, place, parameter, gradient)
+                if what:
+                    return f"{what} of {name} becomes inf in the optimizer's step"
+    return ""
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    place: int,
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+) -> str:
+    """The part of the state that a step makes non-finite, or the value, or ""."""
+    group = optimizer.param_groups[place]
+    twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype, gradient)
+    try:
+        twin.step()
+    except Exception:  # it steps all parameters together
+        return ""
+    state = [(path_text(path), each) for path, each in tensors(dict(twin.state))]
+    for path, each in [("the value", twin.parameter.detach()), *state]:
+        if is_float(each) and kinds_of(each):
+            return path.strip("[]'\"")
+    return ""
+
+
+def buffer_sizes(models: Mapping[str, nn.Module]) -> dict[str, float]:
+    """The largest magnitudes of float buffers, by name."""
+    return {
+        name: summary_of(tensor).abs_max or 0.0
+        for kind, name, tensor in names_of(models)
+        if kind == "buffer" and is_float(tensor) and tensor.numel()
+    }
+
+
+def grown_buffer(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Names the buffer that has grown out of its size, or ""."""
+    for name, size in after.items():
+        if size > _MANY * max(before.get(name, size), 1.0):
+            return f"{name} is {size:.3g} after it ({before[name]:.3g} before)"
+    return ""

@@ -1,0 +1,213 @@
+"""The step in float64: what a remedy's loss and gradients are compared with.
+
+A mode casts what each torch call is given and returns to float64, and weights and the
+batch are of it from the start, so that autograd's own operations are, too. Numbers are
+drawn in the dtype that the program draws them in: the step has the same dropout masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...guard.report.explanation import Remedy
+from ...scanner.modules import tensors_of
+from ...scanner.torch_ops import base_of, has, plain_name
+from ...torch_internals.tensor_internals import pytree
+from ..calls import Call
+from ..op_table import OpTable
+from ..replayer import Patch, ReplayResult
+from ..torch_calls import BACKWARD, TorchCall, TorchCalls, tensors_among
+from .patches import kept_data
+
+_WIDE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
+    **{each: torch.float64 for name in dir(torch) if name.startswith("float8")
+       if isinstance(each := getattr(torch, name), torch.dtype)},
+    **{torch.complex32: torch.complex128, torch.complex64: torch.complex128},
+}  # fmt: skip
+_CASTS = ("half", "float", "bfloat16", "double")
+# What leaves a random share of its argument out, and is linear in it.
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+
+
+@dataclass(frozen=True)
+class InFloat64(Patch):
+    """The step in float64.
+
+    Attributes:
+        drawn: The dtypes that the program's calls draw numbers in, in order.
+    """
+
+    drawn: tuple[torch.dtype, ...] = ()
+
+    @contextmanager
+    def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """See `Patch`."""
+        with kept_data(models.values()), _Widening(self.drawn):
+            for model in models.values():
+                for tensor in tensors_of(model):
+                    tensor.data = _widened(tensor.data)
+            yield
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [call.with_batch(_as_wide_leaf) for call in calls]
+
+
+class _Widening(TorchCalls):
+    """Runs torch calls in float64 while it is entered.
+
+    Args:
+        drawn: See `InFloat64`.
+    """
+
+    def __init__(self, drawn: Sequence[torch.dtype]) -> None:
+        super().__init__()
+        self._drawn = iter(drawn)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, own = kwargs or {}, getattr(func, "__name__", "")
+        if func in BACKWARD:
+            return self._backward(own, func, args, kwargs)
+        name = plain_name(own.rstrip("_") if not own.endswith("__") else own)
+        if own in ("__get__", "__set__") or has(name, "tells"):
+            return func(*args, **kwargs)
+        given = tensors_among((args, kwargs))
+        device = given[0].device.type if given else "cpu"
+        with torch.autocast(device, enabled=False):
+            if _draws(name):
+                return _widened_all(self._random(name, own, func, args, kwargs))
+            if own in _CASTS:
+                func = torch.Tensor.double
+            is_in_place = own == "__setitem__" or (
+                own.endswith("_") and not own.endswith("__")
+            )
+            target = args[:1] if is_in_place else ()
+            rest, kwargs = _widened_all((args[len(target) :], kwargs))
+            result = func(*target, *rest, **kwargs)
+            return result if is_in_place else _widened_all(result)
+
+    def _random(self, name: str, own: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that draws numbers, in the dtype that the program draws them in."""
+        if not tensors_among((args, kwargs)):
+            return func(*args, **kwargs)
+        dtype = next(self._drawn)
+
+        def narrowed(each: Any) -> Any:
+            is_float = isinstance(each, torch.Tensor) and each.is_floating_point()
+            return each.to(dtype) if is_float else each
+
+        if name in _DROPOUTS:
+            ones = torch.ones_like(args[0], dtype=dtype)
+            return args[0] * func(ones, *args[1:], **kwargs)
+        less, named = pytree.tree_map(narrowed, (args, kwargs))
+        result = func(*less, **named)
+        return args[0].copy_(result) if own.endswith("_") else result
+
+
+def _draws(name: str) -> bool:
+    return name in _DROPOUTS or has(name, "random") or name in _FILLS
+
+
+_FILLS = ("normal", "uniform", "exponential", "bernoulli", "random", "log_normal")
+
+
+def _widened(each: Any) -> Any:
+    if isinstance(each, torch.dtype):
+        return _WIDE.get(each, each)
+    if isinstance(each, torch.Tensor) and each.dtype in _WIDE:
+        return each.to(_WIDE[each.dtype])
+    return each
+
+
+def _widened_all(value: Any) -> Any:
+    return pytree.tree_map(_widened, value)
+
+
+def _as_wide_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype not in _WIDE:
+        return tensor
+    copy = tensor.detach().to(_WIDE[tensor.dtype])
+    return copy.requires_grad_() if tensor.requires_grad else copy
+
+
+def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
+    """The patch for a step; None where float64 would draw other numbers.
+
+    Args:
+        calls: The torch calls of the step.
+        table: Its operations.
+    """
+    drawing = {row.torch_call for row in table.rows if has(base_of(row.name), "random")}
+    own = [call for call in calls if _draws(call.name)]
+    if not drawing <= set(own):  # within a larger call, or none of the program's
+        return None
+    return InFloat64(tuple(call.dtype for call in own if call.inputs))
+
+
+# What a remedy comes to beside it.
+
+
+_NEAR = 1e-2  # of the loss: what two ways to round seldom differ by
+_EPS = 4.0  # times the precision of the coarsest dtype, where that is more
+_OF_GRADIENTS = 5.0  # times as much, for each of their sums is rounded
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The loss and the gradients of a step in float64.
+
+    Attributes:
+        loss: The loss.
+        gradients: The gradients of the parameters, by their names.
+        near: The relative difference that rounding explains.
+    """
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    near: float
+
+    @classmethod
+    def of(
+        cls, result: ReplayResult, loss: float | None, calls: Sequence[TorchCall]
+    ) -> Truth | None:
+        """Makes the truth of a replay in float64; None where that is not finite."""
+        if result.error is not None or not result.is_clean or loss is None:
+            return None
+        dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
+        eps = [torch.finfo(each).eps for each in dtypes if each.is_floating_point]
+        near = max(_NEAR, _EPS * max(eps, default=0.0))
+        return cls(loss, result.held().gradients, near)
+
+    def compared(self, remedy: Remedy, result: ReplayResult) -> dict[str, Any]:
+        """The fields of a remedy that say how far it misses the truth."""
+        if remedy.loss is None:
+            return {}
+        error = abs(remedy.loss - self.loss) / max(abs(self.loss), self.near**4)
+        moved = distance(result.gradients, self.gradients)
+        misses = error > self.near
+        if not misses and moved is not None and moved > _OF_GRADIENTS * self.near:
+            return {"true_loss": self.loss, "error": moved, "misses": "gradients"}
+        what = "loss" if misses else ""
+        return {"true_loss": self.loss, "error": error, "misses": what}
+
+
+def distance(
+    changed: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
+) -> float | None:
+    """The norm of the difference of gradients, relative to that of the second ones."""
+    if changed.keys() != plain.keys():
+        return None
+    pairs = [(changed[name].double(), plain[name].double()) for name in plain]
+    error = sum(float((one - two).square().sum()) for one, two in pairs)
+    norm = sum(float(two.square().sum()) for _, two in pairs)
+    return math.sqrt(error / norm) if norm > 0 and math.isfinite(error) else None

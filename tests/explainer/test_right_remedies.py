@@ -1,0 +1,243 @@
+"""A remedy is judged by what is right, by what follows, and by what it costs."""
+
+import math
+
+import pytest
+import torch
+from remedied_files import Holder, explained, module_of
+from torch import nn
+from torch.nn import functional as F
+
+from overflow_fast import NonFiniteError, OverflowGuard, explain
+from overflow_fast.explainer.calls import Call
+from overflow_fast.explainer.remedies.true_step import in_float64
+from overflow_fast.explainer.replayer import Replayer, StepPart
+from overflow_fast.guard.step_keeper import Ambient
+
+
+def stopped(model, loss_of, batches, optimizer=None):
+    """The explanation of the first bad step."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = OverflowGuard(model, optimizer, explain=True)
+    with pytest.raises(NonFiniteError) as error:
+        for batch in batches:
+            optimizer.zero_grad()
+            guard.run(lambda batch=batch: loss_of(model, batch)).backward()
+            optimizer.step()
+    guard.remove()
+    return error.value.report.explanation
+
+
+def scaled_sums(model, x):
+    w = torch.exp(-F.softplus(model(x)).cumsum(1))
+    return (w * torch.cumsum(x / w, 1)).pow(2).mean()
+
+
+def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_much():
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1), torch.randn(4, 64, 2)
+    nn.init.constant_(model.bias, -3.0)
+    x[2] *= 12
+    found = stopped(model, scaled_sums, [x])
+    tried = [each for each in found.remedies if each.is_recommended]
+    right, *others = [each for each in tried if not each.is_of_data]
+    wide = nn.Linear(2, 1).double()
+    wide.load_state_dict(model.state_dict())
+    truth = scaled_sums(wide, x.double()).item()
+    assert right.is_right and right.loss == pytest.approx(truth, rel=1e-4)
+    assert others
+    for each in others:
+        assert each.misses == "loss" and each.true_loss == pytest.approx(truth)
+        assert each.error == pytest.approx(abs(each.loss - truth) / truth, rel=1e-3)
+        assert f"off the true {truth:.4g}" in each.outcome
+
+
+def test_a_gradient_that_is_wrong_is_a_miss_though_the_loss_is_right():
+    model, x = Holder(), torch.full((3, 2), 1e-25)  # whose square is 0 in float32
+    found = explain(model, x, lambda x: 1 + (x * model.w).square().sum().sqrt())
+    missed = [each for each in found.remedies if each.misses == "gradients"]
+    assert missed and all(each.loss == pytest.approx(1, rel=1e-3) for each in missed)
+    assert "off the true ones" in missed[0].outcome
+
+
+def test_the_truth_is_that_of_an_exact_form_where_float64_fails_as_well():
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor([0.0, 1e4, 0.0]))
+    y = torch.tensor([0, 2])
+    found = explain(
+        model, torch.randn(2, 3), lambda x: F.nll_loss(model(x).softmax(1).log(), y)
+    )
+    right, clamped = [each for each in found.remedies if each.is_recommended][:2]
+    assert right.is_right and right.loss == pytest.approx(1e4)
+    assert clamped.misses == "loss" and clamped.true_loss == pytest.approx(1e4)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
+def test_the_step_in_float64_draws_what_the_step_draws_or_is_not_run(kind):
+    model = nn.Sequential(nn.Linear(8, 64), kind(0.5), nn.Linear(64, 1))
+    x = torch.randn(4, 8)
+
+    def loss_of(x):
+        noise = torch.randn(4, 1) + torch.randn_like(x[:, :1])
+        return (model(x) + noise).square().mean()
+
+    call = Call(loss_of, x, Ambient(model, []))
+    call.returns_loss = True
+    with Replayer({"": model}, [call]) as replayer:
+        plain = replayer.run(StepPart(traced=0, has_calls=True))
+        patch = in_float64(plain.table.torch_calls, plain.table)
+        if patch is None:
+            assert kind is nn.AlphaDropout
+            return
+        wide = replayer.run(patches=[patch])
+    assert wide.error is None and wide.losses[0].dtype == torch.float64
+    assert float(wide.losses[0]) == pytest.approx(float(plain.losses[0]), rel=1e-5)
+    assert wide.gradients["0.weight"].dtype == torch.float64
+    assert model[0].weight.dtype == torch.float32 and model[0].weight.grad is None
+
+
+def test_a_loss_of_a_size_that_the_run_never_had_is_no_remedy():
+    def loss_of(model, batch):
+        x, number = batch
+        return model(x).abs().sum() / torch.tensor(number)
+
+    x = torch.ones(3, 2)
+    found = stopped(nn.Linear(2, 1), loss_of, [(x, 4.0)] * 3 + [(x, 0.0)])
+    huge = [each for each in found.remedies if each.is_finite and each.usual]
+    assert huge and not any(each.is_recommended for each in huge)
+    assert all(each.loss > 1e3 * each.usual for each in huge)
+    assert "did not help" in str(found) and "after at most" in str(found)
+
+
+def test_a_count_of_zero_counts_as_one():
+    def loss_of(model, batch):
+        x, crops = batch
+        return model(x).abs().sum() / crops
+
+    x = torch.ones(3, 2)
+    found = stopped(nn.Linear(2, 1), loss_of, [(x, 4)] * 3 + [(x, 0)])
+    assert found.remedies[0].code.endswith("/ max(crops, 1)")
+    assert found.remedies[0].is_right
+
+
+def test_what_makes_the_optimizers_state_inf_is_no_remedy():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    found = stopped(
+        model,
+        lambda model, x: 1e12 * model(x).exp().sum(),
+        [torch.tensor([[18.0], [1e5]])],
+        optimizer,
+    )
+    broken = [each for each in found.remedies if each.breaks]
+    assert all(each.usual is None for each in broken)  # no step was before
+    assert broken and not any(each.is_recommended for each in broken)
+    assert "exp_avg_sq of weight becomes inf" in broken[0].outcome
+    assert optimizer.state == {} or all(
+        value.isfinite().all() for value in optimizer.state[model.weight].values()
+    )
+
+
+TWINS = """
+import torch
+import torch.nn.functional as F
+
+def loss_of(x, w):
+    p = torch.sigmoid(x * w)
+    return -(
+        torch.log(p)
+        + torch.log(1 - p)
+    ).mean()
+"""
+
+
+def test_the_same_form_a_line_below_is_changed_with_it(tmp_path):
+    module, _ = module_of(tmp_path, TWINS)
+    found = explained(module.loss_of, torch.full((3, 2), -200.0))
+    first = found.remedies[0]
+    assert first.is_right and first.code.count("F.logsigmoid(") == 2
+    assert (first.line, first.last_line) == (8, 9)
+    alone = explained(module_of(tmp_path, TWINS.replace("1 - p", "p.abs()"))[0].loss_of,
+                      torch.full((3, 2), -200.0))  # fmt: skip
+    assert math.isfinite(alone.remedies[0].loss)
+
+
+def test_a_clamp_says_that_no_gradient_goes_through_where_it_acts():
+    model = Holder()
+    found = explain(model, torch.zeros(3, 2), lambda x: (x * model.w).log().mean())
+    (clamp,) = [each for each in found.remedies if "clamp" in each.text][:1]
+    assert clamp.stops_gradient and "no gradient where it acts" in clamp.outcome
+
+
+def test_others_are_compared_in_the_batch_with_the_same_dropout():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 200), nn.Dropout(0.5), nn.Linear(200, 5))
+    x, y = torch.randn(12, 20) * 3, torch.arange(12) % 5
+    x[4] *= 3000
+    state = torch.get_rng_state()
+
+    def loss_of(batch):
+        x, y = batch
+        return F.nll_loss((net(x).softmax(1) ** 0.5).log(), y)
+
+    found = explain(net, (x, y), loss_of)
+    assert found.sample == 4
+    torch.set_rng_state(state)
+    others = [0, 1, 2, 3, 5, 5, 6, 7, 8, 9, 10, 11]
+    expected = loss_of((x[others], y[others]))
+    moved = [each for each in found.remedies if each.losses is not None]
+    assert moved and all(each.stand_in == 5 for each in moved)
+    assert moved[0].losses[0] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("value, is_left", [(-0.5, True), (-1e-4, False)])
+def test_a_parameter_that_has_left_the_domain_is_not_clamped(value, is_left):
+    model = Holder()
+    with torch.no_grad():
+        model.w.fill_(value)
+    found = explain(model, torch.ones(3, 2), lambda x: (x + model.w.log()).mean())
+    assert any("has left" in note for note in found.notes) == is_left
+    assert any("clamp" in each.text for each in found.remedies) != is_left
+
+
+def test_statistics_that_the_batch_leaves_are_named():
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    x = torch.randn(8, 2)
+    x[3] = 1e12
+
+    def loss_of(x):
+        net(x)
+        return (net[0](x).abs().sum(1).exp()).sum().log()
+
+    found = explain(net, x, loss_of)
+    helped = [each for each in found.remedies if each.is_finite]
+    assert helped and all("running_" in each.leaves for each in helped)
+    assert "before)" in helped[0].outcome
+
+
+def test_the_failing_sample_is_left_out_or_clamped_beside_changes_of_code():
+    model = nn.Linear(2, 1)
+    x = torch.randn(6, 2)
+    x[3] *= 1e6
+    found = explain(model, x, lambda x: (model(x).abs().exp() + 1).log().mean())
+    assert found.sample == 3 and not found.remedies[0].is_of_data
+    clamp, drop = [each for each in found.remedies if each.is_of_data]
+    assert "x.abs()" in drop.code or "batch.abs()" in drop.code
+    others = x[[0, 1, 2, 4, 5]]
+    wanted = (model(others).abs().exp() + 1).log().mean()
+    assert drop.loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert clamp.is_finite and ".clamp(" in clamp.code
+    assert sum(line.startswith("tried") for line in str(found).splitlines()) == 2
+    assert clamp.code in str(found) or drop.code in str(found)
+
+
+def test_a_failing_sample_that_is_no_larger_is_left_out_in_words():
+    model = nn.Linear(2, 1, bias=False)
+    x = torch.ones(4, 2)
+    x[2] = 0
+    found = explain(model, x, lambda x: model(x).abs().log().mean())
+    (drop,) = [each for each in found.remedies if each.is_of_data]
+    assert drop.text == "leave sample 2 out of this batch" and not drop.code
