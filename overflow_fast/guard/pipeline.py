@@ -21,14 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
 from ..detector.frames import frame_texts
-from ..scanner.modules import parameters_of
-from ..scanner.ops import scan
 from ..scanner.text import error_line
 from .archive import Archive, Measurements
 from .config import GuardConfig
@@ -822,7 +819,7 @@ class Pipeline:
         policy = step.policy or self._config.on_overflow
         if callable(policy):
             report.action = self._ask(policy, report)
-        asks_skip = report.action == "skip"
+        is_lost = self._is_beyond_repair(step, report.verdict)
         situation = Situation(
             can_skip=step.hook is not None
             and step.moment == "before"
@@ -831,12 +828,14 @@ class Pipeline:
             and not (step.is_update and self.agreement.is_needed),
             is_skipped=bool(step.skipped_by),
             is_undone=step.hook is not None and step.hook.has_snapshot,
-            is_apart=asks_skip and self.agreement.is_apart,
-            is_beyond_repair=asks_skip and self._is_beyond_repair(step, report.verdict),
+            is_apart=report.action == "skip" and self.agreement.is_apart,
+            is_beyond_repair=is_lost,
         )
         choice = choose(report.action, situation)
         report.action = choice.action
         report.notes += choice.notes
+        is_put_back = situation.is_undone and choice.action != "warn"
+        report.is_beyond_repair = is_lost and not is_put_back
         # Set last: a callable receives a report without what it has yet to decide.
         report.moment, report.skipped_by = step.moment, step.skipped_by
         return report
@@ -865,39 +864,12 @@ class Pipeline:
 
     def _is_beyond_repair(self, step: Step, verdict: Verdict) -> bool:
         """Returns True if the value was bad before the step, and stays bad."""
-        assert verdict.first is not None
-        if verdict.first.kind == "optimizer_state":
-            return True
-        # Weights may also be in place for one call only (functional_call).
-        if verdict.first.kind != "weight":
-            return False
         with self._isolation.isolated():
-            return self._has_bad_weights(step)
+            from .verdict.repair import is_beyond_repair
+
+            start = self._start if step.can_restore and self._may_restore else None
+            return is_beyond_repair(verdict, self._watches, start)
         return False
-
-    def _has_bad_weights(self, step: Step) -> bool:
-        """Returns True if a weight is non-finite, and stays so without the step."""
-        weights = [
-            weight
-            for watch in self._watches
-            if (model := watch.model) is not None
-            for weight in parameters_of(model)
-        ]
-        return any(
-            (stat.has_nan or stat.has_inf)
-            and not (step.can_restore and self._makes_finite(weight))
-            for weight, stat in zip(weights, scan(weights), strict=True)
-        )
-
-    def _makes_finite(self, weight: torch.Tensor) -> bool:
-        """True for a weight that the forward has written to, and that was finite."""
-        start = self._start
-        if start is None or not self._may_restore:
-            return False
-        if not start.written_in_step(weight):
-            return False
-        held = start.held(weight)
-        return held is not None and bool(held.isfinite().all())
 
     # Act: put back what the forward has changed; count steps and skips.
 
