@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ..guard.explaining import USE_RUN
-from ..guard.report.explanation import NOT_THE_LOSS, Remedy
+from ..guard.report.explanation import NOT_THE_LOSS
 from ..guard.step_keeper import LastSteps
+from .past_steps import PastSteps
 
 
 @dataclass
@@ -27,10 +28,7 @@ class BadStep:
             a write to an input that torch has not counted.
         reaches_loss: Whether loss, outputs or gradients were bad.
         gradients: The bad gradients of parameters, by name.
-        weights: The largest magnitudes of weights in the last steps, by name, where
-            they were finite.
-        steps_between: How many steps are between two of these magnitudes.
-        largest_gradient: That of all gradients in the last step.
+        past: The largest magnitudes in the last steps.
         losses: The magnitudes of the loss in the last steps where it was finite, the
             oldest first.
         optimizers: The optimizers.
@@ -49,9 +47,7 @@ class BadStep:
     is_received: bool = False
     reaches_loss: bool = True
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    steps_between: int = 1
-    largest_gradient: float = 0.0
+    past: PastSteps = field(default_factory=PastSteps)
     losses: Sequence[float] = ()
     optimizers: Sequence[torch.optim.Optimizer] = ()
     last_steps: LastSteps = field(default_factory=LastSteps)
@@ -61,14 +57,6 @@ class BadStep:
     hidden_by: str = ""
     had_gradients: bool = False
     left_over: Mapping[str, int] = field(default_factory=dict)
-
-
-# Of runs that diverge: the step that is replayed comes after the one that did it.
-SLOWER = Remedy(
-    "lower the learning rate, warm it up, or clip gradients",
-    tried=False,
-    why="the weights before the last step are not held (a copy of the model)",
-)
 
 
 # Sentences on what a replay leaves open.

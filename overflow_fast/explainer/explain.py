@@ -453,7 +453,7 @@ def _without_replay(
                 return None
             if held is None:
                 return _explain_written_weight(found.tensor)
-    if found is not None and incident.weights.get(found.tensor):
+    if found is not None and incident.past.weights.get(found.tensor):
         return explain_update(models, incident, found)
     if found is None and incident.kind == "optimizer_state":
         return Explanation(

@@ -19,7 +19,7 @@ from ..guard.report.explanation import Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
 from ..scanner.text import dtype_name
 from ..scanner.tree import path_text, tensors
-from .bad_step import SLOWER, BadStep
+from .bad_step import BadStep
 from .op_rows import NOT_TRIED, Row
 from .op_table import OpTable
 from .op_trace import OpTrace
@@ -252,7 +252,7 @@ def _too_large(
 ) -> Explanation:
     """Calls it divergence if the learning rate alone takes the weight out of range."""
     learning_rate = group.get("lr")
-    gradient = incident.largest_gradient
+    gradient = incident.past.last_gradient
     if not isinstance(learning_rate, (int, float)) or not gradient:
         return found
     limits = [torch.finfo(each.dtype).max for each in group["params"]]
@@ -267,6 +267,5 @@ def _too_large(
             module_of_parameter(found.tensor),
             tensor=found.tensor,
             evidence=found.evidence,
-            remedies=[SLOWER],
         )
     return found

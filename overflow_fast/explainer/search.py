@@ -23,7 +23,7 @@ from ..torch_internals.replaying import (
     no_dispatch,
 )
 from . import bad_step as notes
-from .bad_step import SLOWER, BadStep
+from .bad_step import BadStep
 from .calls import Call, batch_size, name_outside, why_whole, with_stand_in
 from .explain_origin import explain_root_op
 from .named_tensors import names_of
@@ -413,7 +413,7 @@ class Search:
         if is_seen and found.phase == "forward" and not traced.is_forward:
             is_read = traced.is_in_gradients
             found.notes.append(_ENDS_FINITE + " Backward runs through them." * is_read)
-        was_finite = incident is not None and incident.weights.get(found.tensor)
+        was_finite = incident is not None and incident.past.weights.get(found.tensor)
         if incident is not None and found.phase == "weights" and was_finite:
             return explain_update(self._replayer.models, incident, found)
         if in_gradients and not found.tensor:
@@ -463,7 +463,7 @@ class Search:
         if result.error is None and not result.is_forward:
             found.cause = DIVERGENCE.name
             found.evidence[0] += "; with weights as large as before it is finite"
-            found.remedies.append(SLOWER)
+            found.evidence[1:1] = growth.order
 
     def _keep_call(self, found: Explanation, root_op: RootOp) -> None:
         """Keeps the operation and its module as scripts, where artifacts are wanted."""

@@ -13,12 +13,13 @@ from torch import nn
 from .. import _C
 from ..guard.config import GuardConfig
 from ..guard.explaining import ReplayOffer, gradients_of, with_note
+from ..guard.options import Schedule
 from ..guard.process import world_size
 from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
 from ..guard.step import Step
 from ..guard.step_keeper import LastSteps, StepKeeper
-from ..guard.verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
+from ..guard.verdict.verdict import BadFrame, Verdict, is_of_flag, take_bad
 from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
@@ -30,6 +31,7 @@ from ..torch_internals.compiler import (
 from .bad_step import BadStep
 from .calls import Call, ModelCall, batch_size, made_again
 from .explain import investigate
+from .past_steps import past_steps_of
 from .replay_ranks import NotJoined, RankCoordinator, StoreChannel
 from .replayer import Observer, ReplayCheck, Replayer, StepPart
 from .usual_sizes import past_losses
@@ -91,7 +93,11 @@ class StepExplainer:
         self._compares = compares
         self._budget = config.explain.budget
         self._checkpoints = config.explain.checkpoints
-        self._steps_between = config.weights_every or 1
+        # 0: steps of a schedule are not all watched.
+        is_each = config.schedule == Schedule()
+        self._steps_between = config.weights_every or 1 if is_each else 0
+        self._raises = config.on_overflow == "raise"
+        self._num_explained = 0
         evidence = config.evidence
         self._artifact_bytes = 0 if evidence is None else int(evidence.mib * 2**20)
 
@@ -106,6 +112,7 @@ class StepExplainer:
             ranks: The ranks that replay it together; None for this one alone.
         """
         models, keeper = models_of(self._watches), self._keeper
+        self._num_explained += 1
         incident = self._incident(verdict, moment)
         if keeper is None:
             found = investigate(models, [], incident)
@@ -168,7 +175,6 @@ class StepExplainer:
     def _incident(self, verdict: Verdict, moment: str) -> BadStep:
         first, keeper = verdict.first, self._keeper
         assert first is not None
-        weights, gradients = self._histories()
         is_gradient = first.kind in ("gradient", "grad_output", "recorded")
         return BadStep(
             kind=first.kind,
@@ -178,9 +184,13 @@ class StepExplainer:
             reaches_loss=verdict.reaches_loss
             or is_gradient
             or bool(verdict.dirty_gradients),
-            weights=weights,
-            steps_between=self._steps_between,
-            largest_gradient=max((r[-1] for r in gradients if r), default=0.0),
+            past=past_steps_of(
+                self._watches,
+                self._steps_between,
+                verdict.dirty_gradients,
+                scans_gradients=moment != "raised",
+                is_first=self._raises and self._num_explained == 1,
+            ),
             gradients=gradients_of(self._watches, verdict.dirty_gradients),
             losses=past_losses(self._watches),
             optimizers=self._find_optimizers(),
@@ -192,22 +202,6 @@ class StepExplainer:
             had_gradients=keeper is not None and keeper.had_gradients,
             left_over={} if keeper is None else dict(keeper.left_over),
         )
-
-    def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:
-        """The largest magnitudes in past steps: of weights, by name, and gradients."""
-        weights: dict[str, list[float]] = {}
-        gradients = []
-        for watch in self._watches:
-            for history in watch.recorder.headroom():
-                place = history.last.place
-                if place.label.role == _C.Role.WEIGHT:
-                    name = place.label.name
-                    if place.kind == _C.FrameKind.FORWARD:
-                        name = f"{watch.name_at(place.module)}.{name}".lstrip(".")
-                    weights[name] = history.recent
-                elif place.kind in GRADIENTS and place.label.role == _C.Role.GRADIENT:
-                    gradients.append(history.recent)
-        return weights, gradients
 
     # The tripwire's second look: a bad step is run again with everything watched.
 

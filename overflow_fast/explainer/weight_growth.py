@@ -11,8 +11,11 @@ from torch import nn
 from ..scanner.ops import scan
 from .bad_step import BadStep
 from .named_tensors import names_of
+from .past_steps import KEPT
 
 _MANY = 10.0  # so many times as large as in one of the last steps
+_SOON = 2  # then it may have grown before the first step that is known
+_UPDATES = "the weights by the update"
 _MORE = 2.0  # less is left as it is; chosen, not measured
 
 
@@ -22,10 +25,13 @@ class WeightGrowth:
 
     Attributes:
         text: How much, in words.
+        order: Which of loss, gradient and update has grown first, in a sentence; empty
+            where it is not known.
         factors: By how much they have to be multiplied to be as large as they were.
     """
 
     text: str
+    order: list[str]
     factors: dict[str, float]
 
 
@@ -40,7 +46,8 @@ def find_growth(
     """
     if incident is None:
         return None
-    history = incident.weights
+    past = incident.past
+    history = past.weights
     before = {name: recent[0] for name, recent in history.items() if recent}
     now = _magnitudes(models, before)
     if not now:
@@ -49,7 +56,8 @@ def find_growth(
     most = max(before.values())
     if now[name] <= max(1.0, _MANY * most):
         return None
-    steps = max(map(len, history.values())) * incident.steps_between
+    num = max(map(len, history.values()))
+    steps = f"{num * past.between} steps" if past.between else f"{num} watched steps"
     factors = {
         each: before[each] / now[each]
         for each in now
@@ -57,11 +65,64 @@ def find_growth(
     }
     text = (
         f"the largest weight went from {most:.3g} to {now[name]:.3g} ({name}) "
-        f"within the last {steps} steps"
+        f"within the last {steps}"
     )
-    if incident.steps_between == 1:
+    if past.between == 1:
         text += _jump_text(name, history[name])
-    return WeightGrowth(text, factors)
+    return WeightGrowth(text, _order(incident), factors)
+
+
+def _order(incident: BadStep) -> list[str]:
+    """Which became ten times as large first, and stayed so, within the last steps.
+
+    A step computes its loss, then gradients, then the update, which is seen in the
+    weights of the next one. Of several optimizers, one steps between the losses.
+    """
+    past = incident.past
+    if len(incident.optimizers) != 1:
+        return []
+    whole = [w for w in past.weights.values() if len(w) == len(past.gradients)]
+    largest = [max(step) for step in zip(*whole, strict=True)]
+    sizes = {"the loss": past.losses, "gradients": past.gradients, _UPDATES: largest}
+    begins, is_known = [], bool(past.gradients)
+    for what, values in sizes.items():
+        since = _large_since(values)
+        if since is not None:
+            delay, before = int(values is largest), len(values) - 1 - since
+            change = f"from {values[0]:.3g} to {values[since]:.3g}"
+            begins.append((before + delay, what, change))
+            is_known &= len(values) < KEPT or since > _SOON
+    if len(begins) < 2 or not is_known:
+        return []
+    begins.sort(key=lambda each: -each[0])  # stable: the loss is first in a step
+    clauses = [f"{what} {_when(before)} ({change})" for before, what, change in begins]
+    is_update = begins[0][1] == _UPDATES
+    rates = {
+        group["lr"]
+        for optimizer in incident.optimizers
+        for place in range(len(optimizer.param_groups))
+        if "lr" in (group := incident.last_steps.settings(optimizer, place))
+    }
+    rate = ""
+    if is_update and len(rates) == 1:
+        rate = f"; the learning rate was {rates.pop():.3g} in the last step"
+    return [f"grew tenfold first: {', then '.join(clauses)}{rate}"]
+
+
+def _large_since(values: Sequence[float]) -> int | None:
+    """The place since which all values are ten times the first; None if none is."""
+    since = None
+    for place in reversed(range(1, len(values))):
+        if not values[place] > _MANY * values[0]:  # also where it is nan
+            break
+        since = place
+    return since
+
+
+def _when(before: int) -> str:
+    if before == 0:
+        return "in this step"
+    return "in the step before" if before == 1 else f"{before} steps before this one"
 
 
 def _jump_text(name: str, recent: Sequence[float]) -> str:
@@ -74,8 +135,7 @@ def _jump_text(name: str, recent: Sequence[float]) -> str:
     if len(jumps) != 1:
         return ""
     ((before, after, number),) = jumps
-    when = "in the step before" if number == 1 else f"{number} steps before this one"
-    return f", {name} from {before:.3g} to {after:.3g} {when}"
+    return f", {name} from {before:.3g} to {after:.3g} {_when(number)}"
 
 
 def _magnitudes(

@@ -21,14 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
-from ..detector.frames import frame_texts
-from ..scanner.modules import parameters_of
-from ..scanner.ops import scan
 from ..scanner.text import error_line
 from .archive import Archive, Measurements
 from .config import GuardConfig
@@ -41,18 +37,18 @@ from .optimizers.engines import LossScaler
 from .optimizers.loss_scaling import (
     SCALER,
     has_skipped,
-    unknown_scale_notes,
     will_skip,
     without_expected,
     without_gradients,
 )
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .policy import Situation, checked_action, choose, limit_skips
-from .ranks.agreement import Agreed, Agreement
+from .ranks.agreement import Agreed, Agreement, Wishes
 from .report.report import Cost, NonFiniteError, Report
 from .report.run_log import AlarmLog
 from .step import Step, StepClock
 from .step_keeper import StepKeeper
+from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart
 from .verdict.first_bad import attribute
 from .verdict.rules import Rules
@@ -60,8 +56,6 @@ from .verdict.verdict import (
     BadFrame,
     Verdict,
     is_of_flag,
-    leading_frame,
-    least_headroom,
     take_bad,
     take_evaluated,
 )
@@ -72,10 +66,9 @@ from .watching.watch import ModelWatch
 if TYPE_CHECKING:
     from .learning import Learning
     from .optimizers.device_flags import DeviceFlags
+    from .optimizers.updates import KeptStep
     from .report.coverage import GuardCoverage
 
-# The kinds of what a step leaves to the next ones.
-_STATE = ("weight", "buffer", "optimizer_state")
 _CLEAN = Verdict()  # that of most steps
 _HARMLESS = 4.0  # a gradient that no update makes too large for float16
 _log = logging.getLogger("overflow_fast")
@@ -86,12 +79,11 @@ _SUMS = (
 
 
 class _Outcome(NamedTuple):
-    """The report that all ranks act on, or None; and what monitors ask for."""
+    """The report that all ranks act on, or None; and what they wish."""
 
     report: Report | None
     is_own: bool
-    has_spike: bool
-    wants_skip: bool
+    wishes: Wishes
 
 
 class _Line(NamedTuple):
@@ -192,10 +184,11 @@ class Pipeline:
         self._spike_step: int | None = None  # the last finite step with a spike
         self._num_spikes = 0
         self._clean_line: _Line | None = None
-        self._has_scaler = False
+        self._has_scaler = self._doubts = False
         self._is_blind = False  # a tripwire had nothing to look at, which was logged
         self._last_seen: Report | None = None  # when the last round ended
         self._called: set[OptimizerHook] = set()
+        self._doubted_late: set[OptimizerHook] = set()  # with lagged verdicts
 
     # What calls for a judgement: optimizers, GradScalers, `Join`, forwards, `check()`.
 
@@ -267,6 +260,8 @@ class Pipeline:
                 self.rounds.begin()
                 hook = self._hooks[0] if self._hooks else None
                 self._decide(Step(self._clock.step, hook))
+                if self._doubts:
+                    self._judge_update(hook, lambda: False)
         finally:
             self._end_round()
 
@@ -314,18 +309,30 @@ class Pipeline:
         """Judges a step whose optimizer, or closure, has raised."""
         self.judge_raised(error, ends=False, hook=hook)
 
-    def doubts_update(self, hook: OptimizerHook) -> bool:
+    def kept_of_doubted(
+        self, hook: OptimizerHook, before: OptimizerSnapshot | None
+    ) -> KeptStep | None:
+        """What undoes a step that may overflow though its gradients are finite."""
+        doubts, self._doubts = self._doubts, False
+        if not self.agreement.is_needed:
+            doubts = not self._is_lagged(hook) and self._may_overflow(hook)
+        if not doubts:
+            return None
+        from .optimizers.updates import kept_step
+
+        return kept_step(hook, before)
+
+    def _may_overflow(self, hook: OptimizerHook | None) -> bool:
         """True if a step may overflow although its gradients are finite."""
         largest = max(watch.recorder.largest_gradient for watch in self._watches)
-        if largest <= _HARMLESS or self._device_flags is not None:
-            return False
-        optimizer = hook.optimizer
-        if optimizer is None or self._clock.level is ScanLevel.OFF:
+        optimizer = None if hook is None else hook.optimizer
+        if largest <= _HARMLESS or optimizer is None:
             return False
         with self._isolation.isolated():
             from .optimizers.updates import may_overflow
 
-            return may_overflow(optimizer, largest)
+            is_watched = self._clock.level is not ScanLevel.OFF
+            return is_watched and may_overflow(optimizer, largest)
         return False
 
     @measured
@@ -335,13 +342,18 @@ class Pipeline:
         Raises:
             NonFiniteError: If the policy is to raise. The caller undoes it then, too.
         """
-        from .optimizers.updates import judge_update
-
         try:
-            return judge_update(self, hook, was_finite)
+            return self._judge_update(hook, was_finite)
         except NonFiniteError:
             self.after_step(hook, is_skipped=True)  # the hook does not call it then
             raise
+
+    def _judge_update(
+        self, hook: OptimizerHook | None, was_finite: Callable[[], bool]
+    ) -> bool:
+        from .optimizers.updates import judge_update
+
+        return judge_update(self, hook, was_finite)
 
     @measured
     def _judge_raised(
@@ -442,8 +454,10 @@ class Pipeline:
         ]
         self._scan(hook, level, () if scaler else others)
         self._overflow_flags.ask(level, scaler)
-        flags = self._device_flags
-        is_lagged = flags is not None and flags.are_lagged(hook, self._is_learning)
+        if hook in self._doubted_late and hook.optimizer is not None:
+            self._doubted_late.remove(hook)
+            self.tensors.scan_update(hook.optimizer)  # what its last step has made
+        flags, is_lagged = self._device_flags, self._is_lagged(hook)
         self._send_stats(is_lagged)
         if flags is not None and self._is_learning:
             flags.drop()
@@ -454,7 +468,9 @@ class Pipeline:
                 step.skipped_by = "optimizer's kernel"
         try:
             self.judge_late(is_lagged)
-            if not is_lagged:
+            if is_lagged and self._may_overflow(hook):
+                self._doubted_late.add(hook)
+            elif not is_lagged:
                 step.notes += self._scan_sums()
                 step.last_frame = _C.Recorder.num_frames()
             # Ranks decide together, once for each step.
@@ -471,6 +487,11 @@ class Pipeline:
             return self._is_skip(self._decide(found))
         finally:
             self._end_judgement(is_lagged)
+
+    def _is_lagged(self, hook: OptimizerHook) -> bool:
+        """True if an optimizer's step is made before its verdict is there."""
+        flags = self._device_flags
+        return flags is not None and flags.are_lagged(hook, self._is_learning)
 
     def _leave_to_scaler(
         self, step: Step, hook: OptimizerHook, level: ScanLevel
@@ -650,6 +671,15 @@ class Pipeline:
                 step.frames, step.is_whole, is_skipped
             )
 
+    def _wishes(self, step: Step) -> Wishes:
+        """What this rank has seen in a step, and what it wants."""
+        kinds = [each.kind for each in step.notices]
+        wants_skip = any(each.action == "skip" for each in step.notices)
+        hook, doubts = step.hook, False
+        if self.agreement.is_needed and hook is not None and step.moment == "before":
+            doubts = not self._is_lagged(hook) and self._may_overflow(hook)
+        return Wishes(SPIKE in kinds, wants_skip, doubts)
+
     def _detect(self, step: Step) -> Verdict:
         if step.verdict is None:
             step.verdict = self._verdict_on(step) if step.frames else _CLEAN
@@ -674,9 +704,9 @@ class Pipeline:
     # Agree and diagnose: alone, or with the ranks that share the models.
 
     def _decide_alone(self, step: Step) -> _Outcome:
-        wishes = _wishes(step)
+        wishes = self._wishes(step)
         if not step.frames:
-            return _Outcome(None, True, *wishes)
+            return _Outcome(None, True, wishes)
         if self._explaining.looks_again and not is_of_flag(self._detect(step)):
             with self._left_out():
                 step = self._explaining.look_again(step)
@@ -685,7 +715,7 @@ class Pipeline:
             ends, verdict = report.action == "raise", report.verdict
             with self._left_out():
                 report.explanation = self._explaining.explain(step, verdict, ends)
-        return _Outcome(self._choose_action(step, report), True, *wishes)
+        return _Outcome(self._choose_action(step, report), True, wishes)
 
     def _decide_together(self, step: Step) -> _Outcome:
         """Agrees with the other ranks, and replays the step with them.
@@ -701,10 +731,10 @@ class Pipeline:
         looks = first is not None and not is_of_flag(first)
         if self._explaining.looks_again and looks:
             step, agreed, is_broken = self._look_together(step, agreed)
-        wishes = agreed.has_spike, agreed.wants_skip
-        report, is_own = agreed.report, agreed.is_own
+        report, is_own, wishes = agreed.report, agreed.is_own, agreed.wishes
+        self._doubts = wishes.doubts
         if report is None:
-            return _Outcome(None, is_own, *wishes)
+            return _Outcome(None, is_own, wishes)
         if not is_broken:
             with self._left_out():
                 report.explanation, is_broken = self._explaining.explain_together(
@@ -717,7 +747,7 @@ class Pipeline:
             report = self.agreement.act_on(
                 is_own, lambda: self._choose_action(step, own)
             )
-        return _Outcome(report, is_own, *wishes)
+        return _Outcome(report, is_own, wishes)
 
     def _agree(self, step: Step, begin: int) -> Agreed:
         """Agrees on the report of the rank that found the first bad value.
@@ -738,7 +768,7 @@ class Pipeline:
         return self.agreement.agree(
             *(step.number, verdict, max(0, first - begin), make),
             lambda: self._explaining.offer(step, verdict, ends, self.agreement.joins),
-            *_wishes(step),
+            self._wishes(step),
         )
 
     def _look_together(self, step: Step, agreed: Agreed) -> tuple[Step, Agreed, bool]:
@@ -768,52 +798,15 @@ class Pipeline:
     def _make_report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step; without details where these fail."""
         try:
-            return self._report(step, verdict)
+            from .reporting import report_of
+
+            return report_of(self, step, verdict)
         except Exception as error:  # the verdict stands, and other ranks wait for it
             self._isolation.note(error)
             policy = self._config.on_overflow
             action = policy if isinstance(policy, str) else "warn"
             note = f"The guard failed to add details ({type(error).__name__}: {error})."
             return Report(step.number, action, verdict, notes=[note])
-
-    def _report(self, step: Step, verdict: Verdict) -> Report:
-        """Makes the report of a bad step, and keeps its evidence."""
-        policy = step.policy or self._config.on_overflow
-        watches = step.watches or self._watches
-        report = Report(
-            step=step.number,
-            action=policy if isinstance(policy, str) else "warn",
-            verdict=verdict,
-            least_headroom=least_headroom(watches),
-            frames=self._shown_frames(step),
-            not_covered=self._coverage(watches, []).gaps(),
-            cost=self._measurements.timer.cost,
-            num_skipped=self.rounds.num_skipped,
-            notes=[*step.notes, *unknown_scale_notes(step.hook, step.frames)],
-        )
-        is_of_state = verdict.first is not None and verdict.first.kind in _STATE
-        if step.left_out.num_steps and (is_of_state or verdict.nonfinite_state):
-            report.notes.append(str(step.left_out))
-        # Others are judged when the tensors of a later step have been scanned.
-        is_scanned = step.moment in ("before", "check", "raised")
-        tensors = self.tensors if is_scanned else None
-        self._archive.begin_report(report, step.frames, tensors)
-        if report.repeats:
-            report.notes.append(f"Run {report.repeats} came to the same in this step.")
-        return report
-
-    def _shown_frames(self, step: Step) -> list[str]:
-        """The frames up to the first call that was bad."""
-        leading = leading_frame(step.frames)
-        shown = list(leading.watch.frames.before)
-        if step.moment == "evaluation":  # other threads may run forwards meanwhile
-            shown = [each for each in shown if each.batch == leading.frame.batch]
-        if not leading.watch.wanted.activations:
-            return []
-        if leading.is_of_call:
-            shown.append(leading.frame)
-        most = self._config.explain.frames
-        return frame_texts(leading.watch, shown[-most:] if most else [])
 
     # Decide: raise, warn or skip.
 
@@ -822,21 +815,21 @@ class Pipeline:
         policy = step.policy or self._config.on_overflow
         if callable(policy):
             report.action = self._ask(policy, report)
-        asks_skip = report.action == "skip"
+        is_lost = self._is_beyond_repair(step, report.verdict)
         situation = Situation(
             can_skip=step.hook is not None
             and step.moment == "before"
-            and not step.skipped_by
-            # Others may have made the step, which they judge by themselves.
-            and not (step.is_update and self.agreement.is_needed),
+            and not step.skipped_by,
             is_skipped=bool(step.skipped_by),
             is_undone=step.hook is not None and step.hook.has_snapshot,
-            is_apart=asks_skip and self.agreement.is_apart,
-            is_beyond_repair=asks_skip and self._is_beyond_repair(step, report.verdict),
+            is_apart=report.action == "skip" and self.agreement.is_apart,
+            is_beyond_repair=is_lost,
         )
         choice = choose(report.action, situation)
         report.action = choice.action
         report.notes += choice.notes
+        is_put_back = situation.is_undone and choice.action != "warn"
+        report.is_beyond_repair = is_lost and not is_put_back
         # Set last: a callable receives a report without what it has yet to decide.
         report.moment, report.skipped_by = step.moment, step.skipped_by
         return report
@@ -865,39 +858,12 @@ class Pipeline:
 
     def _is_beyond_repair(self, step: Step, verdict: Verdict) -> bool:
         """Returns True if the value was bad before the step, and stays bad."""
-        assert verdict.first is not None
-        if verdict.first.kind == "optimizer_state":
-            return True
-        # Weights may also be in place for one call only (functional_call).
-        if verdict.first.kind != "weight":
-            return False
         with self._isolation.isolated():
-            return self._has_bad_weights(step)
+            from .verdict.repair import is_beyond_repair
+
+            start = self._start if step.can_restore and self._may_restore else None
+            return is_beyond_repair(verdict, self._watches, start)
         return False
-
-    def _has_bad_weights(self, step: Step) -> bool:
-        """Returns True if a weight is non-finite, and stays so without the step."""
-        weights = [
-            weight
-            for watch in self._watches
-            if (model := watch.model) is not None
-            for weight in parameters_of(model)
-        ]
-        return any(
-            (stat.has_nan or stat.has_inf)
-            and not (step.can_restore and self._makes_finite(weight))
-            for weight, stat in zip(weights, scan(weights), strict=True)
-        )
-
-    def _makes_finite(self, weight: torch.Tensor) -> bool:
-        """True for a weight that the forward has written to, and that was finite."""
-        start = self._start
-        if start is None or not self._may_restore:
-            return False
-        if not start.written_in_step(weight):
-            return False
-        held = start.held(weight)
-        return held is not None and bool(held.isfinite().all())
 
     # Act: put back what the forward has changed; count steps and skips.
 
@@ -932,18 +898,18 @@ class Pipeline:
 
     def _end_finite(self, step: Step, outcome: _Outcome) -> Report | None:
         """Ends a finite step; skips it if a monitor asks for that."""
-        if not (outcome.has_spike or outcome.wants_skip or step.notices):
+        if not (outcome.wishes.has_spike or outcome.wishes.wants_skip or step.notices):
             self._end_clean(step)
             return None
-        if outcome.has_spike:
+        if outcome.wishes.has_spike:
             self._num_spikes += self._spike_step != step.number
             self._spike_step = step.number
         hook = step.hook
         can_skip = step.moment == "before" and step.can_restore and not step.skipped_by
         can_skip = can_skip and not self.agreement.is_apart
-        is_skipped = outcome.wants_skip and can_skip and hook is not None
+        is_skipped = outcome.wishes.wants_skip and can_skip and hook is not None
         notes = self._restore() if is_skipped else []
-        clauses = clauses_of(step.notices, outcome.has_spike, is_skipped)
+        clauses = clauses_of(step.notices, outcome.wishes.has_spike, is_skipped)
         if clauses:
             from .report.wording import notices_text
 
@@ -1108,14 +1074,6 @@ class Pipeline:
 
 def _is_whole(frames: Sequence[BadFrame], level: ScanLevel) -> bool:
     return level is ScanLevel.ALL and not any(bad.is_gradient for bad in frames)
-
-
-def _wishes(step: Step) -> tuple[bool, bool]:
-    """True if this rank has seen a spike, and if a monitor wants to skip."""
-    return (
-        any(each.kind == SPIKE for each in step.notices),
-        any(each.action == "skip" for each in step.notices),
-    )
 
 
 # A round of steps: one of each optimizer.

@@ -90,7 +90,6 @@ class Step:
         verdict: The verdict on its bad frames, once it was asked for.
         notices: What monitors say of it, if it is finite.
         notes: Further sentences for the report.
-        is_update: What its optimizer has made of finite gradients is bad.
         policy: What is done about it, in place of the guard's policy; "" for that.
     """
 
@@ -109,7 +108,6 @@ class Step:
     verdict: Verdict | None = None
     notices: Sequence[Notice] = ()
     notes: list[str] = field(default_factory=list)
-    is_update: bool = False
     policy: Literal["", "warn"] = ""
 
 

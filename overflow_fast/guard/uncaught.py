@@ -1,18 +1,19 @@
-"""Hands exceptions that end the program to guards, before Python prints them."""
+"""Hands exceptions that end the program to guards, before Python prints them.
+
+And those that end a notebook's cell, before IPython prints them.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol
 
+from ..scanner.text import notebook_shell
 from ..torch_internals.needed import Needing
 
-_Hook = Callable[
-    [type[BaseException], BaseException, TracebackType | None],
-    Any,
-]
+_Printer = Callable[..., Any]
 
 
 class UncaughtListener(Protocol):
@@ -22,7 +23,7 @@ class UncaughtListener(Protocol):
         """Called before the exception is printed; raises nothing."""
 
 
-_replaced: dict[Any, Any] = {}  # the hook that was there, by ours
+_replaced: dict[Any, Any] = {}  # by ours what its owner had: None for its class's
 
 
 def listen(listener: UncaughtListener) -> None:
@@ -32,38 +33,52 @@ def listen(listener: UncaughtListener) -> None:
     there passes nothing else of it.
     """
     _listeners.add(listener)
-    hook = sys.excepthook
-    if hook not in _replaced:
-        sys.excepthook = _with_listeners(hook)
-        _replaced[sys.excepthook] = hook
+    for owner, name, printer in _printers():
+        if printer not in _replaced:
+            ours = _with_listeners(printer)
+            _replaced[ours] = vars(owner).get(name)
+            vars(owner)[name] = ours
 
 
 def stop_listening(listener: UncaughtListener) -> None:
-    """Calls a listener no more; after the last one, puts the former hook back.
+    """Calls a listener no more; after the last one, puts the former hooks back.
 
     Where other code has set a hook since that calls ours, ours only calls the former.
     """
     _listeners.discard(listener)
 
 
+def _printers() -> list[tuple[Any, str, _Printer]]:
+    """The functions that print exceptions, by owner and name."""
+    shell = notebook_shell()
+    found = [(sys, "excepthook", sys.excepthook)]
+    if callable(getattr(shell, "showtraceback", None)):
+        found.append((shell, "showtraceback", shell.showtraceback))
+    return found
+
+
 def _put_back(may_wait: bool) -> None:
-    original = _replaced.get(sys.excepthook)
-    if original is not None:
-        _replaced.clear()
-        sys.excepthook = original
+    for owner, name, printer in _printers():
+        if printer in _replaced:
+            vars(owner)[name] = _replaced[printer]
+            if _replaced[printer] is None:
+                del vars(owner)[name]
+    _replaced.clear()
 
 
 _listeners = Needing(_put_back)
 
 
-def _with_listeners(hook: _Hook) -> _Hook:
-    def with_listeners(
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
-    ) -> None:
-        for listener in list(_listeners):
+def _with_listeners(printer: _Printer) -> _Printer:
+    """Returns a function like one that prints an exception: a given or the present."""
+
+    @functools.wraps(printer)
+    def with_listeners(*args: Any, **kwargs: Any) -> Any:
+        given = [args, *args, kwargs.get("exc_tuple"), sys.exc_info()]
+        errors = (e[1] for e in given if isinstance(e, tuple) and len(e) > 1)
+        error = next((each for each in errors if isinstance(each, BaseException)), None)
+        for listener in list(_listeners) if error is not None else ():
             listener.on_raised(error, ends=True)
-        hook(kind, error, traceback)
+        return printer(*args, **kwargs)
 
     return with_listeners

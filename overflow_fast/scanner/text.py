@@ -282,10 +282,15 @@ def source_name(file: str) -> str:
 
     A cell's path is that of a temporary file that does not exist.
     """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    label_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    compiler = getattr(notebook_shell(), "compile", None)
+    label_of = getattr(compiler, "format_code_name", None)
     label = label_of(file) if callable(label_of) else None
     return file if label is None else str(label[1])
+
+
+def notebook_shell() -> Any:
+    """The shell of IPython that runs the program, or None."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
 def is_cell(name: str) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer.calls import names_of_inputs
 from overflow_fast.explainer.remedies.patches import in_bfloat16, in_float32
-from overflow_fast.guard import pipeline
+from overflow_fast.guard import reporting
 from overflow_fast.guard.optimizers.engines import engine_gradients
 
 # Most tests ask what is stepped and skipped; some replay, under an engine as well.
@@ -194,6 +194,39 @@ def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog):
     assert optimizer.overflow is False  # of the last step
     assert optimizer.num_overflows == 0  # the engine was not asked
     assert "none of the model's parameters" not in caplog.text
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip", "raise"])
+def test_a_state_that_overflows_in_an_engine_is_of_its_step_and_stays(policy):
+    """What an engine has done cannot be undone: a skip is none, and raises."""
+    model, optimizer = make_engine()
+    groups = optimizer.optimizer.param_groups
+    optimizer.optimizer = torch.optim.Adam([{"params": g["params"]} for g in groups])
+    guard = Unexplained(model, optimizer, policy)
+    train(model, optimizer, num_steps=2)
+    optimizer.backward(1e25 * model(torch.ones(3, 4)).square().mean())
+    if policy == "warn":
+        optimizer.step()
+    else:
+        with pytest.raises(NonFiniteError):
+            optimizer.step()
+    report = guard.last_report
+    assert report.step == 2 and report.verdict.source == "update"
+    assert report.is_beyond_repair and "load a checkpoint" in str(report).lower()
+    assert report.action == ("warn" if policy == "warn" else "raise")
+
+
+def test_a_state_of_an_engine_that_was_bad_before_is_not_of_this_step():
+    model, optimizer = make_engine()
+    groups = optimizer.optimizer.param_groups
+    optimizer.optimizer = torch.optim.Adam([{"params": g["params"]} for g in groups])
+    train(model, optimizer, num_steps=1)
+    state = optimizer.optimizer.state[optimizer.copies[0]]
+    state["exp_avg_sq"].fill_(float("inf"))
+    guard = Unexplained(model, optimizer)
+    optimizer.backward(1e25 * model(torch.ones(3, 4)).square().mean())
+    optimizer.step()
+    assert guard.last_report is None
 
 
 def test_an_engine_is_told_of_a_skip():
@@ -407,7 +440,7 @@ def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog):
     def fail(watches):
         raise ValueError("broken")
 
-    monkeypatch.setattr(pipeline, "least_headroom", fail)
+    monkeypatch.setattr(reporting, "least_headroom", fail)
     model, optimizer = make_engine()
     guard = Unexplained(model, optimizer, "skip")
     train(model, optimizer, bad=[2])

@@ -141,6 +141,29 @@ def test_lagged_the_optimizers_kernel_skips(device, kind, policy):
     guard.remove()
 
 
+@pytest.mark.parametrize("policy", ["warn", "raise", "skip"])
+def test_lagged_a_state_that_overflows_is_reported_in_one_of_the_next_steps(
+    device, policy
+):
+    model, _ = make()
+    optimizer = fused("AdamW", model)
+    guard = OverflowGuard(model, optimizer, policy, sync="lagged", _defer=True)
+    found = None
+    for number, batch in enumerate(batches(6)):
+        try:
+            loss = model(batch[0], y=batch[1])["loss"] * (1e22 if number == 1 else 1)
+            loss.backward()
+            optimizer.step()
+        except NonFiniteError as error:
+            found = error.report
+            break
+        optimizer.zero_grad()
+    report = guard.last_report
+    assert report.verdict.first.kind == "optimizer_state" and report.step <= 4
+    assert report.is_beyond_repair and (found is report) == (policy != "warn")
+    guard.disable()
+
+
 def test_lagged_the_run_goes_on_as_if_the_step_never_was(device):
     results = []
     for guarded in (True, False):

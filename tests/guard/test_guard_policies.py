@@ -2,6 +2,7 @@
 
 import enum
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -156,6 +157,38 @@ def test_a_run_that_stays_bad_is_not_noisy(caplog):
         assert len(caplog.records) == 5  # the 1st, 2nd, 4th, 8th and 16th
         assert "16th non-finite step in a row" in caplog.records[-1].message
         assert "forward frames" not in caplog.records[-1].message
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+@pytest.mark.parametrize("kind", ["weight", "optimizer_state"])
+def test_a_state_that_stays_bad_is_a_fact_and_asks_for_a_checkpoint(
+    kind, policy, caplog
+):
+    model, optimizer = make()
+    watch = ["weights", "optimizer_state"]
+    guard = OverflowGuard(model, optimizer, policy, watch=watch, explain=False)
+    train_step(model, optimizer, batches(1)[0])
+    state = optimizer.state[model.head.weight]["exp_avg"]
+    (model.head.weight.data if kind == "weight" else state)[0] = NAN
+    with caplog.at_level(logging.WARNING, "overflow_fast"), guard:
+        for batch in batches(2):
+            with pytest.raises(NonFiniteError) if policy == "skip" else nullcontext():
+                train_step(model, optimizer, batch)
+            assert guard.last_report.is_beyond_repair
+            assert guard.last_report.to_dict()["is_beyond_repair"]
+    if policy == "warn":
+        full, short = (each.message for each in caplog.records[:2])
+        assert "2nd non-finite step in a row" in short
+        for text in (full, short):
+            assert "The optimizer step was made, and the" in text
+            assert "load a checkpoint in which" in " ".join(text.split())
+
+
+def test_what_a_step_was_given_leaves_nothing_behind_if_it_is_skipped():
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step_with_bad_gradient(model, optimizer, batches(1)[0])
+        assert not guard.last_report.is_beyond_repair
 
 
 @pytest.mark.parametrize("is_in_row", [True, False])

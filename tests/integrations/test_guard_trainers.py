@@ -118,7 +118,7 @@ def trainer(tmp_path):
     ids = torch.randint(0, 50, (8,))
     data = [{"input_ids": ids, "labels": ids}] * 5
 
-    def make_trainer(callback, **arguments):
+    def make_trainer(callback, kind=hf.Trainer, **arguments):
         arguments = {
             "output_dir": str(tmp_path),
             "max_steps": 5,
@@ -129,7 +129,7 @@ def trainer(tmp_path):
             "save_strategy": "no",
             **arguments,
         }
-        return hf.Trainer(
+        return kind(
             model,
             hf.TrainingArguments(**arguments),
             train_dataset=data,
@@ -244,6 +244,42 @@ def test_what_trainers_log_hides_is_pointed_out(trainer, caplog, hides):
         r for r in caplog.records if "logging_nan_inf_filter=True" in r.getMessage()
     ]
     assert len(told) == hides
+
+
+@pytest.mark.parametrize(
+    ("every", "accumulation", "bad"),
+    [
+        *((1, 1, [2]), (1, 2, [2]), (2, 1, [2]), (4, 1, [2, 3])),
+        *((100, 1, [2]), (100, 2, [5]), (1, 1, [0]), (1, 1, [0, 1, 2, 3, 4, 5])),
+        *((2, 1, [2, 3]), (4, 1, [])),
+    ],
+)
+def test_the_final_train_loss_is_the_mean_of_what_was_finite(
+    trainer, every, accumulation, bad
+):
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
+
+    losses = []
+
+    class Spoiled(hf.Trainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs).detach()
+            if self.state.global_step in bad:
+                return loss * NAN
+            losses.append(loss.item() * self.current_gradient_accumulation_steps)
+            return loss
+
+    trainer = trainer(
+        TrainerGuardCallback(on_overflow="skip"),
+        kind=Spoiled,
+        logging_nan_inf_filter=False,
+        logging_steps=every,
+        max_steps=6,
+        gradient_accumulation_steps=accumulation,
+    )
+    final = trainer.train().training_loss
+    expected = sum(losses) / max(len(losses), 1)
+    assert final == pytest.approx(expected, rel=0.01)
 
 
 def test_what_trainers_log_shows_is_not_pointed_out(trainer, caplog):

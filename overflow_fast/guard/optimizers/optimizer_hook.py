@@ -10,7 +10,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from .engines import (
 )
 from .scaler_hook import scaler_of
 from .wrapped import innermost, stepper_of
+
+if TYPE_CHECKING:
+    from .updates import KeptStep
 
 # Steps with a closure: judged inside of it, left from there if they are skipped.
 
@@ -335,8 +338,10 @@ class StepJudge(Protocol):
     def step_raised(self, hook: OptimizerHook, error: Exception) -> None:
         """Called where the step, or its closure, has raised; raises nothing."""
 
-    def doubts_update(self, hook: OptimizerHook) -> bool:
-        """True if the step may overflow although its gradients are finite."""
+    def kept_of_doubted(
+        self, hook: OptimizerHook, before: OptimizerSnapshot | None
+    ) -> KeptStep | None:
+        """What undoes a step that may overflow though its gradients are finite."""
 
     def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
         """Judges what the step has made of weights and state; True undoes it.
@@ -401,7 +406,7 @@ class OptimizerHook:
         self._step: Any = None
         self._is_running = False
         self._before: OptimizerSnapshot | None = None  # a step with a closure
-        self._doubted: OptimizerSnapshot | None = None  # a step that may overflow
+        self._doubted: KeptStep | None = None  # a step that may overflow
         self._last: Any = None  # what the last step returned, without values
         self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(
@@ -616,27 +621,26 @@ class OptimizerHook:
         self._doubted = None
         if self._before_step():
             return True
-        judge, is_torchs = self._judge, not self.is_of_engine
-        if judge is not None and is_torchs and judge.doubts_update(self):
+        if self._judge is not None:
             # With a closure there may be one from before its first evaluation.
-            self._doubted = self._before or OptimizerSnapshot(self._stepper())
+            self._doubted = self._judge.kept_of_doubted(self, self._before)
         return False
 
     def _is_undone(self) -> bool:
         """Judges what a step has made of weights and state; undoes it if it is bad."""
-        snapshot, self._doubted = self._doubted, None
-        if snapshot is None or self._judge is None:
+        kept, self._doubted = self._doubted, None
+        if kept is None or self._judge is None:
             return False
-        self.has_snapshot = True
+        self.has_snapshot = kept.can_restore
         try:
-            is_skipped = self._judge.skips_update(self, snapshot.is_finite)
+            is_skipped = self._judge.skips_update(self, kept.is_finite)
         except NonFiniteError:
-            snapshot.restore()
+            kept.restore()
             raise
         finally:
             self.has_snapshot = False
         if is_skipped:
-            snapshot.restore()
+            kept.restore()
         return is_skipped
 
     def _before_step(self) -> bool:

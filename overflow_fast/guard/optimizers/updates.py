@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from ... import _C
 from ...scanner.modules import stepped_by
 from ...scanner.ops import scan
 from ...scanner.text import dtype_name
 from ..report.causes import RANGE_OVERFLOW
 from ..report.explanation import Explanation
+from ..undo.optimizer import OptimizerSnapshot, is_finite
 from ..verdict.verdict import BadEntry, Verdict, take_bad
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
+    from ..report.report import Report
+    from ..step import Step
     from .optimizer_hook import OptimizerHook
 
 _MARGIN = 16.0  # of sums over steps, such as a momentum of 0.9
@@ -79,35 +83,127 @@ def _share_of_square(optimizer: Optimizer) -> float:
 # What a doubtful step has come to.
 
 
-def judge_update(
-    pipeline: Pipeline, hook: OptimizerHook, was_finite: Callable[[], bool]
-) -> bool:
-    """Judges a step's weights and state; see `Pipeline.skips_update()`."""
-    optimizer, watches = hook.optimizer, pipeline._watches
-    if optimizer is None:
-        return False
-    named = pipeline.tensors.scan_update(optimizer)
-    pipeline._send_stats()
-    for watch in watches:
-        watch.frames.receive(is_lagged=False)
-    step = pipeline._new_step(hook)
-    step.is_update = True
-    step.frames = take_bad(watches, step.last_frame)
+class KeptStep:
+    """What undoes a step, where it can be undone, and what was finite before it.
+
+    That of an engine cannot: its gradients are used up, and its counters have risen.
+
+    Args:
+        optimizer: The optimizer that has the weights and the state.
+        snapshot: These as they were, or None where they cannot be put back.
+    """
+
+    def __init__(self, optimizer: Any, snapshot: OptimizerSnapshot | None) -> None:
+        self._snapshot = snapshot
+        self._was_finite = snapshot is None and is_finite(optimizer)
+
+    @property
+    def can_restore(self) -> bool:
+        """True if the step can be undone."""
+        return self._snapshot is not None
+
+    def is_finite(self) -> bool:
+        """True if all was finite before the step. Incurs a CPU-GPU sync."""
+        if self._snapshot is None:
+            return self._was_finite
+        return self._snapshot.is_finite()
+
+    def restore(self) -> None:
+        """Undoes the step, if it can."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+
+
+def kept_step(hook: OptimizerHook, before: OptimizerSnapshot | None) -> KeptStep:
+    """Keeps what a step may make non-finite.
+
+    Args:
+        hook: That of its optimizer.
+        before: What a step with a closure was before its first evaluation, or None.
+    """
+    optimizer = hook.layers[1]
+    if hook.is_of_engine:
+        return KeptStep(hook.optimizer, None)
     try:
-        if not step.frames or not was_finite():
+        return KeptStep(optimizer, before or OptimizerSnapshot(optimizer))
+    except torch.OutOfMemoryError:
+        return KeptStep(optimizer, None)
+
+
+def judge_update(
+    pipeline: Pipeline, hook: OptimizerHook | None, was_finite: Callable[[], bool]
+) -> bool:
+    """Judges a step's weights and state; see `Pipeline.skips_update()`.
+
+    Ranks that decide together all call it: each of them has doubted the step, or was
+    told that one has.
+    """
+    step, named = pipeline._new_step(hook), {}
+    optimizer = None if hook is None else hook.optimizer
+    try:
+        try:
+            if optimizer is not None:
+                named = _collect(pipeline, step, optimizer, was_finite)
+        except Exception as error:
+            if not pipeline.agreement.is_needed:
+                raise
+            pipeline._isolation.note(error)  # the other ranks wait
+            step.frames = []
+        report, is_own = _decide(pipeline, step, optimizer, named)
+        if report is None:
             return False
-        step.verdict = of_update(pipeline._detect(step), optimizer)
-        report = pipeline._make_report(step, step.verdict)
-        if not pipeline._explaining.is_off and step.verdict.first is not None:
-            report.explanation = explain_update(step.verdict.first, optimizer, named)
-        report = pipeline._choose_action(step, report)
         pipeline._count(step, report)
         if report.action != "warn":
             report.notes += pipeline._restore()
-        pipeline._publish(step, report, is_own=True)
+        pipeline._publish(step, report, is_own)
         return report.action == "skip"
     finally:
         pipeline._end_judgement()
+
+
+def _collect(
+    pipeline: Pipeline, step: Step, optimizer: Optimizer, was_finite: Callable[[], bool]
+) -> dict[str, torch.Tensor]:
+    """Takes what is bad behind a step and was not before; returns its parameters."""
+    named = pipeline.tensors.scan_update(optimizer)
+    pipeline._send_stats()
+    for watch in pipeline._watches:
+        watch.frames.receive(is_lagged=False)
+    step.last_frame = _C.Recorder.num_frames()
+    frames = take_bad(pipeline._watches, step.last_frame)
+    step.frames = frames if frames and was_finite() else []
+    if step.frames:
+        step.verdict = of_update(pipeline._detect(step), optimizer)
+    return named
+
+
+def _decide(
+    pipeline: Pipeline,
+    step: Step,
+    optimizer: Optimizer | None,
+    named: dict[str, torch.Tensor],
+) -> tuple[Report | None, bool]:
+    """The report that all ranks act on, or None, and whether it is this one's."""
+    agreement, verdict = pipeline.agreement, pipeline._detect(step)
+    is_asked = callable(pipeline._config.on_overflow)
+
+    def make() -> Report:
+        report = pipeline._make_report(step, verdict)
+        if not pipeline._explaining.is_off and verdict.first and optimizer is not None:
+            report.explanation = explain_update(verdict.first, optimizer, named)
+        waits = is_asked and agreement.is_needed
+        return report if waits else pipeline._choose_action(step, report)
+
+    if not agreement.is_needed:
+        return (make() if step.frames else None), True
+    agreed = agreement.agree(step.number, verdict, 0, make, is_again=True)
+    report = agreed.report
+    if report is not None and is_asked:
+        found = report
+        report = agreement.act_on(
+            agreed.is_own, lambda: pipeline._choose_action(step, found)
+        )
+    return report, agreed.is_own
 
 
 def of_update(verdict: Verdict, optimizer: Optimizer) -> Verdict:

@@ -39,6 +39,23 @@ _LAST = 2**24
 _SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
 
 
+class Wishes(NamedTuple):
+    """What a rank has to say of a step that may be finite, or any of all ranks.
+
+    Attributes:
+        has_spike: A spike was seen.
+        wants_skip: A monitor wants to skip the step.
+        doubts: The step may overflow although its gradients are finite.
+    """
+
+    has_spike: bool = False
+    wants_skip: bool = False
+    doubts: bool = False
+
+
+_NONE = Wishes()
+
+
 class Agreed(NamedTuple):
     """The agreement of ranks on a step.
 
@@ -47,16 +64,14 @@ class Agreed(NamedTuple):
         is_own: Whether it is this rank's own.
         rank: The rank whose it is.
         offers: What each rank has said along with its report, by rank.
-        has_spike: Whether a rank has seen a spike.
-        wants_skip: Whether a monitor of a rank wants to skip the step.
+        wishes: Those of all ranks, where there is no report.
     """
 
     report: Report | None
     is_own: bool = False
     rank: int = 0
     offers: dict[int, Any] = {}  # noqa: RUF012 - it is never written to
-    has_spike: bool = False
-    wants_skip: bool = False
+    wishes: Wishes = _NONE
 
 
 def priority_of(kind: str, position: int) -> int:
@@ -193,8 +208,8 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
-        has_spike: bool = False,
-        wants_skip: bool = False,
+        wishes: Wishes = _NONE,
+        is_again: bool = False,
     ) -> Agreed:
         """Agrees on a step.
 
@@ -206,19 +221,20 @@ class Agreement:
             position: The number of the step's frames before the first bad one.
             make_report: Makes this rank's report; called on one rank.
             make_offer: Makes what this rank says besides where one has a report.
-            has_spike: This rank has seen a spike.
-            wants_skip: A monitor of this rank wants to skip the step.
+            wishes: This rank's.
+            is_again: The ranks have agreed on this step before.
 
         Raises:
             RuntimeError: If the ranks are at different steps, or make_report() raised
                 on another one.
         """
         with self._propagate():
-            if self._joinable is not None and not self.is_shadowing:
+            is_told = is_again or self.is_shadowing
+            if self._joinable is not None and not is_told:
                 self._joinable.notify(self._models(), self._optimizers())
         peers = self._meet()
-        makers, wishes = (make_report, make_offer), (has_spike, wants_skip)
-        return self._agree(peers, step, verdict, position, *makers, *wishes)
+        makers = make_report, make_offer
+        return self._agree(peers, step, verdict, position, *makers, wishes)
 
     def _agree(
         self,
@@ -228,13 +244,12 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
-        has_spike: bool = False,
-        wants_skip: bool = False,
+        own_wishes: Wishes = _NONE,
     ) -> Agreed:
         priority = 0
         if verdict.first is not None:
             priority = priority_of(verdict.first.kind, position)
-        own_values = [priority, step, -step, int(has_spike), int(wants_skip)]
+        own_values = [priority, step, -step, *map(int, own_wishes)]
         worst, most, least, *wishes = self._maximum(peers, own_values)
         if most != -least:
             raise RuntimeError(
@@ -242,8 +257,7 @@ class Agreement:
                 f"{-least} to {most}: each has to make the same optimizer steps"
             )
         if worst == 0:
-            spike, skip = map(bool, wishes)
-            return Agreed(None, has_spike=spike, wants_skip=skip)
+            return Agreed(None, wishes=Wishes(*map(bool, wishes)))
         is_own = priority == worst
         own, error = attempted(
             is_own, lambda: dataclasses.replace(make_report(), where=self._where(peers))

@@ -87,6 +87,8 @@ class Report:
         repeats: The earlier run that the log has the same step and entry of, or "".
         raised: The type of the exception that the program's own code has raised in the
             step, or "".
+        is_beyond_repair: A weight or an optimizer's state stays non-finite, whatever
+            becomes of the step: a checkpoint helps.
     """
 
     step: int
@@ -107,6 +109,7 @@ class Report:
     explanation: Explanation | None = None
     repeats: str = ""
     raised: str = ""
+    is_beyond_repair: bool = False
 
     @property
     def _text(self) -> ReportText:

@@ -38,6 +38,7 @@ def advice_for(
     verdict: Verdict,
     step: int = 0,
     is_cured: bool = False,
+    is_beyond_repair: bool = False,
 ) -> str:
     """Writes what to try, by the bad entry and its origin.
 
@@ -45,14 +46,15 @@ def advice_for(
         verdict: The verdict, not clean.
         step: The step's number; before the first one weights were bad from the start.
         is_cured: A replay has tried what helps.
+        is_beyond_repair: The value stays, whatever becomes of the step.
 
     Returns:
         The sentence without its full stop; "" where no help is known.
     """
     first = verdict.first
     assert first is not None
-    if verdict.source == "update":
-        return ""  # it is undone, unless the policy is to warn
+    if verdict.source == "update":  # it is undone, unless the policy is to warn
+        return _load(f"`{first.fqn}`") * is_beyond_repair
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if verdict.source in ("weight", "buffer"):
@@ -249,6 +251,7 @@ _OUTCOMES = {
     "skip": "The optimizer step was skipped.",
     "warn": f"The optimizer step was made: {_MAY_BE_BAD}.",
 }
+_STAYS = "The optimizer step was made, and the {} stays non-finite."
 _RAISED = "The program's own code raised {} in this step."
 _MOMENTS = {
     "after": "The optimizer step was made before its stats arrived (sync='lagged'): "
@@ -298,8 +301,9 @@ class ReportText:
         return text_html(first, [*lines, *self._details()], self.text())
 
     def short_text(self, note: str) -> str:
-        """The headline, the outcome of the step, and a note."""
-        return as_lines([self.headline(), *self._outcome(), note])
+        """The headline, the outcome, advice where a skip repairs nothing, a note."""
+        advice = self._advice() if self.report.is_beyond_repair else []
+        return as_lines([self.headline(), *self._outcome(), *advice, note])
 
     def summary(self) -> str:
         """The answer, and the details, a sentence a line."""
@@ -343,7 +347,9 @@ class ReportText:
             return []
         if self._is_written_in_step:
             return []
-        advice = advice_for(self.verdict, self.report.step, self._is_cured)
+        report = self.report
+        how = report.step, self._is_cured, report.is_beyond_repair
+        advice = advice_for(self.verdict, *how)
         return [f"What to try: {advice}."] if advice else []
 
     def _details(self) -> list[str]:
@@ -440,7 +446,10 @@ class ReportText:
         """The outcome of the optimizer's step, as far as that is known."""
         if self.report.skipped_by:
             return [f"The {self.report.skipped_by} skipped the optimizer step."]
+        first, is_made = self.verdict.first, self.report.action == "warn"
         if self.report.moment == "before":
+            if first is not None and is_made and self.report.is_beyond_repair:
+                return [_STAYS.format(first.kind.replace("_", " "))]
             return [_OUTCOMES[self.report.action]]
         if self.report.raised:
             return [_RAISED.format(self.report.raised)]

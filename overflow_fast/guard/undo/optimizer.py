@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,10 +26,7 @@ class OptimizerSnapshot:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._objects = KeptObjects(
-            opens=lambda value: value is optimizer or is_optimizer(value)
-        )
-        self._objects.add([("", optimizer)])
+        self._objects = _objects_of(optimizer)
         with torch.no_grad():
             self._tensors = [
                 KeptTensor(tensor, is_copied=True)
@@ -38,8 +36,7 @@ class OptimizerSnapshot:
     def is_finite(self) -> bool:
         """True if all that is kept was finite. Incurs a CPU-GPU sync."""
         copies = [each.copied for each in self._tensors]
-        plain = [each for each in copies if is_plain(each)]
-        return all(stat.is_finite for stat in scan(plain))
+        return _are_finite([each for each in copies if each is not None])
 
     def restore(self) -> None:
         """Restores everything but the gradients, which stay as they are."""
@@ -47,3 +44,19 @@ class OptimizerSnapshot:
         with torch.no_grad():
             for kept in self._tensors:
                 kept.restore(is_write=True)
+
+
+def is_finite(optimizer: Any) -> bool:
+    """True if all that a snapshot would keep is finite. Incurs a CPU-GPU sync."""
+    return _are_finite([each for _, each in _objects_of(optimizer).tensors.values()])
+
+
+def _objects_of(optimizer: Any) -> KeptObjects:
+    objects = KeptObjects(opens=lambda each: each is optimizer or is_optimizer(each))
+    objects.add([("", optimizer)])
+    return objects
+
+
+def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    plain = [each for each in tensors if is_plain(each)]
+    return all(stat.is_finite for stat in scan(plain))
