@@ -176,6 +176,9 @@ class Remedy:
         losses: The loss of the other samples without it and with it, likewise.
         hides: The operation that overflows with it where the loss does not show it, as
             of a divisor, in words; "" where none was seen.
+        distance: How far the output of a forward without backward is with it from one
+            in float32, relative to that; None where that was not measured.
+        is_near: Whether that is little enough for a remedy.
         file: The file of the line that it replaces, or "".
         line: The number of the first line that it replaces, or 0.
         last_line: That of the last one.
@@ -197,11 +200,13 @@ class Remedy:
     moved: float | None = None
     losses: tuple[float, float] | None = None
     hides: str = ""
+    distance: float | None = None
+    is_near: bool = True
 
     @property
     def is_recommended(self) -> bool:
-        """True if it was tried, and made the step finite."""
-        return self.tried and self.is_finite
+        """True if it was tried, and made the step finite, and no other output."""
+        return self.tried and self.is_finite and self.is_near
 
     def __str__(self) -> str:
         """The remedy, where it belongs and what came of it, in one line."""
@@ -220,6 +225,9 @@ class Remedy:
             return "not tried"
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         clauses = [f"finite{loss}" if self.is_finite else "not finite"]
+        if self.distance is not None:
+            but = "" if self.is_near else "but "
+            clauses[0] += f", {but}{100 * self.distance:.2g} % from float32"
         if self.moved is not None:
             clauses.append(self._moved_text())
         if self.hides:
@@ -376,7 +384,7 @@ class Explanation:
 
     def _remedy_rows(self) -> Iterator[tuple[str, str]]:
         recommended = [each for each in self.remedies if each.is_recommended]
-        failed = [each for each in self.remedies if each.tried and not each.is_finite]
+        failed = [e for e in self.remedies if e.tried and not e.is_recommended]
         if failed:
             yield "did not help:", "; ".join(dict.fromkeys(map(self._label, failed)))
         not_tried = [each for each in self.remedies if not each.tried]
@@ -388,6 +396,8 @@ class Explanation:
 
     def _label(self, remedy: Remedy) -> str:
         """The text of a remedy, with what tells it from those with other results."""
+        if remedy.is_finite and not remedy.is_near:
+            return f"{remedy.text} ({remedy.outcome})"
         others = [
             each
             for each in self.remedies
