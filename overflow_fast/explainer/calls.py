@@ -220,10 +220,13 @@ class Call(KeptCall):
 
     def with_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         """The same call with another tensor in place of each of its batch's."""
-        batch = mapped(self.batch, change, CALL_DEPTH)
+        return self._again(mapped(self.batch, change, CALL_DEPTH), self.held)
+
+    def _again(self, batch: Any, held: dict[int, torch.Tensor]) -> Call:
+        """The same call, with another batch and other gradients of its output."""
         copy = type(self)(self.function, batch, self.ambient)
-        copy.returns_loss, copy.held = self.returns_loss, self.held
-        copy.raised = self.raised
+        copy.returns_loss, copy.held, copy.raised = self.returns_loss, held, self.raised
+        copy.has_backward = self.has_backward
         return copy
 
     def computed_outside(self) -> list[tuple[str, torch.Tensor]]:
@@ -237,10 +240,12 @@ class Call(KeptCall):
 
     def with_held(self, held: dict[int, torch.Tensor]) -> Call:
         """The same call, whose output gets other gradients."""
-        copy = type(self)(self.function, self.batch, self.ambient)
-        copy.returns_loss, copy.held = self.returns_loss, held
-        copy.raised = self.raised
-        return copy
+        return self._again(self.batch, held)
+
+    @property
+    def is_of_inference(self) -> bool:
+        """True if a tensor of the batch is one that autograd refuses."""
+        return any(each.is_inference() for each in self._tensors)
 
     def is_overwritten(self) -> bool:
         """True if the batch was written to since.
@@ -387,13 +392,11 @@ def part_of(call: Call, rows: Sequence[int]) -> Call:
     """The same call with some of the samples of its batch."""
     size = batch_size(call) or 0
     cut = functools.partial(_cut, rows=list(rows), size=size)
-    part = type(call)(call.function, mapped(call.batch, cut, CALL_DEPTH), call.ambient)
-    part.returns_loss, part.raised = call.returns_loss, call.raised
-    part.held = {
+    held = {
         place: held[list(rows)] if held.dim() and len(held) == size else held
         for place, held in call.held.items()
     }
-    return part
+    return call._again(mapped(call.batch, cut, CALL_DEPTH), held)
 
 
 def _cut(tensor: torch.Tensor, rows: list[int], size: int) -> torch.Tensor:

@@ -503,4 +503,5 @@ def explain(
     function = step_of(model, loss)
     call = Call(function, batch, Ambient(model, devices_of([model])))
     call.returns_loss = loss is not None
+    call.has_backward = True if loss is not None else None
     return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,7 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..detector.selection import Selection, check_patterns
-from ..scanner.modules import check_module, has_base, is_sharded, named_modules
+from ..scanner.modules import (
+    check_module,
+    has_base,
+    is_sharded,
+    is_within,
+    named_modules,
+)
 from ..scanner.tree import CALL_DEPTH
 from ..torch_internals.module_internals import REPLICATE, replicate
 from ..torch_internals.tensor_internals import is_wrapper
@@ -111,7 +119,15 @@ class Float32Forward(ReplacedForward):
     ) -> None:
         self._output = output
         self._half = half
+        self._around: list[Float32Forward] = []
         super().__init__(module)
+
+    def add_around(self, outer: Float32Forward) -> None:
+        """Notes that a module around this one runs in float32, too.
+
+        What passes between the two stays in float32.
+        """
+        self._around.append(outer)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward in float32."""
@@ -142,6 +158,8 @@ class Float32Forward(ReplacedForward):
         """Returns the dtype to cast float32 outputs to; None if they stay."""
         if self._output == STAYS:
             return None
+        if any(outer.is_active for outer in self._around):
+            return half  # of what is given from elsewhere than by those around it
         if self._output == RETURNS_HALF:
             return self._half or half
         return half if has_float else self._half
@@ -306,7 +324,8 @@ def keep_in_fp32(
     Args:
         model: The model.
         names: Qualified names of modules, or shell-style patterns of them, such as
-            `["encoder.block.4.layer.1.DenseReluDense.wo"]` or `["*.wo"]`.
+            `["encoder.block.4.layer.1.DenseReluDense.wo"]` or `["*.wo"]`. That of a
+            ModuleList or ModuleDict, which is never called, stands for what is in it.
         until: Names or patterns of the modules after which values are small enough for
             half precision again, such as `["*layer_norm"]`; `[]` if outputs are never
             cast back.
@@ -346,8 +365,40 @@ def keep_in_fp32(
         Float32Forward(module, FOLLOWS, weights.half_of(module)) for module in sharing
     ]
     weights.cast()
+    for forward in forwards:
+        for module in forward.module.modules():
+            if module is not forward.module:
+                _note_around(module, forward)
     kept |= set(sharing)
     return Fp32Handle([named[module] for module in named if module in kept], forwards)
+
+
+def shortened(kept: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Patterns for names that differ in numbers alone, where they choose no others.
+
+    Args:
+        kept: The names of the modules to choose.
+        names: Those of all modules.
+    """
+    found: dict[str, None] = {}
+    for name in kept:
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        matched = [each for each in names if fnmatchcase(each, pattern)]
+        are_chosen = all(
+            n in kept or any(is_within(n, k) for k in kept) for n in matched
+        )
+        is_exact = sum(n in kept for n in matched) > 1 and are_chosen
+        found[pattern if is_exact else name] = None
+    return list(found)
+
+
+def _note_around(module: nn.Module, outer: Float32Forward) -> None:
+    """Tells the forwards that earlier calls have put on a module of one around it."""
+    inner = module.__dict__.get("forward")
+    while isinstance(inner, ReplacedForward):
+        if isinstance(inner, Float32Forward):
+            inner.add_around(outer)
+        inner = inner.__wrapped__
 
 
 def _choose(
@@ -358,7 +409,22 @@ def _choose(
     patterns = list(patterns)
     check_patterns(argument, patterns, named.values())
     selection = Selection(patterns, ())
-    return {module for module, name in named.items() if selection.takes(name)}
+    chosen = [module for module, name in named.items() if selection.takes(name)]
+    return {each for module in chosen for each in _called(module)}
+
+
+def has_forward(module: nn.Module) -> bool:
+    """True for a module that can be called, unlike a ModuleList."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The module itself; of one without a forward, as a ModuleList, those within it."""
+    if has_forward(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _called(child)
 
 
 def _taken_by(model: nn.Module) -> str:

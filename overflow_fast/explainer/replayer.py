@@ -27,6 +27,7 @@ from ..guard.undo.step_start import StepStart
 from ..guard.verdict.verdict import kind_of
 from ..guard.watching.watch import ModelWatch
 from ..scanner.modules import (
+    first_parameter_of,
     gradient_taker,
     named_buffers,
     named_modules,
@@ -368,7 +369,11 @@ class Replayer:
             self._is_at_start = True
             meet = None if self.ranks.is_alone else self.ranks.meet
             self._rule = EffectRule(self.state.lost, meet)
-            self._written = {id(call) for call in self.calls if call.is_overwritten()}
+            self._written = {
+                id(call)
+                for call in self.calls
+                if call.is_overwritten() or call.is_of_inference
+            }
             self._bad_before = set(bad_names(self._buffers(), masks=False))
         except Exception as raised:
             error = raised
@@ -445,8 +450,11 @@ class Replayer:
         self._is_at_start = False
         with ExitStack() as stack:
             stack.enter_context(without_observers(self.models.values()))
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
+            weights = (first_parameter_of(each) for each in self.models.values())
+            is_of_inference = any(w is not None and w.is_inference() for w in weights)
+            stack.enter_context(torch.inference_mode(is_of_inference))
+            has_autograd = any(c.has_backward is not False for c in self.calls)
+            stack.enter_context(torch.set_grad_enabled(has_autograd))
             stack.enter_context(without_reduction(self.models.values()))
             for patch in order.patches:
                 stack.enter_context(patch.applied(self.models))

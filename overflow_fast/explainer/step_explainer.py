@@ -19,7 +19,7 @@ from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
 from ..guard.step import Step
 from ..guard.step_keeper import LastSteps, StepKeeper
-from ..guard.verdict.verdict import BadFrame, Verdict, is_of_flag, take_bad
+from ..guard.verdict.verdict import BadFrame, Verdict, collect, is_of_flag
 from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
@@ -340,10 +340,7 @@ class _FullWatch(Observer):
 
     def _collect(self) -> None:
         StepTensors(self._watches).scan(None, ScanLevel.ALL)
-        for watch in self._watches:
-            watch.frames.send()
-            watch.frames.receive(is_lagged=False)
-        self.frames += take_bad(self._watches, _C.Recorder.num_frames())
+        self.frames += collect(self._watches)
 
 
 def _recorded(found: Step, frames: Sequence[BadFrame]) -> list[BadFrame]:

@@ -8,6 +8,7 @@ import os
 import pathlib
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -309,6 +310,23 @@ class OverflowGuard:
             raise error
         return result
 
+    def request(
+        self, ids: Iterable[object] | None = None
+    ) -> AbstractContextManager[object]:
+        """Judges what this thread runs without autograd within it as one request.
+
+        `with guard.request(ids=["a", "b"]): model.generate(...)`. Outside of it each
+        outermost forward is a request. Incurs one CPU-GPU sync per device at its end.
+
+        Args:
+            ids: Names of those that the rows of the batch are for, for reports.
+
+        Raises:
+            NonFiniteError: At its end, if it is bad and the policy is to raise. Its
+                report has `rows`, `requests` and `poisoned`.
+        """
+        return self._parts.judge_requests().request(None if ids is None else list(ids))
+
     def learn(self, steps: int, *, adopt: bool = True) -> None:
         """Learns from the next clean steps which values are non-finite by design.
 
@@ -411,7 +429,7 @@ class OverflowGuard:
     def coverage(self) -> GuardCoverage:
         """Returns what was checked so far, and what was not, with the reasons."""
         with self._parts.isolation.isolated():
-            return self._parts.pipeline.coverage()
+            return (self._parts.requests or self._parts.pipeline).coverage()
         from .report.coverage import GuardCoverage
 
         return GuardCoverage.unknown(self._parts.isolation.num_failures)

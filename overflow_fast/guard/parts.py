@@ -45,6 +45,7 @@ from .watching.watch import ModelWatch, models_of
 
 if TYPE_CHECKING:
     from .ranks.joinable import GuardJoinable
+    from .requests.requests import Requests
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
 
@@ -87,6 +88,7 @@ class LoopInputs:
         self._hooks = hooks
         self._num_running = 0
         self.on_left: Callable[[Exception], None] = lambda error: None
+        self.requests: Requests | None = None
         self._names: set[str] = set()
 
     @property
@@ -115,6 +117,8 @@ class LoopInputs:
         """Calls a function that calls the models; keeps it until the step is judged."""
         if _C.is_unwatched():  # a replay of another guard's, whose function calls this
             return function()
+        if self.requests is not None and not torch.is_grad_enabled():
+            return self.requests.run(function)
         model = self._watches[0].model
         is_watched = self._clock.level is ScanLevel.ALL
         self._num_running += 1
@@ -140,6 +144,9 @@ class LoopInputs:
 
         Where gradients alone are watched, only single numbers, such as a loss.
         """
+        if self.requests is not None and not torch.is_grad_enabled():
+            self.requests.record(tensors)
+            return
         level, watch = self._clock.level, self._watches[0]
         if level is ScanLevel.GRADIENTS:
             tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
@@ -421,6 +428,19 @@ class GuardParts:
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
                 watch.on_forward_end = isolation.measured_call(start.after_forward)
+        self.requests: Requests | None = None
+        if not hooks:
+            self.judge_requests()
+
+    def judge_requests(self) -> Requests:
+        """Judges forwards without autograd as requests from now on."""
+        if self.requests is None:
+            from .requests.requests import Requests
+
+            self.requests = self.inputs.requests = Requests(self)
+            if self.is_enabled:
+                self.requests.attach()
+        return self.requests
 
     # Hooks on and off.
 
@@ -446,6 +466,8 @@ class GuardParts:
         self.timer.restart()
         self.clock.start()
         self.pipeline.attach()
+        if self.requests is not None:
+            self.requests.attach()
         uncaught.listen(self)
 
     def is_put_off(self, function: Callable[[], None]) -> bool:
@@ -468,6 +490,8 @@ class GuardParts:
 
             clipping.stop_listening(self.inputs)
         uncaught.stop_listening(self)
+        if self.requests is not None:
+            self.requests.detach()
         self.pipeline.detach()
         self.clock.stop()
         self.pipeline.forget()
@@ -598,7 +622,8 @@ class GuardParts:
 
     def metrics(self) -> dict[str, float]:
         """Returns all numbers. Does not incur a CPU-GPU sync."""
-        return self.measurements.metrics(self.pipeline.counts())
+        counts = (self.requests or self.pipeline).counts()
+        return self.measurements.metrics(counts)
 
     @property
     def joinable(self) -> GuardJoinable:
@@ -615,11 +640,14 @@ class GuardParts:
         model = watch.model
         if self.inputs.is_running or model is None or not self.is_enabled:
             return  # what `guard.run()` runs is judged as a whole
+        if self.requests is not None and not torch.is_grad_enabled():
+            self.requests.left(watch, error)
+            return
         with spare_forward_hooks(model):
             self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
-        self.pipeline.judge_evaluated(watch, batch)
+        (self.requests or self.pipeline).judge_evaluated(watch, batch)
 
     def _judge_others(self) -> None:
         if self.is_enabled:

@@ -250,6 +250,8 @@ class KeptCall:
             backward had not come: it may have computed the arguments from them.
         began: The time of `time.perf_counter()` when it was called in a step; None
             where it was not seen to be called.
+        has_backward: Whether one follows; False for a forward without autograd, whose
+            output is all there is; None where a loss that it returns will tell.
         forwards: Of a function: the calls of models in it, which can be made again
             where the function itself cannot.
         has_returned: Whether it returned; False if an exception has left it.
@@ -262,6 +264,7 @@ class KeptCall:
     raised: type[Exception] | None = None
     follows_others = False
     began: float | None = None
+    has_backward: bool | None = True
     forwards: Sequence[Any] = ()
 
     def __init__(

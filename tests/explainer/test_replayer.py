@@ -11,9 +11,9 @@ from torch import nn
 from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.op_trace import OpTrace
 from overflow_fast.explainer.remedies.patches import (
-    Bfloat16,
     Eagerly,
     FromLoss,
+    InDtype,
     OtherWeights,
     ScaledGradients,
     ScaledWeights,
@@ -149,7 +149,7 @@ def test_bad_calls_before_the_traced_one_are_passed_over():
     [
         Eagerly(),
         FromLoss(),
-        Bfloat16(),
+        InDtype(torch.bfloat16),
         OtherWeights({}),
         ScaledGradients(0.5),
         ScaledWeights({"weight": 2.0}),

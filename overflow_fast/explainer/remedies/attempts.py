@@ -15,7 +15,6 @@ import torch
 from ...guard.report.causes import Cause
 from ...guard.report.explanation import Remedy
 from ...scanner.modules import (
-    is_normalization,
     module_of_parameter,
     named_modules,
     parameters_of,
@@ -23,6 +22,7 @@ from ...scanner.modules import (
 from ...scanner.text import error_line
 from ..calls import batch_size, with_stand_in
 from ..explain_origin import explain_root_op
+from ..keep_in_fp32 import has_forward
 from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, StepPart
 from ..sentinel import Sentinel, outlier_in
@@ -30,9 +30,9 @@ from ..tensor_kinds import bad_names
 from ..trace_back import ForwardRows, RootOp
 from ..users_lines import place_text
 from .patches import (
-    Bfloat16,
     ClampedBatch,
     Float32Modules,
+    InDtype,
     OtherWeights,
     ScaledGradients,
     ScaledWeights,
@@ -50,6 +50,7 @@ from .rule_attempts import (
     rounded_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
+from .spans import try_spans
 from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
 from .true_step import distance
 
@@ -142,18 +143,27 @@ def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
     models = trials.replayer.models
     if not failure.is_half:
         return
-    if len(models) == 1:
-        ((prefix, model),) = models.items()
+    owners = [p for p in models if failure.found.module.startswith(p)]
+    if len(models) == 1 or owners:
+        prefix = max(owners or models, key=len)
+        model, name = models[prefix], code_name(prefix)
         names = _around(model, failure.found.module.removeprefix(prefix))
-        yield from _try_modules(model, names[:1], trials)
-        yield from _try_up_to_norms(failure, model, prefix, trials)
-        yield from _try_modules(model, names[1:], trials)
+        yield from _try_modules(prefix, name, names[:1], trials)
+        yield from try_spans(failure, trials, prefix, name)
+        yield from _try_modules(prefix, name, names[1:], trials)
     parameters = [each for model in models.values() for each in parameters_of(model)]
     if any(each.dtype == torch.float16 for each in parameters):
-        yield Trial(Remedy(*_bfloat16_text(failure, trials)), Bfloat16())
+        yield Trial(Remedy(*_bfloat16_text(failure, trials)), InDtype(torch.bfloat16))
     elif not _is_cast(failure):  # which is none of autocast's
         code = "torch.autocast(device_type, dtype=torch.bfloat16)"
-        yield Trial(Remedy("use bfloat16 for autocast", code), Bfloat16())
+        remedy = Remedy("use bfloat16 for autocast", code)
+        yield Trial(remedy, InDtype(torch.bfloat16))
+
+
+def code_name(prefix: str) -> str:
+    """The name that code has for a model, by what its modules' names begin with."""
+    name = prefix.rstrip(".")
+    return name if name.isidentifier() else "model"
 
 
 def _is_cast(failure: Failure) -> bool:
@@ -170,10 +180,11 @@ def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
     ]
     casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
     text = f"use bfloat16 for the model{' and its inputs' * bool(names)}"
-    return text, "; ".join(["model.to(torch.bfloat16)", *casts])
+    models = list(map(code_name, trials.replayer.models))
+    return text, "; ".join([*(f"{m}.to(torch.bfloat16)" for m in models), *casts])
 
 
-def _try_modules(model: torch.nn.Module, names: list[str], trials: Trials) -> Attempts:
+def _try_modules(prefix: str, model: str, names: list[str], trials: Trials) -> Attempts:
     """The smallest module around the operation that helps in float32, by halving."""
     if trials.found_right:
         return
@@ -182,9 +193,9 @@ def _try_modules(model: torch.nn.Module, names: list[str], trials: Trials) -> At
     while high - low > 1:
         remedy = Remedy(
             f"run {names[place]} in float32",
-            f'overflow_fast.keep_in_fp32(model, ["{names[place]}"])',
+            f'overflow_fast.keep_in_fp32({model}, ["{names[place]}"])',
         )
-        if (yield Trial(remedy, Float32Modules((names[place],)))):
+        if (yield Trial(remedy, Float32Modules(prefix, (names[place],)))):
             trials.remedies = [each for each in trials.remedies if each not in best]
             best, high = trials.remedies[-1:], place
         elif best:
@@ -194,48 +205,12 @@ def _try_modules(model: torch.nn.Module, names: list[str], trials: Trials) -> At
         place = (low + high) // 2
 
 
-def _try_up_to_norms(
-    failure: Failure, model: torch.nn.Module, prefix: str, trials: Trials
-) -> Attempts:
-    """All from the operation up to normalizations, which make values small again.
-
-    A residual stream stays large beyond the first of them.
-    """
-    modules = dict(named_modules(model))
-    ran = [name.removeprefix(prefix) for name in failure.modules]
-    ran = [name for name in ran if name and name in modules]
-    norms = [name for name in ran if is_normalization(modules[name])]
-    if not norms or trials.found_right:
-        return
-    names = ran[: ran.index(norms[0])]
-    for until in ([norms[0]], _patterns(norms, modules)):
-        more = " ..." * (len(until) > 1)
-        remedy = Remedy(
-            f"run in float32 up to {until[0]}{more}",
-            f"overflow_fast.keep_in_fp32(model, {names}, until={until})",
-        )
-        yield Trial(remedy, Float32Modules(tuple(names), tuple(until)))
-        if len(norms) == 1 or trials.found_right:
-            return
-
-
-def _patterns(norms: list[str], modules: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Patterns of normalizations by the last parts of their names, or the names."""
-    lasts = dict.fromkeys(name.rpartition(".")[2] for name in norms)
-    alike = [n for n in modules if n.rpartition(".")[2] in lasts]
-    if not all(is_normalization(modules[name]) for name in alike):
-        return norms
-    return [f"*{last}" for last in lasts]
-
-
 def _around(model: torch.nn.Module, name: str) -> list[str]:
     """A module's name and those of the modules around it that are called."""
     names, modules = [], dict(named_modules(model))
     while name:
-        if (
-            getattr(type(modules.get(name)), "forward", None)
-            is not torch.nn.Module.forward
-        ):
+        module = modules.get(name)
+        if module is not None and has_forward(module):
             names.append(name)
         name = name.rpartition(".")[0]
     return names

@@ -19,6 +19,7 @@ from ...torch_internals.replaying import (
     uncompiled_calls,
 )
 from ..calls import Call, part_of
+from ..copies import HALF
 from ..keep_in_fp32 import keep_in_fp32
 from ..named_tensors import state_by_name
 from ..replayer import Patch
@@ -26,7 +27,9 @@ from ..replayer import Patch
 # Changes of precision and of weights that are undone bit for bit.
 
 
-_KEY = "overflow_fast_bfloat16"  # of what threads inherit
+_KEY = "overflow_fast_dtype"  # of what threads inherit
+_DEVICES = ("cpu", "cuda", "mps", "xpu")
+_NARROWER = {torch.bfloat16: (torch.float16,), torch.float32: HALF}
 
 
 @contextmanager
@@ -80,35 +83,55 @@ def _is_held(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Runs what is float16, by weights or by autocast, in bfloat16.
+def in_dtype(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
+    """Runs what is narrower, by weights or by autocast, in bfloat16 or float32.
 
     Weights change for all threads; autocast in those alone that work for this one.
     """
     models = list(models)
     with ExitStack() as stack:
         stack.enter_context(kept_data(models))
+        stack.enter_context(_kept_autocast())
         stack.callback(set_inherited, _KEY, None)
-        set_inherited(_KEY, True)
+        set_inherited(_KEY, dtype)
         for model in models:
             for tensor in tensors_of(model):
-                if tensor.dtype == torch.float16:
-                    tensor.data = tensor.data.bfloat16()
+                if tensor.dtype in _NARROWER[dtype]:
+                    tensor.data = tensor.data.to(dtype)
             for module in modules_in(model):
-                handle = module.register_forward_pre_hook(_begin_bfloat16, prepend=True)
+                handle = module.register_forward_pre_hook(_begin_dtype, prepend=True)
                 stack.enter_context(handle)
         yield
 
 
-def _begin_bfloat16(module: nn.Module, args: object) -> None:
-    if not inherited(_KEY):
+@contextmanager
+def _kept_autocast() -> Iterator[None]:
+    kept = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in _DEVICES
+        if torch.amp.is_autocast_available(device)
+    ]
+    try:
+        yield
+    finally:
+        for device, is_enabled, dtype in kept:
+            torch.set_autocast_enabled(device, is_enabled)
+            torch.set_autocast_dtype(device, dtype)
+
+
+def _begin_dtype(module: nn.Module, args: object) -> None:
+    dtype = inherited(_KEY)
+    if dtype is None:
         return
-    for device in ("cpu", "cuda", "mps", "xpu"):
+    for device in _DEVICES:
         if not torch.amp.is_autocast_available(device):
             continue
-        is_half = torch.get_autocast_dtype(device) == torch.float16
-        if torch.is_autocast_enabled(device) and is_half:
-            torch.set_autocast_dtype(device, torch.bfloat16)
+        is_narrow = torch.get_autocast_dtype(device) in _NARROWER[dtype]
+        if torch.is_autocast_enabled(device) and is_narrow:
+            if dtype is torch.float32:
+                torch.set_autocast_enabled(device, False)
+            else:
+                torch.set_autocast_dtype(device, dtype)
 
 
 @contextmanager
@@ -141,30 +164,43 @@ class Float32Modules(Patch):
     """Modules run in float32.
 
     Attributes:
-        names: Their names within the one model.
+        prefix: What the names of their model's modules begin with.
+        names: Their names within the model.
         until: See `keep_in_fp32`; None for none.
     """
 
+    prefix: str
     names: tuple[str, ...]
     until: tuple[str, ...] | None = None
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Patch`."""
-        (model,) = models.values()
-        return in_float32(model, self.names, self.until)
+        return in_float32(models[self.prefix], self.names, self.until)
 
 
 @dataclass(frozen=True)
-class Bfloat16(Patch):
-    """Uses bfloat16 in place of float16, in weights, batches and autocast."""
+class InDtype(Patch):
+    """Uses a wider dtype in weights, batches and autocast.
+
+    Attributes:
+        dtype: bfloat16 in place of float16, or float32 in place of both.
+    """
+
+    dtype: torch.dtype
 
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Patch`."""
-        return in_bfloat16(models.values())
+        return in_dtype(models.values(), self.dtype)
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
-        return [call.with_batch(_as_bfloat16) for call in calls]
+        return [call.with_batch(self._widened) for call in calls]
+
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype not in _NARROWER[self.dtype]:
+            return tensor
+        copy = tensor.detach().to(self.dtype)
+        return copy.requires_grad_() if tensor.requires_grad else copy
 
 
 @dataclass(frozen=True)
@@ -318,10 +354,3 @@ class FromLoss(Patch):
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         return [call.with_held({}) for call in calls]
-
-
-def _as_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype != torch.float16:
-        return tensor
-    copy = tensor.detach().bfloat16()
-    return copy.requires_grad_() if tensor.requires_grad else copy

@@ -38,6 +38,8 @@ class GuardCoverage:
         failures: How often the guard itself failed, so that something was not judged.
         rules_unused: The rules of `allow` that nothing has matched yet.
         ignores_spikes: True if spikes were asked for, and cannot be looked for.
+        requests: How many requests there were: forwards without autograd, outside of
+            which there was no step.
     """
 
     tensors_listed: int
@@ -55,6 +57,7 @@ class GuardCoverage:
     failures: int
     rules_unused: list[str]
     ignores_spikes: bool = False
+    requests: int = 0
 
     @classmethod
     def of(
@@ -167,7 +170,8 @@ def log_end(
         num_skipped: How many steps were skipped.
         cost: The time that the guard took.
     """
-    if not (coverage.steps or num_reports or coverage.failures):
+    has_run = coverage.steps or coverage.requests
+    if not (has_run or num_reports or coverage.failures):
         return
     is_worth_it = own_rank() == 0 and (num_reports or coverage.failures)
     level = logging.WARNING if is_worth_it else logging.INFO
@@ -178,7 +182,9 @@ def summary(
     coverage: GuardCoverage, num_reports: int, num_skipped: int, cost: Cost
 ) -> str:
     """Writes the summary of a run; see `log_end()`."""
-    parts = [counted(num_reports, "report"), f"{counted(num_skipped, 'step')} skipped"]
+    parts = [counted(num_reports, "report")]
+    if coverage.steps or not coverage.requests:
+        parts.append(f"{counted(num_skipped, 'step')} skipped")
     if cost.share:
         parts.append(f"{cost.share:.1%} of their time in the guard")
     if coverage.failures:
@@ -188,5 +194,7 @@ def summary(
     if coverage.ignores_spikes:
         parts.append("spikes not looked for (they need sync='step')")
     watched = f"{coverage.steps_watched} of {coverage.steps} steps watched"
-    watched = watched if coverage.steps else "No step was completed"
+    if not coverage.steps:
+        requests = counted(coverage.requests, "request")
+        watched = requests if coverage.requests else "No step was completed"
     return f"{watched}: {', '.join(parts)}."

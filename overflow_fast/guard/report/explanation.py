@@ -191,6 +191,9 @@ class Remedy:
         is_of_data: Whether it changes the batch, and no code.
         hides: The operation that overflows with it where the loss does not show it, as
             of a divisor, in words; "" where none was seen.
+        distance: How far the output of a forward without backward is with it from one
+            in float32, relative to that; None where that was not measured.
+        is_near: Whether that is little enough for a remedy.
         file: The file of the line that it replaces, or "".
         line: The number of the first line that it replaces, or 0.
         last_line: That of the last one.
@@ -221,11 +224,13 @@ class Remedy:
     stops_gradient: bool = False
     is_of_data: bool = False
     hides: str = ""
+    distance: float | None = None
+    is_near: bool = True
 
     @property
     def is_recommended(self) -> bool:
-        """True if it was tried, made the step finite, and breaks nothing."""
-        return self.tried and self.is_finite and not self.harm
+        """True if it was tried, made the step finite, is near and breaks nothing."""
+        return self.tried and self.is_finite and self.is_near and not self.harm
 
     @property
     def is_right(self) -> bool:
@@ -259,6 +264,9 @@ class Remedy:
         clauses = [f"finite{loss}" if self.is_finite else "not finite"]
         if self.harm:
             clauses.append(f"but {self.harm}")
+        if self.distance is not None:
+            but = "" if self.is_near else "but "
+            clauses[0] += f", {but}{100 * self.distance:.2g} % from float32"
         if self.moved is not None:
             clauses.append(self._moved_text())
         if self.stops_gradient:
@@ -443,6 +451,8 @@ class Explanation:
 
     def _label(self, remedy: Remedy) -> str:
         """The text of a remedy, with what tells it from those with other results."""
+        if remedy.is_finite and not remedy.is_near:
+            return f"{remedy.text} ({remedy.outcome})"
         others = [
             each
             for each in self.remedies

@@ -16,9 +16,11 @@ from ...scanner.text import (
     printable,
     some,
 )
+from ..verdict.remarks import limit_of
 from ..verdict.verdict import (
     BadEntry,
     EntryHeadroom,
+    FillRemark,
     NonModuleOrigin,
     SettingRemark,
     Verdict,
@@ -385,7 +387,15 @@ class ReportText:
         # The masks are those of the first bad call: not of another maker.
         but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
         given = [f"Given to {self.verdict.maker}: {but}."] if but else []
-        return " ".join([*given, *self.verdict.remarks])
+        return " ".join([*given, *filter(self._concerns, self.verdict.remarks)])
+
+    def _concerns(self, remark: str) -> bool:
+        """False for a fill value that the operation which failed was not given."""
+        found = self.explanation
+        if not isinstance(remark, FillRemark) or found is None or found.op is None:
+            return True
+        ends = ((each.abs_max or 0.0, each.dtype) for each in found.op.inputs)
+        return any(largest >= 0.999 * (limit_of(of) or 1.0) for largest, of in ends)
 
     def _may_be_of_loss(self, first: BadEntry) -> bool:
         """True if the hooks leave it open, and have seen a forward that was finite."""
@@ -527,9 +537,12 @@ def gaps_of(coverage: GuardCoverage) -> list[str]:
 
 def coverage_text(coverage: GuardCoverage) -> str:
     """Writes what was checked, what was not, and which rules match nothing."""
+    unit = f"{coverage.steps_watched} steps"
+    if coverage.requests and not coverage.steps:
+        unit = counted(coverage.requests, "request")
     checked = (
         f"Checked {coverage.tensors_listed} tensors in {coverage.tensors_scanned} "
-        f"scans of {coverage.bytes_scanned} bytes in {coverage.steps_watched} steps."
+        f"scans of {coverage.bytes_scanned} bytes in {unit}."
     )
     unused = [
         f"The rule {rule!r} has matched nothing: compare it with a report's labels."

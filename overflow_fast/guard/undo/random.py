@@ -52,7 +52,7 @@ class RandomStates:
             self._states[str(device)] = module.get_rng_state(device)
         self._states["python"] = random.getstate()
         numpys: Any = sys.modules.get("numpy.random")
-        if numpys is None and loads_numpys and "numpy" in sys.modules:
+        if loads_numpys and "numpy" in sys.modules:  # another thread may import it
             numpys = importlib.import_module("numpy.random")
         if numpys is not None:
             self._states["numpy"] = _numpys_state(numpys)

@@ -14,7 +14,7 @@ from ...scanner.tensors import is_number
 from ...scanner.text import dtype_name
 from ...scanner.tree import entry_label
 from ..watching.inputs import is_batch_first, is_plain
-from .verdict import BadFrame, SettingRemark
+from .verdict import BadFrame, FillRemark, SettingRemark
 
 # Remarks on the first bad call.
 
@@ -43,7 +43,7 @@ def batch_remarks(first: BadFrame) -> list[str]:
     return [f"The batch is non-finite: {', '.join(places)}."] if places else []
 
 
-def _sentinels(first: BadFrame) -> list[str]:
+def _sentinels(first: BadFrame) -> list[FillRemark]:
     """Lists finite inputs that reach the end of their dtype, as finfo.min does."""
     sentences = []
     for entry in first.entries:
@@ -56,8 +56,11 @@ def _sentinels(first: BadFrame) -> list[str]:
             continue
         label = entry_label(entry.place)
         sentences.append(
-            f"`{label}` holds a magnitude of {abs_max:.3g}, at the end of {dtype}: a "
-            "fill value such as finfo.min overflows when something is added to it."
+            FillRemark(
+                f"`{label}` holds a magnitude of {abs_max:.3g}, at the end of {dtype}: "
+                "a fill value such as finfo.min overflows when something is added to "
+                "it."
+            )
         )
     return sentences
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from ...detector.observers import without_observers
 from ...detector.selection import Selection, Wanted
 from ...explainer.copies import HALF, check_model, copied_batch, on_copies
 from ...explainer.effects.rule import EffectRule, StoppedError
-from ...explainer.keep_in_fp32 import keep_in_fp32
+from ...explainer.keep_in_fp32 import keep_in_fp32, shortened
 from ...guard.undo.random import RandomStates
 from ...guard.verdict.call_order import Calls
 from ...guard.verdict.first_bad import attribute
@@ -481,19 +479,8 @@ def _may_run(rows: Sequence[LayerAdvice], check: PrecisionCheck) -> list[str]:
 def _code(kept: Sequence[str], names: Sequence[str], cast: bool) -> str:
     if not kept:
         return ""
-    line = f"overflow_fast.keep_in_fp32(model, {_shortened(kept, names)})"
+    line = f"overflow_fast.keep_in_fp32(model, {shortened(kept, names)})"
     return f"model.float(); {line}" if cast else line
-
-
-def _shortened(kept: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Patterns for names that differ in numbers alone, where they match no others."""
-    found: dict[str, None] = {}
-    for name in kept:
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        matched = [each for each in names if fnmatchcase(each, pattern)]
-        is_exact = len(matched) > 1 and set(matched) <= set(kept)
-        found[pattern if is_exact else name] = None
-    return list(found)
 
 
 def _notes(model: nn.Module, reference: RunResult) -> list[str]:

@@ -1,0 +1,91 @@
+"""How near a forward's output with a remedy is to that of a run in float32.
+
+A forward without a backward is good for its output alone: one that is finite and far
+from what float32 gives is as wrong as a nan, and harder to see.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...scanner.modules import tensors_of
+from ..calls import Call
+from ..copies import HALF
+from ..replayer import Observer, Patch, Replayer, StepPart
+from ..tensor_kinds import floats_in
+from .patches import InDtype
+
+_IN_FLOAT32 = InDtype(torch.float32)
+
+
+class Outputs(Observer):
+    """Keeps the floats that the last call of a run has returned."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def on_output(self, call: Call, output: Any) -> None:
+        """See `Observer`."""
+        self.tensors = [each.detach().clone() for each in floats_in(output)]
+
+    def distance(self, reference: Sequence[torch.Tensor]) -> float | None:
+        """The largest relative L2 difference of a tensor; None if they do not match."""
+        if [t.shape for t in self.tensors] != [t.shape for t in reference]:
+            return None
+        pairs = zip(self.tensors, reference, strict=True)
+        found = [_difference(one.double(), two.double()) for one, two in pairs]
+        return max(found, default=None)
+
+
+def _difference(value: torch.Tensor, true: torch.Tensor) -> float:
+    # What a mask leaves at -inf, in both, is no difference.
+    is_same = value == true
+    error = torch.where(is_same, 0.0, value - true).norm()
+    norm = torch.where(is_same & true.isinf(), 0.0, true).norm()
+    return float(error / norm) if float(norm) > 0 else float(error)
+
+
+class Nearness:
+    """Measures remedies of calls without a backward against float32.
+
+    Args:
+        replayer: Runs the calls.
+    """
+
+    def __init__(self, replayer: Replayer) -> None:
+        self._replayer = replayer
+        self._reference: list[torch.Tensor] | None = None
+
+    def distance(self, outputs: Outputs, others: Sequence[Patch] = ()) -> float | None:
+        """How far outputs are from those in float32; None where that is not known.
+
+        It is not where nothing is half precision, or float32 is not finite either.
+
+        Args:
+            outputs: Those of the run with the remedy.
+            others: What each run has in place.
+        """
+        if self._reference is None:
+            self._reference = self._in_float32(others)
+        distance = outputs.distance(self._reference) if self._reference else None
+        return None if distance is None or math.isnan(distance) else distance
+
+    def _in_float32(self, others: Sequence[Patch]) -> list[torch.Tensor]:
+        if not self._has_half():
+            return []
+        outputs = Outputs()
+        result = self._replayer.run(StepPart(), [*others, _IN_FLOAT32], [outputs])
+        return outputs.tensors if result.is_clean else []
+
+    def _has_half(self) -> bool:
+        calls = self._replayer.calls
+        models = self._replayer.models.values()
+        return (
+            any(t.dtype in HALF for model in models for t in tensors_of(model))
+            or any(t.dtype in HALF for call in calls for _, t in call.leaves())
+            or any(is_on for call in calls for _, is_on, _ in call.ambient.autocast)
+        )

@@ -1,0 +1,1 @@
+"""Requests: forwards without autograd, judged for whom they are served."""

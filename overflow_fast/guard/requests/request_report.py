@@ -1,0 +1,216 @@
+"""The report of a bad request: whose it is, and what of it is left in state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...scanner.modules import named_buffers
+from ...scanner.ops import scan
+from ...scanner.tensors import widened
+from ...scanner.tree import Path, path_text, tensors
+from ..report.report import Report
+from ..watching.inputs import is_batch_first, is_plain
+from ..watching.watch import ModelWatch
+
+if TYPE_CHECKING:
+    from .held_call import HeldCall
+    from .request_text import RequestText
+    from .requests import Request
+
+
+@dataclass
+class RequestReport(Report):
+    """A guard's findings in a request: a `Report` whose step is the request's number.
+
+    Attributes:
+        forward: Which of the request's forwards was the first bad one, from 0.
+        num_forwards: How many it has run.
+        ids: The program's names of those that it is for, one a row; None for none.
+        rows: The rows of the output that are not finite; None where it has no rows.
+        num_rows: How many rows it has; 0 where that is not known.
+        requests: The names, out of `ids`, of those whose rows are not finite; all
+            where rows and names cannot be matched; None where no names were given.
+        are_requests_known: Whether rows and names could be matched.
+        poisoned: What is kept from forward to forward, and holds a nan or an inf now
+            that this request has left there: its rows by its name, None for all.
+        left_by: The earlier request that has left what the first bad value came from.
+    """
+
+    forward: int = 0
+    num_forwards: int = 1
+    ids: list[Any] | None = None
+    rows: list[int] | None = None
+    num_rows: int = 0
+    requests: list[Any] | None = None
+    are_requests_known: bool = True
+    poisoned: dict[str, list[int] | None] = field(default_factory=dict)
+    left_by: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        report: Report,
+        request: Request,
+        watches: Sequence[ModelWatch],
+        known: Mapping[str, str],
+    ) -> RequestReport:
+        """Makes it of a plain report, and of what the request has left.
+
+        Incurs a CPU-GPU sync for each tensor on a device that is looked at.
+
+        Args:
+            report: The plain report.
+            request: The request.
+            watches: The watched models.
+            known: What earlier requests have left non-finite.
+        """
+        plain = {f.name: getattr(report, f.name) for f in dataclasses.fields(Report)}
+        made = cls(**plain, forward=request.forward, ids=request.ids)
+        made.num_forwards = max(1, request.num_forwards)
+        call, model = request.bad, report_model(request)
+        if call is not None and is_batch_first(model):
+            made.rows, made.num_rows = bad_rows(call.output, call.size)
+        elif request.output is not None:
+            size = _size_of(request.output) if request.ids is None else len(request.ids)
+            made.rows, made.num_rows = bad_rows(request.output, size)
+        made._match()
+        made.poisoned = dict(_poisoned(call, watches, known))
+        first = report.verdict.first
+        if first is not None:
+            names = [first.label, *report.verdict.candidates, report.verdict.maker]
+            left = (by for name, by in known.items() if any(name in n for n in names))
+            made.left_by = next(left, "")
+        return made
+
+    def _match(self) -> None:
+        """Finds the requests of the rows."""
+        ids = self.ids
+        if ids is None:
+            return
+        if not self.rows:
+            self.requests = [] if self.rows == [] else list(ids)
+            self.are_requests_known = self.rows == [] or len(ids) == 1
+            return
+        times, rest = divmod(self.num_rows, len(ids))
+        # A beam search repeats each row, guidance without a classifier the batch.
+        repeated = {row // times for row in self.rows} if times and not rest else set()
+        together = {row % len(ids) for row in self.rows}
+        self.are_requests_known = not rest and bool(times) and repeated == together
+        self.are_requests_known |= len(ids) == 1
+        places = sorted(together) if self.are_requests_known else range(len(ids))
+        self.requests = [ids[place] for place in places if place < len(ids)]
+
+    @property
+    def subject(self) -> str:
+        """Whose request it is, as the subject of a sentence."""
+        names = self.requests if self.requests and self.are_requests_known else self.ids
+        if not names:
+            return f"Request {self.step}"
+        word = "Request" if len(names) == 1 else "Requests"
+        return f"{word} {', '.join(map(str, names))}"
+
+    @property
+    def _text(self) -> RequestText:
+        from .request_text import RequestText
+
+        return RequestText(self)
+
+    def line(self) -> str:
+        """Writes the request, what was bad, and the cause, in one line."""
+        return self._text.line()
+
+
+def report_model(request: Request) -> torch.nn.Module | None:
+    """The model of a request's first bad frame."""
+    return request.frames[0].watch.model if request.frames else None
+
+
+def bad_rows(output: Any, size: int | None) -> tuple[list[int] | None, int]:
+    """The rows of what a forward has returned that hold a nan, or else an inf.
+
+    Incurs a CPU-GPU sync for each tensor on a device.
+
+    Args:
+        output: What it has returned.
+        size: How many rows it was given.
+
+    Returns:
+        The rows, and how many there are; None and 0 where the output has none.
+    """
+    found = [each for _, each in tensors(output) if is_plain(each) and each.dim()]
+    found = [each for each in found if len(each) == size]
+    if size is None or not found:
+        return None, 0
+    for is_bad in (_is_nan_or_inf, _is_not_finite):  # -inf alone may be a mask
+        places = set[int]()
+        for tensor in found:
+            bad = is_bad(widened(tensor)).reshape(size, -1).any(1)
+            places.update(bad.nonzero().flatten().tolist())
+        if places:
+            return sorted(places), size
+    return [], size
+
+
+def _size_of(output: Any) -> int | None:
+    sizes = (len(tensor) for _, tensor in tensors(output) if tensor.dim())
+    return next(sizes, None)
+
+
+def _is_nan_or_inf(values: torch.Tensor) -> torch.Tensor:
+    return values.isnan() | (values == torch.inf)
+
+
+def _is_not_finite(values: torch.Tensor) -> torch.Tensor:
+    return ~values.isfinite()
+
+
+def _poisoned(
+    call: HeldCall | None, watches: Sequence[ModelWatch], known: Mapping[str, str]
+) -> Iterator[tuple[str, list[int] | None]]:
+    """Yields what the forward has written non-finite values to, with their rows."""
+    named: list[tuple[str, torch.Tensor]] = []
+    if call is not None:
+        given = [
+            (_label(path, call), tensor)
+            for path, tensor in tensors((call.args, call.kwargs))
+        ]
+        written = set(map(id, call.written([tensor for _, tensor in given])))
+        named += [pair for pair in given if id(pair[1]) in written]
+        known_ids = {id(tensor) for _, tensor in given}
+        named += [
+            (f"output{path_text(path)}", tensor)
+            for path, tensor in tensors(call.output)
+            if len(path) > 2 and id(tensor) not in known_ids
+        ]
+    state = None if call is None else call.state
+    own = set(map(id, [] if state is None else state.written_buffers()))
+    for watch in watches:
+        if watch.model is not None and own:
+            buffers = named_buffers(watch.model)
+            named += [
+                (f"{watch.prefix}{name}", each)
+                for name, each in buffers
+                if id(each) in own
+            ]
+    plain = [(name, each) for name, each in named if is_plain(each)]
+    stats = scan([each for _, each in plain])
+    for (name, tensor), stat in zip(plain, stats, strict=True):
+        if (stat.has_nan or stat.has_inf) and name not in known:
+            bad = _is_nan_or_inf(widened(tensor))
+            if not bool(bad.any()):
+                continue
+            rows = bad.reshape(len(tensor), -1).any(1) if tensor.dim() else bad
+            places = rows.nonzero().flatten().tolist() if tensor.dim() else []
+            yield name, None if len(places) == rows.numel() else places
+
+
+def _label(path: Path, call: HeldCall) -> str:
+    """The place of an argument's tensor: `past_key_values.layers[0].keys`."""
+    is_keyword = path[0].value == 1
+    name = str(path[1].value) if is_keyword else f"input[{path[1].value}]"
+    return f"{name}{path_text(path[2:])}"

@@ -1,0 +1,94 @@
+"""The words of a bad request's report."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ...scanner.text import capitalized, printable
+from ..report.causes import UNKNOWN
+from ..report.wording import ReportText, what_of
+
+if TYPE_CHECKING:
+    from .request_report import RequestReport
+
+_FEW = 4
+
+
+class RequestText(ReportText):
+    """The sentences of the report of a request.
+
+    Args:
+        report: The report.
+    """
+
+    report: RequestReport
+
+    def __init__(self, report: RequestReport) -> None:
+        super().__init__(report)
+
+    def headline(self) -> str:
+        """The first sentence: the request, the bad values, and their place."""
+        assert self.verdict.first is not None
+        report = self.report
+        where = f", forward {report.forward}" if report.num_forwards > 1 else ""
+        are = "are" if report.subject.startswith("Requests") else "is"
+        what = what_of(self.verdict.first)
+        return f"{report.subject}{where} {are} not finite: {what}.{self._rows()}"
+
+    def _rows(self) -> str:
+        rows, size = self.report.rows, self.report.num_rows
+        if rows is None:
+            return ""
+        if not rows:
+            return " What was returned is finite."
+        if len(rows) == size:
+            return " No row of the output is finite." * (size > 1)
+        are = "is" if len(rows) == 1 else "are"
+        return (
+            f" {capitalized(_numbered(rows))} of {size} (from 0) of the output {are} "
+            "not finite; the others are."
+        )
+
+    def line(self) -> str:
+        """The headline and the cause, in one line."""
+        found = self.explanation
+        if found is None or found.cause == UNKNOWN.name:
+            return printable(self.headline())
+        return printable(f"{self.headline()} Cause: {found._what()}{found._where()}.")
+
+    def _outcome(self) -> list[str]:
+        report = self.report
+        told = super()._outcome() if report.raised else []
+        if report.requests and not report.are_requests_known:
+            told.append("Which of these requests it is of is not known.")
+        if report.left_by:
+            told.append(f"{report.left_by} has left it there.")
+        return told
+
+    def _explained(self) -> list[str]:
+        state = self.report.poisoned
+        if not state:
+            return super()._explained()
+        # The layers of one cache are told once.
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, rows in state.items():
+            where = "" if rows is None else f" in {_numbered(rows)}"
+            groups.setdefault((re.sub(r"\d+", "*", name), where), []).append(name)
+        texts = [
+            f"`{names[0]}`{f' and {len(names) - 1} alike' * (len(names) > 1)}{where}"
+            for (_, where), names in list(groups.items())[:_FEW]
+        ]
+        more = " and others" * (len(groups) > _FEW)
+        what = f"{', '.join(texts)}{more}"
+        advice = "not finite now; clear it before it is used again"
+        return [*super()._explained(), f"{'state':<9} {what}: {advice}"]
+
+    def _details(self) -> list[str]:
+        own = super()._details()
+        return [each for each in own if not each.startswith("The guard takes")]
+
+
+def _numbered(rows: list[int]) -> str:
+    shown = ", ".join(map(str, rows[:_FEW])) + " ..." * (len(rows) > _FEW)
+    return f"{'row' if len(rows) == 1 else 'rows'} {shown}"

@@ -1,0 +1,687 @@
+"""Judges forwards without autograd, each for the request that it is of.
+
+A training has one unit of judgement, the optimizer's step; where there is none, it is
+the request: what runs within `guard.request()`, else one outermost forward. A request
+is of one thread, and gets the error of no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ... import _C
+from ...scanner.modules import children_of, named_buffers
+from ...scanner.ops import scan
+from ...scanner.tensors import devices_of
+from ...scanner.text import error_line
+from ...scanner.tree import is_container, path_text, tensors
+from ..config import EVERYTHING, wanted_of
+from ..explaining import with_note
+from ..outer import outer
+from ..report.report import NonFiniteError, Report
+from ..step import Step, WatchSchedule
+from ..step_keeper import HeldFunction, KeptCall, LastSteps
+from ..verdict.verdict import BadFrame
+from ..watching.step_tensors import ScanLevel
+from ..watching.watch import ModelWatch
+from .gate import Gate
+from .held_call import HeldCall, Layout, ModelStart, SmallState
+
+if TYPE_CHECKING:
+    from ..parts import GuardParts
+    from ..report.coverage import GuardCoverage
+    from ..report.explanation import Explanation
+    from ..step_keeper import StepKeeper
+
+_log = logging.getLogger("overflow_fast")
+_MOST_FORWARDS = 4  # whose stats may be on their way from a device
+_WAIT = 1.0  # seconds for forwards of other threads before a replay; chosen
+# Explanations may take these seconds, and a share of the time since the first request.
+_FREE_SECONDS, _SHARE = 30.0, 0.1
+_KINDS = ("activations", "weights", "buffers")  # that a forward alone has
+_BUSY = (
+    "The forward was not run again: other threads ran the models, and were waited for "
+    f"{_WAIT:g} s."
+)
+_OFTEN = (
+    "The forward was not run again: explanations have taken more than "
+    f"{_SHARE:.0%} of the time since the first request."
+)
+
+
+class Request:
+    """One request: the forwards that a thread runs for it.
+
+    Args:
+        number: Its number, from 0.
+        ids: The program's names of those it is for, one a row; None for none.
+
+    Attributes:
+        number, ids: The same.
+        num_forwards: How many forwards it has run.
+        frames: The bad frames of the first forward that had any.
+        bad: That forward, or None.
+        forward: Its number within the request.
+        function: The function that it runs as a whole, which can be made again, or
+            None.
+        output: What the program has recorded, or that function has returned.
+        raised: The type of the exception that has ended it, or None.
+    """
+
+    def __init__(self, number: int, ids: Sequence[object] | None) -> None:
+        self.number = number
+        self.ids = None if ids is None else list(ids)
+        self.num_forwards = 0
+        self.frames: list[BadFrame] = []
+        self.bad: HeldCall | None = None
+        self.forward = 0
+        self.function: KeptCall | None = None
+        self.output: Any = None
+        self.raised: type[Exception] | None = None
+        self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
+
+    def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
+        """Adds what a forward has shown, whose stats may have yet to arrive."""
+        self._recent[id(watch), batch] = self.num_forwards, call
+        if len(self._recent) > _MOST_FORWARDS:
+            del self._recent[next(iter(self._recent))]
+
+    def collect(self, watch: ModelWatch) -> None:
+        """Takes the bad frames of its own forwards that have arrived."""
+        mine = {batch for of, batch in self._recent if of == id(watch)}
+        weights = watch.frames._evaluated_weights
+        found = watch.frames._take(
+            lambda frame: (
+                (frame.batch in mine and watch.frames._is_evaluated(frame))
+                or weights.get(frame.order) in mine
+            )
+        )
+        if not found or self.frames:
+            return
+        first = min(found, key=lambda frame: frame.order)
+        batch = weights.get(first.order, first.batch)
+        self.forward, self.bad = self._recent[id(watch), batch]
+        self.frames = [BadFrame(watch, frame) for frame in found]
+
+    def forget(self) -> None:
+        """Lets go of its forwards."""
+        self._recent.clear()
+
+
+class _Now(threading.local):
+    """What a thread runs.
+
+    Attributes:
+        request: The request that it is in, by `guard.request()`.
+        call: The outermost forward that it runs.
+        watch: That of its model.
+        seconds: What the guard has taken since the last request that was judged.
+        layout: The arguments of the one before.
+    """
+
+    request: Request | None = None
+    call: HeldCall | None = None
+    watch: ModelWatch | None = None
+    seconds = 0.0
+    layout: Layout | None = None
+
+    def __reduce__(self) -> tuple[type[_Now], tuple[()]]:  # a copied guard's
+        return _Now, ()
+
+
+class Requests:
+    """Judges the requests of one guard.
+
+    It takes the place of the keeper of a training's calls, which gets those that run
+    with autograd.
+
+    Args:
+        parts: The guard's.
+
+    Attributes:
+        num_requests, num_bad, num_forwards, num_tokens: What ran so far.
+        poisoned: What bad requests have left non-finite, by name, with their report.
+    """
+
+    def __init__(self, parts: GuardParts) -> None:
+        self._parts = parts
+        self._keeper: StepKeeper | None = parts.keeper
+        self._now = _Now()
+        self._gate = Gate()
+        self._lock = threading.RLock()
+        self._states: weakref.WeakKeyDictionary[nn.Module, SmallState]
+        self._states = weakref.WeakKeyDictionary()
+        self._devices: weakref.WeakKeyDictionary[nn.Module, list[torch.device]]
+        self._devices = weakref.WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+        self._began = time.perf_counter()
+        self._explaining_seconds = 0.0
+        self._has_looked = False
+        self.num_requests = self.num_bad = self.num_forwards = self.num_tokens = 0
+        self.poisoned: dict[str, str] = {}
+        asked = parts.config.schedule
+        self._schedule: WatchSchedule | None = None
+        if (asked.every, asked.warmup, asked.ranges, asked.budget) != (
+            1,
+            0,
+            None,
+            None,
+        ):
+            self._schedule = WatchSchedule(
+                *(asked.every, asked.warmup, asked.ranges, asked.budget),
+                has_gradients=False,
+            )
+        for watch in parts.watches:
+            watch.inputs.capture = self
+            watch.has_seen_loss = True  # there is none to be seen: nothing is trained
+
+    def __deepcopy__(self, memo: object) -> Requests:
+        return self  # that of a copied guard is made anew with its first request
+
+    # The beginning and the end of an outermost forward; see `ForwardCapture`.
+
+    def begin(
+        self, module: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
+    ) -> None:
+        """Holds what an outermost forward is called with."""
+        now = self._now
+        if torch.is_grad_enabled():
+            if self._keeper is not None:
+                self._keeper.begin(module, args, kwargs, has_stand_ins)
+            return
+        if now.call is not None:
+            self._leave()  # of a forward that hooks were taken from
+        self._gate.enter()
+        begin = time.perf_counter()
+        if not self._has_looked:
+            self._look_at_buffers()
+        if args is None:
+            args, kwargs = (), {}  # compiled code hides them
+        devices = self._devices.get(module)
+        if devices is None:
+            found = devices_of([module])
+            devices = self._devices[module] = [d for d in found if d.type != "cpu"]
+        now.watch = self._watch_of(module)
+        now.call = HeldCall(module, args, kwargs, devices, now.layout)
+        now.layout = now.call.layout
+        state = self._states.get(module)
+        if state is None:
+            state = self._states[module] = SmallState(module)
+        now.call.state = state.before(module)
+        now.seconds += time.perf_counter() - begin
+
+    def _watch_of(self, module: nn.Module) -> ModelWatch | None:
+        """The watch of a model; None for a module within one."""
+        return next((w for w in self._parts.watches if w.model is module), None)
+
+    def end(self, output: Any, loss: torch.Tensor | None) -> None:
+        """Notes what it has returned, before its frames are judged."""
+        now = self._now
+        if now.call is None or torch.is_grad_enabled():
+            if self._keeper is not None:
+                self._keeper.end(output, loss)
+            return
+        begin = time.perf_counter()
+        now.call.output = output
+        state = self._states.get(now.call.module)
+        if state is not None and now.call.state is not None:
+            state.after(now.call.state)
+        if self._parts.config.is_tripwire and now.watch is not None:
+            now.watch.record(*_recorded(named_outputs(output)))
+        now.seconds += time.perf_counter() - begin
+
+    def leave(self) -> None:
+        """Notes that an exception has left it."""
+        if self._now.call is None and self._keeper is not None:
+            self._keeper.leave()
+
+    def clear(self) -> None:
+        """Forgets the step of a training."""
+        if self._keeper is not None:
+            self._keeper.clear()
+
+    def _leave(self) -> HeldCall | None:
+        """Ends the forward of this thread."""
+        now = self._now
+        call, now.call = now.call, None
+        if call is not None:
+            self._gate.leave()
+        return call
+
+    def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
+        """Judges a forward that has ended, or leaves it to the request it is of."""
+        begin, call = time.perf_counter(), self._leave()
+        request = self._now.request
+        is_own = request is None
+        if request is None:
+            request = self._new(None)
+        request.add(watch, batch, call)
+        request.num_forwards += 1
+        with self._lock:
+            self.num_forwards += 1
+            self.num_tokens += 0 if call is None else call.num_tokens
+        waits = is_own and self._parts.config.sync != "lagged"
+        if waits:
+            watch.frames.receive(is_lagged=False)
+        else:
+            watch._process_arrived(1)
+        request.collect(watch)
+        self._now.seconds += time.perf_counter() - begin
+        if is_own:
+            self._end(request)
+
+    def _judge_entry(self, watch: ModelWatch, output: Any) -> None:
+        """Judges the call of a submodule, of which nothing else is watched."""
+        with self._batch_of(watch) as batch, watch.frames.evaluated(batch):
+            watch.record(*_recorded(named_outputs(output)))
+        watch.frames.send()
+        self.judge_evaluated(watch, batch)
+
+    def left(self, watch: ModelWatch, error: Exception) -> None:
+        """Judges a forward that an exception has left, with the request it is of."""
+        call = self._leave()
+        request = self._now.request
+        root = watch._roots.get(get_ident())
+        batch = watch.recorder.last_batch if root is None else root.batch
+        is_own = request is None
+        if request is None:
+            request = self._new(None)
+        with watch.frames.evaluated(batch):
+            request.add(watch, batch, call)
+        request.num_forwards += 1
+        watch.frames.send()
+        watch.frames.receive(is_lagged=False)
+        request.collect(watch)
+        if is_own:
+            self._end(request, error)
+
+    # Requests.
+
+    @contextlib.contextmanager
+    def request(self, ids: Sequence[object] | None) -> Iterator[Request]:
+        """Makes what this thread runs within one request."""
+        now, before = self._now, self._now.request
+        now.request = request = self._new(ids)
+        with contextlib.ExitStack() as stack:
+            if self._is_left_out(request):
+                stack.enter_context(_C.Unwatched())
+            try:
+                yield request
+            except Exception as error:
+                now.request = before
+                self._end(request, error)
+                raise
+            finally:
+                now.request = before
+        self._end(request)
+
+    def run(self, function: Any) -> Any:
+        """Runs a function as a request, whose outputs are judged, too."""
+        request = self._now.request
+        if request is not None:
+            output = self._run(function, request)
+            return output
+        with self.request(None) as request:
+            return self._run(function, request)
+
+    def _run(self, function: Any, request: Request) -> Any:
+        first = self._parts.watches[0].model
+        if request.function is None and first is not None:
+            with self._parts.isolation.isolated():
+                held = HeldFunction(function)
+                batch, ambient = held.values, HeldCall(first, (), {}, [], None).ambient
+                request.function = KeptCall(held, batch, ambient)
+                request.function.has_backward = False
+                request.function.returns_loss = True
+        output = function()
+        with self._parts.isolation.isolated():
+            found = tensors(output)
+            self.record({f"output{path_text(path)}": each for path, each in found})
+        return output
+
+    def record(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Adds tensors to the request that this thread is in, or one of their own."""
+        request = self._now.request
+        is_own = request is None
+        if request is None:
+            request = self._new(None)
+        watch = self._parts.watches[0]
+        self._record(request, watch, named)
+        request.collect(watch)
+        if is_own:
+            self._end(request)
+
+    def _record(
+        self,
+        request: Request,
+        watch: ModelWatch,
+        named: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Scans tensors for a request."""
+        found = {name: each for name, each in named.items() if each.numel()}
+        if not found or _C.is_unwatched():
+            return
+        with self._batch_of(watch) as batch, watch.frames.evaluated(batch):
+            watch.record(*_recorded(found))
+        request.add(watch, batch, None)
+        request.output = found
+        watch.frames.send()
+
+    @contextlib.contextmanager
+    def _batch_of(self, watch: ModelWatch) -> Iterator[int]:
+        """Yields the batch of the forward that this thread runs, or one of its own.
+
+        No other thread's frames are of it.
+        """
+        root = watch._roots.get(get_ident())
+        if root is not None:
+            yield root.batch
+            return
+        watch._begin_root()
+        root = watch._roots[get_ident()]
+        watch.recorder.in_step = True
+        try:
+            yield root.batch
+        finally:
+            watch.recorder.in_step = False
+            watch._begin_batch()
+            watch._end_root(root)
+
+    def _new(self, ids: Sequence[object] | None) -> Request:
+        with self._lock:
+            number = self.num_requests
+            self.num_requests += 1
+        return Request(number, ids)
+
+    def _look_at_buffers(self) -> None:
+        """Notes the buffers that are bad before the first forward."""
+        self._has_looked = True
+        named = [
+            (f"{watch.prefix}{name}", each)
+            for watch in self._parts.watches
+            if watch.model is not None
+            for name, each in named_buffers(watch.model)
+        ]
+        stats = scan([each for _, each in named])
+        for (name, _), stat in zip(named, stats, strict=True):
+            if stat.has_nan or stat.has_inf:
+                self.poisoned[name] = ""
+
+    def _is_left_out(self, request: Request) -> bool:
+        schedule = self._schedule
+        return schedule is not None and schedule.level(request.number) is ScanLevel.OFF
+
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        """Judges a request that has ended.
+
+        Raises:
+            NonFiniteError: If it is bad and the policy is to raise, unless the
+                program's own code has raised.
+        """
+        parts = self._parts
+        request.raised = None if error is None else type(error)
+        for watch in parts.watches:
+            if request.num_forwards and not request.frames:
+                watch.frames.receive(is_lagged=parts.config.sync == "lagged")
+                request.collect(watch)
+        request.forget()
+        with self._lock:
+            try:
+                if request.frames:
+                    self._judge(request, error)
+            finally:
+                self._end_round(request)
+                if request.num_forwards > 1:
+                    self._now.layout = None  # it holds the arguments
+
+    def _end_round(self, request: Request) -> None:
+        """Measures what the request has cost, and sends its numbers."""
+        parts, number = self._parts, request.number
+        pipeline, timer = parts.pipeline, parts.timer
+        for watch in parts.watches:
+            watch.recorder.forget_calls(True)
+            watch.frames._unjudged = 0
+        timer._seconds += self._now.seconds
+        self._now.seconds = 0.0
+        cost = timer.end_step(is_watched=True)
+        if self._schedule is not None:
+            seconds = cost.guard_seconds, cost.step_seconds
+            self._schedule.note(number, ScanLevel.ALL, *seconds)
+        with parts.isolation.isolated():
+            pipeline._record_step(number, cost)
+            parts.measurements.emit(number, self.counts)
+
+    def counts(self) -> dict[str, float]:
+        """The numbers of all, for exporters."""
+        return {
+            **self._parts.pipeline.counts(),
+            "requests_total": self.num_requests,
+            "bad_requests_total": self.num_bad,
+            "forwards_total": self.num_forwards,
+            "tokens_total": self.num_tokens,
+        }
+
+    def coverage(self) -> GuardCoverage:
+        """What was checked so far; of gradients and losses there are none."""
+        found = self._parts.pipeline.coverage()
+        if found.steps:
+            return found
+        kinds = [kind for kind in found.not_watched if kind in _KINDS]
+        return dataclasses.replace(
+            found, not_watched=kinds, without_gradient=0, requests=self.num_requests
+        )
+
+    # A bad request.
+
+    def _judge(self, request: Request, error: Exception | None) -> None:
+        from .request_report import RequestReport
+
+        parts = self._parts
+        pipeline, config = parts.pipeline, parts.config
+        step = Step(request.number, moment="evaluation", frames=request.frames)
+        pipeline._leave_out_learned(step)
+        if not step.frames:
+            return
+        if config.is_tripwire:
+            step = self._looked_again(step, request)
+        plain = pipeline._make_report(step, pipeline._detect(step))
+        plain.not_covered = self.coverage().gaps()
+        report = RequestReport.of(plain, request, parts.watches, self.poisoned)
+        if config.explain.when != "never":
+            report.explanation = self._explained(report, step, request)
+        self.num_bad += 1
+        if callable(config.on_overflow):
+            report.action = pipeline._ask(config.on_overflow, report)
+        report.action = "warn" if report.action == "skip" else report.action
+        if error is not None:
+            report.action, report.moment = "raise", "raised"
+            report.raised = type(error).__qualname__
+        pipeline.num_bad += 1
+        pipeline.last_report = report
+        for name in report.poisoned:
+            self.poisoned.setdefault(name, report.subject)
+        with parts.isolation.isolated():
+            pipeline._archive.end_report(report, request.number, 0, True)
+        if error is not None:
+            _add_note(error, report)
+        elif report.action == "raise":
+            raise NonFiniteError(report)
+        if error is None or config.on_overflow != "raise":
+            _log.warning("%s", report.line())
+
+    def _calls(self, request: Request) -> list[KeptCall]:
+        """The call to make again: the function, or the bad forward."""
+        calls = [] if request.bad is None else [request.bad.kept()]
+        if request.function is not None:
+            request.function.forwards = calls
+            calls = [request.function]
+        for call in calls:
+            call.raised = request.raised
+        return calls
+
+    @contextlib.contextmanager
+    def _explainer(self, request: Request, watches: list[ModelWatch]) -> Iterator[Any]:
+        """Yields the explainer of one request, while no other thread runs the models.
+
+        It is None where others run.
+        """
+        parts = self._parts
+        begin = time.perf_counter()
+        with self._gate.alone(_WAIT) as is_alone:
+            if is_alone:
+                start = None if request.bad is None else request.bad.start()
+                keeper = _Kept(self._calls(request), start)
+                yield outer("explainer")(
+                    *(parts.config, watches, keeper),
+                    lambda: parts.new_watches(wanted_of(EVERYTHING)),
+                    *(list, LastSteps(), False),
+                )
+            else:
+                yield None
+        seconds = time.perf_counter() - begin
+        self._explaining_seconds += seconds
+        parts.timer._step_began += seconds
+
+    def _explained(
+        self, report: Report, step: Step, request: Request
+    ) -> Explanation | None:
+        from ..report.explanation import Explanation
+
+        config, verdict = self._parts.config, report.verdict
+        spent = self._explaining_seconds
+        most = _FREE_SECONDS + _SHARE * (time.perf_counter() - self._began)
+        if spent > most and config.explain.when != "always":
+            return Explanation(notes=[_OFTEN])
+        if not config.explain.replay_safe or verdict.first is None:
+            return None
+        watches = self._watches_of(request)
+        try:
+            with self._explainer(request, watches) as explainer:
+                if explainer is None:
+                    return Explanation(notes=[_BUSY])
+                found: Explanation = explainer.explain(verdict, "evaluation")
+                return found
+        except Exception as error:  # the alarm matters more than its explanation
+            text = f"The request was not explained: {error_line(error)}."
+            return Explanation(notes=[text])
+
+    def _watches_of(self, request: Request) -> list[ModelWatch]:
+        """The watches of the models that the call to make again runs."""
+        if request.function is not None or not request.frames:
+            return list(self._parts.watches)
+        return [request.frames[0].watch]
+
+    def _looked_again(self, step: Step, request: Request) -> Step:
+        """What a full watch sees of the forward, which a tripwire has found bad."""
+        try:
+            with self._explainer(request, list(self._parts.watches)) as explainer:
+                if explainer is None:
+                    return with_note(step, _BUSY)
+                seen: Step = explainer.look_again(step)
+                return seen
+        except Exception as error:
+            return with_note(step, f"The step was not run again: {error_line(error)}.")
+
+    # Submodules that the program calls where the model itself does not run.
+
+    def attach(self) -> None:
+        """Puts hooks on the modules that a program may call instead of the model."""
+        for watch in self._parts.watches:
+            model = watch.model
+            for child in [] if model is None else _entries(model):
+                before, after = self._hooks(watch)
+                self._handles += [
+                    child.register_forward_pre_hook(before, with_kwargs=True),
+                    child.register_forward_hook(after, prepend=True),
+                ]
+
+    def detach(self) -> None:
+        """Removes them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hooks(self, watch: ModelWatch) -> tuple[Any, Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or torch.is_grad_enabled():
+                return
+            if self._now.call is None and not watch.recorder.is_off:
+                with self._parts.isolation.isolated():
+                    self.begin(module, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or torch.is_grad_enabled():
+                return
+            call = self._now.call
+            if call is None or call.module is not module:
+                return
+            self.end(output, None)
+            if self._parts.config.is_tripwire:  # no other hook ends it
+                self._judge_entry(watch, output)
+
+        return before, after
+
+
+class _Kept:
+    """The calls of a request, in the form of a `StepKeeper`."""
+
+    num_dropped = 0
+    hidden_by = ""
+    had_gradients = False
+    left_over: Mapping[str, int] = {}
+
+    def __init__(self, calls: list[KeptCall], start: ModelStart | None) -> None:
+        self.calls, self.start = calls, start
+
+
+def _entries(model: nn.Module) -> Iterator[nn.Module]:
+    """The children of a model that can be called; of a container, those in it."""
+    for child in children_of(model).values():
+        if isinstance(child, torch.jit.ScriptModule):
+            continue
+        if type(child).forward is nn.Module.forward:
+            yield from _entries(child)
+        else:
+            yield child
+
+
+def named_outputs(output: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a forward has returned, by their places; none of caches."""
+    if isinstance(output, torch.Tensor):
+        return {"output": output}
+    if not is_container(output):
+        return {}
+    items = list(output.items()) if isinstance(output, Mapping) else []
+    if isinstance(output, (tuple, list)):
+        items = list(enumerate(output))
+    return {
+        f"output[{key!r}]": value
+        for key, value in items
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _recorded(
+    named: Mapping[str, torch.Tensor],
+) -> tuple[_C.FrameKind, tuple[list[str], list[torch.Tensor]]]:
+    return _C.FrameKind.RECORDED, (list(named), list(named.values()))
+
+
+def _add_note(error: Exception, report: Report) -> None:
+    """Adds a report to the exception that the program's own code has raised."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"[overflow_fast] {report.answer()}")
+    else:
+        _log.warning("%s", report)

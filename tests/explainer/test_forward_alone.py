@@ -1,0 +1,228 @@
+"""A forward without a backward: its output is all there is."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import overflow_fast
+from overflow_fast import explain, keep_in_fp32
+from overflow_fast.explainer.keep_in_fp32 import shortened
+from overflow_fast.explainer.remedies.patches import InDtype, in_dtype
+from overflow_fast.explainer.remedies.spans import span
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(16), Mlp()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, num_layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def make_decoder():
+    torch.manual_seed(0)
+    model = Decoder().eval()
+    with torch.no_grad():
+        model.layers[1].mlp.down.weight.mul_(2e5)
+    return model.half()
+
+
+def batch():
+    torch.manual_seed(1)
+    return torch.randn(3, 16).half()
+
+
+def distance(output, true):
+    return float((output.float() - true).detach().norm() / true.detach().norm())
+
+
+def test_a_residual_stream_is_cured_up_to_its_normalization():
+    found = explain(make_decoder(), batch())
+    best = found.remedies[0]
+    assert best.code == (
+        "overflow_fast.keep_in_fp32(model, ['layers.1.mlp.down', 'layers.2', "
+        "'layers.3'], until=['norm'])"
+    )
+    model, true = make_decoder(), make_decoder().float()(batch().float())
+    exec(best.code, {"overflow_fast": overflow_fast, "model": model})
+    own = distance(model(batch()), true)
+    assert own < 0.01
+    assert best.distance == pytest.approx(own, rel=0.5)
+
+
+def test_bfloat16_is_a_cure_with_its_distance():
+    cures = {each.text: each for each in explain(make_decoder(), batch()).remedies}
+    cure = cures["use bfloat16 for the model and its inputs"]
+    true = make_decoder().float()(batch().float())
+    own = distance(make_decoder().bfloat16()(batch().bfloat16()), true)
+    assert cure.is_recommended
+    assert cure.distance == pytest.approx(own, rel=0.2)
+
+
+class Exponential(nn.Module):
+    def forward(self, x):
+        return torch.exp(x)
+
+
+def test_an_output_far_from_float32s_is_no_cure():
+    model = nn.Sequential(nn.Linear(16, 16), Exponential(), nn.Linear(16, 2)).eval()
+    with torch.no_grad():
+        model[0].weight.fill_(0.75)
+        model[2].weight.mul_(1e-2)
+    found = explain(model.half(), torch.ones(2, 16).half())
+    far = [each for each in found.remedies if each.is_finite and not each.is_near]
+    assert far and not any(each.is_recommended for each in far)
+    assert all(each.distance > 0.01 for each in far)
+    assert "from float32)" in str(found)
+
+
+def test_a_batch_of_inference_mode_is_replayed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half()
+    with torch.inference_mode():
+        x = torch.full((2, 4), 6e4).half() * 2
+    found = explain(model, x)
+    assert (found.phase, found.cause, found.tensor) == ("data", "bad data", "batch")
+
+
+def test_a_model_made_in_inference_mode_is_replayed():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half()
+        model[0].weight.fill_(1e4)
+        found = explain(model, torch.full((2, 4), 100.0).half())
+    assert found.cause == "range overflow"
+    assert found.module == "0"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_wider_dtype_leaves_autocast_as_it_was(dtype):
+    model = nn.Linear(4, 4)
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        with in_dtype([model], dtype):
+            assert model(torch.ones(1, 4)).dtype == dtype
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert torch.is_autocast_enabled("cpu")
+        assert model(torch.ones(1, 4)).dtype == torch.float16
+
+
+def test_float32_stands_for_both_half_precisions():
+    x = torch.ones(2, dtype=torch.bfloat16)
+    assert InDtype(torch.float32)._widened(x).dtype == torch.float32
+    assert InDtype(torch.bfloat16)._widened(x) is x
+
+
+CALLED = {"", "a", "a.x", "b", "b.pre", "b.norm", "b.mlp", "b.mlp.up", "norm"}
+ORDER = ["a.x", "a", "b.pre", "b.norm", "b.mlp.up", "b.mlp", "b", "norm"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "until", "names"),
+    [
+        (0, "norm", ["a.x", "b"]),
+        (0, "b.norm", ["a.x", "b.pre"]),
+        (1, "norm", ["a", "b"]),
+        (4, "norm", ["b.mlp.up"]),
+    ],
+)
+def test_a_span_holds_all_that_runs_up_to_its_end_but_what_holds_both(
+    begin, until, names
+):
+    assert span(ORDER[begin:], until, CALLED) == names
+
+
+def test_patterns_stand_for_modules_with_all_that_is_in_them():
+    names = ["up", "up.0", "up.0.lin", "up.1", "up.1.lin", "norm"]
+    assert shortened(["up.0", "up.1"], names) == ["up.*"]
+    assert shortened(["up.0"], names) == ["up.0"]
+
+
+# keep_in_fp32 of containers, and of modules within others.
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.named = nn.ModuleDict({"norm": nn.LayerNorm(4)})
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.named["norm"](x)
+
+
+def test_a_container_stands_for_what_is_in_it():
+    torch.manual_seed(0)
+    model = Blocks().eval()
+    with torch.no_grad():
+        model.blocks[0].weight.mul_(1e5)
+    model = model.half()
+    x = torch.randn(3, 4).half() * 10
+    true = copy.deepcopy(model).float()(x.float())
+    handle = keep_in_fp32(model, ["blocks"], until=["named"])
+    assert handle.names == ["blocks.0", "blocks.1"]
+    output = model(x)
+    assert output.dtype == torch.float16
+    assert distance(output, true) < 0.01
+    handle.remove()
+    model.half()
+    assert not bool(model(x).isfinite().all())
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.up(x))
+
+
+CALLS = [[["0.up"], ["0"]], [["0"], ["0.up"]], [["0", "0.up"]], [["0"]]]
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_calls_for_a_module_and_for_one_around_it_add_up(calls):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block()).eval()
+    with torch.no_grad():
+        model[0].up.weight.mul_(1e5)
+    model = model.half()
+    x = torch.randn(2, 8).half() * 10
+    for names in calls:
+        keep_in_fp32(model, names)
+    output = model(x)
+    assert output.dtype == torch.float16
+    assert bool(output.isfinite().all())
+
+
+def test_an_inner_module_is_itself_again_without_the_outer_one():
+    model = nn.Sequential(Block()).half()
+    keep_in_fp32(model, ["0.up"])
+    outer = keep_in_fp32(model, ["0"])
+    outer.remove()
+    model[0].norm.half()
+    assert model(torch.ones(2, 8).half()).dtype == torch.float16

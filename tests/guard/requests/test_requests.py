@@ -1,0 +1,460 @@
+"""Forwards without autograd: whose request is bad, and why."""
+
+import logging
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+NAN = float("nan")
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+
+
+def rows_bad(*rows, size=3):
+    x = torch.ones(size, 4)
+    for row in rows:
+        x[row] = NAN
+    return x
+
+
+def report_of(function):
+    with pytest.raises(NonFiniteError) as raised, torch.no_grad():
+        function()
+    return raised.value.report
+
+
+def test_a_forward_without_autograd_is_a_request():
+    net = make_net()
+    with OverflowGuard(net) as guard:
+        with torch.no_grad():
+            net(rows_bad())
+        report = report_of(lambda: net(rows_bad(1)))
+        with torch.no_grad():
+            net(rows_bad())  # is served as if nothing had been
+        assert "bytes in 3 requests." in str(guard.coverage())
+    assert (report.step, report.rows, report.num_rows) == (1, [1], 3)
+    assert report.requests is None
+    assert report.explanation.cause == "bad data"
+    text = str(report)
+    assert "drop the 1 of 3 samples" in text.splitlines()[-1]
+    for word in ("the loss", "Step", "without autograd", "optimizer"):
+        assert word not in text
+
+
+def test_rows_are_named_by_the_ids_of_a_request():
+    net = make_net()
+    with OverflowGuard(net) as guard, pytest.raises(NonFiniteError) as raised:
+        with torch.inference_mode(), guard.request(ids=["a", "b", "c"]):
+            net(rows_bad())
+            net(rows_bad(0, 2))
+            net(rows_bad(1))
+    report = raised.value.report
+    assert report.requests == ["a", "c"]
+    assert (report.forward, report.num_forwards) == (1, 3)
+    assert "Requests a, c, forward 1 are not finite" in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "requests", "is_known"),
+    [
+        ([1], 2, ["b"], True),
+        ([2], 4, ["a", "b"], False),  # a beam search's b, or guidance's a
+        ([0], 4, ["a"], True),
+        ([0, 1, 2, 3], 4, ["a", "b"], True),
+        ([2], 3, ["a", "b"], False),
+    ],
+)
+def test_rows_that_belong_to_no_known_request_are_said_not_to(
+    rows, size, requests, is_known
+):
+    net = make_net()
+    with OverflowGuard(net, explain=False) as guard:
+        with pytest.raises(NonFiniteError) as raised, torch.no_grad():
+            with guard.request(ids=["a", "b"]):
+                net(rows_bad(*rows, size=size))
+    report = raised.value.report
+    assert (report.requests, report.are_requests_known) == (requests, is_known)
+
+
+def test_one_line_a_bad_request_is_logged(caplog):
+    net = make_net()
+    with OverflowGuard(net, on_overflow="warn") as guard, torch.no_grad():
+        with caplog.at_level(logging.WARNING, "overflow_fast"):
+            for i in range(5):
+                with guard.request(ids=[f"r{i}"]):
+                    net(rows_bad(*([0] * (i != 2)), size=1))
+            told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 4
+    assert [" ".join(text.split()[2:4]) for text in told] == [
+        "r0 is",
+        "r1 is",
+        "r3 is",
+        "r4 is",
+    ]
+    assert all("\n" not in text for text in told)
+    assert "bad data" in told[0]
+
+
+def test_a_callable_gets_rows_and_requests():
+    net, seen = make_net(), []
+
+    def policy(report):
+        seen.append((report.rows, report.requests, report.explanation.cause))
+        return "warn"
+
+    with OverflowGuard(net, on_overflow=policy) as guard, torch.no_grad():
+        with guard.request(ids=list("abc")):
+            net(rows_bad(2))
+    assert seen == [([2], ["c"], "bad data")]
+
+
+def test_numbers_count_requests_forwards_and_tokens(tmp_path):
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 4)
+
+        def forward(self, input_ids):
+            return self.table(input_ids)
+
+    net, sent = Embeds(), []
+    guard = OverflowGuard(
+        *(net, None, "warn"),
+        metrics=lambda step, numbers: sent.append((step, numbers)),
+        record=tmp_path / "run.ofr",
+        explain=False,
+    )
+    with torch.no_grad():
+        net(torch.zeros(2, 3, dtype=torch.long))
+        net.table.weight[1] = NAN
+        with guard.request():
+            net(torch.zeros(2, 1, dtype=torch.long))
+            net(torch.ones(2, 1, dtype=torch.long))
+    numbers = guard.metrics()
+    assert numbers["requests_total"] == 2
+    assert numbers["bad_requests_total"] == 1
+    assert (numbers["forwards_total"], numbers["tokens_total"]) == (3, 10)
+    assert [step for step, _ in sent] == [0, 1]
+    assert 0 < guard.cost.share < 1
+    assert guard.last_report.step == 1
+    guard.remove()
+    assert (tmp_path / "run.ofr").exists()
+
+
+def test_a_schedule_leaves_requests_out():
+    net = make_net()
+    with OverflowGuard(net, on_overflow="warn", schedule=3, explain=False) as guard:
+        for i in range(6):
+            with torch.no_grad(), guard.request(ids=[i]):
+                net(rows_bad(0, size=1))
+        assert guard.metrics()["bad_requests_total"] == 2
+
+
+# Outputs behind the models.
+
+
+def test_what_a_function_returns_is_judged():
+    net = make_net()
+    mask = torch.ones(3, 5, 1)
+    mask[1] = 0
+
+    def embed():
+        return (net(torch.ones(3, 5, 4)) * mask).sum(1) / mask.sum(1)
+
+    with OverflowGuard(net) as guard:
+        report = report_of(lambda: guard.run(embed))
+    assert report.verdict.first.label == "output"
+    assert report.rows == [1]
+    assert report.explanation.cause == "empty reduction"
+    assert report.explanation.remedies[0].is_recommended
+
+
+def test_what_a_request_records_is_judged_at_its_end():
+    net = make_net()
+    with OverflowGuard(net) as guard:
+        with pytest.raises(NonFiniteError) as raised, torch.no_grad():
+            with guard.request(ids=["a", "b"]):
+                scores = net(torch.ones(2, 4)).sum(1)
+                guard.record(scores=scores / torch.tensor([1.0, 0.0]))
+        assert guard.check() is None
+    report = raised.value.report
+    assert (report.verdict.first.label, report.requests) == ("scores", ["b"])
+
+
+# State.
+
+
+class Cached(nn.Module):
+    """Writes what it is given to a slot of its cache, and reads all of the slot."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(3, 2, 4))
+
+    def forward(self, x, slot, place=0):
+        self.cache[slot, place] = x
+        return self.lin(self.cache[slot].sum(0, keepdim=True))
+
+
+def test_a_slot_that_a_bad_request_has_left_is_named():
+    net = Cached().eval()
+    with OverflowGuard(net) as guard:
+        with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
+            with guard.request(ids=["first"]):
+                net(torch.full((4,), NAN), 1)
+        assert raised.value.report.poisoned == {"cache": [1]}
+        assert "`cache` in row 1: not finite now; clear it" in str(raised.value)
+        with torch.no_grad():
+            net(torch.ones(4), 0)  # another slot
+        with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
+            with guard.request(ids=["second"]):
+                net(torch.ones(4), 1, 1)
+    report = raised.value.report
+    assert report.left_by == "Request first"
+    assert report.poisoned == {}
+    assert report.explanation.tensor == "cache"
+
+
+def test_buffers_of_later_layers_are_left_out():
+    class Attention(nn.Module):
+        def __init__(self, is_bad=False):
+            super().__init__()
+            self.o = nn.Linear(8, 8)
+            self.register_buffer("cache", torch.zeros(4, 8))
+            if is_bad:
+                self.cache[2:] = NAN
+
+        def forward(self, x):
+            self.cache[0] = x[0]
+            return self.o((torch.tensor([1.0, 0, 0, 0]) @ self.cache)[None])
+
+    net = nn.Sequential(Attention(True), Attention(), Attention())
+    with OverflowGuard(net):
+        report = report_of(lambda: net(torch.ones(1, 8)))
+    assert report.explanation.tensor == "0.cache"
+    assert sorted(report.poisoned) == ["1.cache", "2.cache"]
+    assert "the buffer 1.cache" not in str(report)
+
+
+class Counts(nn.Module):
+    """Fails from its third forward on, by a counter that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.count = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.lin(x) / max(0, 3 - self.count)
+
+
+def test_a_replay_begins_with_the_counters_of_the_forward():
+    net = Counts().eval()
+    with OverflowGuard(net):
+        with torch.no_grad():
+            net(torch.ones(1, 4))
+            net(torch.ones(1, 4))
+        report = report_of(lambda: net(torch.ones(1, 4)))
+        assert net.count == 3
+    assert report.explanation.op.name.startswith("aten.div")
+
+
+def test_the_arguments_of_a_forward_are_as_they_were():
+    class Appends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x, cache):
+            cache["keys"].append(self.lin(x))
+            total = torch.stack(cache["keys"]).sum(0)
+            return total / (len(cache["keys"]) != 2)
+
+    net, cache = Appends().eval(), {"keys": []}
+    with OverflowGuard(net):
+        with torch.no_grad():
+            net(torch.ones(2, 4), cache=cache)
+        report = report_of(lambda: net(torch.ones(2, 4), cache=cache))
+        assert len(cache["keys"]) == 2
+        with torch.no_grad():
+            net(torch.ones(2, 4), cache=cache)
+    assert report.explanation.op.name.startswith("aten.div")
+
+
+# Submodules that a program calls alone, and exceptions of its own.
+
+
+class Vae(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 4), make_net()
+
+    def decode(self, z):
+        return self.decoder(z)
+
+    def forward(self, x):
+        return self.decode(self.encoder(x))
+
+
+@pytest.mark.parametrize("watch", ["tripwire", None])
+def test_a_submodule_that_is_called_alone_is_a_request(watch):
+    vae = Vae().eval()
+    options = {} if watch is None else {"watch": watch}
+    with OverflowGuard(vae, **options):
+        report = report_of(lambda: vae.decode(rows_bad(2)))
+        with torch.no_grad():
+            vae.decode(rows_bad())
+    assert report.rows == [2]
+    assert report.explanation.cause == "bad data"
+    assert not vae.decoder._forward_hooks and not vae.decoder._forward_pre_hooks
+
+
+def test_an_exception_of_the_programs_own_has_the_report():
+    net = make_net()
+    with OverflowGuard(net) as guard:
+        with pytest.raises(RuntimeError, match="probability") as raised:
+            with torch.no_grad(), guard.request(ids=["a", "b", "c"]):
+                logits = net(rows_bad(1))
+                torch.multinomial(logits.softmax(-1), 1)
+    report = guard.last_report
+    assert (report.requests, report.raised) == (["b"], "RuntimeError")
+    if sys.version_info >= (3, 11):
+        assert "Request b" in raised.value.__notes__[0]
+
+
+def test_a_request_without_a_bad_value_keeps_its_own_exception():
+    net = make_net()
+    with OverflowGuard(net) as guard:
+        with pytest.raises(KeyError), torch.no_grad(), guard.request():
+            net(rows_bad())
+            raise KeyError("x")
+        assert guard.last_report is None
+
+
+# The tripwire: outputs alone.
+
+
+def test_a_tripwire_sees_outputs_alone_and_then_everything():
+    class Overflows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.norm = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"scores": self.norm(self.up(x) * 1e4)}
+
+    net = Overflows().half().eval()
+    with OverflowGuard(net, watch="tripwire") as guard:
+        with torch.no_grad():
+            net(torch.full((2, 4), 1e-3).half())
+        assert guard.coverage().tensors_scanned == 1
+        report = report_of(lambda: net(torch.full((2, 4), 1e3).half()))
+    assert report.verdict.first.fqn == "norm"
+    assert report.explanation.cause == "range overflow"
+    assert "aten.mul" in report.explanation.op.name
+
+
+@pytest.mark.parametrize("watch", ["tripwire", None])
+def test_clean_outputs_are_the_same_bit_for_bit(watch):
+    net, x = make_net(), torch.randn(3, 4)
+    with torch.no_grad():
+        before = net(x)
+        state = torch.get_rng_state()
+        options = {} if watch is None else {"watch": watch}
+        with OverflowGuard(net, **options) as guard:
+            with guard.request(ids=list("abc")):
+                assert torch.equal(net(x), before)
+            assert torch.equal(net(x), before)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+# Threads.
+
+
+@pytest.fixture
+def hurry():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def serve(guard, net, number, num_requests, is_bad, wrong):
+    for i in range(num_requests):
+        name = f"{number}-{i}"
+        try:
+            with torch.inference_mode(), guard.request(ids=[name]):
+                net(rows_bad(0, size=1) if is_bad(number, i) else rows_bad(size=1))
+            got = None
+        except NonFiniteError as error:
+            got = error.report
+        if (got is not None) != is_bad(number, i):
+            wrong.append((name, got))
+        if got is not None and (got.requests != [name] or name not in str(got)):
+            wrong.append((name, str(got)))
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "num_requests", "explain"), [(8, 125, False), (4, 10, True)]
+)
+def test_no_innocent_request_gets_an_error(hurry, num_threads, num_requests, explain):
+    net, wrong = make_net(), []
+
+    def is_bad(number, i):
+        return number == 2 and i % 3 == 0
+
+    with OverflowGuard(net, explain=explain) as guard:
+        threads = [
+            threading.Thread(
+                target=serve, args=(guard, net, n, num_requests, is_bad, wrong)
+            )
+            for n in range(num_threads)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert guard.check() is None
+        assert guard.metrics()["requests_total"] == num_threads * num_requests
+
+
+def test_a_replay_waits_for_forwards_of_other_threads_and_holds_up_new_ones():
+    class Slow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if threading.current_thread() is slow:
+                entered.set()
+                goes_on.wait(30)
+            return self.lin(x)
+
+    net, outputs = Slow().eval(), []
+    entered, goes_on = threading.Event(), threading.Event()
+
+    def run():
+        with torch.no_grad():
+            outputs.append(net(torch.ones(1, 4)))
+
+    slow = threading.Thread(target=run)
+    with OverflowGuard(net):
+        slow.start()
+        assert entered.wait(30)
+        report = report_of(lambda: net(torch.full((1, 4), NAN)))
+        goes_on.set()
+        slow.join()
+        assert "other threads ran the models" in report.explanation.notes[0]
+        again = report_of(lambda: net(torch.full((1, 4), NAN)))
+    assert again.explanation.cause == "bad data"
+    assert len(outputs) == 1
