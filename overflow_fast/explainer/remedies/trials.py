@@ -436,7 +436,7 @@ class Trials:
     @property
     def _others(self) -> list[Patch]:
         """What is in place in each run."""
-        return [Eagerly()] * self._is_eager
+        return [Eagerly()] * self._failure.is_compiled
 
 
 def _is_of_bfloat16(patches: Sequence[Patch]) -> bool:
