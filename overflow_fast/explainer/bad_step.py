@@ -29,6 +29,7 @@ class BadStep:
         gradients: The bad gradients of parameters, by name.
         weights: The largest magnitudes of weights in the last steps, by name, where
             they were finite.
+        outputs: Those of modules' outputs, in this step, too.
         steps_between: How many steps are between two of these magnitudes.
         largest_gradient: That of all gradients in the last step.
         optimizers: The optimizers.
@@ -48,6 +49,7 @@ class BadStep:
     reaches_loss: bool = True
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)
     steps_between: int = 1
     largest_gradient: float = 0.0
     optimizers: Sequence[torch.optim.Optimizer] = ()

@@ -41,7 +41,7 @@ from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
 from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
-from .weight_growth import find_growth
+from .weight_growth import find_growth, jump_of_outputs
 from .without_operation import WithoutOperation
 
 # Which sample of the batch the bad value comes from.
@@ -384,6 +384,8 @@ class Search:
         try:
             if found.is_overflow:
                 self._test_growth(found)
+            if found.is_overflow or found.lost_by is not None:
+                found.evidence[:0] = jump_of_outputs(self._incident)
             within = traced.is_clean
             others = find(found, root_op, self._replayer, place, self.may_run, within)
             self._others = None if others is None else others.held()
@@ -461,7 +463,7 @@ class Search:
             return
         result = self._replayer.run(patches=[ScaledWeights(growth.factors)])
         if result.error is None and not result.is_forward:
-            found.cause = DIVERGENCE.name
+            found.cause, found.reason = DIVERGENCE.name, growth.text
             found.evidence[0] += "; with weights as large as before it is finite"
             found.remedies.append(SLOWER)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,14 @@ from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
 from ..guard.step import Step
 from ..guard.step_keeper import LastSteps, StepKeeper
-from ..guard.verdict.verdict import GRADIENTS, BadFrame, Verdict, is_of_flag, take_bad
+from ..guard.verdict.verdict import (
+    GRADIENTS,
+    BadFrame,
+    Verdict,
+    is_of_flag,
+    take_bad,
+    where_of,
+)
 from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
@@ -56,6 +64,9 @@ _NOT_ALONE = (
     "The step was not run again: there are several ranks, which do not decide together."
 )
 _NOTHING = "The step was not run again: no forward of this step was captured."
+
+
+_ByName = dict[str, list[float]]
 
 
 class StepExplainer:
@@ -167,7 +178,7 @@ class StepExplainer:
     def _incident(self, verdict: Verdict, moment: str) -> BadStep:
         first, keeper = verdict.first, self._keeper
         assert first is not None
-        weights, gradients = self._histories()
+        weights, outputs, gradients = self._histories()
         is_gradient = first.kind in ("gradient", "grad_output", "recorded")
         return BadStep(
             kind=first.kind,
@@ -178,6 +189,7 @@ class StepExplainer:
             or is_gradient
             or bool(verdict.dirty_gradients),
             weights=weights,
+            outputs=outputs,
             steps_between=self._steps_between,
             largest_gradient=max((r[-1] for r in gradients if r), default=0.0),
             gradients=gradients_of(self._watches, verdict.dirty_gradients),
@@ -191,9 +203,10 @@ class StepExplainer:
             left_over={} if keeper is None else dict(keeper.left_over),
         )
 
-    def _histories(self) -> tuple[dict[str, list[float]], list[list[float]]]:
-        """The largest magnitudes in past steps: of weights, by name, and gradients."""
-        weights: dict[str, list[float]] = {}
+    def _histories(self) -> tuple[_ByName, _ByName, list[list[float]]]:
+        """The largest magnitudes in past steps: of weights, outputs, and gradients."""
+        weights: _ByName = {}
+        outputs: _ByName = {}
         gradients = []
         for watch in self._watches:
             for history in watch.recorder.headroom():
@@ -203,9 +216,13 @@ class StepExplainer:
                     if place.kind == _C.FrameKind.FORWARD:
                         name = f"{watch.name_at(place.module)}.{name}".lstrip(".")
                     weights[name] = history.recent
+                elif place.label.role == _C.Role.OUTPUT:
+                    if not math.isfinite(history.highest):
+                        continue  # the last of these numbers may be of a step before
+                    outputs[where_of(watch, place)] = history.recent
                 elif place.kind in GRADIENTS and place.label.role == _C.Role.GRADIENT:
                     gradients.append(history.recent)
-        return weights, gradients
+        return weights, outputs, gradients
 
     # The tripwire's second look: a bad step is run again with everything watched.
 

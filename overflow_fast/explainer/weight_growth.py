@@ -1,4 +1,4 @@
-"""Weights that have grown out of all bounds: the run diverges."""
+"""Weights and outputs of modules that are far larger than in the steps before."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..scanner.ops import scan
+from ..scanner.text import rounded
 from .bad_step import BadStep
 from .named_tensors import names_of
 
 _MANY = 10.0  # so many times as large as in one of the last steps
+# Outputs vary more than weights; a change of unit is by 60, 100 or 255.
+_MANY_OUTPUTS, _LEAST_STEPS = 30.0, 3
 _MORE = 2.0  # less is left as it is; chosen, not measured
 
 
@@ -62,6 +65,28 @@ def find_growth(
     if incident.steps_between == 1:
         text += _jump_text(name, history[name])
     return WeightGrowth(text, factors)
+
+
+def jump_of_outputs(incident: BadStep | None) -> list[str]:
+    """Describes the outputs that are far larger than in each of the steps before.
+
+    Args:
+        incident: Has the largest magnitudes of the outputs in the last steps, with this
+            one, of those that were finite in all.
+    """
+    found: list[tuple[float, str]] = []
+    for name, recent in {} if incident is None else incident.outputs.items():
+        *before, now = recent
+        most = max(before, default=0.0)
+        if len(before) < _LEAST_STEPS or not 0 < most * _MANY_OUTPUTS < now:
+            continue
+        times = rounded(now / most, 2)
+        text = (
+            f"the {name} was last up to {now:.3g} in magnitude, {times} times its "
+            f"largest in the {len(before)} steps before"
+        )
+        found.append((now / most, text))
+    return [max(found)[1]] if found else []
 
 
 def _jump_text(name: str, recent: Sequence[float]) -> str:

@@ -22,16 +22,16 @@ if __name__ == "__main__":
 import torch
 from answers.failure import train
 from answers.families import FAILURES
+from answers.run import ask
 from golden_cases import CASES, ON_RANKS
-from golden_text import told
+from golden_text import FOLDER, kept, path_of, tidied, told
 from ranks import on_ranks
 
 from overflow_fast import OverflowGuard
 
-FOLDER = Path(__file__).parents[1] / "files" / "golden"
-# Of the collection of failures: those of several processes and of compilers take longer.
+# Of the collection of failures; those of several processes and compilers take longer.
 ALONE = [n for n, f in FAILURES.items() if f.ranks == 1 and f.kind != "compiled"]
-NAMES = [*CASES, *ON_RANKS, *ALONE]
+NAMES = [*CASES, *ON_RANKS, *FAILURES]
 
 
 def fail(name):
@@ -54,23 +54,10 @@ def said(name):
         return "".join(f"=== rank {i}\n{text}" for i, text in enumerate(texts))
     if name in CASES:
         return told(CASES[name])
-    return told(lambda: fail(name), has_frames=False)
-
-
-def path_of(name):
-    """The file of a case."""
-    return FOLDER / f"{name}.txt"
-
-
-def kept(name):
-    """The text of a case as it is kept; "" where there is none."""
-    path = path_of(name)
-    return path.read_text() if path.exists() else ""
-
-
-def part(text, name):
-    """A part of a text: "NonFiniteError", "report", "returned" or "log"."""
-    return text.partition(f"--- {name}\n")[2].partition("\n--- ")[0]
+    if name in ALONE:
+        return told(lambda: fail(name), has_frames=False)
+    text = ask(FAILURES[name], "ours-run", seconds=300.0)[-1].text
+    return f"--- NonFiniteError\n{tidied(text)}"
 
 
 def _renewed(name):
@@ -89,11 +76,12 @@ def main(parts):
         "spawn" if not hasattr(os, "fork") else "fork"
     )
     with context.Pool(2, maxtasksperchild=1) as pool:
-        alone = [name for name in names if name not in ON_RANKS]
+        alone = [name for name in names if name in CASES or name in ALONE]
         for difference in pool.imap(_renewed, alone):
             print(difference, end="\n" * bool(difference), flush=True)
-    for name in filter(names.__contains__, ON_RANKS):
-        print(_renewed(name))
+    for name in [each for each in names if each not in alone]:
+        difference = _renewed(name)
+        print(difference, end="\n" * bool(difference), flush=True)
     if not parts:
         for path in set(FOLDER.glob("*.txt")) - set(map(path_of, NAMES)):
             path.unlink()

@@ -109,14 +109,14 @@ def judged_after_the_step():
 
 @case
 def evaluation_of_the_model():
-    model, optimizer, guard = started()
+    model, _, guard = started()
     with guard, torch.no_grad():
         model(torch.full((3, 4), NAN))
 
 
 @case
 def checked_before_a_step():
-    model, optimizer, guard = started()
+    model, _, guard = started()
     with guard:
         guard.run(lambda: (model(torch.ones(3, 4)) * 0).log().mean()).backward()
         guard.check()

@@ -7,6 +7,7 @@ import logging
 import platform
 import re
 import tempfile
+from pathlib import Path
 
 from overflow_fast import NonFiniteError
 
@@ -28,6 +29,7 @@ VOLATILE = (
 )
 
 
+FOLDER = Path(__file__).parents[1] / "files" / "golden"
 ANSWER = "(the text of NonFiniteError)"
 
 
@@ -95,3 +97,19 @@ def text_of(page):
     visible.feed(page)
     lines = (" ".join(line.split()) for line in "".join(visible.parts).split("\n"))
     return "\n".join(line for line in lines if line)
+
+
+def path_of(name):
+    """The file of a case."""
+    return FOLDER / f"{name}.txt"
+
+
+def kept(name):
+    """The text of a case as it is kept; "" where there is none."""
+    path = path_of(name)
+    return path.read_text() if path.exists() else ""
+
+
+def part(text, name):
+    """A part of a text: "NonFiniteError", "report", "returned" or "log"."""
+    return text.partition(f"--- {name}\n")[2].partition("\n--- ")[0]
