@@ -78,7 +78,7 @@ def _of_explanation(failure: Failure, report: Any) -> Answer:
     found = report.explanation
     if found is None:
         return Answer(text=str(report))
-    answer = Answer(text=str(found))
+    answer = Answer(text=report.answer())
     answer.phase = found.phase or None
     answer.cause = None if found.cause == UNKNOWN.name else found.cause
     answer.tensor = found.tensor or None

@@ -1,6 +1,8 @@
 """Writes docs/causes.md: the failures of benchmarks/answers, and what the guard says.
 
 python docs/tools/causes.py
+
+What it says stands in golden files, which `python tests/support/golden.py` renews.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 
-from answers.failure import MARK, Failure
+from answers.failure import Failure
 from answers.families import FAILURES
-from answers.run import ask
+from golden_text import kept, part
 
 from overflow_fast.guard.report.causes import CAUSES, Cause
 
@@ -26,10 +29,10 @@ _HEAD = """\
 <!-- Written by docs/tools/causes.py. -->
 
 {count} failures from public reports, made again in small models, by cause. Each has
-the reason, what to do, and what the guard said when the failure was run with
-`guard.run`: its cause with the line and the operation, the evidence, the remedies
-that it tried on the step, and the ones that did not help. Where the guard does not
-know the cause, it says so.
+the reason, what to do, and the text of the `NonFiniteError` that the guard raised when
+the failure was run with `guard.run`: the answer in its first line, what it rests on,
+what did not help, and at the end a remedy that was tried on the step. Where the guard
+does not know the cause, it says so.
 
 Lines of code are those of
 [benchmarks/answers/families](../benchmarks/answers/families); `cured` is False in
@@ -46,19 +49,12 @@ _WORDS = {
 }
 
 
-def tidied(said: str) -> str:
-    """The text of a guard, without what differs between two runs."""
-    lines = [line for line in said.splitlines() if not line.startswith("replays")]
-    text = "\n".join(lines).replace(f"  {MARK}", "")
-    return re.sub(r"on cpu of host \S+", "on cpu of host HOST", text)
-
-
 def entry(failure: Failure, said: str) -> str:
     """The part of the page on a failure.
 
     Args:
         failure: The failure.
-        said: The explanation.
+        said: The text of its error.
     """
     why = textwrap.fill(" ".join((inspect.getdoc(failure.build) or "").split()), 100)
     sources = ", ".join(map(_link, failure.source.split(", ")))
@@ -75,7 +71,7 @@ def page(said: dict[str, str]) -> str:
     """The whole page.
 
     Args:
-        said: The explanation of each failure, by its name.
+        said: The text of each failure's error, by its name.
     """
     parts = [_HEAD.format(count=len(FAILURES))]
     for cause in with_examples():
@@ -86,7 +82,7 @@ def page(said: dict[str, str]) -> str:
 
 
 def shown(text: str) -> dict[str, str]:
-    """The explanations that a page has, by the names of their failures."""
+    """The texts that a page has, by the names of their failures."""
     found = re.findall(r"^### .*?^```\n(.*?)\n```$", text, re.M | re.S)
     names = [each.name for cause in with_examples() for each in _of_cause(cause)]
     return dict(zip(names, found, strict=True))
@@ -113,6 +109,10 @@ def _link(source: str) -> str:
     return f"[{source}](https://github.com/{repository}/issues/{number})"
 
 
+def said() -> dict[str, str]:
+    """The text of each failure's `NonFiniteError`, from the golden files."""
+    return {name: part(kept(name), "NonFiniteError").strip() for name in FAILURES}
+
+
 if __name__ == "__main__":
-    said = {name: ask(each, "ours-run")[-1] for name, each in FAILURES.items()}
-    PAGE.write_text(page({name: tidied(each.text) for name, each in said.items()}))
+    PAGE.write_text(page(said()))

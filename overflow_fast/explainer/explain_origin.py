@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from ..guard.report.explanation import (
     Op,
     TensorSummary,
 )
+from ..guard.report.gist import plain_number
 from ..scanner.modules import module_of_parameter
 from ..scanner.text import numbered
 from ..scanner.torch_ops import base_of, has
@@ -35,7 +38,7 @@ from .op_rows import (
     Row,
     Source,
 )
-from .tensor_kinds import as_wide, bad_names, summary_of
+from .tensor_kinds import INF, NAN, NEGATIVE_INF, as_wide, bad_names, summary_of
 from .trace_back import ForwardRows, RootOp
 from .users_lines import op_at, place_text, programs_line
 
@@ -88,8 +91,29 @@ def explain_root_op(
         if found.op is not None and call is not None:
             sites = named_row(source, forward_rows).sites
             found.op.called_from = programs_line(sites, call.called_at)
+    found.evidence += _nan_of_infs(root_op.chain)
     found.chain = _chain_text(root_op)
     return found
+
+
+def _nan_of_infs(chain: Sequence[Row]) -> list[str]:
+    """Names the product by 0 that made nan of the infs that it was given, if one did.
+
+    A product of finite numbers is no nan, and all that is not finite among what it was
+    given has a source.
+    """
+    for row in chain[1:]:
+        sources = [*row.parents, *row.masks]
+        rows = [each for each in sources if isinstance(each, Row)]
+        kinds = functools.reduce(operator.or_, (each.kinds for each in rows), 0)
+        if len(rows) < len(sources) or kinds & NAN:
+            break
+        if row.kinds & NAN:
+            signs = {NEGATIVE_INF: "-inf", INF & ~NEGATIVE_INF: "inf"}
+            product = f"0 * {signs.get(kinds, 'an infinite value')}"
+            text = f"{product} is the nan that follows{place_text(row.sites)}"
+            return [text] if base_of(row.name) == "mul" else []
+    return []
 
 
 def _read_by(root_op: RootOp) -> str:
@@ -123,16 +147,19 @@ def _explain_row(
         if "reduce" in row.name:
             found.cause = causes.RANGE_OVERFLOW.name
         text = "no rank gave it non-finite values, and what it returned holds some"
+        found.reason = text
         found.evidence.append(f"{row.name}: {text}")
     elif row.is_empty:
         found.cause = causes.NOT_REPRODUCIBLE.name
-        found.evidence.append(_UNWRITTEN.format(row.name))
+        found.reason = _UNWRITTEN.format(row.name)
+        found.evidence.append(found.reason)
     elif details is None:
         found.notes.append("The operation was not computed again.")
     else:
         found.cause = _cause_of(details, is_backward and not row.in_hook)
         made, why = _evidence(details, found.op)
         found.evidence += ["; ".join([made, *clauses]), why]
+        found.reason = details.reason
         clauses = []
         if found.cause == causes.RANGE_OVERFLOW.name:
             _add_growth(found, growth_of(row, forward_rows))
@@ -152,7 +179,7 @@ def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
     if not growth.explodes:
         found.evidence[-1] += f"; {growth.text}"
         return
-    found.cause = causes.GRADIENT_EXPLOSION.name
+    found.cause, found.reason = causes.GRADIENT_EXPLOSION.name, growth.text
     found.evidence.insert(0, growth.text)
     found.notes.append(_NOT_CLIPPED)
 
@@ -194,6 +221,7 @@ def _op_of(named: Row, ran: Row) -> Op:
         details = ran.details
         op.inputs, op.outputs = details.inputs, details.outputs
         op.first_index = details.first_index
+        op.operands, op.outside = details.operands, details.outside
         op.true_value, op.limit = details.true_value, details.limit
     return op
 
@@ -218,26 +246,21 @@ def _why_text(details: Details, dtype: str) -> str:
     computed = f"computed in float64{details.part}"
     if details.why == RANGE and value is not None:
         is_beyond = value in (float("inf"), float("-inf"))
-        true = "beyond its maximum as well" if is_beyond else _number(value)
+        true = "beyond its maximum as well" if is_beyond else plain_number(value)
         return f"{computed}: {true}; {dtype}'s maximum is {limit:.5g}"
     if details.why == INTERMEDIATE and value is not None:
         return (
-            f"{computed}: {_number(value)}, which fits {dtype}: an intermediate value "
-            "overflowed"
+            f"{computed}: {plain_number(value)}, which fits {dtype}: an intermediate "
+            "value overflowed"
         )
     if details.why == SINGULAR and value is not None:
         return (
-            f"{computed}: {_number(value)}; in {dtype} the matrix is singular: "
+            f"{computed}: {plain_number(value)}; in {dtype} the matrix is singular: "
             "rounding has left 0 on its diagonal"
         )
     if details.why == UNDEFINED and value is not None:
         return f"{computed} from the same inputs, it is {value:g} as well"
     return details.reason or "it was not computed again"
-
-
-def _number(value: float) -> str:
-    """Three digits of a number, in plain figures below ten million: 175000."""
-    return f"{float(f'{value:.3g}'):.7g}"
 
 
 def _range_text(each: TensorSummary) -> str:

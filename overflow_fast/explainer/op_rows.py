@@ -35,6 +35,7 @@ class Details:
         outputs: Those that it returned.
         first_index: Where the first non-finite value is in the first bad one.
         last_index: Where the last one is.
+        operands: The numbers that an elementwise operation was given there.
         outside: Which input is outside of the operation's domain, and where, or "".
         true_value: The result in float64 at the worst place, or None.
         limit: The largest number of the output's dtype.
@@ -48,6 +49,7 @@ class Details:
     outputs: list[TensorSummary] = field(default_factory=list)
     first_index: Index | None = None
     last_index: Index | None = None
+    operands: list[float] = field(default_factory=list)
     outside: str = ""
     true_value: float | None = None
     limit: float | None = None

@@ -251,6 +251,7 @@ def details_of(
     found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
     try:
         found.outside = _outside_of_domain(op, found.first_index)
+        found.operands = _operands(op, found.first_index)
         _classify(op, found, bad, output, mask_counts)
     except Exception as error:
         why = error_line(error, 80)
@@ -363,6 +364,16 @@ def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
     if value.dim() > len(index):
         return None
     return None if value.is_complex() else float(value[_own_place(value, index)])
+
+
+def _operands(op: OpCall, index: tuple[int, ...] | None) -> list[float]:
+    """The numbers that an elementwise operation has made one of; none if not known."""
+    is_plain = op.kwargs.get("alpha", 1) == 1 and not op.kwargs.get("rounding_mode")
+    if index is None or torch.Tag.pointwise not in op.func.tags or not is_plain:
+        return []
+    values = [_value_at(op.kept.get(id(each), each), index) for each in op.args]
+    known = [each for each in values if each is not None]
+    return known if len(known) == len(values) else []
 
 
 def _own_place(value: torch.Tensor, index: tuple[int, ...]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ import torch
 
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
+from ..guard.report.gist import told_apart
 from ..scanner.text import dtype_name
 from ..scanner.torch_ops import has, op_of
 from ..scanner.tree import mapped, tensors_in
@@ -455,6 +456,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
     found.cause = lost.cause
     if lost.is_beyond:
         found.lost_by = op_at(lost.row.name, lost.row.sites)
+        found.lost_by.value = lost.own
         verb = "underflowed" if lost.cause == UNDERFLOW.name else "was rounded"
         found.evidence[1:2] = [
             f"{_place(lost.row)} {verb} to {lost.own:g}, in float64 as well: of finite "
@@ -463,6 +465,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         ]
         return
     found.lost_by = op_at(lost.row.name, lost.row.sites)
+    found.lost_by.value, found.lost_by.true_value = lost.own, lost.true
     found.evidence[1:2] = [
         f"{_place(lost.row)} {_change(lost)}",
         f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}, "
@@ -480,13 +483,4 @@ def _change(lost: Lost) -> str:
     if lost.cause == UNDERFLOW.name:
         least = f"{lost.dtype}'s smallest normal number is {lost.least:.2g}"
         return f"underflowed: {lost.true:.3g} became 0 ({least})"
-    return "was rounded: {} became {}".format(*_told_apart(lost.true, lost.own))
-
-
-def _told_apart(one: float, other: float) -> tuple[str, str]:
-    """Two numbers with as many digits as tell them apart."""
-    for digits in range(3, 17):
-        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
-        if texts[0] != texts[1]:
-            return texts
-    return f"{one:.17g}", f"{other:.17g}"
+    return "was rounded: {} became {}".format(*told_apart(lost.true, lost.own))

@@ -461,7 +461,7 @@ class Search:
             return
         result = self._replayer.run(patches=[ScaledWeights(growth.factors)])
         if result.error is None and not result.is_forward:
-            found.cause = DIVERGENCE.name
+            found.cause, found.reason = DIVERGENCE.name, growth.text
             found.evidence[0] += "; with weights as large as before it is finite"
             found.evidence[1:1] = growth.order
 

@@ -1,4 +1,4 @@
-"""Weights that have grown out of all bounds: the run diverges."""
+"""Weights and outputs of modules that are far larger than in the steps before."""
 
 from __future__ import annotations
 

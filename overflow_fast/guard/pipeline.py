@@ -911,7 +911,7 @@ class Pipeline:
         notes = self._restore() if is_skipped else []
         clauses = clauses_of(step.notices, outcome.wishes.has_spike, is_skipped)
         if clauses:
-            from .report.wording import notices_text
+            from .report.notice import notices_text
 
             text = notices_text(step.number, clauses, is_skipped, notes)
             _log.warning("%s", text)

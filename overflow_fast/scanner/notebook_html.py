@@ -14,12 +14,16 @@ def escape(text: str, quote: bool = True) -> str:
     return escape_html(printable(text), quote)
 
 
-def text_html(headline: str, lines: Iterable[str], rest: str) -> str:
-    """A headline, lines below it, and a text that unfolds."""
+def text_html(
+    headline: str, lines: Iterable[str], rest: str, aligned: Iterable[str] = ()
+) -> str:
+    """A headline, lines below it, lines whose columns stay, and a text that unfolds."""
+    columns = escape_html(printable("\n".join(aligned), keep="\n\t"))
+    columns = f"<pre>{columns}</pre>" if columns else ""
     whole = escape_html(printable(rest, keep="\n\t"))
     listed = "".join(f"<div>{escape(line)}</div>" for line in lines)
     folded = f"<details><summary>all</summary><pre>{whole}</pre></details>"
-    return f"<div><strong>{escape(headline)}</strong>{listed}{folded}</div>"
+    return f"<div><strong>{escape(headline)}</strong>{listed}{columns}{folded}</div>"
 
 
 def table_html(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -145,7 +145,7 @@ def test_warn_lets_the_step_happen(caplog):
     assert guard.last_report.action == "warn"
     assert not guard.last_step_skipped
     assert model.head.weight.isnan().any()
-    assert "Step 0 is not finite: the gradient `head.weight`" in caplog.text
+    assert "Step 0: the gradient `head.weight`" in caplog.text
 
 
 def test_a_run_that_stays_bad_is_not_noisy(caplog):
@@ -263,7 +263,7 @@ def test_a_callable_is_told_what_to_return(answer, error, got, arguments, caplog
             step_with_bad_gradient(model, optimizer, batches(1)[0])
         assert before.equal(model.head.bias)
         assert guard.coverage().failures == 0  # it is no failure of the guard's
-    assert "Step 0 is not finite" in caplog.text  # the alarm is not lost
+    assert "Step 0: " in caplog.text  # the alarm is not lost
 
 
 def test_a_callable_that_returns_itself_is_told_by_a_check_and_an_evaluation():

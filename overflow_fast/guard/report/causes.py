@@ -19,6 +19,7 @@ class Cause:
         meaning: What was measured where a report names it, in Markdown.
         help: What it means, and what helps in general; "" where that is not known.
         sections: The sections of "my run is nan" to look at, by their headings.
+        gist: What the first line of a report says of it, with the fields of `gist.py`.
         remedies: What is tried against it: "calls" (other torch calls in the place of
             those that fail), "weights" (they are repaired), "samples" (those that are
             bad are left out), "checkpoints" (older ones are loaded).
@@ -32,6 +33,7 @@ class Cause:
     meaning: str = ""
     help: str = ""
     sections: tuple[str, ...] = ()
+    gist: str = "{name}: {call}{reason}"
     remedies: tuple[str, ...] = ()
     is_overflow: bool = False
     may_be_intended: bool = False
@@ -53,6 +55,7 @@ that of bfloat16 and float32 3.4e38. Use a wider dtype for that module
 ([`keep_in_fp32`](guides/precision.md#parts-of-a-model-in-float32)), change the order of
 operations so that numbers stay small, or bound the argument of an `exp`.""",
     sections=("float16: a value is too large", "Adam in float16"),
+    gist="{call} overflowed {dtype}{size}",
     remedies=("calls",),
     is_overflow=True,
     translations={"zh": "上溢", "ko": "오버플로"},
@@ -67,6 +70,7 @@ The operation has no finite value for its inputs in any precision: 0 / 0, the
 logarithm of 0, the root of a negative number, a softmax of nothing but -inf. Bound
 the input, not the output.""",
     sections=("Attention masks", "bfloat16: a probability rounds to 1"),
+    gist="{numbers} is undefined{outside}{reason}",
     remedies=("calls", "weights"),
     may_be_intended=True,  # `mask.log()`
     translations={"zh": "无定义", "ko": "정의되지 않음"},
@@ -82,6 +86,7 @@ or a division was given that 0: the evidence names where it was lost. Use the fo
 never makes the small number: `log_softmax`, `logsigmoid`, `logsumexp`; or a lower
 bound that the dtype holds.""",
     sections=("bfloat16: a probability rounds to 1",),
+    gist="{numbers}: {lost} underflowed{change}",
     remedies=("calls",),
     translations={"zh": "下溢", "ko": "언더플로"},
 )
@@ -95,6 +100,7 @@ A result was rounded before, such as a sigmoid or a `tanh` to 1, and the operati
 fails was given the rounded number. Use the form that never makes it, such as
 `logsigmoid` of the negative logit.""",
     sections=("bfloat16: a probability rounds to 1",),
+    gist="{numbers}: {lost} was rounded{change}",
     remedies=("calls",),
     translations={"zh": "舍入", "ko": "반올림"},
 )
@@ -106,6 +112,7 @@ The forward is finite, and its derivative is not: a root or a power below 1 at 0
 `acos` at 1, or the branch that `torch.where` leaves out. Bound the input of the
 operation, so that backward cannot reach the singular place.""",
     sections=("The loss is finite, its gradient is not",),
+    gist="{numbers}{seen}: a singular gradient{outside}",
     remedies=("calls",),
     translations={"zh": "梯度奇异", "ko": "발산하는 미분"},
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...scanner.text import counted, nonfinite_text, printable, short_name
-from .causes import NOT_REPRODUCIBLE, SINGULAR_GRADIENT, UNKNOWN, Cause
+from ...scanner.text import nonfinite_text, short_name
+from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
+
+if TYPE_CHECKING:
+    from .answer import ExplanationText
 
 # The operation that failed, with its inputs and outputs, and the sample.
 
@@ -81,6 +83,10 @@ class Op:
             program that led there, such as "train.py:7: loss = model(x)"; else "".
         columns: Where in `code` the expression that called it begins and ends; None if
             that is not known, as on Python 3.10.
+        operands: The numbers that an elementwise operation was given at `first_index`.
+        outside: Which input is outside of the operation's domain, and where, in words.
+        value: Its own result where float64 has `true_value`; None if it is not finite
+            or not known.
     """
 
     name: str
@@ -96,6 +102,9 @@ class Op:
     derivative: str = ""
     called_from: str = ""
     columns: tuple[int, int] | None = None
+    operands: list[float] = field(default_factory=list)
+    outside: str = ""
+    value: float | None = None
 
     @property
     def place(self) -> str:
@@ -135,11 +144,8 @@ SEEN_IN_BACKWARD = (
 )
 OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
-_MAX_LINES = 8
-_MAX_CODE = 60
 _SAME = 1e-3  # of gradients: more than float32 rounds in most networks
 _TIMES = 10.0  # an error is written as a factor from here on
-_FEW = 3
 
 
 @dataclass(frozen=True)
@@ -245,14 +251,17 @@ class Remedy:
         return self.breaks
 
     def __str__(self) -> str:
-        """The remedy, where it belongs and what came of it, in one line."""
-        if self.parts:
-            codes = "; ".join(
-                f"{part._prefix}{part.code or part.text}" for part in self.parts
-            )
-            return f"{self.text}: {codes} - {self.outcome}"
-        code = f": {self.code}" if self.code else ""
-        return f"{self._prefix}{self.text}{code} - {self.outcome}"
+        """The remedy and what came of it, and the code below it."""
+        from .answer import remedy_text
+
+        return remedy_text(self)
+
+    @property
+    def kind(self) -> str:
+        """What it changes: "code", "data", or "run" for weights and settings."""
+        if self.is_of_data:
+            return "data"
+        return "code" if self.file or any(each.file for each in self.parts) else "run"
 
     @property
     def outcome(self) -> str:
@@ -317,12 +326,8 @@ class Remedy:
             return f"the other samples' gradients change by {change}"
         return "the other samples stay as they are, within 0.1 %"
 
-    @property
-    def _prefix(self) -> str:
-        return f"{self.place}: " if self.place else ""
 
-
-@dataclass
+@dataclass(repr=False)
 class Explanation:
     """The findings of a replay of a non-finite step.
 
@@ -349,6 +354,7 @@ class Explanation:
         artifacts: The files that it leaves, where evidence is kept.
         lost_by: Where the cause is "underflow" or "rounding", the operation before `op`
             whose result in its dtype has lost the value; else None.
+        reason: Why it is so in a clause, where the fields do not tell.
     """
 
     phase: str = ""
@@ -368,6 +374,7 @@ class Explanation:
     remedies: list[Remedy] = field(default_factory=list)
     artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
     lost_by: Op | None = None
+    reason: str = ""
 
     @property
     def is_transient(self) -> bool:
@@ -378,6 +385,16 @@ class Explanation:
     def is_overflow(self) -> bool:
         """True if a number was too large for its dtype."""
         return Cause.of(self.cause).is_overflow
+
+    @property
+    def is_seen_in_backward(self) -> bool:
+        """True if the forward leaves the value out, and backward runs through it."""
+        return SEEN_IN_BACKWARD in self.notes
+
+    @property
+    def other_notes(self) -> list[str]:
+        """The notes, but for the one that the first line tells in its words."""
+        return [each for each in self.notes if each != SEEN_IN_BACKWARD]
 
     @property
     def is_of_loss(self) -> bool:
@@ -413,96 +430,17 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        """The explanation in at most eight lines, the remedy at the end."""
-        rows, remedies = [*self._rows()], [*self._remedy_rows()]
-        rows = [*rows[: _MAX_LINES - len(remedies)], *remedies]
-        return "\n".join(printable(f"{label:<9} {text}") for label, text in rows)
+        """The answer in a line, and what it rests on, the remedies last."""
+        return self.words.text()
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
-        yield "cause", f"{self._what()}{self._where()}"
-        if self.op is not None and self.op.called_from:
-            yield "your line", self.op.called_from
-        for sentence in self.evidence[: 2 if self.remedies else _FEW]:
-            yield "evidence", sentence
-        if self.sample is not None:
-            yield "sample", self._sample_text()
-        if len(self.chain) > 1:
-            yield "chain", _shortened(self.chain)
-        for sentence in self.notes[:2]:
-            yield "note", sentence
-        if self.replays:
-            seconds = f"{self.seconds:.2f} s"
-            yield "replays", f"{counted(self.replays, 'forward')}, {seconds}"
+    __repr__ = __str__  # in a console, too
 
-    def _remedy_rows(self) -> Iterator[tuple[str, str]]:
-        recommended = [each for each in self.remedies if each.is_recommended]
-        failed = [e for e in self.remedies if e.tried and not e.is_recommended]
-        if failed:
-            labels = [f"{self._label(e)}{e.harm and f' ({e.harm})'}" for e in failed]
-            yield "did not help:", "; ".join(dict.fromkeys(labels))
-        not_tried = [each for each in self.remedies if not each.tried]
-        if not_tried and not recommended:
-            labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
-            yield "not tried", "; ".join(dict.fromkeys(labels))
-        first, rest = recommended[:1], recommended[1:]
-        others = [each for each in rest if each.is_of_data != first[0].is_of_data]
-        for remedy in [*first, *(others or rest)[:1]]:
-            yield "tried", str(remedy)
+    @property
+    def words(self) -> ExplanationText:
+        """Its sentences."""
+        from .answer import ExplanationText
 
-    def _label(self, remedy: Remedy) -> str:
-        """The text of a remedy, with what tells it from those with other results."""
-        if remedy.is_finite and not remedy.is_near:
-            return f"{remedy.text} ({remedy.outcome})"
-        others = [
-            each
-            for each in self.remedies
-            if each.text == remedy.text
-            and (each.tried, each.is_finite) != (remedy.tried, remedy.is_finite)
-        ]
-        if not others:
-            return remedy.text
-        if any(each.place == remedy.place for each in others):
-            return f"{remedy.text}: {remedy._prefix}{remedy.code or 'in words'}"
-        parts = [part.place for each in others for part in each.parts]
-        return f"{remedy.text} ({remedy.place}{' alone' * (remedy.place in parts)})"
-
-    def _what(self) -> str:
-        cause = self.cause
-        if self.is_overflow and self.op is not None and self.op.outputs:
-            cause += f" ({self.op.outputs[0].dtype})"
-        in_phase = (
-            f" in {self.phase}" if self.phase in ("backward", "optimizer") else ""
-        )
-        is_value = self.cause != SINGULAR_GRADIENT.name  # and no derivative
-        if SEEN_IN_BACKWARD in self.notes and is_value:
-            in_phase = " in the forward, seen in backward"
-        return f"{cause}{in_phase}{self._on_rank()}"
-
-    def _on_rank(self) -> str:
-        if self.rank is None:
-            return ""
-        others = self.num_ranks - 1
-        more = f" and {counted(others, 'other')}" if others > 0 else " alone"
-        return f" on rank {self.rank}{more}"
-
-    def _where(self) -> str:
-        if self.op is None:
-            names = [f"`{self.tensor}`"] if self.tensor else []
-            names += [f"in {self.module}"] if self.module and not self.tensor else []
-            return ": " + " ".join(names) if names else ""
-        code = _part_of(self.op.code, self.op.columns or (0, 0))
-        module = f" in {self.module}" if self.module else ""
-        places = [self.op.place, f"{self.op.name}{module}"]
-        where = f"({', '.join(filter(None, places))})"
-        return f": {code}   {where}" if code else f" {where}"
-
-    def _sample_text(self) -> str:
-        assert self.sample is not None
-        of = f" of {self.num_samples}" if self.num_samples else ""
-        dataset = self.sample.dataset
-        index = "" if dataset is None else f", index {dataset} of the dataset"
-        outlier = f": {self.sample.outlier}" if self.sample.outlier else ""
-        return f"{int(self.sample)}{of} (counted from 0){index}{outlier}"
+        return ExplanationText(self)
 
 
 # The exit status that tells a launcher what to do about an incident.
@@ -533,19 +471,3 @@ def exit_code_of(explanation: Explanation | None, is_repeated: bool) -> int:
         return OTHERWISE  # code that was not replayed may have made it
     is_known = explanation.op is not None or bool(explanation.phase)
     return DETERMINISTIC if is_known else OTHERWISE
-
-
-def _part_of(code: str, columns: tuple[int, int]) -> str:
-    """A line, or the part of it that begins with an expression, if it is too long."""
-    if len(code) <= _MAX_CODE:
-        return code
-    begin, end = columns
-    if end > _MAX_CODE - 4 and begin:
-        code = f"... {code[begin:]}"
-    return code if len(code) <= _MAX_CODE else f"{code[: _MAX_CODE - 4]} ..."
-
-
-def _shortened(chain: list[str]) -> str:
-    if len(chain) > 2 * _FEW:
-        chain = [*chain[:_FEW], "...", *chain[-_FEW:]]
-    return " -> ".join(chain)

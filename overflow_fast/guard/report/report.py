@@ -58,7 +58,7 @@ class Cost:
     share: float = 0.0
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """A guard's findings in a step, and its action.
 
@@ -121,6 +121,8 @@ class Report:
         """Writes the frames, the details as lines, and the answer at the end."""
         return self._text.text()
 
+    __repr__ = __str__  # in a console, too
+
     def _repr_html_(self) -> str:
         return self._text.html()
 
@@ -152,9 +154,6 @@ class Report:
     def to_json(self) -> str:
         """Writes the report as one line of JSON, non-finite numbers as strings."""
         return dumps(self.to_dict())
-
-
-# The place that an incident is laid at: a rank, its host, its device.
 
 
 _FORM = re.compile(r"rank (\d+) of (\d+) \((.+), ([^,]+)\)")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ...detector.frames import frames_text
@@ -108,20 +107,28 @@ def _load(name: str) -> str:
 
 
 _NEAREST = 8
+_FEW_GRADIENTS = 3  # in an exception
 
 
 def what_of(entry: BadEntry) -> str:
     """Writes how many bad values an entry holds, and which entry it is."""
     values = nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)
+    if entry.numel == 1 and not entry.is_finite_now:
+        is_loss = entry.kind == "recorded" and entry.label == "loss"
+        name = "the loss" if is_loss else _name_of(entry)
+        return f"{name} is {values.removeprefix('1 ')}"
     if entry.is_finite_now:
         return (
             f"what was read as the weight `{entry.label}` held {values}; the weight is "
             "finite now"
         )
-    holds = f"holds {values}"
+    return f"{_name_of(entry)} holds {values}"
+
+
+def _name_of(entry: BadEntry) -> str:
     if entry.class_name:
-        return f"{entry.path.of_module('`')} ({entry.class_name}) {holds}"
-    return f"the {entry.kind.replace('_', ' ')} `{entry.label}` {holds}"
+        return f"{entry.path.of_module('`')} ({entry.class_name})"
+    return f"the {entry.kind.replace('_', ' ')} `{entry.label}`"
 
 
 def share_sentences(entry: BadEntry) -> list[str]:
@@ -133,14 +140,14 @@ def share_sentences(entry: BadEntry) -> list[str]:
     return [f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."]
 
 
-def gradient_sentences(verdict: Verdict) -> list[str]:
+def gradient_sentences(verdict: Verdict, most: int = _NEAREST) -> list[str]:
     """Names the gradients that are bad, and the nearest ones that are not."""
     dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
     if not dirty:
         return []
-    sentences = [f"Non-finite gradients: {some(dirty, _NEAREST)}."]
+    sentences = [f"Non-finite gradients: {some(dirty, most)}."]
     if clean:
-        sentences.append(f"The nearest finite ones: {some(clean, _NEAREST)}.")
+        sentences.append(f"The nearest finite ones: {some(clean, most)}.")
     return sentences
 
 
@@ -249,7 +256,7 @@ _WRITTEN = (
 _OF_LOSS = "It came from the code that computes the loss from the model's output."
 _MAY_BE_BAD = "weights may be non-finite now"
 _OUTCOMES = {
-    "raise": "The optimizer step is not made: NonFiniteError is raised before it.",
+    "raise": "The optimizer step was not made.",
     "skip": "The optimizer step was skipped.",
     "warn": f"The optimizer step was made: {_MAY_BE_BAD}.",
 }
@@ -275,32 +282,36 @@ class ReportText:
         self.verdict, self.explanation = report.verdict, report.explanation
 
     def text(self) -> str:
-        """The frames, the details as lines, and the answer at the end."""
+        """The frames, and the answer with all that it rests on, the remedies last."""
         batch, lines = self.verdict.batch, self.report.frames
         frames = [*frames_text(batch, lines), ""] if lines else []
-        details = [as_lines(self._details())] if self._is_told else []
-        return "\n".join([*frames, *filter(None, details), self.answer()])
+        first, *more = self._event()
+        above = as_lines([*more, *self._details(), *self._reasons()])
+        answer = [printable(first), above, *self._explained(), as_lines(self._advice())]
+        return "\n".join([*frames, *filter(None, answer)])
 
     def answer(self) -> str:
-        """The event, its cause and its remedy, the remedy at the end.
+        """The answer in the first line, what it rests on, and the remedy at the end.
 
-        Terminals and logs of jobs show the end of a text. Details are left out where
-        the cause is known.
+        Terminals and logs of jobs show the end of a text. What else is known is in the
+        report: the chain, the replays, what was not checked, all names of gradients.
         """
-        above, rows, advice = self._parts()
-        return "\n".join(filter(None, [as_lines(above), *rows, as_lines(advice)]))
-
-    def _parts(self) -> tuple[list[str], list[str], list[str]]:
-        """The sentences above the explanation, its rows, and those below."""
-        details = [] if self._is_told else self._details()
-        above = [*self._event(), *details, *self._reasons()]
-        return above, self._explained(), self._advice()
+        first, *more = self._event()
+        words = None if self.explanation is None else self.explanation.words
+        details = [] if self._is_told else self._few_details()
+        rows = [] if words is None else words.short_rows()
+        remedies = [] if words is None else words.remedy_rows()
+        above, advice = as_lines([*more, *details]), as_lines(self._advice())
+        reasons = as_lines(self._reasons())
+        lines = [printable(first), above, *rows, reasons, advice, *remedies]
+        return "\n".join(filter(None, lines))
 
     def html(self) -> str:
         """The report as HTML, for a notebook."""
         first, *rest = self._event()
-        lines = [*rest, *self._explained(), *self._advice(), *self._reasons()]
-        return text_html(first, [*lines, *self._details()], self.text())
+        lines = [*rest, *self._advice(), *self._reasons()]
+        details = [*lines, *self._details()]
+        return text_html(first, details, self.text(), self._explained())
 
     def short_text(self, note: str) -> str:
         """The headline, the outcome, advice where a skip repairs nothing, a note."""
@@ -308,9 +319,9 @@ class ReportText:
         return as_lines([self.headline(), *self._outcome(), *advice, note])
 
     def summary(self) -> str:
-        """The answer, and the details, a sentence a line."""
-        details = self._details() if self._is_told else []
-        return "\n".join([*details, *itertools.chain(*self._parts())])
+        """The answer, the details and the remedies, a sentence a line."""
+        above = [*self._event(), *self._details(), *self._reasons()]
+        return "\n".join([*above, *self._explained(), *self._advice()])
 
     def sentences(self) -> list[str]:
         """All but the explanation and the frames, the headline first."""
@@ -327,7 +338,7 @@ class ReportText:
         return [self.headline(), *self._outcome(), *self.report.notes]
 
     def _explained(self) -> list[str]:
-        return [] if self.explanation is None else str(self.explanation).splitlines()
+        return [] if self.explanation is None else self.explanation.words.rows()
 
     def _reasons(self) -> list[str]:
         """The reasons for the answer, and where there is more."""
@@ -365,6 +376,18 @@ class ReportText:
             *gradient_sentences(self.verdict),
             *self.report.not_covered,
             *cost_sentences(self.report.cost),
+        ]
+
+    def _few_details(self) -> list[str]:
+        """The details that an exception has where the cause is not known."""
+        first = self.verdict.first
+        if first is None:
+            return []
+        return [
+            *share_sentences(first),
+            *headroom_sentences(self.verdict.headroom),
+            *least_sentences(self.report.least_headroom),
+            *gradient_sentences(self.verdict, _FEW_GRADIENTS),
         ]
 
     def _origin(self, first: BadEntry) -> str:
@@ -443,14 +466,26 @@ class ReportText:
         return is_weight and found is not None and found.phase == "forward"
 
     def headline(self) -> str:
-        """The first sentence: the step, the bad values, and their place."""
+        """The answer in a line: the step, what is bad, the cause and its place."""
+        event = self.event()
+        if self.explanation is None:
+            return f"{event}."
+        words = self.explanation.words
+        gist, why = words.gist(), words.why_unknown()
+        if gist:
+            return f"{event}. {gist}."
+        return f"{event}; unknown why: {why}." if why else f"{event}."
+
+    def event(self) -> str:
+        """What is bad, and in which step, without the cause."""
         assert self.verdict.first is not None
         where = f" on {self.report.where}" if self.report.where else ""
-        subject = "The state" if self.report.is_of_state else f"Step {self.report.step}"
+        step = f"Step {self.report.step}"
+        subject = "The state is not finite" if self.report.is_of_state else step
         if is_of_flag(self.verdict):
             label = self.verdict.first.label
-            return f"{subject} has overflowed{where}: the {label} is set."
-        return f"{subject} is not finite{where}: {what_of(self.verdict.first)}."
+            return f"{subject} has overflowed{where}: the {label} is set"
+        return f"{subject}{where}: {what_of(self.verdict.first)}"
 
     def _outcome(self) -> list[str]:
         """The outcome of the optimizer's step, as far as that is known."""
@@ -464,29 +499,6 @@ class ReportText:
         if self.report.raised:
             return [_RAISED.format(self.report.raised)]
         return [_MOMENTS[self.report.moment]] if self.report.moment else []
-
-
-# A finite step that a monitor has a notice of.
-
-
-def notices_text(
-    step: int, clauses: Sequence[str], is_skipped: bool, notes: Sequence[str]
-) -> str:
-    """Writes what monitors have to say of a finite step.
-
-    Args:
-        step: The step's number.
-        clauses: What they say: "spikes: loss 9.1, ...".
-        is_skipped: Whether the optimizer's step is skipped.
-        notes: Further sentences.
-    """
-    made = "was skipped" if is_skipped else "was made"
-    sentences = [
-        *(f"Step {step} is finite, but {clause}." for clause in clauses),
-        f"The optimizer step {made}.",
-        *notes,
-    ]
-    return as_lines(sentences)
 
 
 # What a guard has checked, and what it costs.

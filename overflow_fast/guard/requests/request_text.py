@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ...scanner.text import capitalized, printable
-from ..report.causes import UNKNOWN
+from ...scanner.text import printable
 from ..report.wording import ReportText, what_of
 
 if TYPE_CHECKING:
@@ -27,35 +26,31 @@ class RequestText(ReportText):
     def __init__(self, report: RequestReport) -> None:
         super().__init__(report)
 
-    def headline(self) -> str:
-        """The first sentence: the request, the bad values, and their place."""
+    def event(self) -> str:
+        """The request, the bad values and their place, and the rows of the output."""
         assert self.verdict.first is not None
         report = self.report
         where = f", forward {report.forward}" if report.num_forwards > 1 else ""
-        are = "are" if report.subject.startswith("Requests") else "is"
         what = what_of(self.verdict.first)
-        return f"{report.subject}{where} {are} not finite: {what}.{self._rows()}"
+        return f"{report.subject}{where}: {what}{self._rows()}"
 
     def _rows(self) -> str:
         rows, size = self.report.rows, self.report.num_rows
         if rows is None:
             return ""
         if not rows:
-            return " What was returned is finite."
+            return "; what was returned is finite"
         if len(rows) == size:
-            return " No row of the output is finite." * (size > 1)
+            return "; no row of the output is finite" * (size > 1)
         are = "is" if len(rows) == 1 else "are"
         return (
-            f" {capitalized(_numbered(rows))} of {size} (from 0) of the output {are} "
-            "not finite; the others are."
+            f"; {_numbered(rows)} of {size} (from 0) of the output {are} not finite, "
+            "the others are"
         )
 
     def line(self) -> str:
-        """The headline and the cause, in one line."""
-        found = self.explanation
-        if found is None or found.cause == UNKNOWN.name:
-            return printable(self.headline())
-        return printable(f"{self.headline()} Cause: {found._what()}{found._where()}.")
+        """The headline in one line."""
+        return printable(self.headline())
 
     def _outcome(self) -> list[str]:
         report = self.report

@@ -8,6 +8,7 @@ import functools
 import io
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from importlib import resources
@@ -59,7 +60,10 @@ def train(page: str | os.PathLike[str]) -> NonFiniteError | None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 32), Block(32), nn.LayerNorm(32)).half()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        with OverflowGuard(model, optimizer) as guard:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            OverflowGuard(model, optimizer, record=f"{folder}/run.ofr") as guard,
+        ):
             found = _loop(guard, model, optimizer)
             guard.to_html(page)
     return found
@@ -249,13 +253,10 @@ def _table(times: dict[str, list[float]]) -> str:
         "transformers": "transformers' detector",
         "ours": "overflow_fast",
     }
-    for name, label in labels.items():
-        ratios = [a / b for a, b in zip(times[name], times["bare"], strict=True)]
-        rows.append(
-            f"{label:26} {statistics.median(times[name]) * 1e3:6.0f} ms"
-            f"    {statistics.median(ratios):7.2f}x"
-        )
     added = {k: statistics.median(v) for k, v in times.items()}
+    for name, label in labels.items():
+        ratio = added[name] / added["bare"]
+        rows.append(f"{label:26} {added[name] * 1e3:6.1f} ms    {ratio:7.2f}x")
     original = added["transformers"] - added["bare"]
     ours = added["ours"] - added["bare"]
     if ours > 0:

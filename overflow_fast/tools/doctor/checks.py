@@ -280,6 +280,13 @@ def _sized(number: int, rank: int) -> torch.Tensor:
     return (torch.arange(number) % _PRIME + rank % 100).float()
 
 
+def size_text(num_bytes: int) -> str:
+    """Writes a power of 2 of bytes: "8 bytes", "512 KiB", "64 MiB"."""
+    units = ((2**20, "MiB"), (2**10, "KiB"))
+    size, unit = next((each for each in units if num_bytes >= each[0]), (1, "bytes"))
+    return f"{num_bytes // size} {unit}"
+
+
 def _run_sizes(site: Site) -> Iterator[Wrong]:
     """All-reduces and broadcasts of all sizes, as far as the time goes."""
     world, begin, last, before = len(site.members), time.monotonic(), 0.0, 0
@@ -292,11 +299,11 @@ def _run_sizes(site: Site) -> Iterator[Wrong]:
         last, before = spent, num_bytes
         dist.broadcast(go_on.fill_(not is_late), 0)
         if not bool(go_on):
-            yield _UNTIMED, str(num_bytes), 0, ""
+            yield _UNTIMED, size_text(num_bytes), 0, ""
             return
         number = num_bytes // 4
         for name in ("all-reduce", "broadcast"):
-            site.note(f"{name} of {num_bytes} bytes")
+            site.note(f"{name} of {size_text(num_bytes)}")
             own = _sized(number, site.position).to(site.device)
             if name == "all-reduce":
                 dist.all_reduce(own)
@@ -306,7 +313,7 @@ def _run_sizes(site: Site) -> Iterator[Wrong]:
                 dist.broadcast(own, 0)
                 expected = _sized(number, 0)
             if text := _first_wrong(own.cpu(), expected):
-                yield name, f"float32, {num_bytes} bytes", 0, text
+                yield name, f"float32, {size_text(num_bytes)}", 0, text
 
 
 def _first_wrong(received: torch.Tensor, expected: torch.Tensor) -> str:
@@ -397,10 +404,10 @@ def _judge_collectives(
     found = list[Finding]()
     for pair in sorted(wrong.pop(_UNTIMED, set()))[:1]:
         size = examples[_UNTIMED, pair].partition(":")[0]
-        more = " and more" * (size != str(SIZES[-1]))
+        more = " and more" * (size != size_text(SIZES[-1]))
         share = f"{_OF_LIMIT:.0%} of a stage's {settings.limit:g} seconds"
         text = (
-            f"Messages of {size} bytes{more} were not checked: at the speed of smaller "
+            f"Messages of {size}{more} were not checked: at the speed of smaller "
             f"ones they would not fit into {share}."
         )
         found.append(Finding(COLLECTIVES_NAME, NOTE, (), text))

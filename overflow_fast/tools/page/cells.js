@@ -38,7 +38,7 @@ function between(stops, value) {
   return [1, 2, 3].map((k) => Math.round(a[k] + part * (b[k] - a[k])));
 }
 
-const SATURATED = 32 * BITS;
+const SATURATED = 32 * BITS, LEAST_SPREAD = 8 * BITS;
 const BIT_COLOURS = Array.from({length: SATURATED + 1}, (_, i) => between(BIT_STOPS, i / BITS));
 
 // The least and the greatest headroom of entries, if all is beyond the fixed scale.
@@ -53,7 +53,8 @@ function spreadOf(data, entries) {
       if (code > high) high = code;
     }
   }
-  return high > low ? [low, high] : null;
+  // Within less the differences are noise, and are not to look like structure.
+  return high - low >= LEAST_SPREAD ? [low, high] : null;
 }
 
 // A colour; null for what is not finite, whose colour depends on the scheme.

@@ -83,6 +83,7 @@ class SavedExplanation(Struct):
 class SavedFirst(Struct):
     """The first bad entry of a verdict."""
 
+    kind: str = ""
     fqn: str = ""
     class_name: str = ""
     label: str = ""

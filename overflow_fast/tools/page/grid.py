@@ -372,8 +372,12 @@ _CELLS_A_BYTE = 4  # at best, as a guess to begin with
 _HALF = BITS // 2
 
 
-def payloads(sheet: Sheet) -> dict[str, str]:
+def payloads(sheet: Sheet, incidents: Sequence[tuple[int, str]] = ()) -> dict[str, str]:
     """Packs all that the page's pictures are drawn from.
+
+    Args:
+        sheet: The entries of the records.
+        incidents: The steps of incidents, and the kinds of their first bad entries.
 
     Returns:
         Base64 of deflated bytes by name: "meta" is JSON; "headroom" (int16) and the
@@ -399,6 +403,9 @@ def payloads(sheet: Sheet) -> dict[str, str]:
         "ranks": [str(record.run.get("rank", "?")) for record in records],
         "rankColumns": [],
         "families": list(FAMILIES),
+        "incidents": [
+            {"step": step, "family": family_of(kind)} for step, kind in incidents
+        ],
     }
     if len(records) > 1:
         num_rows = max(1, len(records) * len(sheet.entries))

@@ -5,7 +5,8 @@
   const data = await loaded();
   const ROW = 16, GUTTER = 300, STRIP = 44, MARGIN = 12;
   const kinds = data.families.filter((kind) => data.entries.some((entry) => entry.family === kind));
-  const state = {find: "", show: "headroom", families: new Set(kinds.slice(0, 1)),
+  const shownFirst = data.incidents.map((each) => each.family).filter((kind) => kinds.includes(kind));
+  const state = {find: "", show: "headroom", families: new Set([...kinds.slice(0, 1), ...shownFirst]),
     open: new Set(), shut: new Set(), all: false, from: 0, to: data.width,
     row: -1, column: -1, drag: null};
   const scroller = by("rows"), heat = by("heat"), sparklines = by("sparklines");
@@ -87,7 +88,18 @@
     pen.stroke();
     pen.strokeStyle = colour("--line");
     pen.strokeRect(gutter(), top + 2, plotWidth(), STRIP - 6);
+    markIncidents(pen, top + 2, STRIP - 6);
     cursorLine(pen, top + 2, STRIP - 6);
+  }
+
+  function markIncidents(pen, top, height) {
+    pen.fillStyle = "#d100d1";
+    for (const {step} of data.incidents) {
+      const column = data.columns.findIndex(([first, last]) => first <= step && step <= last);
+      if (column < state.from || column >= state.to) continue;
+      pen.fillRect(xOf(column) - 1, top, 2, height);
+      pen.fillRect(xOf(column + 1) - 1, top, 2, height);
+    }
   }
 
   function cursorLine(pen, top, height) {
@@ -113,6 +125,7 @@
       pen.drawImage(cellsOf(row, width, view), gutter(), i * ROW - shift, width, ROW - (row.isGroup ? 2 : 1));
       drawName(pen, row, i * ROW - shift, width, first + i === state.row);
     });
+    markIncidents(pen, 0, height);
     if (state.drag && state.drag.to !== state.drag.from) {
       const [a, b] = [state.drag.from, state.drag.to].sort((p, q) => p - q);
       pen.fillStyle = "rgba(11, 92, 173, 0.35)";

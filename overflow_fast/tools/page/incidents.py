@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 
 _MARKER = "overflow_fast.json"
 _CONTEXT = 3
+_LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 _MAX_SOURCE = 2**24
 _CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
 _TENSORS = "tensors.safetensors"
@@ -90,6 +92,28 @@ class Incident:
     def first(self) -> Mapping[str, Any]:
         """The first bad entry of the report's verdict; empty if it is not known."""
         return (self.report.get("verdict") or {}).get("first") or {}
+
+    @property
+    def kind(self) -> str:
+        """The kind of the first bad entry; see `BadEntry.kind`."""
+        return str(self.first.get("kind") or "unknown")
+
+    @property
+    def next_steps(self) -> list[str]:
+        """What to do where no remedy was tried that helps."""
+        if self.cure:
+            return []
+        found = self.explanation.get("remedies") or []
+        waiting = [each for each in found if not each.get("tried")]
+        steps = [
+            f"{each['text']} (not tried: {each['why']})"
+            if each.get("why")
+            # A report of an older version may not have the reason.
+            else str(each["text"])
+            for each in waiting
+        ]
+        cause = Cause.of(self.explanation.get("cause", UNKNOWN.name))
+        return [*steps, *([_LINK.sub(r"\1", cause.help)] if cause.help else [])]
 
     @property
     def headline(self) -> str:
@@ -251,6 +275,7 @@ class Histogram:
         num_zero: How many are 0.
         places: The places of the first non-finite elements.
         rows: How many non-finite elements each index of the first dimension has.
+        is_first: Whether it is the one that the report names.
     """
 
     name: str
@@ -264,6 +289,7 @@ class Histogram:
     num_zero: int
     places: list[tuple[int, ...]]
     rows: list[tuple[int, int]]
+    is_first: bool = True
 
     @property
     def most(self) -> int:
@@ -292,7 +318,10 @@ def histogram_of(incident: Incident) -> Histogram | None:
         found = None if path is None else _worst(path, label)
     except (ImportError, OSError, FileError):
         return None
-    return None if found is None else _counted(*found)
+    if found is None:
+        return None
+    counted = _counted(*found)
+    return replace(counted, is_first=counted.name == label)
 
 
 def _worst(path: Path, label: str) -> tuple[str, torch.Tensor] | None:

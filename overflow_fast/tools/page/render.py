@@ -16,7 +16,7 @@ import torch
 from ...guard.files.json_text import SCHEMA
 from ...guard.files.reading import open_regular
 from ...guard.verdict.verdict import growth_text
-from ...scanner.text import printable
+from ...scanner.text import numbered, printable
 from ..record.table import FlightRecord, read_record
 from .grid import (
     ALL_ZERO,
@@ -293,7 +293,10 @@ def page_of(
         style=Markup(page_style()),
         scripts=[Markup(_own(name)) for name in ("cells.js", "heatmap.js")],
         copy=Markup(_own("copy.js")),
-        payloads=payloads(sheet) if sheet.entries and grid.columns else {},
+        title=_title(records, incidents),
+        payloads=payloads(sheet, [(each.step, each.kind) for each in incidents])
+        if sheet.entries and grid.columns
+        else {},
         runs=[record.run for record in records],
         incidents=list(reversed(incidents)),
         first_bad=None if incidents else _first_bad(sheet, grid),
@@ -306,6 +309,15 @@ def page_of(
         versions=_versions(records),
     )
     return text
+
+
+def _title(records: Sequence[FlightRecord], incidents: Sequence[Incident]) -> str:
+    """What the page is of: steps, models, host and date, as far as they are known."""
+    what = numbered("step", [each.step for each in incidents]) if incidents else "Run"
+    parts = [f"Non-finite {what}" if incidents else what]
+    for run in [record.run for record in records[:1]]:
+        parts += [_short(run.get(name)) for name in ("models", "host", "started")]
+    return f"{', '.join(filter(None, parts))} - overflow_fast"
 
 
 @functools.cache  # compiling the templates takes longer than filling them

@@ -93,9 +93,8 @@ def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_d
     loss = guard.run(lambda: model(torch.ones(2, 4)).abs().exp().mean())
     loss.backward()
     lines = str(raised(optimizer.step)).splitlines()
-    assert lines[2].startswith("cause     divergence: ")
-    assert " in the step before; with weights as large as before" in lines[3]
-    assert "grew tenfold first: the loss in the step before (from " in lines[4]
+    assert ". Divergence: " in lines[0] and " in the step before" in lines[0]
+    assert any("grew tenfold first: the loss in the step before" in e for e in lines)
     assert not [line for line in lines if line.startswith("not tried")]
     guard.remove()
 
@@ -165,8 +164,7 @@ def test_what_the_loop_has_computed_is_not_called_the_batch():
                 target = teacher(torch.ones(4, 3)) / scale / scale * scale
             guard.run(lambda y=target: (model(torch.ones(4, 3)) * y).mean()).backward()
         said = flat(raised(optimizer.step))
-    assert "cause bad data: `y`" in said
-    assert "`y` held 8 nan of 8 values before the forward; it was first" in said
+    assert "Bad data: `y` held 8 nan of 8 values before the forward" in said
     assert "of the batch" not in said
 
 

@@ -114,7 +114,7 @@ def test_an_incident_that_comes_again_is_told_in_short(tmp_path, caplog):
     assert "Detected inf/nan" in caplog.text
     caplog.clear()
     guard, _ = a_run(path, bad_step=11, first=11, on_overflow="skip", explain=False)
-    (line,) = [r.message for r in caplog.records if "is not finite" in r.message]
+    (line,) = [r.message for r in caplog.records if "Step 11: " in r.message]
     earlier = json.loads(path.read_text().splitlines()[0])["run"]
     assert guard.last_report.repeats == earlier
     assert f"Run {earlier} came to the same" in " ".join(line.split())

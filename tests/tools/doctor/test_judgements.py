@@ -607,10 +607,13 @@ def test_the_innermost_calls_are_read_from_a_stack():
 
 @pytest.mark.parametrize(("size", "more"), [(4096, " and more"), (2**26, "")])
 def test_sizes_without_time_are_noted(size, more):
-    data = {r: ([("sizes without time", str(size), 0, "")], []) for r in range(2)}
+    data = {
+        r: ([("sizes without time", checks.size_text(size), 0, "")], [])
+        for r in range(2)
+    }
     (found,) = COLLECTIVES.judge(data, ExaminationSettings())
     assert (found.severity, found.ranks) == (0, ())
-    assert found.text.startswith(f"Messages of {size} bytes{more} were not checked: at")
+    assert found.text.startswith(f"Messages of {checks.size_text(size)}{more} were")
     assert found.text.endswith("would not fit into 20% of a stage's 30 seconds.")
 
 

@@ -32,7 +32,7 @@ def test_a_record_and_evidence_become_a_page(tmp_path, capsys):
     assert main(["report", record, str(tmp_path / "evidence"), "-o", page]) == 0
     assert capsys.readouterr().out == f"{page}\n"
     text = Parsed(Path(page).read_text()).text
-    assert text.index("Step 1 is not finite") < text.index("Step 0 is not finite")
+    assert text.index("Step 1: ") < text.index("Step 0: ")
     assert "The step was not explained." in text
 
 
@@ -163,7 +163,7 @@ def test_an_incident_has_a_page_beside_its_evidence(tmp_path):
     assert f"To look at it, open `{page}`." in " ".join(str(report).split())
     assert str(page) in (Path(report.evidence) / "report.txt").read_text()
     shown = Parsed(page.read_text()).text
-    assert "Step 0 is not finite" in shown
+    assert "Step 0: " in shown
     assert report.explanation is not None  # which the card shows in parts of its own
     for sentence in report.sentences()[1:]:
         if "`" not in sentence:
@@ -188,7 +188,7 @@ def test_the_page_has_the_record_up_to_the_incident(tmp_path, policy, num_clean)
     shown = Parsed(Path(g.last_report.page).read_text())
     last = f"to {num_clean}" if num_clean else "0"
     assert "blocks.0.fc1" in shown.text and f"{last}, " in shown.text
-    assert "No record of this step was given" not in shown.text
+    assert "The record does not have this step" not in shown.text
     kept = read_record(record)
     assert [step.first for step in kept.steps] == list(range(num_clean + 2))
     assert kept.is_nonfinite().any(1).tolist() == [

@@ -1,0 +1,260 @@
+"""The words of an explanation: its rows, the one remedy last, its code on own lines."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ...scanner.text import counted, printable
+from .causes import SINGULAR_GRADIENT, UNKNOWN
+from .gist import expression_of, first_clause, gist_of, on_rank
+
+if TYPE_CHECKING:
+    from .explanation import Explanation, Remedy
+
+_FEW = 3
+_FEW_SHORT = 2  # of each kind of sentence in an exception
+_MAX_CODE = 76  # characters of a line of code: with its label, 86
+_MAX_LIST = 90  # of what did not help
+_INDENT = " " * 4
+_IN_FLOAT64 = "computed in float64"
+
+
+class ExplanationText:
+    """The lines of an explanation.
+
+    Args:
+        found: The explanation.
+    """
+
+    def __init__(self, found: Explanation) -> None:
+        self.found = found
+
+    def text(self) -> str:
+        """The answer in a line, and all rows, the remedies last."""
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """The answer in a line, and all rows, the remedies last."""
+        return [printable(each) for each in [*self._first_line(), *self.rows()]]
+
+    def _first_line(self) -> list[str]:
+        gist = self.gist()
+        return [f"{gist}."] if gist else []
+
+    def gist(self) -> str:
+        """The cause in a clause, with its place; "" where it is not known."""
+        return "" if self.found.cause == UNKNOWN.name else gist_of(self.found)
+
+    def why_unknown(self) -> str:
+        """The one reason why the cause is not known, or ""."""
+        reasons = [*self.found.notes, *self.found.evidence]
+        if self.gist() or not reasons:
+            return ""
+        clause = first_clause(reasons[0].partition(". ")[0])
+        return f"{clause[0].lower()}{clause[1:]}" if clause[1:2].islower() else clause
+
+    def rows(self) -> list[str]:
+        """All rows: label and text, the remedies last."""
+        return _written([*self._rows(), *self._attempts(), *self._tried(self._helped)])
+
+    def short_rows(self) -> list[str]:
+        """What an exception has of them, but for the attempts and the remedies."""
+        return _written([*self._short_rows()])
+
+    def remedy_rows(self) -> list[str]:
+        """What did not help, in a line, and the remedy: at most one of a kind."""
+        chosen = self._helped[:1]
+        others = (each for each in self._helped if each.kind != chosen[0].kind)
+        chosen += itertools.islice(others, 1)
+        return _written([*self._attempts(most=_MAX_LIST), *self._tried(chosen)])
+
+    @property
+    def _helped(self) -> list[Remedy]:
+        return [each for each in self.found.remedies if each.is_recommended]
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        found = self.found
+        yield from self._code()
+        yield "cause", f"{self._what()}{self._where()}"
+        if found.op is not None and found.op.called_from:
+            yield "your line", found.op.called_from
+        for sentence in found.evidence[:_FEW]:
+            yield "evidence", sentence
+        if found.sample is not None:
+            yield "sample", self._sample_text()
+        if len(found.chain) > 1:
+            yield "chain", _shortened(found.chain)
+        for sentence in found.notes[:_FEW]:
+            yield "note", sentence
+        if found.replays:
+            seconds = f"{found.seconds:.2f} s"
+            yield "replays", f"{counted(found.replays, 'forward')}, {seconds}"
+
+    def _short_rows(self) -> Iterator[tuple[str, str]]:
+        found = self.found
+        gist = self.gist()
+        yield from self._code()
+        if gist and found.op is not None:
+            yield "cause", f"{self._what()}{self._where()}"
+        if found.op is not None and found.op.called_from:
+            yield "your line", found.op.called_from
+        sentences = [each for each in found.evidence if not self._is_said(each, gist)]
+        for sentence in sentences[:_FEW_SHORT]:
+            yield "evidence", sentence
+        sample = found.sample
+        if sample is not None and (sample.outlier or sample.dataset is not None):
+            yield "sample", self._sample_text()
+        notes = [each for each in found.other_notes if not self._is_in_first_line(each)]
+        for sentence in notes[:_FEW_SHORT]:
+            yield "note", sentence
+
+    def _is_said(self, sentence: str, gist: str) -> bool:
+        """True if the first line says it, or it is a detail of how that was found."""
+        lost = self.found.lost_by
+        is_of_lost = lost is not None and sentence.startswith(f"{lost.name} ")
+        is_detail = sentence.startswith(_IN_FLOAT64) or is_of_lost
+        return is_detail or first_clause(sentence) in gist
+
+    def _is_in_first_line(self, note: str) -> bool:
+        why = self.why_unknown()
+        return bool(why) and note.removesuffix(".")[1:] == why[1:]
+
+    def _code(self) -> Iterator[tuple[str, str]]:
+        """The line that failed, and marks below the expression in it that did."""
+        op = self.found.op
+        if op is None or not op.code:
+            return
+        code, begin, end = cut_around(op.code, op.columns)
+        yield "code", code
+        if expression_of(op) and 2 * (end - begin) < len(code):
+            yield "", f"{' ' * begin}{'^' * (end - begin)}"
+
+    def _attempts(self, most: int = 0) -> Iterator[tuple[str, str]]:
+        """What did not help, and what was not tried where nothing helped."""
+        remedies = self.found.remedies
+        failed = [each for each in remedies if each.tried and not each.is_recommended]
+        if failed:
+            labels = [f"{self._label(e)}{e.harm and f' ({e.harm})'}" for e in failed]
+            yield "did not help:", _listed(labels, most)
+        not_tried = [each for each in remedies if not each.tried]
+        if not_tried and not self._helped:
+            labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
+            yield "not tried", _listed(labels, most)
+
+    def _tried(self, remedies: Sequence[Remedy]) -> Iterator[tuple[str, str]]:
+        for remedy in remedies:
+            yield "tried", str(remedy)
+
+    def _label(self, remedy: Remedy) -> str:
+        """The text of a remedy, with what tells it from those with other results."""
+        if remedy.is_finite and not remedy.is_near:
+            return f"{remedy.text} ({remedy.outcome})"
+        others = [
+            each
+            for each in self.found.remedies
+            if each.text == remedy.text
+            and (each.tried, each.is_finite) != (remedy.tried, remedy.is_finite)
+        ]
+        if not others:
+            return remedy.text
+        if any(each.place == remedy.place for each in others):
+            place = f"{remedy.place}: " if remedy.place else ""
+            return f"{remedy.text}: {place}{remedy.code or 'in words'}"
+        parts = [part.place for each in others for part in each.parts]
+        return f"{remedy.text} ({remedy.place}{' alone' * (remedy.place in parts)})"
+
+    def _what(self) -> str:
+        found = self.found
+        cause = found.cause
+        if found.is_overflow and found.op is not None and found.op.outputs:
+            cause += f" ({found.op.outputs[0].dtype})"
+        in_phase = (
+            f" in {found.phase}" if found.phase in ("backward", "optimizer") else ""
+        )
+        is_value = found.cause != SINGULAR_GRADIENT.name  # and no derivative
+        if found.is_seen_in_backward and is_value:
+            in_phase = " in the forward, seen in backward"
+        return f"{cause}{in_phase}{on_rank(found)}"
+
+    def _where(self) -> str:
+        found = self.found
+        if found.op is None:
+            names = [f"`{found.tensor}`"] if found.tensor else []
+            names += [f"in {found.module}"] if found.module and not found.tensor else []
+            return ": " + " ".join(names) if names else ""
+        module = f" in {found.module}" if found.module else ""
+        is_open = found.op.place and not self.gist()  # else the first line has it
+        place = f" ({found.op.place})" if is_open else ""
+        return f": {found.op.name}{module}{place}"
+
+    def _sample_text(self) -> str:
+        sample = self.found.sample
+        assert sample is not None
+        of = f" of {self.found.num_samples}" if self.found.num_samples else ""
+        dataset = sample.dataset
+        index = "" if dataset is None else f", index {dataset} of the dataset"
+        outlier = f": {sample.outlier}" if sample.outlier else ""
+        return f"{int(sample)}{of} (counted from 0){index}{outlier}"
+
+
+def _written(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Rows as lines; a text of several has its own below it."""
+    lines = []
+    for label, text in rows:
+        first, *rest = text.split("\n")
+        lines += [printable(f"{label:<9} {first}"), *map(printable, rest)]
+    return lines
+
+
+def _listed(texts: Sequence[str], most: int) -> str:
+    """Texts in a line, each once; with `most`, as many as fit that many characters."""
+    texts = list(dict.fromkeys(texts))
+    shown = list(texts)
+    while most and len(shown) > 1 and len("; ".join(shown)) > most:
+        shown.pop()
+    more = len(texts) - len(shown)
+    return "; ".join([*shown, *([f"{more} more"] if more else [])])
+
+
+def cut_around(code: str, columns: tuple[int, int] | None) -> tuple[str, int, int]:
+    """A line of code, cut so that an expression in it is seen.
+
+    Args:
+        code: The line.
+        columns: Where the expression begins and ends, or None.
+
+    Returns:
+        The text, and where the expression, or as much of it as fits, stands in it.
+    """
+    begin, end = columns or (0, 0)
+    if code[end:].lstrip().startswith("#") and end:
+        code = code[:end]
+    if len(code) <= _MAX_CODE:
+        return code, begin, end
+    room = _MAX_CODE - len("... ") - len(" ...")
+    first = max(0, min(begin, begin - (room - (end - begin)) // 2))
+    first = min(first, max(0, len(code) - room))
+    last = min(len(code), first + room)
+    before, after = "... " * (first > 0), " ..." * (last < len(code))
+    shift = len(before) - first
+    begin, end = begin + shift, min(end, last) + shift
+    return f"{before}{code[first:last]}{after}", begin, max(begin, end)
+
+
+def _shortened(chain: list[str]) -> str:
+    if len(chain) > 2 * _FEW:
+        chain = [*chain[:_FEW], "...", *chain[-_FEW:]]
+    return " -> ".join(chain)
+
+
+def remedy_text(remedy: Remedy) -> str:
+    """A remedy: what it changes and what came of it, and its code on lines below."""
+    place = f" ({remedy.place})" if remedy.place else ""
+    parts = remedy.parts or (remedy,)
+    codes = [each.code or (each.text if remedy.parts else "") for each in parts]
+    lines = [f"{remedy.text}{place}: {remedy.outcome}"]
+    lines += [textwrap.indent(code, _INDENT) for code in codes if code]
+    return "\n".join(lines)

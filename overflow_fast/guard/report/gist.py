@@ -1,0 +1,187 @@
+"""The answer in a line: which operation, where, and why, from an explanation's fields.
+
+A cause's row in `causes.py` has the sentence; here stand the fields that it may name:
+
+    {name}     the cause's name, as a sentence begins
+    {call}     the expression that failed, or its operation, and its place
+    {numbers}  the numbers that it was given, such as "log(0) at train.py:49"
+    {dtype}    the dtype of its result
+    {size}     what float64 makes of it, and the dtype's maximum
+    {lost}     the operation before it that has lost the value, and its place
+    {change}   what that has made of which number
+    {outside}  which input is outside of the operation's domain
+    {seen}     that a value arises in the forward and is met in backward
+    {reason}   what the explanation says where no field tells
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...scanner.text import capitalized, counted
+from .causes import ROUNDING, UNDERFLOW, Cause
+
+if TYPE_CHECKING:
+    from .explanation import Explanation, Op
+
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
+_LONGEST_CALL = 40  # characters of an expression that a line names in code
+_LONGEST_REASON = 150
+
+
+def gist_of(found: Explanation) -> str:
+    """Writes where the first bad value came from and why, as a clause.
+
+    Args:
+        found: The explanation, of a cause that is known.
+    """
+    cause, op = Cause.of(found.cause), found.op
+    form = cause.gist
+    is_lost = found.lost_by is not None
+    if not is_lost and found.cause in (UNDERFLOW.name, ROUNDING.name):
+        form = "{name}: {call}{reason}"
+    if op is None:
+        form = "{name}{reason}"
+    text = form.format(
+        name=capitalized(cause.name),
+        call="" if op is None else _call_text(op),
+        numbers="" if op is None else _numbers_text(op),
+        dtype=op.outputs[0].dtype if op is not None and op.outputs else "its dtype",
+        size="" if op is None else _size_text(op),
+        lost="" if found.lost_by is None else _named_at(found.lost_by),
+        change="" if found.lost_by is None else _change_text(found.lost_by),
+        outside=_outside_text(op),
+        seen=", in the forward and left out there" * found.is_seen_in_backward,
+        reason=_reason_text(found),
+    )
+    text = capitalized(text) if text.startswith("the ") else text
+    return f"{text}{_sample_text(found)}{on_rank(found)}"
+
+
+def first_clause(sentence: str) -> str:
+    """The beginning of a sentence, where it has several parts or is long."""
+    clause = sentence.partition("; ")[0].removesuffix(".")
+    if len(clause) > _LONGEST_REASON:
+        clause = clause.partition(": ")[0]
+    return clause
+
+
+def told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two numbers with as many digits as tell them apart."""
+    for digits in range(3, 17):
+        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
+        if texts[0] != texts[1]:
+            return texts
+    return f"{one:.17g}", f"{other:.17g}"
+
+
+def plain_name(name: str) -> str:
+    """The name of an operation as people know it: "softmax" of "aten._softmax"."""
+    _, _, base = name.partition(".")
+    return (base or name).split(".")[0].strip("_")
+
+
+def expression_of(op: Op) -> str:
+    """The expression that called an operation, where its columns are known, or ""."""
+    begin, end = op.columns or (0, 0)
+    return op.code[begin:end]
+
+
+def _call_text(op: Op) -> str:
+    expression = expression_of(op)
+    is_short = 0 < len(expression) <= _LONGEST_CALL and "`" not in expression
+    name = f"`{expression}`" if is_short else plain_name(op.name)
+    return f"{_of_derivative(op)}{name}{_at(op)}"
+
+
+def _numbers_text(op: Op) -> str:
+    if not op.operands:
+        return _call_text(op)
+    ran = plain_name(op.derivative or op.name)
+    texts = [_number(each) for each in op.operands]
+    sign = _INFIX.get(ran)
+    if sign and len(texts) == 2:
+        left, right = (f"({each})" if each[0] == "-" else each for each in texts)
+        numbers = f"{texts[0] if sign != '**' else left} {sign} {right}"
+    else:
+        numbers = f"{ran}({', '.join(texts)})"
+    if op.derivative:
+        return f"{numbers} in the derivative of {plain_name(op.name)}{_at(op)}"
+    return f"{numbers}{_at(op)}"
+
+
+def plain_number(value: float) -> str:
+    """Three digits of a number, in plain figures below ten million: 175000."""
+    return f"{float(f'{value:.3g}'):.7g}"
+
+
+def _number(value: float) -> str:
+    """A number in three digits, or as many as tell it from 0 and 1."""
+    value += 0.0  # no sign of 0
+    for digits in range(3, 17):
+        text = f"{value:.{digits}g}"
+        if abs(float(text)) not in (0.0, 1.0) or float(text) == value:
+            return text
+    return f"{value:.17g}"
+
+
+def _of_derivative(op: Op) -> str:
+    return "the derivative of " if op.derivative else ""
+
+
+def _at(op: Op) -> str:
+    return f" at {op.place}" if op.place else ""
+
+
+def _named_at(op: Op) -> str:
+    return f"{plain_name(op.name)}{f' ({op.place})' if op.place else ''}"
+
+
+def _size_text(op: Op) -> str:
+    if op.true_value is None or op.limit is None:
+        return ""
+    if abs(op.true_value) <= op.limit:
+        result = plain_number(op.true_value)
+        return f" in an intermediate value: its result, {result} in float64, fits"
+    if abs(op.true_value) == float("inf"):
+        return ", and float64 as well"
+    true = plain_number(op.true_value)
+    return f" ({true} in float64; its maximum is {op.limit:.5g})"
+
+
+def _change_text(lost: Op) -> str:
+    if lost.value is None:
+        return ""
+    if lost.true_value is None:
+        return f" to {lost.value:g}"
+    return ": {} became {}".format(*told_apart(lost.true_value, lost.value))
+
+
+def _outside_text(op: Op | None) -> str:
+    """The input outside of the domain, where the numbers do not show it."""
+    if op is None or op.operands or not op.outside:
+        return ""
+    return f": {op.outside}"
+
+
+def _reason_text(found: Explanation) -> str:
+    reason = found.reason
+    if not reason and found.op is None and found.evidence:
+        reason = found.evidence[0]
+    return f": {first_clause(reason)}" if reason else ""
+
+
+def _sample_text(found: Explanation) -> str:
+    if found.sample is None:
+        return ""
+    of = f" of {found.num_samples}" if found.num_samples else ""
+    return f", in sample {int(found.sample)}{of} (from 0)"
+
+
+def on_rank(found: Explanation) -> str:
+    """The rank that found it, of several, and how many more; "" for one process."""
+    if found.rank is None:
+        return ""
+    others = found.num_ranks - 1
+    more = f" and {counted(others, 'other')}" if others > 0 else " alone"
+    return f" on rank {found.rank}{more}"
