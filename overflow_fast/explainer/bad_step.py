@@ -33,6 +33,8 @@ class BadStep:
         largest_gradient: That of all gradients in the last step.
         losses: The magnitudes of the loss in the last steps where it was finite, the
             oldest first.
+        sizes: Those of what models were given and returned, by name; of finite ones the
+            last is this step's.
         optimizers: The optimizers.
         last_steps: Their last steps.
         num_dropped: How many forwards of the step were too many to be kept.
@@ -53,6 +55,7 @@ class BadStep:
     steps_between: int = 1
     largest_gradient: float = 0.0
     losses: Sequence[float] = ()
+    sizes: Mapping[str, Sequence[float]] = field(default_factory=dict)
     optimizers: Sequence[torch.optim.Optimizer] = ()
     last_steps: LastSteps = field(default_factory=LastSteps)
     is_late: bool = False

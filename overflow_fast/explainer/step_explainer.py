@@ -32,7 +32,7 @@ from .calls import Call, ModelCall, batch_size, made_again
 from .explain import investigate
 from .replay_ranks import NotJoined, RankCoordinator, StoreChannel
 from .replayer import Observer, ReplayCheck, Replayer, StepPart
-from .usual_sizes import past_losses
+from .usual_sizes import past_losses, past_sizes
 
 _UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
 _FORWARD_ALONE = (
@@ -183,6 +183,7 @@ class StepExplainer:
             largest_gradient=max((r[-1] for r in gradients if r), default=0.0),
             gradients=gradients_of(self._watches, verdict.dirty_gradients),
             losses=past_losses(self._watches),
+            sizes=past_sizes(self._watches),
             optimizers=self._find_optimizers(),
             last_steps=self._last_steps,
             is_late=moment == "check",
