@@ -31,6 +31,8 @@ class BadStep:
         past: The largest magnitudes in the last steps.
         losses: The magnitudes of the loss in the last steps where it was finite, the
             oldest first.
+        sizes: Those of what models were given and returned, by name; of finite ones the
+            last is this step's.
         optimizers: The optimizers.
         last_steps: Their last steps.
         num_dropped: How many forwards of the step were too many to be kept.
@@ -49,6 +51,7 @@ class BadStep:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     past: PastSteps = field(default_factory=PastSteps)
     losses: Sequence[float] = ()
+    sizes: Mapping[str, Sequence[float]] = field(default_factory=dict)
     optimizers: Sequence[torch.optim.Optimizer] = ()
     last_steps: LastSteps = field(default_factory=LastSteps)
     is_late: bool = False

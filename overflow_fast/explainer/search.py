@@ -40,6 +40,7 @@ from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
 from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
+from .usual_sizes import outgrown
 from .weight_growth import find_growth
 from .without_operation import WithoutOperation
 
@@ -388,6 +389,7 @@ class Search:
             others = find(found, root_op, self._replayer, place, self.may_run, within)
             self._others = None if others is None else others.held()
             self._find_sentinel(found, place)
+            self._compare_batch(found)
             self._try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same
             self._ranks.is_broken = True
@@ -450,6 +452,14 @@ class Search:
         if sentinel is not None:
             self._sentinel = sentinel
             found.evidence.insert(1, sentinel.text)
+
+    def _compare_batch(self, found: Explanation) -> None:
+        """Adds that the whole batch is larger than those before, where size matters."""
+        is_of_size = found.is_overflow or found.lost_by is not None
+        if self._incident is None or found.sample is not None or not is_of_size:
+            return
+        text = outgrown(self._incident.sizes)
+        found.evidence[:0] = [text] * bool(text)
 
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""

@@ -241,3 +241,27 @@ def test_a_failing_sample_that_is_no_larger_is_left_out_in_words():
     found = explain(model, x, lambda x: model(x).abs().log().mean())
     (drop,) = [each for each in found.remedies if each.is_of_data]
     assert drop.text == "leave sample 2 out of this batch" and not drop.code
+
+
+def test_a_derivative_of_complex_numbers_that_float64_has_is_not_called_singular():
+    torch.manual_seed(0)
+    model, gain = nn.Linear(4, 4), torch.tensor([[1.0], [1e-25], [1.0]])
+    x = torch.randn(3, 4)
+    found = explain(
+        model, x, lambda x: torch.angle(torch.fft.rfft(gain * model(x))).mean()
+    )
+    assert (found.phase, found.cause) == ("backward", "rounding")
+    assert "the whole step in float64 is finite" in found.evidence[1]
+    assert found.remedies[0].is_right and "angle" in found.remedies[0].text
+
+
+def test_a_whole_batch_of_another_size_is_compared_with_the_steps_before():
+    torch.manual_seed(0)
+    head = nn.Linear(20, 3)
+    nn.init.normal_(head.weight)
+    batches = [torch.rand(9, 20) * (2550 if step == 5 else 1) for step in range(6)]
+    found = stopped(head, lambda m, x: -m(x).softmax(1).log().mean(), batches)
+    assert "times the largest of the last 5 steps" in found.evidence[0]
+    alike = [torch.rand(9, 20) * 2550 for _ in range(2)]
+    found = stopped(head, lambda m, x: -m(x).softmax(1).log().mean(), alike)
+    assert not any("of the last" in text for text in found.evidence)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...guard.report.causes import Cause
+from ...guard.report.causes import ROUNDING, SINGULAR_GRADIENT, UNDEFINED, Cause
 from ...guard.report.explanation import Remedy
 from ...scanner.modules import (
     module_of_parameter,
@@ -272,6 +272,8 @@ def find_remedies(
     trials = Trials(failure, replayer, budget, step_seconds)
     if "calls" in Cause.of(found.cause).remedies and not failure.is_meant:
         trials.find_truth()
+    if trials.truth is not None and failure.is_complex:
+        _note_rounding(failure)
     _try_all(failure, trials)
     if not trials.found_remedy:
         trials.renew()
@@ -288,6 +290,21 @@ def find_remedies(
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
     found.notes += list(dict.fromkeys(trials.notes))
+
+
+def _note_rounding(failure: Failure) -> None:
+    """Corrects a cause by the whole step in float64, which is finite.
+
+    No operation of complex numbers is run again in float64 for itself.
+    """
+    found = failure.found
+    if found.cause in (UNDEFINED.name, SINGULAR_GRADIENT.name):
+        found.cause = ROUNDING.name
+        dtype = "" if found.op is None else f" in {found.op.inputs[0].dtype}"
+        found.evidence[1:2] = [
+            "the whole step in float64 is finite: a number before it was rounded "
+            f"away{dtype}"
+        ]
 
 
 def _rank(remedy: Remedy) -> tuple[Any, ...]:

@@ -551,6 +551,12 @@ class Failure:
         return found.phase, found.module, op.file, op.line, op.name, *keys
 
     @property
+    def is_complex(self) -> bool:
+        """True if the call that failed was given complex numbers."""
+        calls = self.failing_calls[:1]
+        return any(value.dtype.is_complex for call in calls for value in call.inputs)
+
+    @property
     def is_half(self) -> bool:
         """True if the operation works on float16."""
         op = self.found.op
