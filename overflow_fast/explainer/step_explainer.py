@@ -61,8 +61,6 @@ _NOT_ALONE = (
 _NOTHING = "The step was not run again: no forward of this step was captured."
 
 
-
-
 class StepExplainer:
     """Explains the steps of one guard; see `guard.explaining.Explainer`.
 
