@@ -66,6 +66,10 @@ def rows_of(only: str) -> list[dict[str, Any]]:
                 "finite": sum(each.is_finite is True for each in found),
                 "long": sum(each.lasts is not None for each in found),
                 "lasts": sum(each.lasts is True for each in found),
+                "known": sum(each.is_true is not None for each in found),
+                "true": sum(each.is_true is True for each in found),
+                "stepped": sum(each.state_lasts is not None for each in found),
+                "state": sum(each.state_lasts is True for each in found),
                 "healthy": sum(each.healthy is not None for each in found),
                 "as_said": sum(
                     each.healthy is not None and each.keeps_its_word for each in found
@@ -83,6 +87,7 @@ def rows_of(only: str) -> list[dict[str, Any]]:
 def _marks(each: Followed) -> str:
     """How a remedy did, in a few signs, and by how much losses differ."""
     signs = [each.is_finite, each.lasts, each.keeps_its_word]
+    signs += [each.is_true, each.state_lasts]
     marks = "".join({True: "+", False: "!", None: "."}[sign] for sign in signs)
     return f"{marks} {each.healthy} (said {each.announced}) {each.like_cured}"
 
@@ -113,6 +118,10 @@ def table_of(rows: list[dict[str, Any]]) -> str:
         "loss of a healthy batch raised by no more than they say": _part_of(
             rows, "as_said", "healthy"
         ),
+        "loss of the failing step that of float64 within 1 %, or said to be off": (
+            _part_of(rows, "true", "known")
+        ),
+        "optimizer's state finite at the end": _part_of(rows, "state", "stepped"),
         "failures whose first remedy gives the loss of the cure by hand, within 1 %": (
             f"{alike} of {len(curable)}"
         ),

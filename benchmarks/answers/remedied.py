@@ -30,6 +30,7 @@ from overflow_fast.guard.report.causes import (
 )
 
 from .failure import Failure, Run, is_finite, train
+from .verify import in_float64
 
 _NONE = {NOT_REPRODUCIBLE.name, ONLY_COMPILED.name, BAD_WEIGHTS.name, DIVERGENCE.name}
 _numbers = itertools.count()
@@ -50,6 +51,9 @@ class Followed:
             is none.
         announced: By how much it says that it changes the other samples' loss, or
             their gradients.
+        is_true: Whether the loss of the failing step is that of the run in float64, or
+            said to be off; None where that run is not finite.
+        state_lasts: Whether the optimizer's state is finite at the end of the run.
         like_cured: By how much the loss of the failing step differs from that of the
             run that is cured by hand, relative to it; None where there is none.
     """
@@ -60,6 +64,8 @@ class Followed:
     healthy: float | None = None
     announced: float | None = None
     like_cured: float | None = None
+    is_true: bool | None = None
+    state_lasts: bool | None = None
 
     @property
     def keeps_its_word(self) -> bool:
@@ -117,6 +123,9 @@ def _run_with(remedy: Any, failure: Failure) -> Followed:
         plain = _first_loss(failure.build(False), healthy)
         changed = _first_loss(build(), healthy)
         own, wanted = _last_loss(build()), _last_loss(failure.build(True))
+        true = _last_loss(in_float64(failure))
+        last = build()
+        is_finite(last)
     return Followed(
         str(remedy),
         is_all,
@@ -124,12 +133,30 @@ def _run_with(remedy: Any, failure: Failure) -> Followed:
         max(0.0, _difference(changed, plain) or 0.0) if plain is not None else None,
         _announced(remedy),
         None if own is None or wanted is None else abs(_difference(own, wanted) or 0.0),
+        _is_true(own, true, remedy),
+        _has_finite_state(last),
     )
+
+
+def _is_true(own: float | None, true: float | None, remedy: Any) -> bool | None:
+    if remedy.is_of_data or ".data.mul_(" in remedy.code:
+        return None  # another batch, or other weights, have another loss
+    error = _difference(own, true)
+    is_beyond = remedy.true_loss is not None and remedy.error is None
+    is_said = bool(remedy.misses) or is_beyond
+    return None if error is None else abs(error) <= _NEAR or is_said
+
+
+def _has_finite_state(run: Run) -> bool:
+    state = [] if run.optimizer is None else list(run.optimizer.state.values())
+    tensors = [t for t in pytree.tree_leaves(state) if isinstance(t, torch.Tensor)]
+    return all(bool(each.isfinite().all()) for each in tensors)
 
 
 _FURTHER = 50
 _AS_IT_IS = 1e-3  # of a loss: what a report calls the same
 _LEAST = 1e-6
+_NEAR = 1e-2  # of the true loss: what rounding of half precision comes to
 
 
 def _parts(remedy: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from overflow_fast.guard.report.causes import (
     UNDERFLOW,
 )
 
-from .failure import Failure, is_finite
+from .failure import Failure, Run, is_finite
 from .oracle import base_of, look
 
 
@@ -36,12 +36,17 @@ def problems(failure: Failure) -> list[str]:
 
 def _is_finite_wide(failure: Failure) -> bool:
     """True if the run is finite with weights and batches in float64."""
+    return is_finite(in_float64(failure))
+
+
+def in_float64(failure: Failure) -> Run:
+    """The run of a failure with weights and batches in float64."""
     torch.manual_seed(0)
     run = failure.build(False)
     run.model.double()
     batch = run.batch
     run.batch = lambda step: tree_map(_wide, batch(step))
-    return is_finite(run)
+    return run
 
 
 def _wide(value: Any) -> Any:

@@ -133,6 +133,7 @@ def _halved(
         part = StepPart(place, tuple(rows), has_table=fails_again is None)
         result = replayer.run(part, observers=observers)
         is_bad = stays_within or result.is_forward or result.is_in_gradients
+        is_bad = is_bad or bool(result.bad_buffers)
         if result.error is not None or not is_bad:
             return False
         if fails_again is not None:

@@ -1,6 +1,7 @@
 """A remedy is judged by what is right, by what follows, and by what it costs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.nn import functional as F
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.calls import Call
-from overflow_fast.explainer.remedies.true_step import in_float64
-from overflow_fast.explainer.replayer import Replayer, StepPart
+from overflow_fast.explainer.remedies.true_step import Truth, in_float64
+from overflow_fast.explainer.replayer import Replayer, ReplayResult, StepPart
+from overflow_fast.guard.report.explanation import Remedy
 from overflow_fast.guard.step_keeper import Ambient
 
 
@@ -52,12 +54,17 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
         assert f"off the true {truth:.4g}" in each.outcome
 
 
-def test_a_gradient_that_is_wrong_is_a_miss_though_the_loss_is_right():
+def test_what_float64_has_is_computed_in_it_from_where_it_was_lost():
     model, x = Holder(), torch.full((3, 2), 1e-25)  # whose square is 0 in float32
-    found = explain(model, x, lambda x: 1 + (x * model.w).square().sum().sqrt())
-    missed = [each for each in found.remedies if each.misses == "gradients"]
-    assert missed and all(each.loss == pytest.approx(1, rel=1e-3) for each in missed)
-    assert "off the true ones" in missed[0].outcome
+
+    def ratio(x):
+        return (x * model.w[0]).square().sum().sqrt() / (
+            (x * model.w[1]).square().sum().sqrt()
+        )
+
+    found = explain(model, x, ratio)
+    assert found.cause == "rounding"  # and no sum of nothing: float64 has it
+    assert found.remedies[0].is_right and "in float64" in found.remedies[0].text
 
 
 def test_the_truth_is_that_of_an_exact_form_where_float64_fails_as_well():
@@ -167,9 +174,13 @@ def test_the_same_form_a_line_below_is_changed_with_it(tmp_path):
 
 def test_a_clamp_says_that_no_gradient_goes_through_where_it_acts():
     model = Holder()
-    found = explain(model, torch.zeros(3, 2), lambda x: (x * model.w).log().mean())
+    x = torch.tensor([[0.0, 1.0], [0.0, 2.0]])
+    found = explain(model, x, lambda x: (x * model.w).log().mean())
     (clamp,) = [each for each in found.remedies if "clamp" in each.text][:1]
     assert clamp.stops_gradient and "no gradient where it acts" in clamp.outcome
+    found = explain(model, x * 0, lambda x: (x * model.w).log().mean())
+    flat = found.remedies[0]
+    assert flat.is_flat and "all gradients are 0" in flat.outcome
 
 
 def test_others_are_compared_in_the_batch_with_the_same_dropout():
@@ -265,3 +276,29 @@ def test_a_whole_batch_of_another_size_is_compared_with_the_steps_before():
     alike = [torch.rand(9, 20) * 2550 for _ in range(2)]
     found = stopped(head, lambda m, x: -m(x).softmax(1).log().mean(), alike)
     assert not any("of the last" in text for text in found.evidence)
+
+
+def test_a_change_of_results_that_were_finite_is_said():
+    model, x = Holder(), torch.tensor([[0.0, 1e-9], [2.0, 3.0], [0.0, 1.0]])
+    found = explain(model, x, lambda x: ((x * model.w).square() + 1).sum().log() + (
+        (x * model.w) ** 0.5).sum())  # fmt: skip
+    moving = [e for e in found.remedies if e.moves_results and e.moves_results > 1e-3]
+    assert moving and "changes results that were finite" in moving[0].outcome
+    clamp = explain(model, x, lambda x: ((x * model.w).log() * (x > 0)).sum()).remedies
+    assert all((each.moves_results or 0) < 1e-6 for each in clamp if each.is_finite)
+
+
+def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
+    plain = {"w": torch.tensor([3.0, 4.0])}
+    truth = Truth(1.0, plain, near=1e-2)
+    remedy = Remedy("", is_finite=True, loss=1.001)
+
+    def compared(*gradient):
+        result = ReplayResult(gradients={"w": torch.tensor(gradient)})
+        result.losses = [torch.tensor(1.001)]
+        return truth.compared(remedy, result, None)
+
+    assert compared(3.0, 4.1)["misses"] == ""
+    found = compared(3.0, 0.0)
+    assert found["misses"] == "gradients" and found["error"] == pytest.approx(0.8)
+    assert "gradients 80% off" in replace(remedy, **found).outcome

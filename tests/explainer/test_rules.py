@@ -19,6 +19,7 @@ from overflow_fast.explainer.remedies.call_patch import (
 from overflow_fast.explainer.remedies.patterns import matched, parsed
 from overflow_fast.explainer.remedies.rule_text import NotWrittenError, rule_edits
 from overflow_fast.explainer.remedies.rules import (
+    DIVISORS,
     EMPTY_ROWS,
     EXACT,
     GUARDS,
@@ -144,6 +145,7 @@ OF_LOG = {
     "1 - square(tanh(x))": "(1 - x.tanh().square()).log()",
     "sum(y, None)": "x.exp().sum().log()",
     "sum(y, d, k)": "torch.log(torch.exp(x).sum(-1, keepdim=True))",
+    "cumsum(y, d)": "x.exp().cumsum(1).log()",
     "prod(y, d, k)": "x.sigmoid().prod(-1).log()",
     "mean(y, None)": "x.exp().mean().log()",
     "mean(y, d, k)": "x.exp().mean(-1).log()",
@@ -343,6 +345,7 @@ OF_OTHERS = {
     MASKS[0]: ("x.masked_fill(x == 0, float('-inf')).softmax(-1)", ZERO),
     ROUNDED[0]: ("x / (x + 1e-9).float()", ZERO.half()),
     LOST[0]: ("x.exp().log()", -LARGE),
+    DIVISORS[0]: ("((x * 1e10) / (x * 1e-12)).square()", LARGE),
     EMPTY_ROWS[0]: (f"{MASKED}.logsumexp(-1)", ZERO),
 }
 
@@ -398,6 +401,7 @@ CALLS = {
     "slogdet": ["torch.linalg.slogdet(torch.eye(2))", "torch.slogdet(torch.eye(2))"],
     "einsum": ["torch.einsum('ij,kj->ik', x, x)"],
     "angle": ["torch.angle(x)", "x.angle()"],
+    "cumsum": ["x.cumsum(0)", "torch.cumsum(x, dim=1)"],
     "index_add": ["x.index_add(0, torch.tensor([0]), x[:1])"],
     "__getitem__": ["x[torch.tensor([0, 1])]"],
     "baddbmm": ["torch.baddbmm(x[:1, :1], x[None], x.T[None])"],

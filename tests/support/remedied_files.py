@@ -40,3 +40,8 @@ def edited(path, remedy):
     indent = first[: len(first) - len(first.lstrip())]
     lines[remedy.line - 1 : remedy.last_line] = [indent + remedy.code]
     return "\n".join(lines) + "\n"
+
+
+def recommended(found):
+    """The recommended changes of code, weights and settings, not of the batch."""
+    return [e for e in found.remedies if e.is_recommended and not e.is_of_data]

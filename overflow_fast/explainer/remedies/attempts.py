@@ -12,8 +12,14 @@ from typing import Any
 
 import torch
 
-from ...guard.report.causes import ROUNDING, SINGULAR_GRADIENT, UNDEFINED, Cause
-from ...guard.report.explanation import Remedy
+from ...guard.report.causes import (
+    EMPTY_REDUCTION,
+    ROUNDING,
+    SINGULAR_GRADIENT,
+    UNDEFINED,
+    Cause,
+)
+from ...guard.report.explanation import SAME, Remedy
 from ...scanner.modules import (
     module_of_parameter,
     named_modules,
@@ -40,6 +46,7 @@ from .patches import (
     WithoutNumber,
 )
 from .rule_attempts import (
+    divisor_trials,
     empty_row_trials,
     exact_trials,
     float32_trials,
@@ -272,7 +279,7 @@ def find_remedies(
     trials = Trials(failure, replayer, budget, step_seconds)
     if "calls" in Cause.of(found.cause).remedies and not failure.is_meant:
         trials.find_truth()
-    if trials.truth is not None and failure.is_complex:
+    if trials.truth is not None:
         _note_rounding(failure)
     _try_all(failure, trials)
     if not trials.found_remedy:
@@ -290,15 +297,23 @@ def find_remedies(
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
     found.notes += list(dict.fromkeys(trials.notes))
+    is_of_code = "calls" in Cause.of(found.cause).remedies and not failure.is_meant
+    if is_of_code and not (found.remedies or trials.notes):
+        found.notes.append("No remedy was found.")
+
+
+_OPEN = (UNDEFINED.name, SINGULAR_GRADIENT.name)
 
 
 def _note_rounding(failure: Failure) -> None:
     """Corrects a cause by the whole step in float64, which is finite.
 
-    No operation of complex numbers is run again in float64 for itself.
+    No operation of complex numbers is run again in float64 for itself, nor is one that
+    divides by a sum of 0.
     """
     found = failure.found
-    if found.cause in (UNDEFINED.name, SINGULAR_GRADIENT.name):
+    is_open = failure.is_complex and found.cause in _OPEN
+    if is_open or found.cause == EMPTY_REDUCTION.name:
         found.cause = ROUNDING.name
         dtype = "" if found.op is None else f" in {found.op.inputs[0].dtype}"
         found.evidence[1:2] = [
@@ -311,8 +326,9 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
     """The order of remedies: what is right and plain comes first."""
     return (
         *(not remedy.is_finite, not remedy.is_recommended, bool(remedy.hides)),
-        *(remedy.is_of_data, bool(remedy.misses), bool(remedy.leaves)),
+        *(remedy.is_of_data, bool(remedy.misses), remedy.is_flat, bool(remedy.leaves)),
         (remedy.error or 0.0) if remedy.misses else 0.0,
+        (remedy.moves_results or 0.0) > SAME,
         remedy.changes_others,
         not remedy.code,
     )
@@ -440,6 +456,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield exact_trials(failure, trials, IN_LOGARITHMS)
         yield float64_trials(failure, trials)
         yield guard_trials(failure, trials)
+        yield divisor_trials(failure, trials)
         yield try_wider_dtypes(failure, trials)
         yield float32_trials(failure, trials, in_words=True)
         yield _try_smaller_weights(failure, trials)
@@ -481,6 +498,8 @@ def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
     """The step without the one sample that fails, and with smaller numbers in it."""
     sample, size, place = failure.found.sample, failure.found.num_samples, failure.place
     if sample is None or size < 2 or not trials.replayer.ranks.can_cut(place):
+        return
+    if failure.found.phase == "data":
         return
     call = trials.replayer.calls[place]
     outlier = outlier_in(call, sample) if sample.outlier else None

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...scanner.torch_ops import has
 from ...torch_internals.tensor_internals import pytree
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
@@ -21,6 +22,7 @@ from .rules import RULES
 # What is held for calls that are still to come, at most: what one layer's pattern reads
 # is let go of with the layer, but a line may run where no pattern of it follows.
 _MOST_BYTES = 2**30
+_LEAST = 1e-3  # results are compared by their size, or by this one if they are smaller
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,15 @@ class CallPatch(Patch):
     Attributes:
         changes: The changes; of each key one.
         num_applied: How often each was made in runs of this process, by its place.
+        moved: The largest relative change of a result that is finite without it, in the
+            calls that it was made for, by its place.
     """
 
     changes: tuple[Change, ...]
     num_applied: collections.Counter[int] = field(
         default_factory=collections.Counter, compare=False
     )
+    moved: dict[int, float] = field(default_factory=dict, compare=False)
 
     @contextmanager
     def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -136,7 +141,11 @@ class ChangedCalls(TorchCalls):
         found = None if change is None else change.found(call)
         if found is not None and all(map(_is_known, found.inputs())):
             self._patch.num_applied[place] += 1
+            plain = _plain(call, args, kwargs)
             result = _instead(found, call, args, kwargs)
+            moved = _moved(plain, result)
+            if moved is not None:
+                self._patch.moved[place] = max(moved, self._patch.moved.get(place, 0.0))
             for each in found.calls:
                 for value in (*each.inputs, *each.results):
                     value.release()
@@ -186,6 +195,26 @@ class ChangedCalls(TorchCalls):
             return each
         self._wide[each] = True
         return each
+
+
+def _plain(call: TorchCall, args: Any, kwargs: Any) -> Any:
+    """The result of a call as it is, or None where it may be made once alone."""
+    if call.is_in_place or has(call.name, "random"):
+        return None
+    with torch.no_grad():
+        return call.func(*args, **kwargs)
+
+
+@torch.no_grad()
+def _moved(plain: Any, changed: Any) -> float | None:
+    """The largest relative difference of results where the plain one is finite."""
+    are_tensors = isinstance(plain, torch.Tensor) and isinstance(changed, torch.Tensor)
+    if not are_tensors or plain.shape != changed.shape or plain.is_complex():
+        return None
+    plain, changed = plain.double(), changed.double()
+    error = (changed - plain).abs() / plain.abs().clamp(min=_LEAST)
+    error = error[plain.isfinite() & changed.isfinite()]
+    return float(error.max()) if error.numel() else None
 
 
 def _is_known(given: Any) -> bool:

@@ -26,6 +26,7 @@ from .rule_text import (
     shown_at,
 )
 from .rules import (
+    DIVISORS,
     EMPTY_ROWS,
     GUARDS,
     IN_LOGARITHMS,
@@ -152,6 +153,12 @@ def lost_trials(failure: Failure, trials: Trials) -> Attempts:
     """A lower bound of what became 0 in its dtype."""
     if failure.lost is not None and failure.found.cause == UNDERFLOW.name:
         yield from _on(LOST, [failure.lost.torch_call], failure, trials)
+
+
+def divisor_trials(failure: Failure, trials: Trials) -> Attempts:
+    """A lower bound of a divisor before the call that overflowed."""
+    if not trials.found_remedy:
+        yield from _on(DIVISORS, _up_to(failure)[1:], failure, trials)
 
 
 def empty_row_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -306,9 +313,10 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
 # In a wider dtype, until a result fits again.
 
 _MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
-_MOST_BACK = 3  # calls before the failing one whose result is the first in float64
-# Of what fits a dtype, by its largest magnitude.
-_SIZES = {torch.float16: (1e-2, 6e4), torch.float32: (1e-30, 1e37)}
+_MOST_BACK = 4  # calls before the failing one whose result is the first in float64
+_DEPTHS = (0, 1, _MOST_BACK)  # of these, as each takes two replays
+# Of what fits a dtype, by its largest magnitude; of float32 squares do, too.
+_SIZES = {torch.float16: (1e-2, 6e4), torch.float32: (1e-15, 1e15)}
 
 
 def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts:
@@ -345,15 +353,20 @@ def float64_trials(failure: Failure, trials: Trials) -> Attempts:
     """
     roots = failure.failing_calls[:1]
     devices = {value.device.type for call in roots for value in call.inputs}
-    for _ in range(_MOST_BACK):
-        if trials.truth is None or trials.found_right or not roots or "mps" in devices:
+    if trials.truth is None or "mps" in devices:
+        return
+    if not trials.truth.fits(torch.float32):
+        return
+    for depth in range(_MOST_BACK + 1):
+        if trials.found_right or not roots:
             return
-        keys = {call.key for call in roots}
-        trial = _wider_trial(keys, torch.float64, failure, trials, in_words=False)
-        if trial is not None and (yield trial):
-            return
+        if depth in _DEPTHS:
+            keys = {call.key for call in roots}
+            trial = _wider_trial(keys, torch.float64, failure, trials, in_words=False)
+            if trial is not None and (yield trial):
+                return
         made = [value.call for call in roots for value in call.inputs]
-        roots = list(dict.fromkeys(filter(None, made)))
+        roots = list(dict.fromkeys(filter(None, made))) or (roots if depth else [])
 
 
 def _wider_trial(

@@ -50,6 +50,7 @@ LOGS = {
     "1 - square(tanh(x))": (_OF_TANH, _TANH),
     "sum(y, None)": ("LOG(y).flatten().logsumexp(0)", "use logsumexp"),
     "sum(y, d, k)": ("LOG(y).logsumexp(d, k)", "use logsumexp"),
+    "cumsum(y, d)": ("LOG(y).logcumsumexp(d)", "use logcumsumexp"),
     "prod(y, d, k)": ("LOG(y).sum(d, k)", "use the sum of logarithms"),
     "mean(y, None)": (
         "LOG(y).flatten().logsumexp(0) - torch.tensor(LOG(y).numel()).log()",
@@ -323,12 +324,25 @@ ROUNDED = _rules(
     ("y + n", "y + EPS", "add EPS, which the dtype holds", _rounds_to_zero))
 # Of what made a value that became 0.
 LOST = _rules(("*", "CALL().clamp(min=EPS)", "clamp the result to at least EPS"))
+# Of a quotient before a call that overflows.
+DIVISORS = _rules(
+    ("y / x", "y / torch.copysign(x.abs().clamp(min=WIDE), x)",
+     "divide by a magnitude of at least WIDE"))
 # Of a sum of nothing but a mask's -inf: a shallower mask would make a huge loss.
 EMPTY_ROWS = _rules(
     ("logsumexp(*)", "CALL().masked_fill(CALL() == -inf, 0)",
      "take 0 where all scores are masked"))
 # fmt: on
-RULES = (*EXACT, *IN_LOGARITHMS, *GUARDS, *MASKS, *ROUNDED, *LOST, *EMPTY_ROWS)
+RULES = (
+    *EXACT,
+    *IN_LOGARITHMS,
+    *GUARDS,
+    *MASKS,
+    *ROUNDED,
+    *LOST,
+    *DIVISORS,
+    *EMPTY_ROWS,
+)
 
 # Of LEAST the reciprocal is a number of the dtype, of SMALL its square, too, as the
 # derivatives of a logarithm and of a quotient are. TINY is its smallest normal number.

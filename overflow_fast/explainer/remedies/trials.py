@@ -18,6 +18,7 @@ from ..bad_step import outside_text
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
 from ..explain_origin import mask_of, named_row
+from ..named_tensors import state_by_name
 from ..op_rows import Row
 from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
@@ -214,7 +215,7 @@ LEAST_SECONDS = 5.0
 _NEAR, _NEAR_BFLOAT16 = 0.01, 0.02
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
-_HUGE = 1e3  # times the largest loss of the steps before; chosen, not measured
+_HUGE = 1e5  # times the largest loss of the steps before; chosen, not measured
 
 
 def seconds_for(step_seconds: float) -> float:
@@ -362,7 +363,7 @@ class Trials:
         loss = loss_of(result) if is_finite else None
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
         if is_finite:
-            remedy = replace(remedy, **self._judged(trial, remedy, result))
+            remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
         if is_finite and self._is_alone and not result.has_backward:
             distance = self._nearness.distance(self._outputs, self._others)
             limit = _NEAR_BFLOAT16 if _is_of_bfloat16(patches) else _NEAR
@@ -374,11 +375,13 @@ class Trials:
         return remedy.is_recommended
 
     def _judged(
-        self, trial: Trial, remedy: Remedy, result: ReplayResult
+        self,
+        applied: AppliedPatches,
+        patches: Sequence[Patch],
+        remedy: Remedy,
+        result: ReplayResult,
     ) -> dict[str, Any]:
         """The fields of a remedy that say whether it is right, and what it breaks."""
-        applied = self.applied.with_trial(trial)
-        patches = applied.patches
         if not all(patch.is_same_step for patch in patches):
             return {}
         own, after = result.held(), buffer_sizes(self.replayer.models)
@@ -386,11 +389,13 @@ class Trials:
             self.replayer.state.begin()
             self._buffers = buffer_sizes(self.replayer.models)
         left = grown_buffer(self._buffers, after)
-        if self.truth is None and trial.is_exact:
+        if self.truth is None and all(each.is_exact for each in applied.trials):
             self.find_truth(patches)
-        facts = {} if self.truth is None else self.truth.compared(remedy, own)
-        is_right = facts.get("misses") == ""
+        facts: dict[str, Any] = {}
         usual = self._failure.usual_loss
+        if self.truth is not None:
+            facts = self.truth.compared(remedy, own, usual)
+        is_right = facts.get("misses") == ""
         if usual is not None and remedy.loss is not None and not is_right:
             is_huge = abs(remedy.loss) > _HUGE * max(usual, 1.0)
             facts |= {"usual": usual} if is_huge else {}
@@ -398,7 +403,14 @@ class Trials:
             self.replayer.models, self._failure.optimizers, own.gradients
         )
         stops = any(each.stops_gradient for each in applied.trials)
-        return {**facts, "breaks": broken, "leaves": left, "stops_gradient": stops}
+        is_flat = bool(own.gradients) and not any(map(_any, own.gradients.values()))
+        is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
+        moved = [
+            e for p in patches if isinstance(p, CallPatch) for e in p.moved.values()
+        ]
+        facts |= {"moves_results": max(moved, default=None)}
+        facts |= {"breaks": broken, "leaves": left, "is_flat": is_flat}
+        return {**facts, "stops_gradient": stops}
 
     def find_truth(self, patches: Sequence[Patch] = ()) -> None:
         """Replays the step in float64, with exact forms in place.
@@ -409,7 +421,10 @@ class Trials:
         wide = self._failure.in_float64 if self.replayer.ranks.is_alone else None
         if wide is not None and self.allow(1) and self.may_run():
             result = self._run(StepPart(), [wide, *patches])
-            self.truth = Truth.of(result, loss_of(result), self.torch_calls)
+            weights = state_by_name(self.replayer.models)
+            held = [weights[name].detach() for name in result.gradients]
+            loss = loss_of(result)
+            self.truth = Truth.of(result, loss, self.torch_calls, held)
 
     def _given_bad(self, result: ReplayResult) -> str:
         """The name of a bad tensor that a call has from code not replayed, or ""."""
@@ -441,6 +456,10 @@ class Trials:
 
 def _is_of_bfloat16(patches: Sequence[Patch]) -> bool:
     return any(isinstance(each, InDtype) for each in patches)
+
+
+def _any(gradient: torch.Tensor) -> bool:
+    return bool(gradient.any())
 
 
 def loss_of(result: ReplayResult) -> float | None:

@@ -8,7 +8,7 @@ drawn in the dtype that the program draws them in: the step has the same dropout
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 
 from ...guard.report.explanation import Remedy
 from ...scanner.modules import tensors_of
+from ...scanner.tensors import has_memory
 from ...scanner.torch_ops import base_of, has, plain_name
 from ...torch_internals.tensor_internals import pytree
 from ..calls import Call
@@ -124,7 +125,7 @@ _FILLS = ("normal", "uniform", "exponential", "bernoulli", "random", "log_normal
 def _widened(each: Any) -> Any:
     if isinstance(each, torch.dtype):
         return _WIDE.get(each, each)
-    if isinstance(each, torch.Tensor) and each.dtype in _WIDE:
+    if isinstance(each, torch.Tensor) and each.dtype in _WIDE and has_memory(each):
         return each.to(_WIDE[each.dtype])
     return each
 
@@ -134,7 +135,7 @@ def _widened_all(value: Any) -> Any:
 
 
 def _as_wide_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in _WIDE:
+    if tensor.dtype not in _WIDE or not has_memory(tensor):
         return tensor
     copy = tensor.detach().to(_WIDE[tensor.dtype])
     return copy.requires_grad_() if tensor.requires_grad else copy
@@ -158,6 +159,7 @@ def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
 
 
 _NEAR = 1e-2  # of the loss: what two ways to round seldom differ by
+_CANCELLED = 1e-4  # of the usual loss: rounding of larger terms is seen below that
 _EPS = 4.0  # times the precision of the coarsest dtype, where that is more
 _OF_GRADIENTS = 5.0  # times as much, for each of their sums is rounded
 
@@ -170,15 +172,22 @@ class Truth:
         loss: The loss.
         gradients: The gradients of the parameters, by their names.
         near: The relative difference that rounding explains.
+        least: The norm below which gradients are what terms that cancel leave, by the
+            loss and the norm of the weights.
     """
 
     loss: float
     gradients: Mapping[str, torch.Tensor]
     near: float
+    least: float = 0.0
 
     @classmethod
     def of(
-        cls, result: ReplayResult, loss: float | None, calls: Sequence[TorchCall]
+        cls,
+        result: ReplayResult,
+        loss: float | None,
+        calls: Sequence[TorchCall],
+        weights: Iterable[torch.Tensor],
     ) -> Truth | None:
         """Makes the truth of a replay in float64; None where that is not finite."""
         if result.error is not None or not result.is_clean or loss is None:
@@ -186,28 +195,67 @@ class Truth:
         dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
         eps = [torch.finfo(each).eps for each in dtypes if each.is_floating_point]
         near = max(_NEAR, _EPS * max(eps, default=0.0))
-        return cls(loss, result.held().gradients, near)
+        size = norm_of(weights)
+        least = _CANCELLED * abs(loss) / size if size else 0.0
+        return cls(loss, result.held().gradients, near, least)
 
-    def compared(self, remedy: Remedy, result: ReplayResult) -> dict[str, Any]:
-        """The fields of a remedy that say how far it misses the truth."""
+    @property
+    def is_flat(self) -> bool:
+        """True if the gradients are 0 but for rounding."""
+        return norm_of(self.gradients.values()) <= self.least
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """True if a dtype holds the loss and the gradients."""
+        largest = torch.finfo(dtype).max
+        sizes = [float(e.abs().max()) for e in self.gradients.values() if e.numel()]
+        return max(abs(self.loss), *sizes) < largest
+
+    def compared(
+        self, remedy: Remedy, result: ReplayResult, usual: float | None
+    ) -> dict[str, Any]:
+        """The fields of a remedy that say how far it misses the truth.
+
+        Args:
+            remedy: The remedy.
+            result: The replay with it.
+            usual: The largest loss of the steps before; None if there is none. Far
+                below it, a loss is what terms that cancel leave.
+        """
         if remedy.loss is None:
             return {}
-        error = abs(remedy.loss - self.loss) / max(abs(self.loss), self.near**4)
-        moved = distance(result.gradients, self.gradients)
+        dtype = result.losses[0].dtype
+        if abs(self.loss) > torch.finfo(dtype).max:  # which no remedy comes to
+            return {"true_loss": self.loss}
+        least = _CANCELLED * (1.0 if usual is None else usual)
+        error = abs(remedy.loss - self.loss) / max(abs(self.loss), least)
+        moved = distance(result.gradients, self.gradients, self.least)
         misses = error > self.near
-        if not misses and moved is not None and moved > _OF_GRADIENTS * self.near:
+        are_off = moved is not None and moved > _OF_GRADIENTS * self.near
+        if not misses and are_off and self.fits(dtype):
             return {"true_loss": self.loss, "error": moved, "misses": "gradients"}
         what = "loss" if misses else ""
         return {"true_loss": self.loss, "error": error, "misses": what}
 
 
+def norm_of(tensors: Iterable[torch.Tensor]) -> float:
+    """The L2 norm of all values of some tensors together."""
+    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
+
+
 def distance(
-    changed: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
+    changed: Mapping[str, torch.Tensor],
+    plain: Mapping[str, torch.Tensor],
+    least: float = 0.0,
 ) -> float | None:
-    """The norm of the difference of gradients, relative to that of the second ones."""
+    """The norm of the difference of gradients, relative to that of the second ones.
+
+    Args:
+        changed: The first ones.
+        plain: The second ones.
+        least: A norm to take in place of one that is smaller.
+    """
     if changed.keys() != plain.keys():
         return None
-    pairs = [(changed[name].double(), plain[name].double()) for name in plain]
-    error = sum(float((one - two).square().sum()) for one, two in pairs)
-    norm = sum(float(two.square().sum()) for _, two in pairs)
-    return math.sqrt(error / norm) if norm > 0 and math.isfinite(error) else None
+    error = norm_of(changed[k].double() - plain[k].double() for k in plain)
+    norm = max(norm_of(plain.values()), least)
+    return error / norm if norm > 0 and math.isfinite(error) else None

@@ -144,7 +144,8 @@ SEEN_IN_BACKWARD = (
 )
 OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
-_SAME = 1e-3  # of gradients: more than float32 rounds in most networks
+SAME = 1e-3  # of gradients: more than float32 rounds in most networks
+_MOST_MOVED = 1e6  # a change of results is written up to here
 _TIMES = 10.0  # an error is written as a factor from here on
 
 
@@ -185,14 +186,18 @@ class Remedy:
         true_loss: The loss in float64, or where the failing call has no value there,
             of an exact form in float64; None where it is not known.
         error: How far the loss is from that, relative to it; where the loss is right,
-            and gradients are not, how far these are (L2 norm).
+            and gradients are not, how far these are (L2 norm). None where the true
+            loss is beyond the dtype's maximum.
         misses: "loss" or "gradients", where that is more than rounding explains.
-        usual: The largest loss of the steps before, where this one is a thousand times
-            as large and not known to be right; else None. Then it is no remedy.
+        usual: The largest loss of the steps before, where this one is 1e5 times as
+            large and not known to be right; else None. Then it is no remedy.
         breaks: What becomes non-finite in the optimizer's step with it, in words; ""
             for nothing that was seen. Else it is no remedy.
         leaves: The buffer that is a thousand times as large after the step with it, as
             the statistics of a batch norm, in words; or "".
+        moves_results: The largest relative change of those results of the changed calls
+            that were finite without it; None where there were none.
+        is_flat: Whether all gradients are 0 with it.
         stops_gradient: Whether no gradient goes through where it acts.
         is_of_data: Whether it changes the batch, and no code.
         hides: The operation that overflows with it where the loss does not show it, as
@@ -227,6 +232,8 @@ class Remedy:
     usual: float | None = None
     breaks: str = ""
     leaves: str = ""
+    moves_results: float | None = None
+    is_flat: bool = False
     stops_gradient: bool = False
     is_of_data: bool = False
     hides: str = ""
@@ -278,7 +285,12 @@ class Remedy:
             clauses[0] += f", {but}{100 * self.distance:.2g} % from float32"
         if self.moved is not None:
             clauses.append(self._moved_text())
-        if self.stops_gradient:
+        elif self.moves_results is not None and self.moves_results > SAME:
+            by = f"{min(self.moves_results, _MOST_MOVED):.2g} of their size"
+            clauses.append(f"changes results that were finite by up to {by}")
+        if self.is_flat:
+            clauses.append("all gradients are 0")
+        elif self.stops_gradient:
             clauses.append("no gradient where it acts")
         for each in filter(None, (self.leaves, self.hides)):
             clauses.append(f"but {each}")
@@ -296,16 +308,18 @@ class Remedy:
     @property
     def changes_others(self) -> bool:
         """True if it was seen to change the other samples' loss or gradients."""
-        return self._moves_loss or (self.moved is not None and self.moved > _SAME)
+        return self._moves_loss or (self.moved is not None and self.moved > SAME)
 
     @property
     def _moves_loss(self) -> bool:
         if self.losses is None:
             return False
         before, after = self.losses
-        return abs(after - before) > _SAME * abs(before)
+        return abs(after - before) > SAME * abs(before)
 
     def _error_text(self) -> str:
+        if self.true_loss is not None and self.error is None:
+            return f" (the true one is {self.true_loss:.3g})"
         if not self.misses or self.error is None or self.true_loss is None:
             return ""
         by = f"{self.error:.2g} times" if self.error >= _TIMES else f"{self.error:.0%}"
@@ -422,7 +436,8 @@ class Explanation:
         return {
             **{k: v for k, v in asdict(whole).items() if k != "artifacts"},
             "remedies": [
-                {**asdict(each), "outcome": each.outcome} for each in self.remedies
+                {**asdict(e), "outcome": e.outcome, "is_recommended": e.is_recommended}
+                for e in self.remedies
             ],
             "sample": None if sample is None else int(sample),
             "dataset_index": None if sample is None else sample.dataset,

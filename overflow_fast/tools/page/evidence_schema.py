@@ -55,6 +55,7 @@ class SavedRemedy(Struct):
     tried: bool = True
     why: str = ""
     is_finite: bool = False
+    is_recommended: bool = True
     outcome: str = ""
     loss: Number | None = None
     file: str = ""

@@ -83,10 +83,13 @@ class Incident:
 
     @property
     def cure(self) -> Mapping[str, Any]:
-        """The first remedy that made the step finite; empty if there is none."""
+        """The first remedy that made the step finite; empty if there is none.
+
+        In files that say so, one that breaks nothing.
+        """
         found = self.explanation.get("remedies") or []
-        helped = (each for each in found if each.get("tried") and each.get("is_finite"))
-        return next(helped, {})
+        helped = (e for e in found if e.get("tried") and e.get("is_finite"))
+        return next((e for e in helped if e.get("is_recommended", True)), {})
 
     @property
     def first(self) -> Mapping[str, Any]:
