@@ -125,9 +125,14 @@ _FILLS = ("normal", "uniform", "exponential", "bernoulli", "random", "log_normal
 def _widened(each: Any) -> Any:
     if isinstance(each, torch.dtype):
         return _WIDE.get(each, each)
-    if isinstance(each, torch.Tensor) and each.dtype in _WIDE and has_memory(each):
-        return each.to(_WIDE[each.dtype])
-    return each
+    is_wider = isinstance(each, torch.Tensor) and _can_be_cast(each)
+    return each.to(_WIDE[each.dtype]) if is_wider else each
+
+
+def _can_be_cast(tensor: torch.Tensor) -> bool:
+    """True for floats; to read freed memory would end the process."""
+    is_there = tensor.layout is not torch.strided or has_memory(tensor)
+    return tensor.dtype in _WIDE and is_there
 
 
 def _widened_all(value: Any) -> Any:
@@ -135,7 +140,7 @@ def _widened_all(value: Any) -> Any:
 
 
 def _as_wide_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype not in _WIDE or not has_memory(tensor):
+    if not _can_be_cast(tensor):
         return tensor
     copy = tensor.detach().to(_WIDE[tensor.dtype])
     return copy.requires_grad_() if tensor.requires_grad else copy
