@@ -95,6 +95,7 @@ class EmulatedDevice final : public Device {
     if (state.fails_streams) throw std::runtime_error("device lost");
     return state.stream;
   }
+  int64_t default_stream() override { return 0; }
   bool is_capturing() override { return state.is_capturing; }
   std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<EmulatedEvent>(); }
   void synchronize() override {

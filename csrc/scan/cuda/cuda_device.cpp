@@ -75,6 +75,7 @@ class CudaDevice final : public Device {
     C10_CUDA_CHECK(cuda::launch_step_end(seen, c10::cuda::getCurrentCUDAStream(index_)));
   }
   int64_t current_stream() override { return c10::cuda::getCurrentCUDAStream(index_).id(); }
+  int64_t default_stream() override { return c10::cuda::getDefaultCUDAStream(index_).id(); }
   bool is_capturing() override {
     const c10::cuda::CUDAGuard guard(index_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
