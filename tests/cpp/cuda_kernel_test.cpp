@@ -61,8 +61,13 @@ std::vector<Slot> scan(const std::vector<View>& views, cuda::Target target) {
 cuda::Target draw_target() {
   const int multiprocessors =
       draw(0, 1) ? device::num_multiprocessors() : static_cast<int>(draw(1, 5));
-  return {nullptr, multiprocessors, static_cast<int>(draw(1, cuda::kBlocksPerMultiprocessor)),
-          draw(0, 1) == 1 && device::takes_large_lists()};
+  const bool takes_large = draw(0, 1) == 1 && device::takes_large_lists();
+  cuda::Target target{nullptr, multiprocessors,
+                      static_cast<int>(draw(0, cuda::kBlocksPerMultiprocessor)), takes_large};
+  target.turn = draw(0, 1) ? 0 : static_cast<int>(draw(1, 3));
+  target.splits_lists = draw(0, 1) == 1;
+  device::check(cuda::ask_fits(target), "what fits");
+  return target;
 }
 
 bool is_near(uint64_t a, uint64_t b) { return (a > b ? a - b : b - a) <= 2; }

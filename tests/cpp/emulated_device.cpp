@@ -68,8 +68,14 @@ struct OwnView {
 
 void launch(const View* views, int64_t count, Slot* slots) {
   const Variants variants = read_variants();
-  const int blocks = variants.cuda_blocks > 0 ? variants.cuda_blocks : 2;
-  const cuda::Target target{nullptr, 2, blocks, variants.has_large_lists, variants.has_small_lists};
+  cuda::Target target{nullptr,
+                      2,
+                      variants.cuda_blocks,
+                      variants.has_large_lists,
+                      variants.has_small_lists,
+                      variants.cuda_turn,
+                      variants.splits_lists};
+  if (cuda::ask_fits(target) != cudaSuccess) std::abort();
   if (cuda::launch_scan(views, count, slots, target) != cudaSuccess) std::abort();
 }
 
