@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from ...guard.process import has_process_group
 from ...scanner.modules import modules_in, tensors_of
 from ...torch_internals.replaying import (
+    autocast_devices,
     inherited,
     set_inherited,
     uncompiled_calls,
@@ -103,9 +104,7 @@ def in_bfloat16(models: Iterable[nn.Module]) -> Iterator[None]:
 def _begin_bfloat16(module: nn.Module, args: object) -> None:
     if not inherited(_KEY):
         return
-    for device in ("cpu", "cuda", "mps", "xpu"):
-        if not torch.amp.is_autocast_available(device):
-            continue
+    for device in autocast_devices():
         is_half = torch.get_autocast_dtype(device) == torch.float16
         if torch.is_autocast_enabled(device) and is_half:
             torch.set_autocast_dtype(device, torch.bfloat16)
