@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 CXX ?= g++
 # How many processes run the tests.
 JOBS ?= auto
+# The files whose tests run on the simulated device too, or on it alone.
+ON_SEALED = $(shell grep -lE 'mark.sealed|BACKENDS|\(gpu[,)]' -r tests --include='test_*.py')
 WORKERS = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(VENV)/bin/python
 # Tests start many processes: each would compile the package's sources anew, for 2 s.
@@ -46,6 +48,7 @@ docs: build
 
 test: build
 	$(RUN) -m pytest -q --disable-warnings $(WORKERS)
+	$(RUN) -m pytest -q --disable-warnings $(WORKERS) --sealed $(ON_SEALED)
 
 # Lint, types and the quick tests of the inner three layers: about a minute.
 check: lint build
