@@ -30,9 +30,9 @@ from timing import (
 )
 
 # Threads of a block, 16-byte loads of a thread at once, blocks of a multiprocessor, and
-# whether L2 drops first what was read; the first are today's. Others must be better by a
-# margin in the worst of their cases. L2 matters to what runs next: the fastest scan may
-# make the step slower, so that a hint also has to win where a step is measured.
+# whether L2 drops first what was read; the first are today's. Others must be better by
+# a margin in the worst of their cases. L2 matters to what runs next: the fastest scan
+# may make the step slower, so that a hint also has to win where a step is measured.
 VARIANTS = [
     (256, 4, 4, 0),
     (256, 4, 4, 1),

@@ -29,13 +29,17 @@ struct State {
   int64_t num_waits;  // the host's, for events that had not passed
   int64_t num_stream_waits;
   int64_t num_synchronizations;
+  int64_t num_events;    // made
+  int64_t ended_stream;  // no event can be recorded there
 };
 State state;
 std::vector<std::function<void()>> graph;
 
 class EmulatedEvent final : public DeviceEvent {
  public:
-  void record(int64_t) override {
+  EmulatedEvent() { ++state.num_events; }
+  void record(int64_t stream) override {
+    if (stream != 0 && stream == state.ended_stream) throw std::runtime_error("no such stream");
     if (state.fails_events) throw std::runtime_error("device lost\nwith details");
     has_passed_ = false;
   }
