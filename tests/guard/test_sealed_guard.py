@@ -196,7 +196,9 @@ def test_a_skipped_step_leaves_every_bit():
 
 def test_lagged_a_bad_step_with_calls_of_its_own_is_left_out():
     torch.manual_seed(0)
-    model, optimizer = on_device(Chain(), torch.optim.AdamW, fused=True)
+    model = Chain()
+    model.register_buffer("mask", torch.full((4,), -INF))  # which bits allow
+    model, optimizer = on_device(model, torch.optim.AdamW, fused=True)
     x = torch.randn(4, 16, device="sealed")
     changed = []
     with late(), OverflowGuard(model, optimizer, "skip", sync="lagged") as guard:
@@ -209,24 +211,6 @@ def test_lagged_a_bad_step_with_calls_of_its_own_is_left_out():
         guard.check()
     assert changed == [True, True, True, False, True, True]
     assert guard.num_skipped == 1
-
-
-def test_slots_of_a_step_that_failed_are_kept_from_the_program():
-    """A side stream may still write to them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), OnASide(), nn.Linear(8, 1))
-    model, optimizer = on_device(model)
-    x = torch.randn(4, 8, device="sealed")
-    with late(), OverflowGuard(model, optimizer, explain=False) as guard:
-        step(model, optimizer, x)
-        model(x).mean().backward()
-        with memory_limit(0):  # for the flags
-            optimizer.step()
-        assert any("out of memory" in each for each in guard.coverage().not_scanned)
-        mine = [torch.zeros(4096, 4, dtype=torch.long, device="sealed") for _ in "ab"]
-        step(model, optimizer, x)
-        torch.accelerator.synchronize()
-        assert not any(each.any().item() for each in mine)
 
 
 def test_an_error_of_asynchronous_work_is_said_and_ends_nothing():
