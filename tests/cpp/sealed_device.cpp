@@ -554,6 +554,16 @@ bool takes_generator(const c10::Argument& argument) {
   return optional != nullptr && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
 }
 
+// The CPU wraps a number that does not fit into a tensor of small integers; some devices refuse.
+void refuse_wide_scalar(const std::string& name, const at::Tensor& tensor, const at::Scalar& by) {
+  if (!by.isIntegral(/*includeBool=*/false)) return;
+  const int64_t value = by.toLong();
+  const bool is_too_wide = (tensor.scalar_type() == at::kChar && value != int8_t(value)) ||
+                           (tensor.scalar_type() == at::kShort && value != int16_t(value)) ||
+                           (tensor.scalar_type() == at::kInt && value != int32_t(value));
+  TORCH_CHECK(!is_too_wide, name, ": ", value, " does not fit into ", tensor.scalar_type());
+}
+
 // The memory that an operation writes, and its bytes before: to be written late.
 struct Written {
   explicit Written(const at::Tensor& t, bool is_new = false) {
@@ -597,6 +607,9 @@ void run(const c10::OperatorHandle& op, const c10::OperatorHandle& called,
   late().run(stream);
   const auto& arguments = op.schema().arguments();
   const size_t first = stack->size() - arguments.size();
+  if (arguments.size() >= 2 && (*stack)[first].isTensor() && (*stack)[first + 1].isScalar()) {
+    refuse_wide_scalar(name, (*stack)[first].toTensor(), (*stack)[first + 1].toScalar());
+  }
   Aliases aliases;
   std::vector<Written> written;
   const bool is_late = late().wanted(stream) && !is_view;

@@ -1,4 +1,4 @@
-"""A real asynchronous device without kernels here: Vulkan, by Mesa's driver for CPUs."""
+"""A real asynchronous device without kernels here: Vulkan, with Mesa's CPU driver."""
 
 import importlib.util
 import subprocess
