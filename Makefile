@@ -5,6 +5,8 @@ TORCH ?= torch==2.13.0
 CXX ?= g++
 # How many processes run the tests.
 JOBS ?= auto
+# The files whose tests run on the simulated device too, or on it alone.
+ON_SEALED = $(shell grep -lE 'mark.sealed|BACKENDS|\(gpu[,)]' -r tests --include='test_*.py')
 WORKERS = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(VENV)/bin/python
 # Tests start many processes: each would compile the package's sources anew, for 2 s.
@@ -46,6 +48,7 @@ docs: build
 
 test: build
 	$(RUN) -m pytest -q --disable-warnings $(WORKERS)
+	$(RUN) -m pytest -q --disable-warnings $(WORKERS) --sealed $(ON_SEALED)
 
 # Lint, types and the quick tests of the inner three layers: about a minute.
 check: lint build
@@ -79,16 +82,25 @@ build/cuda_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/cuda_emulation
 	  -Itests/cpp/cuda_emulation -o $@ tests/cpp/cuda_kernel_test.cpp \
 	  -x c++ $(wildcard csrc/scan/cuda/*.cu)
 
+# As ROCm would compile them: wavefronts of 64 lanes, AMD's names.
+build/wide_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/cuda_emulation/*) $(CORE) $(CUDA)
+	@mkdir -p build
+	$(SANITIZED) -fsanitize=$(subst +,$(comma),$*) -fno-strict-aliasing -Wno-unknown-pragmas \
+	  -D__HIP_PLATFORM_AMD__ -Itests/cpp/cuda_emulation -o $@ tests/cpp/cuda_kernel_test.cpp \
+	  -x c++ $(wildcard csrc/scan/cuda/*.cu)
+
 build/metal_kernel_%: $(wildcard tests/cpp/*) $(wildcard tests/cpp/*/*) $(CORE) $(METAL)
 	@mkdir -p build
 	$(SANITIZED) -fsanitize=$(subst +,$(comma),$*) -fno-strict-aliasing -Wno-attributes \
 	  -Itests/cpp/metal_emulation -o $@ tests/cpp/metal_kernel_test.cpp
 
 sanitize: build/scan_core_address+undefined build/scan_core_thread \
-    build/cuda_kernel_address+undefined build/metal_kernel_address+undefined
+    build/cuda_kernel_address+undefined build/metal_kernel_address+undefined \
+    build/wide_kernel_undefined
 	for program in $(filter build/scan_core%,$^); do for isa in baseline avx2 avx512; do \
 	  OVERFLOW_FAST_ISA=$$isa $$program || exit 1; done; done
 	build/cuda_kernel_address+undefined
+	build/wide_kernel_undefined few
 	build/metal_kernel_address+undefined
 
 # Compiles the CUDA sources for every architecture, where nvcc is found; needs no GPU.

@@ -76,6 +76,25 @@ def scan_us_small() -> float:
     return microseconds(scan_of(1000, 4096))
 
 
+def scan_us_mixed() -> float:
+    """A list of 40 runs of 4 MiB and a tensor whose rows are cut off."""
+    numel = 2**14 if QUICK else 2**20
+    tensors = [torch.rand(numel, device=DEVICE) for _ in range(40)]
+    tensors.append(torch.rand(1000, 257, device=DEVICE)[:, :255])
+    slots = torch.tensor([[-1, 0, 0, 0]] * len(tensors), device=DEVICE)
+    return microseconds(lambda: op(slots, 0, tensors))
+
+
+def scan_us_masks() -> float:
+    """Ten masks of 4 MiB whose infs are meant: each part of them is read twice."""
+    numel = 2**14 if QUICK else 2**20
+    mask = torch.full((numel,), -torch.inf, device=DEVICE)
+    mask[::2] = 0
+    masks = [mask.clone() for _ in range(10)]
+    slots = torch.tensor([[-1, 0, 0, 0]] * len(masks), device=DEVICE)
+    return microseconds(lambda: op(slots, 0, masks))
+
+
 def scan_us_medium() -> float:
     """A tensor of 16 MiB of many, so that no cache holds it."""
     return microseconds(scan_of(1, 2**18 if QUICK else 2**24, 32))
@@ -125,6 +144,8 @@ METRICS: dict[str, Callable[[], float]] = {
         scan_us_medium,
         scan_us_one,
         scan_us_small,
+        scan_us_mixed,
+        scan_us_masks,
         frame_host_us,
         step_end_us,
         small_model_step_us,

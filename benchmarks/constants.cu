@@ -13,6 +13,6 @@ extern "C" int scan_variant(const char* data, int64_t numel, int dtype, int64_t 
   for (int64_t i = 0; i < count; ++i) {
     views[i] = {data + i * bytes, static_cast<Dtype>(dtype), &numel, &stride, 1};
   }
-  return cuda::launch_scan(views, count, slots,
-                           {stream, multiprocessors, cuda::kBlocksPerMultiprocessor, large != 0});
+  cuda::Target target{stream, multiprocessors, cuda::kBlocksPerMultiprocessor, large != 0};
+  return cuda::launch_scan(views, count, slots, target);
 }

@@ -35,10 +35,27 @@ DECISIONS = (
     Decision(
         "blocks on each multiprocessor",
         "OVERFLOW_FAST_CUDA_BLOCKS",
-        ("4", "2", "3", "8"),
+        ("0", "2", "3", "8"),
         "scan_us_large",
         0.03,
         "Fewer blocks leave room for other streams; more hide the end of the slowest.",
+    ),
+    Decision(
+        "chunks that a block reads in a row",
+        "OVERFLOW_FAST_CUDA_TURN",
+        ("0", "4", "16", "64"),
+        "scan_us_large",
+        0.03,
+        "Blocks that take turns end together; a block that reads its share at once "
+        "folds into each slot once.",
+    ),
+    Decision(
+        "two launches for a list of runs and rows",
+        "OVERFLOW_FAST_CUDA_SPLIT",
+        ("1", "0"),
+        "scan_us_mixed",
+        0.02,
+        "One launch saves some microseconds; its kernel has fewer blocks in flight.",
     ),
     Decision(
         "a list of its own for up to 4 tensors",

@@ -158,6 +158,8 @@ BUILD = ("build",)
 STAGES = (
     Stage("kernel", 120, 15, kernel),
     Stage("build", 240, 30, build),
+    # Early, so that a short loan of a GPU decides what only a GPU can.
+    Stage("variants", 180, 30, scripts("variants", "constants"), BUILD),
     Stage("gpu-tests", 150, 15, gpu_tests, BUILD),
     Stage("scan", 100, 15, scripts("scan", "layouts", "lists"), BUILD),
     Stage("hooks", 60, 10, scripts("hooks"), BUILD),
@@ -165,7 +167,6 @@ STAGES = (
     Stage("compile", 120, 30, scripts("compile"), BUILD),
     Stage("tests", 300, 30, other_tests, BUILD),
     Stage("sanitizer", 150, 20, sanitizer, ("kernel",), REFUSAL),
-    Stage("variants", 180, 30, scripts("variants", "constants"), BUILD),
 )
 
 

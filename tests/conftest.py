@@ -20,8 +20,9 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 import pytest
 import torch
 from emulation import VARIANTS, emulated_device, emulation
-from gpus import GPUS, Cuda, Emulated
+from gpus import GPUS, Cuda, Emulated, Sealed
 from processes import serve_from_here
+from sealed import sealed_device
 
 from overflow_fast import OverflowGuard
 from overflow_fast.explainer import replayer
@@ -53,6 +54,8 @@ def pytest_configure(config):
 
     They have what takes long to import.
     """
+    if config.getoption("--sealed"):
+        sealed_device()
     if hasattr(config, "workerinput"):
         for name in ("torch._inductor.compile_fx", "transformers.modeling_utils"):
             importlib.import_module(name)
@@ -89,11 +92,21 @@ def pytest_collection_modifyitems(config, items):
         folder, *inner = item.path.relative_to(root).parts
         if inner:
             item.add_marker(LAYERS[folder])
+    # A run of their own: torch has one accelerator, from before its first backward on.
+    chosen = config.getoption("--sealed")
+    others = [i for i in items if bool(i.get_closest_marker("sealed")) != chosen]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [i for i in items if bool(i.get_closest_marker("sealed")) == chosen]
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--release", action="store_true", help="compile the packed sources, a minute"
+    )
+    parser.addoption(
+        "--sealed",
+        action="store_true",
+        help="run the tests of the simulated device, and no others",
     )
     parser.addoption(
         "--skip-missing",
@@ -193,6 +206,8 @@ def gpu(request):
     """A GPU, emulated or real: see gpus.py."""
     if request.param == "cuda":
         return Cuda()
+    if request.param == "sealed":
+        return Sealed()
     return Emulated(request.getfixturevalue("emulated"))
 
 

@@ -17,6 +17,18 @@ bool is_deferred(const Entry& entry) {
 
 }  // namespace
 
+// What is in flight writes to the host's memory, which CUDA's allocator keeps for it, and perhaps
+// no other's.
+Deferred::~Deferred() {
+  for (InFlightBatch& batch : in_flight_) {
+    for (size_t i = 0; i < batch.transfers.size(); ++i) {
+      if (devices_[i].has_kernels() || batch.transfers[i].has_arrived()) continue;
+      const py::gil_scoped_release release;
+      batch.transfers[i].wait();
+    }
+  }
+}
+
 size_t Deferred::number_of(at::Device device) {
   size_t at = 0;
   while (at < devices_.size() && devices_[at].device() != device) ++at;
@@ -96,6 +108,7 @@ void Deferred::send() {
     std::vector<int64_t> flag_bits;
     if (wants_flags_) flag_bits = flag_bits_of(i);
     batch.transfers.push_back(devices_[i].send(flag_bits));
+    num_syncs_ += batch.transfers.back().num_waits();
   }
   batch.frames.swap(waiting_);
   in_flight_.push_back(std::move(batch));
@@ -180,6 +193,11 @@ void Deferred::decode(Frame& frame, const std::vector<Transfer>& transfers) {
     const Transfer& transfer = transfers[entry.slot.device];
     if (transfer.error) {
       coverage_.give_up(entry, transfer.error);
+      continue;
+    }
+    if (const auto failure = transfer.failures.find(entry.slot.index);
+        failure != transfer.failures.end()) {
+      coverage_.give_up(entry, failure->second);
       continue;
     }
     entry.stat = transfer.slot(entry.slot.index);

@@ -18,6 +18,8 @@ namespace overflow_fast {
 class Deferred {
  public:
   explicit Deferred(Coverage& coverage) : coverage_(coverage) {}
+  Deferred(const Deferred&) = delete;
+  ~Deferred();
 
   // True if a graph capture has begun or ended since the scan that filled `slot`: its stat is then
   // not valid for the current frame.
@@ -68,9 +70,9 @@ class Deferred {
   std::vector<int64_t> flag_bits_of(size_t device) const;
 
   Coverage& coverage_;
+  std::deque<InFlightBatch> in_flight_;  // outlives devices_, which wait for what reads its tensors
   std::deque<DeviceSlots> devices_;
   std::vector<Frame> waiting_;
-  std::deque<InFlightBatch> in_flight_;
   std::vector<Frame> captured_;
   int64_t step_ = 1;
   int64_t num_sends_ = 0;

@@ -2,12 +2,14 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <stdexcept>
 
 #include "../scan/device_registry.h"
 #include "../scan/torch_scan.h"
+#include "../scan/torch_streams.h"
 #include "../torch_internals/errors.h"
 #include "../torch_internals/no_dispatch_guard.h"
 
@@ -22,12 +24,17 @@ void keep_for_ever(const std::vector<at::Tensor>& chunks) {
   kept->insert(kept->end(), chunks.begin(), chunks.end());
 }
 
+// Frames of a few tensors wait for others; a long list has enough to reduce together.
+constexpr size_t kFewTensors = 8;
+
 }  // namespace
 
 DeviceSlots::DeviceSlots(at::Device device)
     : device_(device),
       api_(find_device(device)),
-      step_end_(device, api_),
+      torch_streams_(api_ == nullptr ? torch_streams(device) : nullptr),
+      streams_(api_ == nullptr ? torch_streams_.get() : api_),
+      step_end_(device, api_, streams_ != nullptr),
       held_(read_variants().held_frames) {}
 
 DeviceSlots::~DeviceSlots() {
@@ -36,14 +43,29 @@ DeviceSlots::~DeviceSlots() {
   // may still use it.
   if (streams_seen_ > 1 && !step_.chunks.empty()) {
     try {
-      api_->is_capturing() ? keep_for_ever(step_.chunks) : api_->synchronize();
+      streams_->is_capturing() ? keep_for_ever(step_.chunks) : synchronize();
     } catch (...) {  // the device is lost, and its memory with it
     }
   }
 }
 
+void DeviceSlots::synchronize() {
+  const py::gil_scoped_release release;
+  streams_->synchronize();
+}
+
+// An event that nobody waits for any more.
+std::shared_ptr<DeviceEvent> DeviceSlots::take_event() {
+  for (const auto& event : events_) {
+    if (event.use_count() != 1) continue;
+    event->poll(nullptr, 0);
+    return event;
+  }
+  return events_.emplace_back(streams_->make_event());
+}
+
 int64_t DeviceSlots::current_stream() {
-  const int64_t stream = api_->current_stream();
+  const int64_t stream = streams_->current_stream();
   if (streams_seen_ == 0 || stream != last_stream_) ++streams_seen_;
   last_stream_ = stream;
   return stream;
@@ -85,6 +107,8 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors, bool may_wait) {
     views_.push_back(tensor.view);
   }
   const auto count = static_cast<int64_t>(views_.size());
+  // Before the pool grows as well: the reset of a new chunk is then later than that of the others.
+  if (!is_capturing_) join_current_stream();
   while (first + count > pool.capacity()) grow(pool);
   if (!is_capturing_) join_current_stream();
   pool.used += count;  // also if a launch fails: some of the slots may have been written
@@ -101,7 +125,19 @@ void DeviceSlots::launch(Pool& pool, const std::vector<View>& views, int64_t fir
     const int64_t some = std::min(count - done, kChunk - row);
     auto* slots = static_cast<Slot*>(pool.chunks[(first + done) / kChunk].mutable_data_ptr());
     api_->scan(views.data() + done, some, slots + row, stream);
+    if (&pool == &step_) note_written(stream);
     done += some;
+  }
+}
+
+// Marks the end of what a stream has written. At the end of the step it may no longer exist, as
+// one that the program has made itself; the default stream always does.
+void DeviceSlots::note_written(int64_t stream) {
+  if (streams_ == nullptr || stream == streams_->default_stream()) return;
+  for (StreamUse& use : stream_uses_) {
+    if (use.stream != stream) continue;
+    if (use.written == nullptr) use.written = take_event();
+    use.written->record(stream);
   }
 }
 
@@ -124,10 +160,12 @@ void DeviceSlots::launch_held() {
   held_.clear();
 }
 
-// Makes one call for each chunk that the slots lie in.
+// Few small tensors wait for others, those of lists are scanned together: one call for each chunk
+// that their slots lie in.
 void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
   const NoDispatchGuard no_dispatch;
   std::vector<Unscanned*> some;
+  const bool is_few = views_.size() <= kFewTensors;
   const auto scan_some = [&] {
     std::vector<at::Tensor> values;
     for (const Unscanned* each : some) values.push_back(each->tensor.detach());
@@ -141,10 +179,44 @@ void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
   };
   for (Unscanned& tensor : tensors) {
     if (tensor.tensor.device() != device_) continue;
-    if (!some.empty() && tensor.slot.index % kChunk == 0) scan_some();
-    some.push_back(&tensor);
+    const bool is_apart = is_few && scan_later(tensor);
+    if (!some.empty() && (is_apart || tensor.slot.index % kChunk == 0)) scan_some();
+    if (!is_apart) some.push_back(&tensor);
   }
   if (!some.empty()) scan_some();
+  note_written(last_stream_);
+}
+
+// Holds a copy of a tensor, and returns whether it did, or knows now why that is not possible.
+bool DeviceSlots::scan_later(Unscanned& tensor) {
+  // A stream that may end before the copies are scanned takes none.
+  const bool is_lasting = streams_ == nullptr || last_stream_ == streams_->default_stream();
+  if (!is_lasting || !is_known_to_scan(tensor.tensor)) return false;
+  const auto slot = static_cast<int64_t>(tensor.slot.index);
+  const bool fits = slot % kChunk != 0 && copies_.is_next(slot, last_stream_);
+  if (!copies_.is_empty() && (!fits || copies_.is_full())) scan_held();
+  try {
+    copies_.add(tensor.tensor.detach(), slot, last_stream_);
+  } catch (...) {
+    tensor.error =
+        py::str(remembered_failure(tensor.tensor.device().type(), tensor.tensor.scalar_type()));
+  }
+  return true;
+}
+
+// Runs on the stream of the copies, where the memory of all is ordered.
+void DeviceSlots::scan_held() {
+  if (copies_.is_empty()) return;
+  const NoDispatchGuard no_dispatch;
+  const c10::OptionalStreamGuard guard(
+      streams_ == nullptr
+          ? std::nullopt
+          : std::optional(c10::Stream(c10::Stream::UNSAFE, device_, copies_.stream())));
+  const int64_t first = copies_.first_slot();
+  const std::vector<std::string> why = copies_.scan(step_.chunks[first / kChunk], first % kChunk);
+  for (size_t i = 0; i < why.size(); ++i) {
+    if (!why[i].empty()) failures_[first + static_cast<int64_t>(i)] = py::str(why[i]);
+  }
 }
 
 void DeviceSlots::grow(Pool& pool) {
@@ -167,19 +239,19 @@ void DeviceSlots::grow(Pool& pool) {
 }
 
 void DeviceSlots::mark_reset() {
-  if (api_ == nullptr) return;
-  std::shared_ptr<DeviceEvent> event = api_->make_event();
+  if (streams_ == nullptr) return;
+  std::shared_ptr<DeviceEvent> event = take_event();
   reset_stream_ = current_stream();
   event->record(reset_stream_);
   last_reset_ = std::move(event);
 }
 
 void DeviceSlots::join_current_stream() {
-  if (api_ == nullptr) return;
+  if (streams_ == nullptr) return;
   const int64_t stream = current_stream();
   auto use = std::find_if(stream_uses_.begin(), stream_uses_.end(),
                           [&](const StreamUse& known) { return known.stream == stream; });
-  if (use == stream_uses_.end()) use = stream_uses_.insert(use, {stream, nullptr});
+  if (use == stream_uses_.end()) use = stream_uses_.insert(use, {stream, nullptr, nullptr});
   if (use->waited_for == last_reset_) return;
   if (last_reset_ && stream != reset_stream_) last_reset_->block(stream);
   use->waited_for = last_reset_;
@@ -187,8 +259,9 @@ void DeviceSlots::join_current_stream() {
 
 Transfer DeviceSlots::send(const std::vector<int64_t>& flag_bits) {
   launch_held();
+  scan_held();
   Transfer transfer = send(step_, flag_bits);
-  stream_uses_.clear();
+  transfer.failures = std::exchange(failures_, {});
   // A capture may come next, and cannot allocate.
   try {
     const int64_t wanted = captured_.used + transfer.count_;
@@ -201,7 +274,19 @@ Transfer DeviceSlots::send(const std::vector<int64_t>& flag_bits) {
 }
 
 Transfer DeviceSlots::send_captured() {
+  // A graph may have been replayed on any stream. Other threads may capture another one meanwhile.
+  std::string lost;
+  try {
+    if (captured_.used != 0) synchronize();
+  } catch (...) {
+    lost = current_exception_text().cast<std::string>();
+  }
   const int64_t used = captured_.used;
+  if (!lost.empty()) {
+    Transfer transfer;
+    transfer.error = py::str(lost);
+    return transfer;
+  }
   Transfer transfer = send(captured_, {});
   captured_.used = used;
   return transfer;
@@ -213,17 +298,22 @@ Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& flag_bits) {
   if (pool.used == 0) return transfer;
   try {
     const NoDispatchGuard no_dispatch;
-    // A graph may have been replayed on any stream.
-    if (&pool == &captured_) api_->synchronize();
     wait_for_streams();
     step_end_.queue(pool.chunks, flag_bits, transfer);
     mark_reset();
     transfer.follow(last_reset_);
+    transfer.keep(std::exchange(retired_, {}));
+    if (&pool == &step_) stream_uses_.clear();
   } catch (...) {
     transfer.error = current_exception_text();
     // Slots that may not have been reset would carry this step's stats into the next one. Those of
-    // captured scans must keep their addresses.
-    if (&pool == &step_) pool.chunks.clear();
+    // captured scans must keep their addresses. The others are freed once a step has waited for
+    // the streams that write them, if there is more than one.
+    if (&pool == &step_) {
+      if (streams_seen_ > 1)
+        retired_.insert(retired_.end(), pool.chunks.begin(), pool.chunks.end());
+      pool.chunks.clear();
+    }
   }
   pool.used = 0;
   return transfer;
@@ -231,12 +321,16 @@ Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& flag_bits) {
 
 // Makes the current stream wait for those that wrote slots.
 void DeviceSlots::wait_for_streams() {
-  if (api_ == nullptr) return;
+  if (streams_ == nullptr) return;
   const int64_t stream = current_stream();
   for (const StreamUse& use : stream_uses_) {
     if (use.stream == stream) continue;
-    const auto written = api_->make_event();
-    written->record(use.stream);
+    std::shared_ptr<DeviceEvent> written = use.written;
+    if (written == nullptr) {
+      if (use.stream != streams_->default_stream()) continue;  // nothing was written
+      written = take_event();
+      written->record(use.stream);
+    }
     written->block(stream);
   }
 }

@@ -5,17 +5,19 @@
 // captured in a graph have slots of their own: every replay writes them, and send_captured() copies
 // them.
 //
-// Everything here runs under the GIL, except for Transfer::wait().
+// Everything here runs under the GIL, except for Transfer::wait() and synchronizations.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "../scan/device.h"
+#include "held_copies.h"
 #include "held_scans.h"
 #include "slot_ref.h"
 #include "step_end.h"
@@ -47,7 +49,8 @@ class DeviceSlots {
   // counters then show writes.
   void scan(std::vector<Unscanned>& tensors, bool may_wait);
 
-  // Starts the copy of the step's slots, resets them, and does not wait; see StepEnder.
+  // Starts the copy of the step's slots, resets them, and does not wait where the device has
+  // streams and pinned memory; see StepEnder.
   Transfer send(const std::vector<int64_t>& flag_bits = {});
   at::Tensor take_flags() { return step_end_.take_flags(); }
   int64_t used() const { return step_.used; }
@@ -56,6 +59,7 @@ class DeviceSlots {
   void recycle(Transfer&& transfer) { step_end_.recycle(std::move(transfer)); }
 
   at::Device device() const { return device_; }
+  bool has_kernels() const { return api_ != nullptr; }
 
  private:
   struct Pool {
@@ -67,28 +71,38 @@ class DeviceSlots {
   struct StreamUse {
     int64_t stream;
     std::shared_ptr<DeviceEvent> waited_for;
+    std::shared_ptr<DeviceEvent> written;  // null for the default stream
   };
 
   int64_t current_stream();
+  std::shared_ptr<DeviceEvent> take_event();
   void queue(std::vector<Unscanned>& tensors, bool may_wait);
   void launch(Pool& pool, const std::vector<View>& views, int64_t first, int64_t stream);
   void hold(const std::vector<Unscanned>& tensors, int64_t first, bool may_wait);
   void launch_held();
   void scan_by_torch(std::vector<Unscanned>& tensors);
+  bool scan_later(Unscanned& tensor);
+  void scan_held();
   void grow(Pool& pool);
   void join_current_stream();
+  void note_written(int64_t stream);
+  void synchronize();
   void mark_reset();
   Transfer send(Pool& pool, const std::vector<int64_t>& flag_bits);
   void wait_for_streams();
 
   at::Device device_;
-  Device* api_;  // null: torch operations scan (torch_scan.h), and every copy is synchronous
+  Device* api_;                             // null: torch operations scan (torch_scan.h)
+  std::unique_ptr<Streams> torch_streams_;  // in its place there
+  Streams* streams_;                        // null: every copy is synchronous
   Pool step_;
   Pool captured_;
   py::object growth_error_;  // of this step: why a chunk could not be allocated
   size_t mark_ = 0;
   bool is_capturing_ = false;
   std::vector<StreamUse> stream_uses_;
+  std::vector<std::shared_ptr<DeviceEvent>> events_;  // made so far, to be recorded again
+  std::vector<at::Tensor> retired_;                   // chunks that a stream may still write
   std::shared_ptr<DeviceEvent> last_reset_;
   int64_t reset_stream_ = 0;
   int64_t last_stream_ = 0;  // that used the slots
@@ -96,6 +110,8 @@ class DeviceSlots {
   std::vector<View> views_;  // of one launch; a member to reuse its memory
   StepEnder step_end_;
   HeldScans held_;
+  HeldCopies copies_;
+  std::map<int64_t, py::object> failures_;  // of this step's slots: why a scan did not run
 };
 
 }  // namespace overflow_fast

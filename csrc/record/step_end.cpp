@@ -1,6 +1,7 @@
 #include "step_end.h"
 
 #include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/InferenceMode.h>
 
@@ -9,6 +10,21 @@
 #include "../torch_internals/errors.h"
 
 namespace overflow_fast {
+
+namespace {
+
+// True if torch has pinned memory for the device.
+bool has_pinned_memory(at::Device device) {
+  try {
+    const c10::InferenceMode normal(false);
+    return at::getAccelerator(false) == device.type() &&
+           at::empty({1}, at::TensorOptions().pinned_memory(true)).is_pinned();
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+}  // namespace
 
 void reset_slots(at::Tensor& slots) {
   slots.zero_();
@@ -34,13 +50,27 @@ void Transfer::wait() {
 }
 
 void Transfer::follow(std::shared_ptr<DeviceEvent> event) {
+  if (num_waits_ != 0) return;  // everything has arrived
   event_ = std::move(event);
   if (epoch_ != nullptr) event_->poll(epoch_, number_);
 }
 
+void Transfer::keep(std::vector<at::Tensor> tensors) {
+  for (at::Tensor& each : tensors) kept_.push_back(std::move(each));
+}
+
+StepEnder::StepEnder(at::Device device, Device* api, bool has_streams)
+    : device_(device),
+      api_(api),
+      way_(api == nullptr ? StepEnd::kTorch : read_variants().step_end),
+      is_pinned_(!device.is_cpu() &&
+                 (api != nullptr || (has_streams && has_pinned_memory(device)))),
+      never_blocks_(api != nullptr || is_pinned_) {}
+
 void StepEnder::queue(const std::vector<at::Tensor>& chunks, const std::vector<int64_t>& flag_bits,
                       Transfer& transfer) {
-  const at::Tensor all_bits = flag_bits.empty() ? at::Tensor() : flag_bits_here(flag_bits);
+  const at::Tensor all_bits =
+      flag_bits.empty() ? at::Tensor() : flag_bits_here(flag_bits, transfer);
   for (int64_t begin = 0; begin < transfer.count_; begin += kChunk) {
     const int64_t count = std::min(kChunk, transfer.count_ - begin);
     at::Tensor slots = chunks[begin / kChunk].narrow(0, 0, count);
@@ -51,7 +81,8 @@ void StepEnder::queue(const std::vector<at::Tensor>& chunks, const std::vector<i
     if (is_published()) {
       keep_until_written(host);
     } else {
-      host.narrow(0, 0, count).copy_(slots, /*non_blocking=*/api_ != nullptr);
+      host.narrow(0, 0, count).copy_(slots, /*non_blocking=*/never_blocks_);
+      transfer.num_waits_ += !never_blocks_;
     }
     if (is_published() && begin + count == transfer.count_) {
       transfer.epoch_ = reinterpret_cast<uint64_t*>(arrived + kChunk);  // see host_buffer()
@@ -98,14 +129,26 @@ void StepEnder::launch(at::Tensor& slots, const at::Tensor& flag_bits, const Tra
   flags_ = std::move(flags);  // set by the launch
 }
 
-// Usually the same from step to step, so that nothing has to be copied to the device.
-at::Tensor StepEnder::flag_bits_here(const std::vector<int64_t>& flag_bits) {
+// Usually the same from step to step, so that nothing has to be copied to the device. The transfer
+// keeps them: a later step may replace them while a kernel still reads them on another stream.
+at::Tensor StepEnder::flag_bits_here(const std::vector<int64_t>& flag_bits, Transfer& transfer) {
   if (flag_bits != flag_bits_) {
     const auto columns = static_cast<int64_t>(flag_bits.size()) / kNumFlags;
-    device_flag_bits_ = at::tensor(flag_bits, at::kLong).view({kNumFlags, columns}).to(device_);
+    const at::Tensor host = on_host({kNumFlags, columns});
+    std::copy(flag_bits.begin(), flag_bits.end(), host.mutable_data_ptr<int64_t>());
+    device_flag_bits_ = host.to(device_, /*non_blocking=*/never_blocks_, /*copy=*/true);
+    transfer.num_waits_ += !never_blocks_;
+    transfer.keep({host});
     flag_bits_ = flag_bits;
   }
+  transfer.keep({device_flag_bits_});
   return device_flag_bits_;
+}
+
+// Memory for int64s that the device copies from or to.
+at::Tensor StepEnder::on_host(at::IntArrayRef sizes) const {
+  const c10::InferenceMode normal(false);
+  return at::empty(sizes, at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned_));
 }
 
 // One row for each slot, and one for the number that marks their arrival.
@@ -115,10 +158,7 @@ at::Tensor StepEnder::host_buffer() {
     spare_.pop_back();
     return buffer;
   }
-  const c10::InferenceMode normal(false);
-  const bool is_pinned = api_ != nullptr && !device_.is_cpu();
-  at::Tensor buffer = at::empty({kChunk + is_published(), 4},
-                                at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned));
+  at::Tensor buffer = on_host({kChunk + is_published(), 4});
   if (is_published()) buffer[kChunk].zero_();
   return buffer;
 }

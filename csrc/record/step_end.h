@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <map>
 #include <memory>
 #include <span>
 #include <utility>
@@ -33,8 +34,14 @@ class Transfer {
   const Slot& slot(int64_t index) const { return slots_[index / kChunk][index % kChunk]; }
   // Sets the event that was recorded after everything queued for the transfer.
   void follow(std::shared_ptr<DeviceEvent> event);
+  // Keeps tensors until everything queued for the transfer is over.
+  void keep(std::vector<at::Tensor> tensors);
+  // How often the host has waited for the device before anything was queued.
+  int64_t num_waits() const { return num_waits_; }
   // The reason why nothing arrived, or null.
   py::object error;
+  // The reasons why scans of single slots did not run.
+  std::map<int64_t, py::object> failures;
 
  private:
   friend class DeviceSlots;
@@ -45,14 +52,13 @@ class Transfer {
   uint64_t* epoch_ = nullptr;  // in host_: becomes number_ once published slots have arrived
   uint64_t number_ = 0;
   std::shared_ptr<DeviceEvent> event_;
+  std::vector<at::Tensor> kept_;
+  int64_t num_waits_ = 0;
 };
 
 class StepEnder {
  public:
-  StepEnder(at::Device device, Device* api)
-      : device_(device),
-        api_(api),
-        way_(api == nullptr ? StepEnd::kTorch : read_variants().step_end) {}
+  StepEnder(at::Device device, Device* api, bool has_streams);
 
   // Queues the end of the step for the first transfer.count_ slots of `chunks`. With `flag_bits`,
   // also folds them into the flags: flag_bits[row * n + i] holds the kinds of non-finite values of
@@ -70,13 +76,16 @@ class StepEnder {
   void queue_by_torch(at::Tensor& slots, const at::Tensor& flag_bits);
   void fold_flags(const at::Tensor& slots, const at::Tensor& flag_bits);
   void launch(at::Tensor& slots, const at::Tensor& flag_bits, const Transfer& transfer);
-  at::Tensor flag_bits_here(const std::vector<int64_t>& flag_bits);
+  at::Tensor flag_bits_here(const std::vector<int64_t>& flag_bits, Transfer& transfer);
   at::Tensor host_buffer();
+  at::Tensor on_host(at::IntArrayRef sizes) const;
   void keep_until_written(at::Tensor& host) const;
 
   at::Device device_;
-  Device* api_;  // null: torch operations do it, and every copy is synchronous
+  Device* api_;  // null: torch operations do it
   StepEnd way_;
+  bool is_pinned_;     // what is copied on the host
+  bool never_blocks_;  // copies do not make the host wait
   at::Tensor flags_;
   std::vector<int64_t> flag_bits_;  // device_flag_bits_ on the host
   at::Tensor device_flag_bits_;

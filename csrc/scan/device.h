@@ -1,5 +1,5 @@
 // The interface of a device that has kernels of its own here, free of torch. CUDA's is in cuda/;
-// for a device without one see torch_scan.h.
+// for a device without one see torch_scan.h and torch_streams.h.
 #pragma once
 
 #include <atomic>
@@ -60,20 +60,28 @@ class DeviceEvent {
   uint64_t number_ = 0;
 };
 
-// All calls may throw; the work of a call that threw is not repeated.
-class Device {
+// The streams of a device. All calls may throw; the work of a call that threw is not repeated.
+class Streams {
  public:
-  virtual ~Device() = default;
+  virtual ~Streams() = default;
+  virtual int64_t current_stream() = 0;
+  // The stream that lives as long as the process. A program may end any other.
+  virtual int64_t default_stream() = 0;
+  // True while the current stream captures a graph instead of running.
+  virtual bool is_capturing() = 0;
+  virtual std::unique_ptr<DeviceEvent> make_event() = 0;
+  // Makes the host wait for all streams. Call without the GIL: other threads may have to queue
+  // what the device waits for, such as their part of a collective.
+  virtual void synchronize() = 0;
+};
+
+// A device with kernels of its own here.
+class Device : public Streams {
+ public:
   // Queues the scan of views[i] into slots[i], device memory, on a stream.
   virtual void scan(const View* views, int64_t count, Slot* slots, int64_t stream) = 0;
   // Queues the end of a step on the current stream.
   virtual void end_step(const SlotsEnd& end) = 0;
-  virtual int64_t current_stream() = 0;
-  // True while the current stream captures a graph instead of running.
-  virtual bool is_capturing() = 0;
-  virtual std::unique_ptr<DeviceEvent> make_event() = 0;
-  // Makes the host wait for all streams.
-  virtual void synchronize() = 0;
 };
 
 }  // namespace overflow_fast

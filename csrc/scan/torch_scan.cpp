@@ -5,6 +5,7 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "../torch_internals/errors.h"
@@ -21,6 +22,7 @@ struct TorchScans {
   std::mutex mutex;
   std::map<c10::DeviceType, PyObject*> functions;  // never released
   std::map<std::pair<c10::DeviceType, at::ScalarType>, std::string> lacking;
+  std::set<std::pair<c10::DeviceType, at::ScalarType>> known;  // that operations have scanned
 };
 
 TorchScans& torch_scans() {
@@ -55,26 +57,40 @@ void combine_composite(const at::Tensor& slots, const at::Tensor& stats) {
   infs.copy_(num.bitwise_or(signs));
 }
 
-// The reason why a tensor could not be scanned, from the exception being handled. A failure that
-// may pass, such as a lack of memory, is not remembered.
-std::string remembered_failure(const at::Tensor& tensor) {
+void scan_fresh(const at::Tensor& slots, int64_t first, const std::vector<at::Tensor>& tensors,
+                TorchScan how) {
+  const c10::DeviceType type = slots.device().type();
+  if (how == TorchScan::kAuto && function_for(type) != nullptr) {
+    return scan_there(slots, first, tensors, how);
+  }
+  slots.narrow(0, first, static_cast<int64_t>(tensors.size())).copy_(stats_composite(tensors));
+  const std::lock_guard lock(torch_scans().mutex);
+  for (const at::Tensor& each : tensors) torch_scans().known.insert({type, each.scalar_type()});
+}
+
+}  // namespace
+
+bool is_known_to_scan(const at::Tensor& tensor) {
+  const c10::DeviceType type = tensor.device().type();
+  if (function_for(type) != nullptr) return false;
+  const std::lock_guard lock(torch_scans().mutex);
+  return torch_scans().known.contains({type, tensor.scalar_type()});
+}
+
+std::string remembered_failure(c10::DeviceType type, at::ScalarType dtype) {
   const py::gil_scoped_acquire gil;
   std::string text = current_exception_text().cast<std::string>();
   text = text.substr(0, text.find('\n'));
   if (text.find("out of memory") != std::string::npos) return text;
-  const std::string device = c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
-  const std::string why =
-      std::string(c10::toString(tensor.scalar_type())) + " on " + device + ": " + text;
+  const std::string device = c10::DeviceTypeName(type, /*lower_case=*/true);
+  const std::string why = std::string(c10::toString(dtype)) + " on " + device + ": " + text;
   {
     const std::lock_guard lock(torch_scans().mutex);
-    const auto key = std::make_pair(tensor.device().type(), tensor.scalar_type());
-    if (!torch_scans().lacking.emplace(key, why).second) return why;
+    if (!torch_scans().lacking.emplace(std::make_pair(type, dtype), why).second) return why;
   }
   callbacks().warn_of_lack(why);
   return why;
 }
-
-}  // namespace
 
 void register_scan(c10::DeviceType type, py::object function) {
   const std::lock_guard lock(torch_scans().mutex);
@@ -97,6 +113,9 @@ void scan_there(const at::Tensor& slots, int64_t first, const std::vector<at::Te
 
 std::vector<std::string> try_scan_there(const at::Tensor& slots, int64_t first,
                                         const std::vector<at::Tensor>& tensors, TorchScan how) {
+  const auto of = [&](const at::Tensor& tensor) {
+    return remembered_failure(slots.device().type(), tensor.scalar_type());
+  };
   std::vector<std::string> why;
   for (const at::Tensor& tensor : tensors) why.push_back(known_lack(tensor));
   for (size_t begin = 0, end = 0; begin < tensors.size(); begin = end) {
@@ -104,7 +123,7 @@ std::vector<std::string> try_scan_there(const at::Tensor& slots, int64_t first,
     if (!why[begin].empty()) continue;
     while (end < tensors.size() && why[end].empty()) ++end;
     const auto run = [&](size_t from, size_t to) {
-      scan_there(slots, first + static_cast<int64_t>(from),
+      scan_fresh(slots, first + static_cast<int64_t>(from),
                  {tensors.begin() + static_cast<int64_t>(from),
                   tensors.begin() + static_cast<int64_t>(to)},
                  how);
@@ -113,13 +132,13 @@ std::vector<std::string> try_scan_there(const at::Tensor& slots, int64_t first,
       run(begin, end);
       continue;
     } catch (...) {  // at one of them: the loop below finds which
-      if (end == begin + 1) why[begin] = remembered_failure(tensors[begin]);
+      if (end == begin + 1) why[begin] = of(tensors[begin]);
     }
     for (size_t i = begin; i < end && end != begin + 1; ++i) {
       try {
         run(i, i + 1);
       } catch (...) {
-        why[i] = remembered_failure(tensors[i]);
+        why[i] = of(tensors[i]);
       }
     }
   }

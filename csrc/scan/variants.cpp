@@ -47,7 +47,9 @@ int number(const char* variable, int least) {
 
 Variants read_variants() {
   Variants variants;
-  variants.cuda_blocks = number("OVERFLOW_FAST_CUDA_BLOCKS", 1);
+  variants.cuda_blocks = number("OVERFLOW_FAST_CUDA_BLOCKS", 0);
+  variants.cuda_turn = number("OVERFLOW_FAST_CUDA_TURN", 0);
+  variants.splits_lists = choice("OVERFLOW_FAST_CUDA_SPLIT", {"1", "0"}) == 0;
   variants.has_small_lists = choice("OVERFLOW_FAST_CUDA_SMALL_LISTS", {"1", "0"}) == 0;
   variants.has_large_lists = choice("OVERFLOW_FAST_CUDA_LARGE_LISTS", {"1", "0"}) == 0;
   variants.step_end =

@@ -4,7 +4,12 @@
 //
 // | variable                       | values                | selects                                |
 // |--------------------------------|-----------------------|----------------------------------------|
-// | OVERFLOW_FAST_CUDA_BLOCKS      | 4, any number above 0 | blocks on each multiprocessor          |
+// | OVERFLOW_FAST_CUDA_BLOCKS      | 0, any number above 0 | blocks on each multiprocessor; 0: as   |
+// |                                |                       | many as fit                            |
+// | OVERFLOW_FAST_CUDA_TURN        | 0, any number above 0 | chunks that a block reads in a row; 0: |
+// |                                |                       | its share of a list, once              |
+// | OVERFLOW_FAST_CUDA_SPLIT       | 1, 0                  | two launches for a list of runs and    |
+// |                                |                       | rows, where the runs fill the device   |
 // | OVERFLOW_FAST_CUDA_SMALL_LISTS | 1, 0                  | parameters for 4 tensors, beside 88    |
 // | OVERFLOW_FAST_CUDA_LARGE_LISTS | 1, 0                  | parameters for 984 tensors, beside 88  |
 // | OVERFLOW_FAST_STEP_END         | torch, kernel, mapped | see StepEnd                            |
@@ -27,7 +32,9 @@ enum class StepEnd : uint8_t {
 };
 
 struct Variants {
-  int cuda_blocks = 0;  // 0: the kernel's own number
+  int cuda_blocks = 0;
+  int cuda_turn = 0;
+  bool splits_lists = true;
   bool has_small_lists = true;
   bool has_large_lists = true;
   StepEnd step_end = StepEnd::kTorch;

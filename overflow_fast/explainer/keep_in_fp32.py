@@ -24,6 +24,7 @@ from ..scanner.modules import (
 )
 from ..scanner.tree import CALL_DEPTH
 from ..torch_internals.module_internals import REPLICATE, replicate
+from ..torch_internals.replaying import autocast_devices
 from ..torch_internals.tensor_internals import is_wrapper
 from .copies import HALF
 from .loan import Loan, given_tensors
@@ -176,10 +177,7 @@ def _autocast_device(module: nn.Module, given: Sequence[Tensor]) -> str | None:
 
 # Asked here: in compiled code torch 2.11 breaks the graph for it. The decorator that
 # makes it a constant would import torch._dynamo along with the package.
-_HAS_AUTOCAST = {
-    each: torch.amp.is_autocast_available(each)
-    for each in ("cpu", "cuda", "mps", "xpu")
-}
+_HAS_AUTOCAST = dict.fromkeys(autocast_devices(), True)
 
 
 def _has_autocast(device: str) -> bool:

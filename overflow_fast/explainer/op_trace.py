@@ -18,6 +18,7 @@ from ..scanner.torch_ops import base_of, has, is_view
 from ..scanner.tree import CALL_DEPTH, find, tensors_in
 from ..torch_internals.replaying import (
     TorchDispatchMode,
+    autocast_devices,
     autograd_node,
     schema_of,
     without_torch_function,
@@ -27,9 +28,6 @@ from .tensor_kinds import is_float
 from .users_lines import Sites, UsersLines
 
 # A module's call that runs, with what it takes to make it alone.
-
-
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 @dataclass
@@ -57,10 +55,9 @@ class TracedModule:
         cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> TracedModule:
         """Notes a call that begins now, in the state of this moment."""
-        devices = [d for d in _DEVICES if torch.amp.is_autocast_available(d)]
         autocast = [
             (device, torch.get_autocast_dtype(device))
-            for device in devices
+            for device in autocast_devices()
             if torch.is_autocast_enabled(device)
         ]
         given = tensors_in((args, kwargs), CALL_DEPTH)

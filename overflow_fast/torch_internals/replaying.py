@@ -213,6 +213,17 @@ def _top_saving_hooks() -> Any:
     return _torch._autograd._top_saved_tensors_default_hooks(True)
 
 
+# The types of devices with an autocast, as far as torch names them itself.
+_TYPES = "cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "ipu", "xla"
+
+
+def autocast_devices() -> list[str]:
+    """Lists the types of devices for which this torch has an autocast."""
+    own = torch.accelerator.current_accelerator()  # it may have any name
+    types = dict.fromkeys((*_TYPES, *([own.type] if own else [])))
+    return [each for each in types if torch.amp.is_autocast_available(each)]
+
+
 # Autocast keeps its casts of weights for all threads, by weight, until a region ends.
 
 
@@ -247,7 +258,7 @@ def _is_cached(weight: torch.Tensor, device: str) -> bool:
 
 def _reads_casts_later(weights: Iterable[torch.Tensor]) -> bool:
     """True if the program may read again what autocast caches, or has cached."""
-    kinds = [kind for kind in _AUTOCAST if torch.amp.is_autocast_available(kind)]
+    kinds = autocast_devices()
     if any(map(torch.is_autocast_enabled, kinds)):
         return True
     is_within = torch.autocast_increment_nesting() > 1
@@ -262,7 +273,6 @@ def _reads_casts_later(weights: Iterable[torch.Tensor]) -> bool:
         torch.autocast_decrement_nesting()
 
 
-_AUTOCAST = "cpu", "cuda", "mps", "xpu"
 _PLAIN = torch.Tensor, nn.Parameter
 
 

@@ -1,6 +1,8 @@
 """Compiles the CUDA sources with nvcc alone: needs no GPU and no CUDA build of torch.
 
-Prints each kernel's registers per architecture, and fails on a spill.
+Prints each kernel's registers, spills and stack frame per architecture, and fails where
+one is larger than in tests/files/cuda_kernels.txt, which `--write` renews. Other releases of nvcc
+than the one that it names may need more or less, which is printed alone.
 """
 
 import re
@@ -19,7 +21,11 @@ from facts import find_nvcc  # noqa: E402
 KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
 WITH_TORCH = ROOT / "csrc/scan/cuda/cuda_device.cpp"
 OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.cu"))
-SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+TABLE = ROOT / "tests/files/cuda_kernels.txt"
+MEMORY = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
+COLUMNS = "registers", "bytes of stack", "bytes spilled"
 
 
 def architectures(nvcc):
@@ -62,23 +68,48 @@ def compile_with_torch(nvcc, folder):
     subprocess.run([*command, *(f"-I{path}" for path in paths)], check=True)
 
 
-def report(source, arch, log):
-    """Prints a line for each function; returns how many spill."""
-    num_spills = 0
-    functions = re.split(r"Function properties for ", log)[1:]
-    for text in functions:
-        name = subprocess.run(
+def rows_of(arch, log):
+    """The numbers of COLUMNS for each function, by architecture and name."""
+    rows = {}
+    for text in re.split(r"Function properties for ", log)[1:]:
+        said = subprocess.run(
             ["c++filt", text.split()[0]], capture_output=True, text=True
         )
-        label = name.stdout.strip().split("(overflow_fast")[0].removeprefix("void ")
+        name = said.stdout.strip().replace("overflow_fast::", "").replace("cuda::", "")
+        name = name.removeprefix("void ").partition("(")[0].replace(" ", "")
         registers = re.search(r"Used (\d+) registers", text)
-        spill = sum(map(int, SPILL.search(text).groups()))
-        num_spills += spill > 0
-        if registers or spill:
-            label = label.replace("overflow_fast::cuda::", "")
-            used = f"{registers[1]} registers" if registers else ""
-            print(f"sm_{arch:4} {label:40} {used:14} {spill} bytes spilled")
-    return num_spills
+        stack, *spills = map(int, MEMORY.search(text).groups())
+        used = int(registers[1]) if registers else 0  # of a kernel, with all it calls
+        if used or stack or sum(spills):
+            rows[f"sm_{arch}", name] = used, stack, sum(spills)
+    return rows
+
+
+def grown(rows, release):
+    """What is larger than in the table, a line each."""
+    first, *lines = TABLE.read_text().splitlines()
+    if first != f"nvcc {release}":
+        print(f"cuda-check: {TABLE.name} is of {first}: nothing is compared")
+        return []
+    known = {}
+    for line in lines[1:]:
+        arch, name, *numbers = line.split()
+        known[arch, name] = tuple(map(int, numbers))
+    return [
+        f"{' '.join(key)}: {now} {what}, was {before}"
+        for key, numbers in rows.items()
+        for what, now, before in zip(
+            COLUMNS, numbers, known.get(key, (0, 0, 0)), strict=True
+        )
+        if now > before
+    ]
+
+
+def write(rows, release):
+    lines = [f"nvcc {release}", f"architecture, function, {', '.join(COLUMNS)}"]
+    for (arch, name), numbers in rows.items():
+        lines.append(f"{arch:7}{name:42}{''.join(f'{n:5}' for n in numbers)}")
+    TABLE.write_text("\n".join(lines) + "\n")
 
 
 def main():
@@ -97,11 +128,18 @@ def main():
         compile_with_torch(nvcc, folder)
         for other in others:
             other.result()
-        spills = [
-            report(*job, log.result()) for job, log in zip(jobs, logs, strict=True)
-        ]
-    if sum(spills):
-        sys.exit("cuda-check: kernels spill registers")
+        rows = {}
+        for (_, arch), log in zip(jobs, logs, strict=True):
+            rows |= rows_of(arch, log.result())
+    for key, numbers in rows.items():
+        said = zip(numbers, COLUMNS, strict=True)
+        print("{:7}{:42}".format(*key), ", ".join(f"{n} {what}" for n, what in said))
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"release ([\d.]+)", said)[1]
+    if "--write" in sys.argv:
+        write(rows, release)
+    elif larger := grown(rows, release):
+        sys.exit("\n".join(["cuda-check: kernels have grown", *larger]))
 
 
 if __name__ == "__main__":

@@ -61,8 +61,13 @@ std::vector<Slot> scan(const std::vector<View>& views, cuda::Target target) {
 cuda::Target draw_target() {
   const int multiprocessors =
       draw(0, 1) ? device::num_multiprocessors() : static_cast<int>(draw(1, 5));
-  return {nullptr, multiprocessors, static_cast<int>(draw(1, cuda::kBlocksPerMultiprocessor)),
-          draw(0, 1) == 1 && device::takes_large_lists()};
+  const bool takes_large = draw(0, 1) == 1 && device::takes_large_lists();
+  cuda::Target target{nullptr, multiprocessors,
+                      static_cast<int>(draw(0, cuda::kBlocksPerMultiprocessor)), takes_large};
+  target.turn = draw(0, 1) ? 0 : static_cast<int>(draw(1, 3));
+  target.splits_lists = draw(0, 1) == 1;
+  device::check(cuda::ask_fits(target), "what fits");
+  return target;
 }
 
 bool is_near(uint64_t a, uint64_t b) { return (a > b ? a - b : b - a) <= 2; }
@@ -227,6 +232,66 @@ void check_launches() {
 void check_launches() {}
 #endif
 
+// A list of runs, rows and single elements, by every way of launching it.
+void check_mixed() {
+  Tensors tensors;
+  std::vector<View> views;
+  const auto add = [&](Dtype dtype, Shape shape) {
+    tensors.push_back(std::make_unique<Tensor>(dtype, std::move(shape), 0, false));
+    views.push_back(tensors.back()->view);
+  };
+  add(Dtype::kFloat32, {{40000}, {1}, 40000});
+  add(Dtype::kInt64, {{300, 33}, {40, 1}, 300 * 40});
+  add(Dtype::kFloat32, {{}, {}, 1});
+  add(Dtype::kBFloat16, {{3, 7, 500}, {5000, 512, 1}, 15000});
+  add(Dtype::kFloat16, {{70000}, {1}, 70000});
+  add(Dtype::kComplex64, {{1000}, {1}, 1000});
+  for (auto& tensor : tensors) tensor->send();
+  for (const int turn : {0, 1, 3, 9999}) {
+    for (const bool splits : {false, true}) {
+      cuda::Target target{nullptr, 2, 1, false};
+      target.turn = turn;
+      target.splits_lists = splits;
+#if !defined(__CUDACC__)
+      emulation::num_launches = 0;
+#endif
+      const std::vector<Slot> slots = scan(views, target);
+#if !defined(__CUDACC__)
+      if (emulation::num_launches != 1 + splits) {
+        std::printf("FAIL: a mixed list took %d launches\n", emulation::num_launches);
+        std::exit(1);
+      }
+#endif
+      for (size_t i = 0; i < views.size(); ++i) {
+        Slot expected;
+        reference(views[i], 0, tensors[i]->first, expected);
+        require("a mixed list", views[i], slots[i], expected);
+      }
+    }
+  }
+}
+
+// The quotients of a row's units, of sizes around each power of two.
+void check_divisions() {
+  for (int64_t power = 2; power <= cuda::kMaxNarrowUnits; power *= 2) {
+    for (const int64_t size : {power - 1, power, power + 1}) {
+      const auto dim = cuda::UnitDim::of(size, 1, true);
+      for (const int64_t unit : {int64_t{0}, size - 1, size, 2 * size - 1, 7 * size,
+                                 cuda::kMaxNarrowUnits - 1, cuda::kMaxNarrowUnits}) {
+        if (unit > cuda::kMaxNarrowUnits) continue;
+        int shift = 0;
+        while ((int64_t{1} << shift) < size) ++shift;
+        const uint64_t high = (static_cast<uint64_t>(unit) * dim.magic) >> 32;
+        const auto found = static_cast<int64_t>((high + static_cast<uint64_t>(unit)) >> shift);
+        if (found == unit / size) continue;
+        std::printf("FAIL: %lld / %lld\n", static_cast<long long>(unit),
+                    static_cast<long long>(size));
+        std::exit(1);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -236,6 +301,8 @@ int main(int argc, char** argv) {
   std::printf("%s\n", device_name);
   std::fflush(stdout);
   check_launches();
+  check_divisions();
+  check_mixed();
   for (const DtypeInfo& info : kDtypes) {
     if (info.first_nan != kNoKey && !info.is_complex()) check_ends(info.dtype);
     check_planted(info.dtype);

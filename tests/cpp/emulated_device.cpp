@@ -29,13 +29,17 @@ struct State {
   int64_t num_waits;  // the host's, for events that had not passed
   int64_t num_stream_waits;
   int64_t num_synchronizations;
+  int64_t num_events;    // made
+  int64_t ended_stream;  // no event can be recorded there
 };
 State state;
 std::vector<std::function<void()>> graph;
 
 class EmulatedEvent final : public DeviceEvent {
  public:
-  void record(int64_t) override {
+  EmulatedEvent() { ++state.num_events; }
+  void record(int64_t stream) override {
+    if (stream != 0 && stream == state.ended_stream) throw std::runtime_error("no such stream");
     if (state.fails_events) throw std::runtime_error("device lost\nwith details");
     has_passed_ = false;
   }
@@ -68,8 +72,14 @@ struct OwnView {
 
 void launch(const View* views, int64_t count, Slot* slots) {
   const Variants variants = read_variants();
-  const int blocks = variants.cuda_blocks > 0 ? variants.cuda_blocks : 2;
-  const cuda::Target target{nullptr, 2, blocks, variants.has_large_lists, variants.has_small_lists};
+  cuda::Target target{nullptr,
+                      2,
+                      variants.cuda_blocks,
+                      variants.has_large_lists,
+                      variants.has_small_lists,
+                      variants.cuda_turn,
+                      variants.splits_lists};
+  if (cuda::ask_fits(target) != cudaSuccess) std::abort();
   if (cuda::launch_scan(views, count, slots, target) != cudaSuccess) std::abort();
 }
 
@@ -95,6 +105,7 @@ class EmulatedDevice final : public Device {
     if (state.fails_streams) throw std::runtime_error("device lost");
     return state.stream;
   }
+  int64_t default_stream() override { return 0; }
   bool is_capturing() override { return state.is_capturing; }
   std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<EmulatedEvent>(); }
   void synchronize() override {

@@ -473,6 +473,69 @@ def test_streams_wait_for_each_other(emulated, variant):
     assert emulated.state.num_stream_waits == 4
 
 
+class OnStream(nn.Module):
+    """A layer on a stream of its own."""
+
+    def __init__(self, emulated, stream):
+        super().__init__()
+        self.emulated, self.stream, self.layer = emulated, stream, nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.emulated.state.stream = self.stream
+        x = self.layer(x)
+        self.emulated.state.stream = 0
+        return x
+
+
+@by_every_step_end
+@torch.no_grad()
+def test_a_stream_that_ends_within_the_step_is_asked_for_nothing(emulated, variant):
+    model = nn.Sequential(nn.Linear(4, 4), OnStream(emulated, 7))
+
+    def end(*_):
+        emulated.state.ended_stream = 7
+
+    model[1].register_forward_hook(end)
+    detector = watch(model)
+    model(CLEAN)
+    assert not detector.coverage.not_scanned
+    assert emulated.state.num_stream_waits == 2
+
+
+@torch.no_grad()
+def test_a_stream_that_is_first_used_as_slots_run_out_waits_for_their_reset(emulated):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Identity(), nn.Identity()
+
+        def forward(self, many, few):
+            self.first(many)
+            emulated.state.stream = 7
+            self.second(few)  # its first slot is the chunk's last
+            emulated.state.stream = 0
+
+    many = [torch.ones(1) for _ in range(4095)]
+    model = Two()
+    watch(model)
+    # So that the frame of the root lists nothing that was not scanned before.
+    model(many, [torch.ones(1), torch.ones(1)])
+    assert emulated.state.num_stream_waits == 2
+
+
+@by_every_step_end
+@torch.no_grad()
+def test_events_are_recorded_again(emulated, variant):
+    model = nn.Sequential(nn.Linear(4, 4), OnStream(emulated, 7))
+    watch(model, sync="lagged")
+    for _ in range(3):
+        model(CLEAN)
+    made = emulated.state.num_events
+    for _ in range(10):
+        model(CLEAN)
+    assert emulated.state.num_events == made
+
+
 def test_wrong_sync():
     with pytest.raises(ValueError, match="sync must be 'step', 'lagged' or 'frame'"):
         DebugUnderflowOverflow(nn.Linear(1, 1), sync="never")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from gpus import Cuda
+from gpus import Emulated, Sealed
 from parity import printed, small_model
 from torch import nn
 
@@ -141,8 +141,12 @@ class OutOfMemory:
         self.gpu, self.ballast = gpu, []
 
     def __enter__(self):
-        if not isinstance(self.gpu, Cuda):
+        if isinstance(self.gpu, Emulated):
             self.gpu.emulated.state.fails_events = True
+            return
+        if isinstance(self.gpu, Sealed):
+            self.ballast = self.gpu.module.memory_limit(1 << 16)
+            self.ballast.__enter__()
             return
         gc.collect()
         torch.cuda.synchronize()
@@ -160,8 +164,11 @@ class OutOfMemory:
                 pass
 
     def __exit__(self, *exception):
-        if not isinstance(self.gpu, Cuda):
+        if isinstance(self.gpu, Emulated):
             self.gpu.emulated.state.fails_events = False
+            return
+        if isinstance(self.gpu, Sealed):
+            self.ballast.__exit__(*exception)
             return
         self.ballast.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -174,7 +181,7 @@ def test_no_memory_for_slots_is_told_and_asked_for_in_the_next_step(gpu):
     with OutOfMemory(gpu):
         assert model(bad) is bad
     assert sum(detector.coverage.not_scanned.values()) == 6
-    expected = "out of memory" if isinstance(gpu, Cuda) else "device lost"
+    expected = "device lost" if isinstance(gpu, Emulated) else "out of memory"
     assert all(expected in why for why in detector.coverage.not_scanned)
     assert DETECTED in printed(lambda: model(bad))[1]
 

@@ -6,17 +6,19 @@ import pytest
 import torch
 from emulation import emulation_off
 from metal import metal, metal_scan
+from sealed import sealed_device, watched
 
 from overflow_fast import _C, scan
 from overflow_fast.scanner import ops
 from overflow_fast.scanner.fallback import fallback_module
 from overflow_fast.scanner.ops import scan_with
 
-# The CPU's kernels, torch operations, CUDA's and MPS's kernels emulated, what stands
-# for the extension, and a GPU.
+# The CPU's kernels, torch operations, the same on a device of their own, CUDA's and
+# MPS's kernels emulated, what stands for the extension, and a GPU.
 BACKENDS = [
     "auto",
     "composite",
+    pytest.param("sealed", marks=pytest.mark.sealed),
     "emulated",
     "metal",
     "fallback",
@@ -54,6 +56,13 @@ def scan_on(tensors, backend):
             return scan(tensors)
     if backend == "mps":
         return scan([on_mps(tensor) for tensor in tensors])
+    if backend == "sealed":
+        sealed_device()
+        there = [on_device(tensor, backend) for tensor in tensors]
+        with watched() as seen:
+            stats = scan(there)
+        assert seen.waits == bool(tensors) and seen.faults == 0
+        return stats
     if backend == "cuda":
         return scan([on_device(tensor, backend) for tensor in tensors])
     return scan(tensors, backend=backend)

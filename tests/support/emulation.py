@@ -49,6 +49,8 @@ class State(ctypes.Structure):
             "num_waits",
             "num_stream_waits",
             "num_synchronizations",
+            "num_events",
+            "ended_stream",
         )
     ]
 

@@ -4,8 +4,13 @@ import contextlib
 
 import pytest
 import torch
+from sealed import sealed_device
 
-GPUS = ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)]
+GPUS = [
+    "emulated",
+    pytest.param("sealed", marks=pytest.mark.sealed),
+    pytest.param("cuda", marks=pytest.mark.cuda),
+]
 
 
 class Emulated:
@@ -22,6 +27,29 @@ class Emulated:
         self.emulated.state.stream = 7
         yield
         self.emulated.state.stream = 0
+
+    def spend_time(self):
+        pass
+
+
+class Sealed:
+    """A simulated device without kernels of its own, whose side streams run late."""
+
+    options: dict = {}  # noqa: RUF012
+
+    def __init__(self):
+        self.module = sealed_device()
+        self.device = torch.device("sealed", 0)
+        self.side = torch.Stream(device=self.device)
+
+    @contextlib.contextmanager
+    def side_stream(self):
+        """As that of a GPU."""
+        self.side.wait_stream(torch.accelerator.current_stream())
+        with self.module.late():
+            with self.side:
+                yield
+            torch.accelerator.current_stream().wait_stream(self.side)
 
     def spend_time(self):
         pass

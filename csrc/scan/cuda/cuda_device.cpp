@@ -1,5 +1,6 @@
 // CUDA's implementation of Device: uses torch's current stream, device guard and error checks.
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -20,10 +21,18 @@ cudaStream_t stream_of(c10::DeviceIndex index, int64_t id) {
   return c10::cuda::CUDAStream(c10::Stream(c10::Stream::UNSAFE, device, id)).stream();
 }
 
+// While another thread captures a graph in the mode that torch's captures have by default, the
+// driver refuses questions about events from any thread, and ends that capture. A thread in the
+// relaxed mode may ask: what it asks is no part of the graph.
+struct MayAsk {
+  c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
+};
+
 class CudaEvent final : public DeviceEvent {
  public:
   explicit CudaEvent(c10::DeviceIndex index) : index_(index) {
     const c10::cuda::CUDAGuard guard(index);
+    const MayAsk may_ask;
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
   }
   ~CudaEvent() override { C10_CUDA_IGNORE_ERROR(cudaEventDestroy(event_)); }
@@ -34,6 +43,7 @@ class CudaEvent final : public DeviceEvent {
   }
   bool has_passed() override {
     if (is_polled()) return has_number();
+    const MayAsk may_ask;
     const cudaError_t error = cudaEventQuery(event_);
     if (error == cudaErrorNotReady) {
       (void)cudaGetLastError();
@@ -44,6 +54,7 @@ class CudaEvent final : public DeviceEvent {
   }
   void wait() override {
     if (is_polled() && has_number()) return;
+    const MayAsk may_ask;
     C10_CUDA_CHECK(cudaEventSynchronize(event_));
     TORCH_CHECK(!is_polled() || has_number(), "the slots did not arrive on the host");
   }
@@ -75,6 +86,7 @@ class CudaDevice final : public Device {
     C10_CUDA_CHECK(cuda::launch_step_end(seen, c10::cuda::getCurrentCUDAStream(index_)));
   }
   int64_t current_stream() override { return c10::cuda::getCurrentCUDAStream(index_).id(); }
+  int64_t default_stream() override { return c10::cuda::getDefaultCUDAStream(index_).id(); }
   bool is_capturing() override {
     const c10::cuda::CUDAGuard guard(index_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -84,6 +96,7 @@ class CudaDevice final : public Device {
   std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<CudaEvent>(index_); }
   void synchronize() override {
     const c10::cuda::CUDAGuard guard(index_);
+    const MayAsk may_ask;
     C10_CUDA_CHECK(cudaDeviceSynchronize());
   }
 
@@ -115,8 +128,10 @@ class CudaDevice final : public Device {
     const Variants variants = read_variants();
     target.takes_small_lists = variants.has_small_lists;
     target.takes_large_lists = variants.has_large_lists && driver >= 12010;
-    target.blocks_per_multiprocessor =
-        variants.cuda_blocks > 0 ? variants.cuda_blocks : cuda::kBlocksPerMultiprocessor;
+    target.blocks_per_multiprocessor = variants.cuda_blocks;
+    target.turn = variants.cuda_turn;
+    target.splits_lists = variants.splits_lists;
+    C10_CUDA_CHECK(cuda::ask_fits(target));
     return target;
   }
 

@@ -3,6 +3,7 @@
 
 #include "../half.h"
 #include "../stat.h"
+#include "lanes.cuh"
 
 namespace overflow_fast::cuda {
 
@@ -60,12 +61,13 @@ struct VectorKeys<2, kKind> {
   uint32_t high = 0;
 
   __device__ void take_keys(uint32_t pair) {
-    low = __vminu2(low, pair);
-    high = __vmaxu2(high, pair);
+    low = min_of_halves(low, pair);
+    high = max_of_halves(high, pair);
   }
   __device__ void take(uint32_t word) {
     if constexpr (kKind == KeyKind::kSignMagnitude) word &= 0x7fff7fff;
-    if constexpr (kKind == KeyKind::kTwosComplement) word = __vabs2(word);  // |-32768|: its bits
+    if constexpr (kKind == KeyKind::kTwosComplement)
+      word = abs_of_halves(word);  // |-32768|: its bits
     take_keys(word);
   }
   __device__ Extremes extremes() const {
@@ -81,9 +83,9 @@ struct VectorKeys<1, kKind> {
   __device__ static uint32_t keys(uint32_t bytes) {
     if constexpr (kKind == KeyKind::kSignMagnitude) return bytes & 0x7f007f00;
     bytes &= 0xff00ff00;
-    if constexpr (kKind == KeyKind::kTwosComplement) return __vabs2(bytes);
+    if constexpr (kKind == KeyKind::kTwosComplement) return abs_of_halves(bytes);
     if constexpr (kKind == KeyKind::kNegativeZeroNan) {
-      return bytes & (0x7fff7fff | __vcmpeq2(bytes, 0x80008000));
+      return bytes & (0x7fff7fff | equal_halves(bytes, 0x80008000));
     }
     return bytes;
   }
@@ -149,24 +151,35 @@ __device__ inline uint64_t real_key(const Format& format, uint64_t bits) {
   }
 }
 
-__device__ inline double widened(const Format& format, uint64_t bits) {
-  if (format.key_bytes == 8) return __longlong_as_double(static_cast<long long>(bits));
-  if (format.key_bytes == 4) return __uint_as_float(static_cast<uint32_t>(bits));
+__device__ inline double widened(int32_t key_bytes, uint64_t bits) {
+  if (key_bytes == 8) return __longlong_as_double(static_cast<long long>(bits));
+  if (key_bytes == 4) return __uint_as_float(static_cast<uint32_t>(bits));
   return __uint_as_float(half_to_float_bits(static_cast<uint16_t>(bits)));
 }
 
-// The key of |z|, as on the CPU: in double for the narrower formats, and rounded once more.
-__device__ __noinline__ inline uint64_t complex_key(const Format& format, uint64_t re,
-                                                    uint64_t im) {
-  const uint64_t re_key = re & (format.sign() - 1);
-  const uint64_t im_key = im & (format.sign() - 1);
-  if (re_key == format.inf_key || im_key == format.inf_key) return format.inf_key;
-  if (re_key > format.inf_key || im_key > format.inf_key) return format.first_nan;
-  const double x = widened(format, re_key);
-  const double y = widened(format, im_key);
-  if (format.key_bytes == 8) return static_cast<uint64_t>(__double_as_longlong(hypot(x, y)));
+// The key of |z|, as on the CPU: in double for the narrower formats, and rounded once more. A
+// function whose arguments are passed in registers: a reference would put the format in memory.
+__device__ __noinline__ inline uint64_t complex_key(int32_t key_bytes, uint64_t inf_key,
+                                                    uint64_t first_nan, uint64_t re, uint64_t im) {
+  const uint64_t sign = uint64_t{1} << (8 * key_bytes - 1);
+  const uint64_t re_key = re & (sign - 1);
+  const uint64_t im_key = im & (sign - 1);
+  if (re_key == inf_key || im_key == inf_key) return inf_key;
+  if (re_key > inf_key || im_key > inf_key) return first_nan;
+  const double x = widened(key_bytes, re_key);
+  const double y = widened(key_bytes, im_key);
+  if (key_bytes == 8) return static_cast<uint64_t>(__double_as_longlong(hypot(x, y)));
   const uint32_t narrow = __float_as_uint(static_cast<float>(sqrt(x * x + y * y)));
-  return format.key_bytes == 4 ? narrow : float_to_half_bits(narrow);
+  return key_bytes == 4 ? narrow : float_to_half_bits(narrow);
+}
+
+// Element `i` of a vector: without an index into registers, which would put them in memory.
+__device__ inline uint64_t bits_in_vector(const uint4& v, int32_t i, int32_t bytes) {
+  const int32_t at = i * bytes;
+  const uint64_t low = v.x | static_cast<uint64_t>(v.y) << 32;
+  const uint64_t high = v.z | static_cast<uint64_t>(v.w) << 32;
+  const uint64_t bits = (at < 8 ? low : high) >> (8 * (at % 8));
+  return bytes == 8 ? bits : bits & ((uint64_t{1} << (8 * bytes)) - 1);
 }
 
 // An element's bits; a complex one's imaginary part lies in `im`.
@@ -202,7 +215,9 @@ __device__ inline Bits load_element(const Format& format, const char* from, bool
 }
 
 __device__ inline uint64_t key_of(const Format& format, const Bits& bits) {
-  if (format.kind == KeyKind::kComplexMagnitude) return complex_key(format, bits.re, bits.im);
+  if (format.kind == KeyKind::kComplexMagnitude) {
+    return complex_key(format.key_bytes, format.inf_key, format.first_nan, bits.re, bits.im);
+  }
   return real_key(format, bits.re);
 }
 

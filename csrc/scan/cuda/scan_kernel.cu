@@ -3,10 +3,17 @@
 
 namespace overflow_fast::cuda {
 
+cudaError_t ask_fits(Target& target) {
+  cudaError_t error = ask_fit<SmallList>(target.small);
+  if (error == cudaSuccess) error = ask_fit<MediumList>(target.medium);
+  if (error == cudaSuccess && target.takes_large_lists) error = ask_fit_of_large(target.large);
+  return error;
+}
+
 cudaError_t launch_scan(const View* views, int64_t count, Slot* slots, const Target& target) {
   if (count <= SmallList::kMaxItems && target.takes_small_lists) {
     SmallList list;
-    if (plan(views, count, slots, list) == count) return launch(list, target);
+    if (plan(views, count, slots, list) == count) return launch(list, target, target.small);
   }
   while (count > 0) {
     int64_t taken = 0;
@@ -18,7 +25,7 @@ cudaError_t launch_scan(const View* views, int64_t count, Slot* slots, const Tar
     } else {
       MediumList list;
       taken = plan(views, count, slots, list);
-      error = launch(list, target);
+      error = launch(list, target, target.medium);
     }
     if (error != cudaSuccess) return error;
     views += taken;

@@ -1,5 +1,5 @@
-// The scan of a list of tensors in one launch: each block reads a contiguous range of the list's
-// chunks and combines what it found into the slots of the items it met, by atomics.
+// The scan of a list of tensors in one launch: each block reads contiguous ranges of the list's
+// chunks, one or several, and combines what it found into the slots of the items it met, by atomics.
 //
 // The caller has reset the slots; several launches may add to them. Blocks update a slot in any
 // order, which changes no minimum, maximum or sum. A block reads a range that holds a non-finite
@@ -15,19 +15,17 @@
 
 namespace overflow_fast::cuda {
 
-constexpr int kWarps = kThreads / 32;
-constexpr unsigned kAllLanes = 0xffffffff;
+constexpr int kWarps = kThreads / kLanes;
 
 __device__ inline Extremes reduced_in_warp(Extremes keys, bool is_narrow) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#if !defined(__HIP_PLATFORM_AMD__) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800)
   if (is_narrow) {
     return {__reduce_min_sync(kAllLanes, static_cast<uint32_t>(keys.low)),
             __reduce_max_sync(kAllLanes, static_cast<uint32_t>(keys.high))};
   }
 #endif
-  for (int distance = 16; distance > 0; distance /= 2) {
-    const Extremes other = {__shfl_xor_sync(kAllLanes, keys.low, distance),
-                            __shfl_xor_sync(kAllLanes, keys.high, distance)};
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    const Extremes other = {from_lane_xor(keys.low, distance), from_lane_xor(keys.high, distance)};
     keys.low = other.low < keys.low ? other.low : keys.low;
     keys.high = other.high > keys.high ? other.high : keys.high;
   }
@@ -38,7 +36,7 @@ __device__ inline Extremes reduced_in_warp(Extremes keys, bool is_narrow) {
 __device__ inline bool flush(const Format& format, const Extremes& keys, Extremes* of_warps,
                              Slot* slot) {
   const Extremes in_warp = reduced_in_warp(keys, format.key_bytes <= 4);
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = in_warp;
+  if (threadIdx.x % kLanes == 0) of_warps[threadIdx.x / kLanes] = in_warp;
   const bool is_nonfinite = keys.high >= format.first_nonfinite();
   const bool any_nonfinite = __syncthreads_or(is_nonfinite);
   if (threadIdx.x == 0) {
@@ -55,7 +53,7 @@ __device__ inline bool flush(const Format& format, const Extremes& keys, Extreme
   return any_nonfinite;
 }
 
-// Runs for bad tensors only.
+// Runs for bad tensors, and in each step for those with intended infs, such as masks.
 template <bool kIsGeneric>
 __device__ void count_nonfinite(const WorkItem& item, const UnitDim* dims, int64_t begin,
                                 int64_t end, bool takes_ends, Slot* slot) {
@@ -63,20 +61,24 @@ __device__ void count_nonfinite(const WorkItem& item, const UnitDim* dims, int64
   const Walk walk(item, dims, format.itemsize);
   Counts counts;
   const bool is_aligned = item.unit != Unit::kBytes;
-  const int64_t per_unit = item.unit == Unit::kVector ? kVectorBytes / format.itemsize : 1;
   for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
     const char* unit = kIsGeneric ? walk.at(i) : item.data + i * kVectorBytes;
-    for (int64_t j = 0; j < per_unit; ++j) {
-      counts.take(format, load_element(format, unit + j * format.itemsize, is_aligned));
+    if (item.unit != Unit::kVector) {
+      counts.take(format, load_element(format, unit, is_aligned));
+      continue;
+    }
+    const uint4 v = load_vector(unit);
+    for (int32_t j = 0; j < kVectorBytes / format.itemsize; ++j) {
+      counts.take(format, {bits_in_vector(v, j, format.itemsize), 0});
     }
   }
   const char* element = takes_ends ? end_element(item, format) : nullptr;
   if (element != nullptr) counts.take(format, load_element(format, element, is_aligned));
-  for (int distance = 16; distance > 0; distance /= 2) {
-    counts.num_nan += __shfl_xor_sync(kAllLanes, counts.num_nan, distance);
-    counts.infs = combine_infs(counts.infs, __shfl_xor_sync(kAllLanes, counts.infs, distance));
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    counts.num_nan += from_lane_xor(counts.num_nan, distance);
+    counts.infs = combine_infs(counts.infs, from_lane_xor(counts.infs, distance));
   }
-  if (threadIdx.x % 32 != 0) return;
+  if (threadIdx.x % kLanes != 0) return;
   auto* infs = reinterpret_cast<unsigned long long*>(&slot->infs);
   atomicAdd(reinterpret_cast<unsigned long long*>(&slot->num_nan), counts.num_nan);
   atomicAdd(infs, counts.infs & ~3ull);  // a multiple of four leaves the sign bits alone
@@ -98,17 +100,10 @@ __device__ uint32_t item_of(const List& list, uint32_t chunk) {
   return low;
 }
 
-// A grid of at most num_chunks blocks, each of kThreads threads.
+// Scans the chunks from `chunk` on, before `end_chunk`.
 template <class List, bool kIsGeneric>
-__global__ void __launch_bounds__(kThreads, kIsGeneric ? 2 : kBlocksPerMultiprocessor)
-    scan_kernel(const __grid_constant__ List list) {
-  __shared__ unsigned long long shared[2 * kWarps];
-  auto* of_warps = reinterpret_cast<Extremes*>(shared);
-  const auto first_chunk = [&](uint64_t block) {
-    return static_cast<uint32_t>(list.num_chunks * block / gridDim.x);
-  };
-  uint32_t chunk = first_chunk(blockIdx.x);
-  const uint32_t end_chunk = first_chunk(blockIdx.x + 1);
+__device__ void scan_chunks(const List& list, uint32_t chunk, uint32_t end_chunk,
+                            Extremes* of_warps) {
   for (uint32_t i = item_of(list, chunk); chunk < end_chunk; ++i) {
     const WorkItem& item = list.items[i];
     const uint32_t next_item =
@@ -128,6 +123,29 @@ __global__ void __launch_bounds__(kThreads, kIsGeneric ? 2 : kBlocksPerMultiproc
       count_nonfinite<kIsGeneric>(item, list.dims, begin, end, takes_ends, list.slots + i);
     }
     chunk = stop;
+  }
+}
+
+// A grid of at most num_chunks blocks, each of kThreads threads.
+template <class List, bool kIsGeneric>
+__global__ void __launch_bounds__(kThreads, kIsGeneric ? 2 : kBlocksPerMultiprocessor)
+    scan_kernel(const __grid_constant__ List list) {
+  __shared__ unsigned long long shared[2 * kWarps];
+  auto* of_warps = reinterpret_cast<Extremes*>(shared);
+  // Its share of all chunks, or a turn and all that follow it by as much as all blocks read.
+  if (list.turn == 0) {
+    const auto border = [&](uint64_t block) {
+      return static_cast<uint32_t>(list.num_chunks * block / gridDim.x);
+    };
+    return scan_chunks<List, kIsGeneric>(list, border(blockIdx.x), border(blockIdx.x + 1),
+                                         of_warps);
+  }
+  const uint64_t round = uint64_t{list.turn} * gridDim.x;
+  for (uint64_t chunk = uint64_t{list.turn} * blockIdx.x; chunk < list.num_chunks; chunk += round) {
+    const uint64_t end = chunk + list.turn;
+    scan_chunks<List, kIsGeneric>(
+        list, static_cast<uint32_t>(chunk),
+        end < list.num_chunks ? static_cast<uint32_t>(end) : list.num_chunks, of_warps);
   }
 }
 

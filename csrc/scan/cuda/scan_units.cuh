@@ -9,8 +9,17 @@
 namespace overflow_fast::cuda {
 
 // The scan reads a vector once, but the tensor's next reader wants it in L2: bypasses L1 only.
+// OF_CUDA_EVICT_FIRST lets L2 drop it first; it is there to be measured.
 __device__ inline uint4 load_vector(const char* from) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDA_ARCH__) && OF_CUDA_EVICT_FIRST
+  uint4 v;
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from), "l"(policy));
+  return v;
+#elif defined(__CUDA_ARCH__)
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -21,35 +30,49 @@ __device__ inline uint4 load_vector(const char* from) {
 #endif
 }
 
+// The offset of a unit in bytes: see UnitDim. Not inlined: the loop would be repeated in the code a
+// hundred times. The arguments are passed in registers.
+__device__ __noinline__ inline int64_t offset_of(const UnitDim* dims, int num_dims, bool is_narrow,
+                                                 uint64_t unit) {
+  int64_t offset = 0;
+  if (is_narrow) {
+    auto rest = static_cast<uint32_t>(unit);
+    for (int i = 0; i + 1 < num_dims; ++i) {
+      const int shift = 32 - __clz(static_cast<int>(dims[i].size - 1));
+      const uint32_t next = (__umulhi(rest, dims[i].magic) + rest) >> shift;
+      offset += static_cast<int64_t>(rest - next * dims[i].size) * dims[i].stride;
+      rest = next;
+    }
+    unit = rest;
+  } else {
+    for (int i = 0; i + 1 < num_dims; ++i) {
+      const uint64_t size = dims[i].wide_size();
+      const uint64_t next = unit / size;
+      offset += static_cast<int64_t>(unit - next * size) * dims[i].stride;
+      unit = next;
+    }
+  }
+  return offset + static_cast<int64_t>(unit) * dims[num_dims - 1].stride;
+}
+
 // The addresses of an item's units.
 struct Walk {
   const char* data;
   const UnitDim* dims;  // of the item's list
   int64_t unit_bytes;
   int num_dims;
-  bool is_narrow;  // 32 bits count the units; a 64-bit division takes several times as long
+  bool is_narrow;
 
   __device__ Walk(const WorkItem& item, const UnitDim* list_dims, int32_t itemsize)
       : data(item.data),
         dims(list_dims + item.first_dim),
         unit_bytes(item.unit == Unit::kVector ? kVectorBytes : itemsize),
         num_dims(item.num_dims),
-        is_narrow(item.num_units <= 0xffffffff) {}
+        is_narrow(item.num_units <= kMaxNarrowUnits) {}
 
-  template <class Index>
-  __device__ int64_t offset(Index unit) const {
-    int64_t offset = 0;
-    for (int i = 0; i + 1 < num_dims; ++i) {
-      const Index size = static_cast<Index>(dims[i].size);
-      offset += static_cast<int64_t>(unit % size) * dims[i].stride;
-      unit /= size;
-    }
-    return offset + static_cast<int64_t>(unit) * dims[num_dims - 1].stride;
-  }
-  // Not inlined: its divisions would be repeated in the code a hundred times.
-  __device__ __noinline__ const char* at(int64_t unit) const {
+  __device__ const char* at(int64_t unit) const {
     if (num_dims == 0) return data + unit * unit_bytes;
-    return data + (is_narrow ? offset(static_cast<uint32_t>(unit)) : offset<uint64_t>(unit));
+    return data + offset_of(dims, num_dims, is_narrow, static_cast<uint64_t>(unit));
   }
 };
 

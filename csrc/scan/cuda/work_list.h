@@ -17,6 +17,7 @@ namespace overflow_fast::cuda {
 #define OF_CUDA_THREADS 256
 #define OF_CUDA_UNROLL 4
 #define OF_CUDA_BLOCKS 4
+#define OF_CUDA_EVICT_FIRST 0
 #endif
 
 constexpr int kVectorBytes = 16;
@@ -24,7 +25,7 @@ constexpr int kVectorBytes = 16;
 constexpr int kThreads = OF_CUDA_THREADS;
 constexpr int kUnroll = OF_CUDA_UNROLL;
 constexpr int kUnitsPerChunk = kThreads * kUnroll;
-// As many as fit with the registers that a block needs: 64 KiB of loads in flight on each
+// As many as the kernel of runs may use registers for: 64 KiB of loads in flight on each
 // multiprocessor. None of these three has been measured on a GPU yet.
 constexpr int kBlocksPerMultiprocessor = OF_CUDA_BLOCKS;
 
@@ -52,8 +53,29 @@ OF_HOST_DEVICE constexpr bool needs_generic_path(const WorkItem& item) {
   return item.unit != Unit::kVector || item.num_dims != 0;
 }
 
-// A dimension of an item: its size in units and its stride in bytes, innermost first.
-using UnitDim = Dim;
+// The division of a unit's number by a size takes two multiplications and a shift where all numbers
+// of an item fit into 31 bits (Granlund and Montgomery, "Division by Invariant Integers using
+// Multiplication", 1994); a division takes some twenty instructions, one of 64 bits a hundred.
+constexpr int64_t kMaxNarrowUnits = 0x7fffffff;
+
+// A dimension of an item: its size in units and its stride in bytes, innermost first. `magic` is
+// the upper half of the size where an item has more than kMaxNarrowUnits.
+struct UnitDim {
+  int64_t stride;
+  uint32_t size;
+  uint32_t magic;
+
+  static UnitDim of(int64_t size, int64_t stride, bool is_narrow) {
+    UnitDim dim{stride, static_cast<uint32_t>(size), static_cast<uint32_t>(size >> 32)};
+    if (!is_narrow) return dim;
+    uint64_t power = 1;
+    while (power < static_cast<uint64_t>(size)) power *= 2;
+    const uint64_t rest = (power - static_cast<uint64_t>(size)) << 32;
+    dim.magic = static_cast<uint32_t>(rest / static_cast<uint64_t>(size) + 1);
+    return dim;
+  }
+  OF_HOST_DEVICE constexpr uint64_t wide_size() const { return uint64_t{magic} << 32 | size; }
+};
 
 // Kernel parameters end at 4 KiB, and from CUDA 12.1 on at 32,764 bytes; a launch copies its
 // whole list, so a frame of a few tensors should not pay for a thousand.
@@ -65,6 +87,9 @@ struct WorkList {
   Slot* slots;
   uint32_t num_items;
   uint32_t num_chunks;
+  // How many chunks in a row a block reads before it leaves as many to each other block; 0: its
+  // share of all of them.
+  uint32_t turn;
   WorkItem items[kItems];
   UnitDim dims[kDims];
 };
@@ -109,26 +134,39 @@ inline bool plan_item(const View& view, WorkItem& item, UnitDim* dims, int room,
   bool has_vector_rows = is_vectorizable && address % kVectorBytes == 0 &&
                          layout.dims()[0].stride == 1 &&
                          layout.dims()[0].size * itemsize % kVectorBytes == 0;
-  for (int i = 0; i < count; ++i) {
-    dims[i] = {layout.dims()[i].size, layout.dims()[i].stride * itemsize};
-    has_vector_rows &= i == 0 || dims[i].stride % kVectorBytes == 0;
+  for (int i = 1; i < count; ++i) {
+    has_vector_rows &= layout.dims()[i].stride * itemsize % kVectorBytes == 0;
   }
   if (has_vector_rows) {
-    dims[0] = {dims[0].size * itemsize / kVectorBytes, kVectorBytes};
     item.num_units = layout.numel() * itemsize / kVectorBytes;
     item.unit = Unit::kVector;
+  }
+  const bool is_narrow = item.num_units <= kMaxNarrowUnits;
+  for (int i = 0; i < count; ++i) {
+    const Dim& dim = layout.dims()[i];
+    const bool is_vector = has_vector_rows && i == 0;
+    dims[i] = is_vector ? UnitDim::of(dim.size * itemsize / kVectorBytes, kVectorBytes, is_narrow)
+                        : UnitDim::of(dim.size, dim.stride * itemsize, is_narrow);
   }
   item.num_dims = static_cast<uint8_t>(count);
   *num_dims = count;
   return true;
 }
 
-template <class List>
-bool needs_generic_path(const List& list) {
+inline uint32_t chunks_of(const WorkItem& item) {
+  const int64_t chunks = (item.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
+  const bool has_ends_only = chunks == 0 && item.head + item.tail != 0;
+  return static_cast<uint32_t>(has_ends_only ? 1 : chunks);
+}
+
+// Numbers the chunks of the items that `takes` chooses; the others count as empty.
+template <class List, class F>
+void number_chunks(List& list, F takes) {
+  list.num_chunks = 0;
   for (uint32_t i = 0; i < list.num_items; ++i) {
-    if (needs_generic_path(list.items[i])) return true;
+    list.items[i].first_chunk = list.num_chunks;
+    if (takes(list.items[i])) list.num_chunks += chunks_of(list.items[i]);
   }
-  return false;
 }
 
 // Fills `list` with the first of `count` views, as many as fit, and returns how many those are.
@@ -136,7 +174,7 @@ template <class List>
 int64_t plan(const View* views, int64_t count, Slot* slots, List& list) {
   list.slots = slots;
   list.num_items = 0;
-  list.num_chunks = 0;
+  list.turn = 0;
   int used = 0;
   while (list.num_items < count && list.num_items < List::kMaxItems) {
     WorkItem& item = list.items[list.num_items];
@@ -145,14 +183,11 @@ int64_t plan(const View* views, int64_t count, Slot* slots, List& list) {
                    &num_dims)) {
       break;
     }
-    item.first_chunk = list.num_chunks;
     item.first_dim = static_cast<uint16_t>(used);
     used += num_dims;
-    const int64_t chunks = (item.num_units + kUnitsPerChunk - 1) / kUnitsPerChunk;
-    const bool has_ends_only = chunks == 0 && item.head + item.tail != 0;
-    list.num_chunks += static_cast<uint32_t>(has_ends_only ? 1 : chunks);
     ++list.num_items;
   }
+  number_chunks(list, [](const WorkItem&) { return true; });
   return list.num_items;
 }
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from ...guard.process import has_process_group
 from ...scanner.modules import modules_in, tensors_of
 from ...torch_internals.replaying import (
+    autocast_devices,
     inherited,
     set_inherited,
     uncompiled_calls,
@@ -28,7 +29,6 @@ from ..replayer import Patch
 
 
 _KEY = "overflow_fast_dtype"  # of what threads inherit
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _NARROWER = {torch.bfloat16: (torch.float16,), torch.float32: HALF}
 
 
@@ -108,8 +108,7 @@ def in_dtype(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
 def _kept_autocast() -> Iterator[None]:
     kept = [
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in _DEVICES
-        if torch.amp.is_autocast_available(device)
+        for device in autocast_devices()
     ]
     try:
         yield
@@ -123,9 +122,7 @@ def _begin_dtype(module: nn.Module, args: object) -> None:
     dtype = inherited(_KEY)
     if dtype is None:
         return
-    for device in _DEVICES:
-        if not torch.amp.is_autocast_available(device):
-            continue
+    for device in autocast_devices():
         is_narrow = torch.get_autocast_dtype(device) in _NARROWER[dtype]
         if torch.is_autocast_enabled(device) and is_narrow:
             if dtype is torch.float32:

@@ -1,6 +1,7 @@
 // A stand-in for the parts of CUDA that the kernels use, so that their source runs on a CPU: every
 // thread of a block is a fiber, barriers are where fibers hand over, blocks run one after another.
-// A barrier that not all threads reach ends the program. Races between blocks are not seen.
+// A barrier that not all threads reach ends the program. Races between blocks are not seen. With
+// __HIP_PLATFORM_AMD__ defined, warps have 64 lanes and AMD's names, as ROCm's have.
 #pragma once
 
 #include <ucontext.h>
@@ -45,6 +46,11 @@ struct Fiber {
   unsigned num_exchanges = 0;
 };
 
+#if defined(__HIP_PLATFORM_AMD__)
+constexpr int kWarp = 64;
+#else
+constexpr int kWarp = 32;
+#endif
 constexpr int kStackBytes = 256 * 1024;  // sanitizers need most of it
 
 inline std::vector<Fiber> fibers;
@@ -53,7 +59,7 @@ inline void* scheduled[5];
 inline int current;
 inline std::function<void()> body;
 inline int vote, voted;
-inline uint64_t exchanged[2][32][32];  // by parity, warp and lane
+inline uint64_t exchanged[2][1024 / kWarp][kWarp];  // by parity, warp and lane
 
 // swapcontext() calls the kernel of the system for the mask of signals, each time; sanitizers must
 // be told of each stack, which it does.
@@ -133,8 +139,9 @@ inline void run_block(int num_threads) {
       resume(fibers[current]);
     }
     bool is_released = false;
-    for (int warp = 0; warp < num_threads; warp += 32) {
-      is_released |= release(warp, warp + 32, State::kAtWarpBarrier);
+    for (int warp = 0; warp < num_threads; warp += kWarp) {
+      const int end = std::min(warp + kWarp, num_threads);  // AMD's last one may be half
+      is_released |= release(warp, end, State::kAtWarpBarrier);
     }
     if (!is_released && release(0, num_threads, State::kAtBlockBarrier)) {
       voted = vote;
@@ -146,8 +153,8 @@ inline void run_block(int num_threads) {
 // Every lane's value, seen by the whole warp.
 inline const uint64_t* exchange(uint64_t value) {
   const unsigned parity = fibers[current].num_exchanges++ % 2;
-  uint64_t* warp = exchanged[parity][threadIdx.x / 32];
-  warp[threadIdx.x % 32] = value;
+  uint64_t* warp = exchanged[parity][threadIdx.x / kWarp];
+  warp[threadIdx.x % kWarp] = value;
   hand_over(State::kAtWarpBarrier);
   return warp;
 }
@@ -161,6 +168,11 @@ inline int __syncthreads_or(int predicate) {
   return emulation::voted;
 }
 inline void __threadfence_system() {}
+#if defined(__HIP_PLATFORM_AMD__)
+inline uint64_t __shfl_xor(uint64_t value, int distance) {
+  return emulation::exchange(value)[(threadIdx.x % emulation::kWarp) ^ distance];
+}
+#else
 inline uint64_t __shfl_xor_sync(unsigned, uint64_t value, int distance) {
   return emulation::exchange(value)[(threadIdx.x % 32) ^ distance];
 }
@@ -172,6 +184,7 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   const uint64_t* warp = emulation::exchange(value);
   return static_cast<uint32_t>(*std::max_element(warp, warp + 32));
 }
+#endif
 
 using Word = unsigned long long;
 inline void atomicMin(Word* at, Word value) { *at = std::min(*at, value); }
@@ -179,6 +192,10 @@ inline void atomicMax(Word* at, Word value) { *at = std::max(*at, value); }
 inline void atomicAdd(Word* at, Word value) { *at += value; }
 inline void atomicOr(Word* at, Word value) { *at |= value; }
 
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+}
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 inline uint32_t max(uint32_t a, uint32_t b) { return a < b ? b : a; }
 
@@ -227,6 +244,12 @@ using std::sqrt;
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
+  *blocks = 2;
+  return cudaSuccess;
+}
 
 template <class Parameter>
 cudaError_t cudaLaunchKernel(void (*kernel)(Parameter), dim3 grid, dim3 block, void** arguments,
