@@ -426,15 +426,16 @@ class GuardParts:
 
     def enable(self) -> None:
         """Attaches the hooks that the next step needs."""
-        self.isolation.on_idle = None
-        if self.is_enabled:
-            return
-        self.is_enabled = True
-        try:
-            self._attach()
-        except BaseException:  # a monitor's: nobody may have the guard, to remove it
-            self.disable()
-            raise
+        with self.isolation.switching:
+            self.isolation.on_idle = None
+            if self.is_enabled:
+                return
+            self.is_enabled = True
+            try:
+                self._attach()
+            except BaseException:  # a monitor's: nobody may have it, to remove it
+                self.disable()
+                raise
 
     def _attach(self) -> None:
         if self._start is not None:
@@ -460,17 +461,18 @@ class GuardParts:
 
     def disable(self) -> None:
         """Removes all hooks, and forgets what was not judged."""
-        if not self.is_enabled:
-            return
-        self.is_enabled = False
-        if self.config.hears_clipping:
-            from ..torch_internals import clipping
+        with self.isolation.switching:
+            if not self.is_enabled:
+                return
+            self.is_enabled = False
+            if self.config.hears_clipping:
+                from ..torch_internals import clipping
 
-            clipping.stop_listening(self.inputs)
-        uncaught.stop_listening(self)
-        self.pipeline.detach()
-        self.clock.stop()
-        self.pipeline.forget()
+                clipping.stop_listening(self.inputs)
+            uncaught.stop_listening(self)
+            self.pipeline.detach()
+            self.clock.stop()
+            self.pipeline.forget()
 
     # The training loop's calls.
 

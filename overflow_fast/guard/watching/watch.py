@@ -555,13 +555,16 @@ class ModelWatch(StepHooks):
             is_of_use = any(True for _ in buffers_of(model))
         if not is_of_use:
             return
-        self.recorder.is_paused = False
-        self.recorder.set_gradients_wanted(True)
         if not self._attachment.handles:
+            self.recorder.is_paused = True  # until all of them are on
             if self.modules.update(model):
                 self.tensors.refresh()
                 self.follow_rules(self._rules)
             self._attach(model)
+        if self.recorder.is_paused:
+            self._leave_out_running(model)
+        self.recorder.is_paused = False
+        self.recorder.set_gradients_wanted(True)
 
     def detach(self) -> None:
         """Removes the hooks; those in autograd's graphs do nothing any more."""
@@ -621,6 +624,10 @@ class ModelWatch(StepHooks):
         super().root_ended(module, args, output)
         if self.on_left is not None:
             self.on_left(self, error)
+        from ..report.report import NonFiniteError
+
+        if isinstance(error, NonFiniteError) and not torch.is_grad_enabled():
+            self.frames.take_evaluated(root.batch)  # another guard has judged it
 
     def leave(self) -> None:
         """Ends a forward that an exception has left past the hooks: compiled code."""
