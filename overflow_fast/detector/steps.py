@@ -137,7 +137,7 @@ class RootCall:
 # The hooks of one owner, which know the steps.
 
 
-_RECOMPUTED, _ENDS_STEP = 1, 2
+_RECOMPUTED, _ENDS_STEP = 1, 2  # `kRecomputed`, `kEndsStep` of csrc/python/hook.cpp
 _Self = TypeVar("_Self", bound="StepHooks")
 
 

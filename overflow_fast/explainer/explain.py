@@ -468,7 +468,7 @@ def _without_replay(
 # Explains a step from the folder of its evidence, in another process.
 
 
-_FEW = 3
+_FEW = 3  # names in a sentence; chosen
 
 
 def function_at(argument: str, place: str) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ from .optimizers.optimizer_hook import OptimizerHook, living, outermost
 from .optimizers.wrapped import innermost, stepper_of
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
-from .report.report import Report
+from .report.report import NonFiniteError, Report
 from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
@@ -613,12 +613,13 @@ class GuardParts:
 
     # The hooks' calls.
 
-    def _on_left(self, watch: ModelWatch, error: Exception) -> None:
-        model = watch.model
+    def _on_left(self, watch: ModelWatch, error: Exception) -> bool:
+        model, is_report = watch.model, isinstance(error, NonFiniteError)
         if self.inputs.is_running or model is None or not self.is_enabled:
-            return  # what `guard.run()` runs is judged as a whole
+            return is_report  # what `guard.run()` runs is judged as a whole
         with spare_forward_hooks(model):
             self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
+        return is_report
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
         self.pipeline.judge_evaluated(watch, batch)

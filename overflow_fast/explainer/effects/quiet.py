@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-_MOST_USED = 64
+_MOST_USED = 64  # streams that other code may still hold; chosen
 
 
 class _Quieted:

@@ -105,7 +105,7 @@ def _load(name: str) -> str:
 # Words for a bad entry, and for the gradients beside it.
 
 
-_NEAREST = 8
+_NEAREST = 8  # names in a sentence; chosen
 
 
 def what_of(entry: BadEntry) -> str:
@@ -145,7 +145,7 @@ def gradient_sentences(verdict: Verdict) -> list[str]:
 # The sentences of a report on headroom.
 
 
-_FEW_BITS = 8
+_FEW_BITS = 8  # room to grow 256-fold; chosen
 
 
 def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
@@ -177,7 +177,7 @@ def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
 # Words for where a non-finite value came from.
 
 
-_FEW = 4
+_FEW = 4  # names in a sentence; chosen
 
 
 def who_made_it(first: BadEntry, verdict: Verdict) -> str:
