@@ -1,4 +1,4 @@
-"""Numbers that decide something have their reason, or their measurement, beside them."""
+"""Numbers that decide something have a reason, or a measurement, beside them."""
 
 import ast
 import io
