@@ -59,6 +59,7 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
   if (!recorder.in_step()) {
     const int64_t graph_task = graph_task_id();
     flags = call_owner(self, "on_submodule_call", self->module, graph_task).template cast<long>();
+    if (recorder.is_off()) return;  // the owner has left this thread out
   }
   const bool wants_tensors = recorder.wants_tensors();
   try {
@@ -139,6 +140,8 @@ void record_traced_frame(FrameHook* self, Recorder& recorder, const TracedCall& 
 
 // run_hook(hook, module, args, kwargs, output): the forward hook that torch calls.
 PyObject* run_hook(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  // Without kwargs: another thread puts the hook on, or takes it off, while this forward runs.
+  if (nargs == 4 && is_frame_hook(args[0])) Py_RETURN_NONE;
   if (nargs != 5 || !is_frame_hook(args[0])) {
     PyErr_Format(PyExc_TypeError,
                  "run_hook takes a FrameHook, module, args, kwargs and output, got %zd arguments",

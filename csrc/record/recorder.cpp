@@ -51,6 +51,16 @@ void Recorder::end_apart() {
       apart_, [id = std::this_thread::get_id()](const Course& each) { return each.thread == id; });
 }
 
+void Recorder::leave_out() {
+  end_apart();
+  begin_apart();
+  apart_.back().is_left_out = true;
+}
+
+void Recorder::leave_out_running() {
+  for (Course& each : apart_) each.is_left_out = true;
+}
+
 Frame Recorder::begin_frame(uint32_t module, py::object class_name, FrameKind kind) {
   ++total_calls;
   ++frame_mark_;

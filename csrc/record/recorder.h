@@ -197,13 +197,19 @@ class Recorder {
   // Gives this thread a step of its own, as long as the root runs in it and in another one, too.
   void begin_apart() { apart_.push_back({std::this_thread::get_id()}); }
   void end_apart();
+  // Records nothing of what this thread runs until end_apart(): its forward began before the hooks
+  // were put on. leave_out_running(): the same for each thread that has a step of its own.
+  void leave_out();
+  void leave_out_running();
 
   std::deque<Frame>& history() { return history_; }
   const std::deque<Frame>& history() const { return history_; }
   std::optional<int64_t> max_frames;
   bool is_paused = false;  // hooks that could not be removed record nothing
   // True if hooks record nothing of what this thread runs.
-  bool is_off() const { return is_paused || Unwatched::depth() > depth_; }
+  bool is_off() const {
+    return is_paused || Unwatched::depth() > depth_ || course().is_left_out;
+  }
   void note_depth() { depth_ = Unwatched::depth(); }
   bool watches_every_frame = false;
   bool lists_parameters;          // at first as in the options
@@ -270,6 +276,7 @@ class Recorder {
     int64_t batch = 0;
     bool opens_batch = true;
     bool in_step = false;
+    bool is_left_out = false;
   };
   const Course& course() const;
   Course& course() { return const_cast<Course&>(std::as_const(*this).course()); }

@@ -15,7 +15,7 @@ from ..scanner.tree import entry_label, label_text
 if TYPE_CHECKING:
     from ..guard.watching.watch import ModelWatch
 
-PREFIX = " " * 17
+PREFIX = " " * 17  # the width of transformers' two numbers, `{:8.2e} {:8.2e}`
 COLUMNS = f"{'abs min':8} {'abs max':8} metadata"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
@@ -113,7 +114,7 @@ class StepBoundaryHook:
         self.name = name
 
     def __call__(self, *arguments: Any) -> None:
-        if self.owner.is_paused:
+        if self.owner.is_paused and not self.owner.resumes(self.name, arguments[0]):
             return
         try:
             getattr(self.owner, self.name)(*arguments)
@@ -209,6 +210,15 @@ def index_of(owner: object, module: nn.Module) -> int:
     """Returns the index of a module in its owner's hook, or -1."""
     hook = hook_of(owner, module)
     return -1 if hook is None else hook.module
+
+
+def threads_in(module: nn.Module) -> set[int]:
+    """The threads in which a call of a module runs."""
+    return {
+        thread
+        for thread, frame in sys._current_frames().items()
+        if any(each is module for _, each in running_modules(frame) or ())
+    }
 
 
 def is_running(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from ..torch_internals.compiler import (
 from ..torch_internals.module_internals import is_dry_run
 from ..torch_internals.running import (
     call_after_backward,
+    running_modules,
 )
 from .compiled_boundary import (
     CALLS,
@@ -40,6 +41,7 @@ from .hooks import (
     modules_as_applied,
     modules_once,
     outermost_call,
+    threads_in,
 )
 from .selection import Named
 
@@ -135,7 +137,7 @@ class RootCall:
 # The hooks of one owner, which know the steps.
 
 
-_RECOMPUTED, _ENDS_STEP = 1, 2
+_RECOMPUTED, _ENDS_STEP = 1, 2  # `kRecomputed`, `kEndsStep` of csrc/python/hook.cpp
 _Self = TypeVar("_Self", bound="StepHooks")
 
 
@@ -191,6 +193,7 @@ class StepHooks:
         self.compiled_boundary = CompiledStepBoundary(self)
         self._lock = RLock()
         self._roots: dict[int, RootCall] = {}  # that run, by their threads
+        self._strays: set[int] = set()  # threads whose forward began without hooks
         self._had_apart = False  # since one ran alone
         self._opens_next = False
         self._is_dry_run = False
@@ -213,14 +216,14 @@ class StepHooks:
         Where there is compiled code they stay and do nothing: to put them back would
         compile all of it again.
         """
+        self._pause_recorder()  # first: a forward may run in another thread
         if not has_compiled():
             self._remove_hooks()
-        self._pause_recorder()
 
     def detach(self) -> None:
         """Removes the hooks; those in autograd's graphs do nothing any more."""
-        self._remove_hooks()
         self._pause_recorder()
+        self._remove_hooks()
 
     def _remove_hooks(self) -> None:
         self._attachment.remove()
@@ -335,6 +338,33 @@ class StepHooks:
         self.batch_number = batch
         self.recorder.begin_batch(batch)
 
+    # Forwards of other threads that began before the hooks were on are left out.
+
+    def _leave_out_running(self, model: nn.Module) -> None:
+        """Leaves out the forwards that run, before the hooks record anything."""
+        self._strays = threads_in(model)
+        if self._strays:
+            self._begin_batch()  # the last one is theirs
+            self.recorder.leave_out_running()
+
+    def resumes(self, name: str, module: nn.Module) -> bool:
+        """Called for a hook of the root's while it is paused; True to go on with it."""
+        thread = get_ident()
+        if _C.is_unwatched() or is_running(module):
+            return False
+        if name == "root_ended":
+            self._end_stray(thread)
+        elif name == "before_root":
+            self._end_stray(thread)  # one that no hook has ended
+            if not self.is_paused:
+                return True
+            self._strays.add(thread)
+        return False
+
+    def _end_stray(self, thread: int) -> None:
+        self._strays.discard(thread)
+        self.recorder.end_apart()
+
     # Called by the hooks, in the order of a step.
 
     def before_root(
@@ -415,7 +445,11 @@ class StepHooks:
     def _begin_root(self) -> None:
         with self._lock:
             self.recorder.end_apart()  # of a forward that hooks were taken from
-            is_apart = bool(self._roots)
+            self._strays.discard(get_ident())
+            if self._strays:  # or a thread has ended one that no hook has seen
+                model = self.model
+                self._strays &= set() if model is None else threads_in(model)
+            is_apart = bool(self._roots or self._strays)
             if is_apart:
                 self._had_apart = True
                 self.recorder.begin_apart()
@@ -444,6 +478,11 @@ class StepHooks:
 
     def on_submodule_call(self, module_index: int, graph_task_id: int) -> int:
         """Assigns a frame to a step when a submodule runs outside the root."""
+        if get_ident() in self._strays:
+            if any(each is self.model for _, each in running_modules() or ()):
+                self.recorder.leave_out()
+                return 0
+            self._end_stray(get_ident())
         self._choose_watch(self.batch_number)
         if self._is_strict:
             self.recorder.end_step()

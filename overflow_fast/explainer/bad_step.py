@@ -66,7 +66,7 @@ class BadStep:
 
 
 OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
-_FEW = 3
+_FEW = 3  # names in a clause; chosen
 
 
 def effects_text(names: Sequence[str]) -> str:

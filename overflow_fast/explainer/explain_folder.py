@@ -17,7 +17,7 @@ from ..guard.report.explanation import Explanation
 from .explain import investigate
 from .saved_step import STEP, SavedStep, UnreadableStepError
 
-_FEW = 3
+_FEW = 3  # names in a sentence; chosen
 
 
 def function_at(argument: str, place: str) -> Callable[..., Any]:

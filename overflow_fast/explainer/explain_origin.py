@@ -395,7 +395,7 @@ def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
     return f"{what}{at}"
 
 
-_FEW_ROWS = 4
+_FEW_ROWS = 4  # more are no odd ones out that a sentence names; chosen
 
 
 def _bad_rows(values: torch.Tensor) -> list[int]:

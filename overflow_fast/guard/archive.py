@@ -127,7 +127,7 @@ def _recorder_of(
     )
 
 
-_MIB = 2**20
+_MIB = 2**20  # bytes
 _now = time.perf_counter  # a test that patches time has its patch to itself
 _PAGE_SHARE = 0.01  # of the run's time
 _PAGE_LINES = 500  # of the flight record, a quarter of a second

@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import Any, TypeVar, cast
 
 from .. import _C
@@ -114,6 +115,7 @@ class ErrorIsolation:
         on_idle: Called once when the guard's code at hand has ended, and where that was
             called for a step, the step; None for nothing.
         is_in_step: Returns True while an optimizer's step runs.
+        switching: Held where the guard is switched on or off, by one thread at a time.
     """
 
     def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
@@ -122,6 +124,7 @@ class ErrorIsolation:
         self.users_error: Exception | None = None
         self.on_idle: Callable[[], None] | None = None
         self.is_in_step: Callable[[], bool] = lambda: False
+        self.switching = RLock()
         self._failed: set[str] = set()  # whose failure was logged
         self.num_failures = 0
 
@@ -132,9 +135,12 @@ class ErrorIsolation:
 
     def end(self) -> None:
         """Calls `on_idle`, unless more of the guard's code is to come."""
-        if self.on_idle is not None and not self.is_busy:
+        if self.on_idle is None or self.is_busy:
+            return
+        with self.switching:
             function, self.on_idle = self.on_idle, None
-            function()
+            if function is not None:
+                function()
 
     def isolated(self, monitor: str = "") -> _Isolated:
         """Suppresses the guard's own errors; hides its code from the user's modes.

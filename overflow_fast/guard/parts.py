@@ -34,7 +34,7 @@ from .optimizers.optimizer_hook import OptimizerHook, living, outermost
 from .optimizers.wrapped import innermost, stepper_of
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
-from .report.report import Report
+from .report.report import NonFiniteError, Report
 from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
@@ -446,15 +446,16 @@ class GuardParts:
 
     def enable(self) -> None:
         """Attaches the hooks that the next step needs."""
-        self.isolation.on_idle = None
-        if self.is_enabled:
-            return
-        self.is_enabled = True
-        try:
-            self._attach()
-        except BaseException:  # a monitor's: nobody may have the guard, to remove it
-            self.disable()
-            raise
+        with self.isolation.switching:
+            self.isolation.on_idle = None
+            if self.is_enabled:
+                return
+            self.is_enabled = True
+            try:
+                self._attach()
+            except BaseException:  # a monitor's: nobody may have it, to remove it
+                self.disable()
+                raise
 
     def _attach(self) -> None:
         if self._start is not None:
@@ -482,19 +483,20 @@ class GuardParts:
 
     def disable(self) -> None:
         """Removes all hooks, and forgets what was not judged."""
-        if not self.is_enabled:
-            return
-        self.is_enabled = False
-        if self.config.hears_clipping:
-            from ..torch_internals import clipping
+        with self.isolation.switching:
+            if not self.is_enabled:
+                return
+            self.is_enabled = False
+            if self.config.hears_clipping:
+                from ..torch_internals import clipping
 
-            clipping.stop_listening(self.inputs)
-        uncaught.stop_listening(self)
-        if self.requests is not None:
-            self.requests.detach()
-        self.pipeline.detach()
-        self.clock.stop()
-        self.pipeline.forget()
+                clipping.stop_listening(self.inputs)
+            uncaught.stop_listening(self)
+            if self.requests is not None:
+                self.requests.detach()
+            self.pipeline.detach()
+            self.clock.stop()
+            self.pipeline.forget()
 
     # The training loop's calls.
 
@@ -636,15 +638,16 @@ class GuardParts:
 
     # The hooks' calls.
 
-    def _on_left(self, watch: ModelWatch, error: Exception) -> None:
-        model = watch.model
+    def _on_left(self, watch: ModelWatch, error: Exception) -> bool:
+        model, is_report = watch.model, isinstance(error, NonFiniteError)
         if self.inputs.is_running or model is None or not self.is_enabled:
-            return  # what `guard.run()` runs is judged as a whole
+            return is_report  # what `guard.run()` runs is judged as a whole
         if self.requests is not None and not torch.is_grad_enabled():
             self.requests.left(watch, error)
-            return
+            return is_report
         with spare_forward_hooks(model):
             self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
+        return is_report
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
         (self.requests or self.pipeline).judge_evaluated(watch, batch)

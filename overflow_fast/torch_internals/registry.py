@@ -113,10 +113,10 @@ def note_missing(name: str, error: Exception) -> None:
         _log.warning("torch has changed: %s (%s). %s.", api, error, without)
 
 
-def stack() -> list[FrameType]:
-    """Lists the frames of the Python stack from the caller's out."""
+def stack(frame: FrameType | None = None) -> list[FrameType]:
+    """Lists the frames of the Python stack from the caller's, or a given one, out."""
     frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
+    frame = frame or sys._getframe(1)
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back

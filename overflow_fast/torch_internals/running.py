@@ -66,16 +66,21 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     "which call of a watched module is the outermost, where the root's does not run",
     "Each module that is called on its own counts as a step",
 )
-def running_modules() -> list[tuple[int, nn.Module]] | None:
+def running_modules(
+    frame: FrameType | None = None,
+) -> list[tuple[int, nn.Module]] | None:
     """The calls of modules that run in this thread, the innermost first.
+
+    Args:
+        frame: The innermost frame of another thread, to look at that.
 
     Returns:
         An identity of each, equal as long as it runs, and its module; None where torch
         has changed.
     """
     code = nn.Module._wrapped_call_impl.__code__
-    calls = [frame for frame in stack() if frame.f_code is code]
-    return [(id(frame), frame.f_locals["self"]) for frame in calls]
+    calls = [each for each in stack(frame) if each.f_code is code]
+    return [(id(each), each.f_locals["self"]) for each in calls]
 
 
 @internal(

@@ -1,8 +1,8 @@
 """Compiles the CUDA sources with nvcc alone: needs no GPU and no CUDA build of torch.
 
 Prints each kernel's registers, spills and stack frame per architecture, and fails where
-one is larger than in tests/files/cuda_kernels.txt, which `--write` renews. Other releases of nvcc
-than the one that it names may need more or less, which is printed alone.
+one is larger than in tests/files/cuda_kernels.txt, which `--write` renews. Other
+releases of nvcc than the one that it names may need more or less: that is printed alone.
 """
 
 import re

@@ -179,3 +179,95 @@ def test_a_thread_whose_forward_lost_its_hooks_counts_on_with_the_others():
             thread.join()
         assert len(batches) == 3 and len(set(batches)) == 3
         assert min(batches[1:]) > batches[0]
+
+
+class Waits(nn.Linear):
+    """Its forward ends once it may, where it is asked to wait."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.began, self.ends = threading.Event(), threading.Event()
+        self.waits = False
+
+    def forward(self, x):
+        if self.waits:
+            self.waits = False
+            self.began.set()
+            assert self.ends.wait(30)
+        return super().forward(x)
+
+
+def is_bad(model, value):
+    try:
+        with torch.no_grad():
+            model(torch.full((1, 2), value))
+    except NonFiniteError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("how", ["enable", "another", "first"])
+@pytest.mark.parametrize("running", [1.0, float("nan")])
+def test_a_forward_that_ran_when_the_guard_was_switched_on_is_left_out(how, running):
+    model = nn.Sequential(nn.Linear(2, 2), Waits(), nn.Linear(1, 1))
+    inner, found, nan = model[1], [], float("nan")
+    guard = None if how == "first" else OverflowGuard(model)
+    inner.waits = True
+    thread = threading.Thread(
+        target=lambda: found.extend(
+            is_bad(model, value) for value in (running, nan, 1.0)
+        )
+    )
+    thread.start()
+    assert inner.began.wait(30)
+    if how == "enable":
+        guard.disable()
+        guard.enable()
+    elif guard is not None:
+        guard.remove()
+    if how != "enable":
+        guard = OverflowGuard(model)
+    assert [is_bad(model, value) for value in (1.0, nan, 1.0)] == [False, True, False]
+    inner.ends.set()
+    thread.join()
+    assert found == [False, True, False]  # it began before: nothing is said of it
+    assert not is_bad(model, 1.0) and is_bad(model, nan)
+    assert guard.check() is None and guard.coverage().failures == 0
+    guard.remove()
+
+
+def test_what_another_guard_has_raised_is_not_of_the_next_forward():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with OverflowGuard(model), OverflowGuard(model):
+        found = [is_bad(model, v) for v in (1.0, float("nan"), 1.0, 1.0)]
+    assert found == [False, True, False, False]
+
+
+@pytest.mark.slow
+def test_switching_on_and_off_under_running_threads_blames_no_innocent_one(hurry):
+    model, found, ends = Net(8).eval(), [], threading.Event()
+    guard = OverflowGuard(model)
+
+    def work(number):
+        while not ends.is_set():
+            value = float("nan") if number == 0 else 1.0
+            try:
+                with torch.no_grad():
+                    model(torch.full((2, 8), value))
+            except Exception as error:
+                if number or not isinstance(error, NonFiniteError):
+                    found.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(100):
+        guard.disable()
+        guard.enable()
+    ends.set()
+    for thread in threads:
+        thread.join()
+    assert found == []
+    with torch.no_grad(), pytest.raises(NonFiniteError):
+        model(torch.full((2, 8), float("nan")))
+    guard.remove()

@@ -130,3 +130,97 @@ def test_transformers_exceptions_get_the_report(how, policy, tmp_path):
     callback.remove_guard()
     assert "training_step" not in vars(trainer)
     assert "compute_loss" not in vars(trainer)
+
+
+class OwnLoss(transformers.Trainer):
+    """Its loss decomposes a covariance, or its metrics refuse a nan."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        out = model.layer(inputs["x"])
+        loss = torch.linalg.cholesky((out - out.detach()) * 0 + torch.eye(1)).sum()
+        return (loss, {"logits": out}) if return_outputs else loss
+
+
+def metrics_of(prediction):
+    if not torch.as_tensor(prediction.predictions).isfinite().all():
+        raise ValueError("Input contains NaN.")
+    return {}
+
+
+def own_trainer(tmp_path, callback, **arguments):
+    data_rows = [{"x": x, "labels": torch.zeros(1)} for x in rows()]
+    evaluated = arguments.pop("evaluated", data_rows)
+    trainer = OwnLoss(
+        Regression("forward"),
+        transformers.TrainingArguments(
+            *(str(tmp_path),),
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=evaluated,
+        eval_dataset=data_rows,
+        compute_metrics=metrics_of,
+        callbacks=[callback],
+    )
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(
+        evaluated
+    )
+    return trainer
+
+
+@pytest.mark.slow
+def test_a_decomposition_in_a_loss_of_ones_own_gets_the_report(tmp_path):
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
+
+    callback = TrainerGuardCallback()
+    trainer = own_trainer(tmp_path, callback, max_steps=4)
+    with pytest.raises(torch.linalg.LinAlgError) as raised:
+        trainer.train()
+    report = assert_reported(callback.guard, raised.value)
+    assert report.verdict.first.fqn == "layer"
+    callback.remove_guard()
+
+
+@pytest.mark.slow
+def test_metrics_that_refuse_a_nan_are_of_an_evaluation_that_was_logged(tmp_path):
+    from overflow_fast.integrations.trainer import TrainerGuardCallback
+
+    callback = TrainerGuardCallback()
+    good = [{"x": torch.ones(2), "labels": torch.zeros(1)}] * 4
+    trainer = own_trainer(
+        tmp_path, callback, max_steps=2, evaluated=good, eval_strategy="epoch"
+    )
+    trainer.compute_loss = lambda model, inputs, return_outputs=False, **kwargs: (
+        (model.layer(inputs["x"]).mean(), {"logits": model.layer(inputs["x"])})
+        if return_outputs
+        else model.layer(inputs["x"]).mean()
+    )
+    with pytest.raises(ValueError, match="NaN"):
+        trainer.train()
+    assert callback.guard.last_report.moment == "evaluation"
+    callback.remove_guard()
+
+
+class OfClipping(OfLoss):
+    """Its own clipping refuses a norm that is a nan."""
+
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+
+    def configure_gradient_clipping(self, *args, **kwargs):
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        assert all(norm.isfinite() for norm in norms), "constraint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_clipping_of_ones_own_gets_the_report(policy, tmp_path):
+    callback = guard_callback(on_overflow=policy)
+    trainer = make_trainer(tmp_path, callback)
+    with pytest.raises(AssertionError, match="constraint") as raised:
+        trainer.fit(OfClipping(), torch.utils.data.DataLoader(rows()))
+    assert_reported(callback.guard, raised.value)

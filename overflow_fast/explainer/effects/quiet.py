@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-_MOST_USED = 64
+_MOST_USED = 64  # streams that other code may still hold; chosen
 
 
 class _Quieted:

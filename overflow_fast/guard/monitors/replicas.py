@@ -26,7 +26,7 @@ from ..ranks.peers import replicating_group
 from .monitor import Guarded, Monitor
 
 _log = logging.getLogger("overflow_fast")
-_FEW = 4
+_FEW = 4  # tensors in a warning; chosen
 
 
 @dataclass(frozen=True)

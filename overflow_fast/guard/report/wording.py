@@ -106,8 +106,8 @@ def _load(name: str) -> str:
 # Words for a bad entry, and for the gradients beside it.
 
 
-_NEAREST = 8
-_FEW_GRADIENTS = 3  # in an exception
+_NEAREST = 8  # names in a sentence; chosen
+_FEW_GRADIENTS = 3  # in an exception; chosen
 
 
 def what_of(entry: BadEntry) -> str:
@@ -154,7 +154,7 @@ def gradient_sentences(verdict: Verdict, most: int = _NEAREST) -> list[str]:
 # The sentences of a report on headroom.
 
 
-_FEW_BITS = 8
+_FEW_BITS = 8  # room to grow 256-fold; chosen
 
 
 def headroom_sentences(headroom: EntryHeadroom | None) -> list[str]:
@@ -186,7 +186,7 @@ def least_sentences(headroom: EntryHeadroom | None) -> list[str]:
 # Words for where a non-finite value came from.
 
 
-_FEW = 4
+_FEW = 4  # names in a sentence; chosen
 
 
 def who_made_it(first: BadEntry, verdict: Verdict) -> str:

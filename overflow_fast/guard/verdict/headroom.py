@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # The headroom of the tensors of a run, and their underflow, as a table.
 
 
-_FLOAT16_MAX = 65504.0
+_FLOAT16_MAX = 65504.0  # (2 - 2**-10) * 2**15
 _LEAST_STEPS = 4  # watched, before there is a trend; chosen, not measured
 
 
@@ -179,7 +179,7 @@ def _text(found: SaturatedEntry) -> str:
 
 
 _log = logging.getLogger("overflow_fast")
-_FEW_NAMES = 3
+_FEW_NAMES = 3  # entries in a warning; chosen
 # The kinds of the totals.
 _TOTALS = {
     _C.Role.GRADIENT: "gradient",

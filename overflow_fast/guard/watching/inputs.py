@@ -35,7 +35,7 @@ from ...torch_internals.running import (
     is_functional_call,
 )
 
-_FEW = 4
+_FEW = 4  # samples in a sentence; chosen
 _HARMLESS = (
     *(str, bytes, int, float, complex, type(None), torch.layout, range, slice, type),
     *(enum.Enum, types.FunctionType, torch.Generator),

@@ -492,7 +492,8 @@ class ModelWatch(StepHooks):
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
-        on_left: Called with the exception that has left an outermost forward.
+        on_left: Called with the exception that has left an outermost forward; returns
+            True if it is another guard's report of it.
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
@@ -523,7 +524,7 @@ class ModelWatch(StepHooks):
         self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
-        self.on_left: Callable[[ModelWatch, Exception], None] | None = None
+        self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
         self.needs_buffers = False
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
@@ -555,13 +556,16 @@ class ModelWatch(StepHooks):
             is_of_use = any(True for _ in buffers_of(model))
         if not is_of_use:
             return
-        self.recorder.is_paused = False
-        self.recorder.set_gradients_wanted(True)
         if not self._attachment.handles:
+            self.recorder.is_paused = True  # until all of them are on
             if self.modules.update(model):
                 self.tensors.refresh()
                 self.follow_rules(self._rules)
             self._attach(model)
+        if self.recorder.is_paused:
+            self._leave_out_running(model)
+        self.recorder.is_paused = False
+        self.recorder.set_gradients_wanted(True)
 
     def detach(self) -> None:
         """Removes the hooks; those in autograd's graphs do nothing any more."""
@@ -619,8 +623,9 @@ class ModelWatch(StepHooks):
         root.is_left = True
         self.inputs.leave(root.batch)
         super().root_ended(module, args, output)
-        if self.on_left is not None:
-            self.on_left(self, error)
+        is_judged = self.on_left is not None and self.on_left(self, error)
+        if is_judged and not torch.is_grad_enabled():
+            self.frames.take_evaluated(root.batch)
 
     def leave(self) -> None:
         """Ends a forward that an exception has left past the hooks: compiled code."""

@@ -16,8 +16,8 @@ from ..record.table import DRAWN
 
 Numbers = Mapping[str, Any]
 
-_FEW_BITS = 1.0
-_SOME_BITS = 4.0
+_FEW_BITS = 1.0  # half of the dtype's maximum, where Headroom() warns, too
+_SOME_BITS = 4.0  # 1/16 of it; chosen
 
 
 def view_of(found: Numbers) -> RenderableType:

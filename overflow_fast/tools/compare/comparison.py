@@ -42,7 +42,7 @@ from .judged_rows import (
 # The first difference of a comparison, as a sentence.
 
 
-_MAX_PLACES = 3
+_MAX_PLACES = 3  # in a sentence; chosen
 
 
 @dataclass
@@ -373,9 +373,9 @@ def _has_text(values: list[Any]) -> bool:
 # A comparison as one HTML file, which needs no network and no script.
 
 
-_MOST_ROWS = 5000
+_MOST_ROWS = 5000  # of the page; chosen
 _HERE = Path(__file__).parent
-_MAX_BITS = 24
+_MAX_BITS = 24  # those of float32's significand
 
 
 def write_diff_page(plain: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
@@ -440,8 +440,8 @@ def _bar(bits: Any) -> float:
     return 100 * min(_MAX_BITS, max(0.0, float(bits))) / _MAX_BITS
 
 
-_MAX_ROWS = 20
-_MAX_SAID = 12
+_MAX_ROWS = 20  # of a table in a terminal; chosen
+_MAX_SAID = 12  # sentences under it; chosen
 VERDICTS = (INTRODUCED, PROPAGATED, ROUNDING, EQUAL, NOT_COMPARED)
 
 

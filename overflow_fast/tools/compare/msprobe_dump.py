@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 _CALL = re.compile(r"Module\.(.*)\.(\w+)\.(forward|backward)\.(\d{1,9})")
 _GRADIENTS = re.compile(r"Module\.(.*)\.parameters_grad(?:\.\d+)?")
-_MAX_DUMP = 2**30
-_MAX_NAME = 2000
-_MAX_DEPTH = 64
+_MAX_DUMP = 2**30  # bytes; a file beyond is no dump that memory should take; chosen
+_MAX_NAME = 2000  # characters; chosen, far beyond names of modules
+_MAX_DEPTH = 64  # of nested values; a file may nest without end
 _ONLY_STATISTICS = (
     "the dump has statistics of it alone; dump with task=tensor to compare values"
 )

@@ -415,7 +415,7 @@ def _cleaned(chunk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 BOUNDS = tuple(2.0**k for k in range(-62, 18, 2))
-_MAX_SAMPLE = 2**11
+_MAX_SAMPLE = 2**11  # values of a tensor; chosen
 
 
 def magnitudes(values: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 _SCALARS = (bool, int, float, str, type(None))
-_MAX_TEXT, _MAX_LENGTH = 80, 8
+_MAX_TEXT, _MAX_LENGTH = 80, 8  # of a setting that is shown; chosen
 
 
 def scalars_in(values: Mapping[str, Any]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from ...guard.report.report import NonFiniteError
 # A small training run that turns nan, under a guard.
 
 
-_STEPS = 3
+_STEPS = 3  # two that are clean, and the bad one
 
 
 class Block(nn.Module):

@@ -36,7 +36,7 @@ from .stage import (
 )
 
 ARITHMETIC_NAME = "arithmetic"
-_SEED = 20
+_SEED = 20  # any: all devices draw the same
 _SIDE = 256
 # Factors of products that are exact in the dtype, however they are summed up.
 _LARGEST = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 8, torch.float64: 64}
@@ -528,8 +528,8 @@ COLLECTIVES = Stage(COLLECTIVES_NAME, _run_collectives, _judge_collectives)
 
 
 FAULT_INJECTION_NAME = "agreement"
-_STEPS = 3
-_BAD_STEP = 1
+_STEPS = 3  # one before the bad step, and one after it
+_BAD_STEP = 1  # counted from 0
 
 
 @dataclass(frozen=True)

@@ -138,14 +138,14 @@ def _stuck(
     return Finding(stage, BROKEN, tuple(behind), capitalized(text))
 
 
-_MOST_STACKS = 2
+_MOST_STACKS = 2  # of ranks that are behind, in a terminal; chosen
 
 
 # The store at which the ranks meet: answers with a limit, and one rank that decides.
 
 
 _T = TypeVar("_T")
-_CONNECTION_SECONDS = 60
+_CONNECTION_SECONDS = 60  # for the store to answer; chosen
 
 
 @dataclass(frozen=True)
@@ -405,8 +405,8 @@ class StageProcess:
         self._process.kill()
 
 
-_STACK_SECONDS = 2.0
-_MOST_CALLS = 3
+_STACK_SECONDS = 2.0  # for `faulthandler` to write; chosen
+_MOST_CALLS = 3  # of a stack, the innermost; chosen
 _CALL = re.compile(r'^  File "(.+)", line (\d+) in (\S+)', re.MULTILINE)
 
 

@@ -97,7 +97,7 @@ def ranks_of_links(
 # The rounds in which pairs of ranks measure their links. Pure.
 
 
-_SEED = 20
+_SEED = 20  # any: all ranks draw the same
 
 
 def rounds_of(
@@ -183,7 +183,7 @@ def _pair(a: int, b: int) -> Pair:
 
 
 NAME = "links"
-_PASSES = 2
+_PASSES = 2  # only what is slow in each of them is said to be
 _SMALL = 8  # bytes of a message for the latency
 _LARGE = {"cpu": 2**20, "cuda": 2**26}  # and for the bandwidth
 # Of a matrix; on CPUs a product is over before the scheduler gives the core away.

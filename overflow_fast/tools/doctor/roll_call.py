@@ -42,7 +42,7 @@ _QUERY = {
     "ecc_errors": "ecc.errors.uncorrected.volatile.total",
     "hw_slowdown": "clocks_throttle_reasons.hw_slowdown",
 }
-_SMI_SECONDS = 10
+_SMI_SECONDS = 10  # for a tool of the driver, which may hang; chosen
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ ROLL_CALL = Stage(NAME, _run, judge, needs_group=False)
 
 _NETWORK = re.compile(r"NCCL INFO .*Using network (.+?)\s*$", re.MULTILINE)
 _WARNING = re.compile(r"NCCL WARN (.+?)\s*$", re.MULTILINE)
-_MOST_WARNINGS = 2
+_MOST_WARNINGS = 2  # in a cell of a table; chosen
 
 
 def ask_nccl_for_a_log(session: str, rank: int) -> Path | None:

@@ -362,8 +362,8 @@ def _skips(records: Sequence[FlightRecord], column: Column) -> float:
 # Numbers as the page carries them: differences, deflated, in base64.
 
 
-_MOST_COLUMNS = 2000
-_LEAST_COLUMNS = 2
+_MOST_COLUMNS = 2000  # about the pixels of a wide window; chosen
+_LEAST_COLUMNS = 2  # fewer are no row
 _LEAST_RANK_COLUMNS = 16  # below that ranks are not worth their bytes
 # Together below 2 MiB with the tables and the page's own code.
 _MAX_GRID = 1300 * 1024

@@ -23,9 +23,9 @@ from ...scanner.text import dtype_name, is_cell, short_name
 from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 
 _MARKER = "overflow_fast.json"
-_CONTEXT = 3
+_CONTEXT = 3  # lines around one, as of `diff -u`
 _LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
-_MAX_SOURCE = 2**24
+_MAX_SOURCE = 2**24  # bytes of a file that may have the line; chosen
 _CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
 _TENSORS = "tensors.safetensors"
 
@@ -300,7 +300,7 @@ class Histogram:
         return max((count for _, count in self.bins), default=1)
 
 
-_FEW = 8
+_FEW = 8  # places and rows that a page lists; chosen
 _CALL = "['call']"
 _PARTS = {f"{_CALL}[0]": "input", f"{_CALL}[1]": "input", f"{_CALL}[2]": "output"}
 
@@ -383,8 +383,8 @@ def _bins(magnitudes: torch.Tensor) -> list[tuple[int, int]]:
 # How a bad value spread: a tree of the modules where it was, in a step.
 
 
-_MOST_STATIONS = 100
-_MOST_LEVELS = 40
+_MOST_STATIONS = 100  # of the tree; chosen
+_MOST_LEVELS = 40  # of it; chosen, far beyond real models
 
 
 @dataclass

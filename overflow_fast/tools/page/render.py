@@ -37,8 +37,8 @@ from .incidents import Incident, failure_path, histogram_of, read_incidents
 # The tables of the page, which say in text what its pictures show.
 
 
-_MOST_ROWS = 500
-_MOST_STEPS = 400
+_MOST_ROWS = 500  # of a table; chosen
+_MOST_STEPS = 400  # columns of the heatmap's table; chosen
 _HEADS = "entry", "class", "kind", "dtype", "least bits", "magnitude", "in step"
 _FAR = 32.0  # bits from which a factor has too many digits to be read
 _COUNTS = {"num_saturated": "saturated", "num_zero": "zeros"}

@@ -11,8 +11,8 @@ import torch
 from ...scanner.text import as_lines, counted, either, printable, some
 from .layers import DTYPES, FLOAT8, Layer, expected_error
 
-_MOST_ROWS = 8
-_MOST_NAMES = 4
+_MOST_ROWS = 8  # of a table in a terminal; chosen
+_MOST_NAMES = 4  # in a cell of it; chosen
 
 
 @dataclass(frozen=True)
