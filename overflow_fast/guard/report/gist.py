@@ -54,6 +54,8 @@ def gist_of(found: Explanation) -> str:
         seen=", in the forward and left out there" * found.is_seen_in_backward,
         reason=_reason_text(found),
     )
+    if op is not None and found.phase == "optimizer":
+        text += " in the optimizer's step"
     text = capitalized(text) if text.startswith("the ") else text
     return f"{text}{_sample_text(found)}{on_rank(found)}"
 
