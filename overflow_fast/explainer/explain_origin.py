@@ -38,7 +38,15 @@ from .op_rows import (
     Row,
     Source,
 )
-from .tensor_kinds import INF, NAN, NEGATIVE_INF, as_wide, bad_names, summary_of
+from .tensor_kinds import (
+    INF,
+    NAN,
+    NEGATIVE_INF,
+    as_wide,
+    bad_columns,
+    bad_names,
+    summary_of,
+)
 from .trace_back import ForwardRows, RootOp
 from .users_lines import op_at, place_text, programs_line
 
@@ -229,8 +237,9 @@ def _op_of(named: Row, ran: Row) -> Op:
 def _evidence(details: Details, op: Op) -> tuple[str, str]:
     """Describes what an operation made of what, and what float64 makes of it."""
     output = details.outputs[0]
+    columns = numbered("column", details.columns) if details.columns else ""
     ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
-    made = f"{ran}{output.nonfinite_text()}"
+    made = f"{ran}{output.nonfinite_text()}{f' (all in {columns})' * bool(columns)}"
     inputs = ", ".join(_range_text(each) for each in details.inputs[:3])
     if inputs and not details.has_bad_inputs:
         made += f"; inputs finite: {inputs}"
@@ -391,8 +400,9 @@ def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:
         return "non-finite values"
     what = summary_of(values).nonfinite_text()
     rows = _bad_rows(values) if names_rows else []
-    at = f" (all in {numbered('row', rows)})" if rows else ""
-    return f"{what}{at}"
+    columns = [] if rows else bad_columns(values)
+    lines = numbered("row", rows) if rows else numbered("column", columns or [0])
+    return f"{what} (all in {lines})" if rows or columns else what
 
 
 _FEW_ROWS = 4  # more are no odd ones out that a sentence names; chosen

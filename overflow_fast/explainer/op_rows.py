@@ -35,6 +35,7 @@ class Details:
         outputs: Those that it returned.
         first_index: Where the first non-finite value is in the first bad one.
         last_index: Where the last one is.
+        columns: The columns that hold them all, where these are few of many.
         operands: The numbers that an elementwise operation was given there.
         outside: Which input is outside of the operation's domain, and where, or "".
         true_value: The result in float64 at the worst place, or None.
@@ -49,6 +50,7 @@ class Details:
     outputs: list[TensorSummary] = field(default_factory=list)
     first_index: Index | None = None
     last_index: Index | None = None
+    columns: list[int] = field(default_factory=list)
     operands: list[float] = field(default_factory=list)
     outside: str = ""
     true_value: float | None = None

@@ -187,6 +187,7 @@ def _made_again(
         lambda: _is_finite_again(optimizer, group, parameter),
     )
     found.remedies.sort(key=lambda each: not each.is_finite)
+    found.reason = f"{width}{eps}" if width else ""
     found.evidence.append(
         f"the step made again with gradients of 0 makes {num} of these {most} values "
         f"non-finite; {width or 'in float64 as well'}{eps * is_finite}"

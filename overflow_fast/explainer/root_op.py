@@ -23,6 +23,7 @@ from .tensor_kinds import (
     NAN,
     Index,
     as_plain,
+    bad_columns,
     bad_places,
     is_float,
     kinds_of,
@@ -252,6 +253,7 @@ def details_of(
     try:
         found.outside = _outside_of_domain(op, found.first_index)
         found.operands = _operands(op, found.first_index)
+        found.columns = bad_columns(bad[0])
         _classify(op, found, bad, output, mask_counts)
     except Exception as error:
         why = error_line(error, 80)

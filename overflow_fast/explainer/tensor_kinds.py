@@ -219,3 +219,21 @@ class Kinds:
         keys = memory_of(tensor) if self._num_writes else ()
         writes = sum(self._num_writes.get(key, 0) for key in keys)
         return _C.version_of(tensor), writes, tensor.dtype
+
+
+_FEW_COLUMNS = 4
+
+
+def bad_columns(tensor: torch.Tensor) -> list[int]:
+    """The columns that hold all non-finite values of two rows or more, if few of many.
+
+    Columns are those of the last dimension: features, classes, channels.
+    """
+    if tensor.dim() < 2 or not tensor.numel():
+        return []
+    is_bad = ~widened(tensor.detach()).isfinite().flatten(0, -2)
+    columns = is_bad.any(0).nonzero().flatten().tolist()
+    width, is_of_rows = is_bad.shape[1], int(is_bad.any(1).sum()) > 1
+    is_one = len(columns) == 1 < width
+    are_few = len(columns) <= _FEW_COLUMNS and width > 2 * _FEW_COLUMNS
+    return columns if is_of_rows and (is_one or are_few) else []

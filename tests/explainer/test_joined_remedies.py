@@ -83,7 +83,8 @@ def test_a_second_failure_is_remedied_with_the_first(name, tmp_path):
     good = [remedy for remedy in found.remedies if remedy.is_recommended]
     assert good and (", and " in good[0].text or "twice" in name), found
     assert len(good[0].parts) != 1
-    assert "\n" not in str(good[0])
+    said, *code = str(good[0]).splitlines()
+    assert said.startswith(good[0].text) and all(each[:4] == "    " for each in code)
     for remedy in good:
         fresh, _ = module_of(tmp_path, edited(path, remedy))
         model = Holder()

@@ -87,7 +87,7 @@ def test_an_alarm_is_explained(runs):
     assert place(found) == expected
     assert found.op.code == "return x * factor"
     report = guard.last_report
-    assert str(found) in str(report)
+    assert "\n".join(found.words.rows()) in str(report)
     assert json.loads(report.to_json())["explanation"]["cause"] == "range overflow"
     assert pickle.loads(pickle.dumps(report)).explanation.op == found.op
 

@@ -3,6 +3,7 @@
 import golden
 import golden_text
 import pytest
+import quoted_words
 from answers.families import FAILURES
 from golden import ALONE, CASES, NAMES, said
 from golden_text import FOLDER, kept, path_of
@@ -10,6 +11,7 @@ from pages import without_numbers
 
 from overflow_fast.guard.report.causes import CAUSES
 
+MOST_QUOTES = 721  # fewer is better: lower it
 RENEW = "run `python tests/support/golden.py` and look at the differences"
 # The others import a trainer, start processes, compile, or are one of many of a kind.
 FAST = {*CASES, *ALONE[::8]} - {"trainer_of_transformers"}
@@ -45,3 +47,15 @@ def test_renewing_prints_what_has_changed(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "-an old line\n+a new line" in printed
     assert kept("warned") == "a new line\n" and golden._renewed("warned") == ""
+
+
+def test_few_asserts_quote_sentences():
+    """A better word is to cost a look at the golden files, and no day in the tests."""
+    found = quoted_words.count()
+    assert sum(found.values()) <= MOST_QUOTES, list(found.items())[:20]
+
+
+def test_an_assert_that_quotes_a_sentence_is_found(tmp_path):
+    path = tmp_path / "test_it.py"
+    path.write_text("assert 'a word or two' in text\nassert x == 'three words alone'\n")
+    assert quoted_words.quoting(path) == [1]

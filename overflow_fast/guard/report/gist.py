@@ -42,6 +42,8 @@ def gist_of(found: Explanation) -> str:
         form = "{name}: {call}{reason}"
     if op is None:
         form = "{name}{reason}"
+    elif found.phase == "optimizer":
+        form = "{name}: {call} in the optimizer's step{reason}"
     text = form.format(
         name=capitalized(cause.name),
         call="" if op is None else _call_text(op),
@@ -90,7 +92,9 @@ def expression_of(op: Op) -> str:
 def _call_text(op: Op) -> str:
     expression = expression_of(op)
     is_short = 0 < len(expression) <= _LONGEST_CALL and "`" not in expression
-    name = f"`{expression}`" if is_short else plain_name(op.name)
+    name = plain_name(op.name)
+    if is_short:  # which may call a module whose code runs the operation
+        name = f"`{expression}`" if name in expression else f"{name} in `{expression}`"
     return f"{_of_derivative(op)}{name}{_at(op)}"
 
 

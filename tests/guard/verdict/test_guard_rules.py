@@ -491,7 +491,7 @@ def test_the_report_gives_the_sign_and_the_rule():
     with OverflowGuard(model, optimizer, "warn") as guard:
         run(model, optimizer)
         text = str(guard.last_report)
-        assert "holds 4 -inf.\n" in text
+        assert "holds 4 -inf. " in text
         rule = """allow={"layers.0.attn:output['scores']": '-inf'}"""
         assert f"What to try: if this is intended, as in a mask, {rule}" in flat(text)
         for layer in model.layers:
