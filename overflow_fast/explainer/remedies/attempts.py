@@ -192,6 +192,7 @@ def _try_modules(prefix: str, model: str, names: list[str], trials: Trials) -> A
         remedy = Remedy(
             f"run {names[place]} in float32",
             f'overflow_fast.keep_in_fp32({model}, ["{names[place]}"])',
+            modules=(names[place],),
         )
         if (yield Trial(remedy, Float32Modules(prefix, (names[place],)))):
             trials.remedies = [each for each in trials.remedies if each not in best]
