@@ -317,7 +317,7 @@ def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def call_model(model: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    args, kwargs = mapped(batch, _as_leaf, CALL_DEPTH, anew=True)
+    args, kwargs = mapped(batch, _as_leaf, CALL_DEPTH, anew=True, has_empty=True)
     return model(*args, **kwargs)
 
 

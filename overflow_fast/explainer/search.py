@@ -32,6 +32,7 @@ from .op_table import OpTable
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .optimizer_step import explain_update
 from .remedies.attempts import find_remedies
+from .remedies.nearness import NEAR, Nearness, Outputs
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
 from .replay_ranks import NotJoined
@@ -40,6 +41,7 @@ from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
 from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
+from .users_lines import place_text
 from .usual_sizes import outgrown
 from .weight_growth import find_growth
 from .without_operation import WithoutOperation
@@ -334,11 +336,47 @@ class Search:
             not incident.reaches_loss or incident.kind in ("input", "output")
         )
         without = self._without_operation
+        if incident is None and first.is_clean and self._ranks.is_alone:
+            hidden = self._hidden(first)
+            if hidden is not None:
+                return hidden
         if (first.is_clean and not is_inside) or without.is_forward_finite(first):
             return without.clean(first)
         place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1
         part = StepPart(place, looks_back=True, has_calls=True)
         return self._explained(place, self._replayer.run(part))
+
+    def _hidden(self, first: ReplayResult) -> Explanation | None:
+        """The explanation of a finite forward within which values were not finite.
+
+        None where there were none; it has a cause where the output is wrong by them.
+        """
+        place = len(self._replayer.calls) - 1
+        if first.has_backward or first.losses or not self.may_run():
+            return None
+        outputs = Outputs()
+        part = StepPart(place, looks_back=True, has_calls=True)
+        traced = self._replayer.run(part, observers=[outputs])
+        table = traced.table
+        if table is None or traced.error is not None or not traced.is_clean:
+            return None
+        bad = next((r for r in table.rows if r.makes_bad and not r.is_empty), None)
+        if bad is None:
+            return None
+        root_op, call = RootOp(bad, [bad]), self._replayer.calls[place]
+        found = explain_root_op(root_op, ForwardRows(table), False, call)
+        hider = hidden_by(bad, table.rows)
+        where = f" by {hider.name}{place_text(hider.sites)}" if hider else ""
+        distance = Nearness(self._replayer).distance(outputs)
+        how_far = (
+            "" if distance is None else f" and {100 * distance:.2g} % from float32"
+        )
+        found.evidence.insert(1, f"hidden{where}: the output is finite{how_far}")
+        if distance is None or distance <= NEAR:
+            told = "; ".join(found.evidence[:2])
+            return Explanation(notes=[f"The forward is finite. Within it: {told}."])
+        self._try_remedies(found, root_op, traced, place)
+        return found
 
     def _follow(self) -> Explanation:
         """Does what the rank that leads orders, until it ends, or this one leads."""
@@ -553,6 +591,22 @@ def _claim(root_op: RootOp | None) -> int:
     if isinstance(source, Leaf):
         return _HELD if source.kind in OF_LEAVES else _FROM_OUTSIDE
     return _NOTHING
+
+
+def hidden_by(bad: Row, rows: Sequence[Row]) -> Row | None:
+    """The first operation that read what an operation made, and returned finite values.
+
+    Args:
+        bad: The operation.
+        rows: All operations, in order.
+    """
+    carried = {bad}
+    for row in rows[bad.index + 1 :]:
+        if carried.intersection(row.read_from):
+            if not row.kinds:
+                return row
+            carried.add(row)
+    return None
 
 
 # Non-finite values inside of a finite step: masked, clamped or divided away again.

@@ -116,8 +116,9 @@ class OverflowGuard:
     one CPU-GPU sync per device; none with `sync="lagged"`.
 
     Args:
-        model: The model, or a list or dict of models, held weakly; their hooks hold the
-            guard. Give a criterion that is a module along with them.
+        model: The model, a list or dict of models, or an object whose attributes they
+            are, held weakly; their hooks hold the guard. Give a criterion along with
+            them that is a module.
         optimizer: The optimizer, or a list of them, or None. Wrappers that have one as
             their `optimizer` (Accelerate's) are fine.
         (the fields of GuardConfig)

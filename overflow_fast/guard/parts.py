@@ -211,7 +211,10 @@ def named_models(model: Models) -> dict[str, nn.Module]:
         is_one = len(several) == 1  # as Megatron's list of a model's chunks
         models = {"" if is_one else f"{i}.": each for i, each in enumerate(several)}
     else:
-        raise _wrong_model(model)
+        own = getattr(model, "__dict__", {}).items()  # a pipeline of models
+        models = {f"{k}.": each for k, each in own if isinstance(each, nn.Module)}
+        if not models:
+            raise _wrong_model(model)
     for each in models.values():
         if not isinstance(each, nn.Module):
             raise _wrong_model(each)
@@ -222,7 +225,8 @@ def named_models(model: Models) -> dict[str, nn.Module]:
 
 def _wrong_model(model: object) -> TypeError:
     return TypeError(
-        "model must be a torch.nn.Module, or a list or a dict of them, got "
+        "model must be a torch.nn.Module, a list or a dict of them, or an object with "
+        "such attributes, got "
         f"{type(model).__name__}"
         + ": give the model, and not its state_dict"
         * isinstance(model, torch.Tensor)

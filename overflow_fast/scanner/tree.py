@@ -184,6 +184,7 @@ def mapped(
     *,
     kinds: tuple[type, ...] = (torch.Tensor,),
     anew: bool = False,
+    has_empty: bool = False,
 ) -> Any:
     """Rebuilds a value with its tensors replaced.
 
@@ -199,11 +200,13 @@ def mapped(
         kinds: The types of what is replaced.
         anew: Copy all containers that lead to a tensor, where that is possible, and all
             lists and dicts around them, for code that takes items out of them.
+        has_empty: See `Rebuilding`.
 
     Raises:
         NotRebuilt: A tensor was replaced in an object of which no copy can be made.
     """
-    return Rebuilding(value, change, depth, kinds, anew).of(value)
+    made = Rebuilding(value, change, depth, kinds, anew, has_empty=has_empty)
+    return made.of(value)
 
 
 def copied(value: Any, depth: int = MAX_DEPTH) -> Any:
@@ -649,7 +652,10 @@ class Walk:
         lists: The ids of lists and dicts that no object holds.
         of_objects: The ids of values found that an object holds.
         leaves: The types of the values without parts that were met.
+        opens_barren: Objects that lead to plain values alone are opened, too.
     """
+
+    opens_barren = False
 
     def __init__(
         self,
@@ -860,7 +866,8 @@ class Walk:
                     self.opaque.append((_path_of(there), kind))
                     return
                 is_deep = depth + _BARREN_DEPTH >= self._depth  # what is not opened
-                if not is_deep and self._skips_barren(child, there, is_of_object):
+                passes = not is_deep and not self.opens_barren
+                if passes and self._skips_barren(child, there, is_of_object):
                     continue
             self._visit(child, there, depth, is_of_object)
 
@@ -921,6 +928,7 @@ class Rebuilding:
         anew: Copy other containers, too.
         is_strict: Raise where a container cannot be copied; else it stays as it is.
         objects: The number of objects that are opened.
+        has_empty: With `anew`, also objects without a tensor, such as a new cache.
 
     Attributes:
         walk: The walk over the value, which keeps its parts alive.
@@ -935,8 +943,10 @@ class Rebuilding:
         anew: bool = False,
         is_strict: bool = True,
         objects: int = MAX_VALUES,
+        has_empty: bool = False,
     ) -> None:
         self.walk = walk = Walk(kinds, depth, remembers_holders=True, objects=objects)
+        walk.opens_barren = has_empty
         walk.visit(value)
         found = {id(each): each for each in walk.values}
         self._new = {key: change(each) for key, each in found.items()}
@@ -948,6 +958,7 @@ class Rebuilding:
         self._to_copy = set(holders)
         if anew:
             self._to_copy = walk.holders_of({*found, *walk.lists}) | walk.lists
+            self._to_copy |= walk.opened.keys() if has_empty else set()
 
     def copied(self) -> Iterator[tuple[Any, Any]]:
         """Yields all that was replaced or copied, with what stands for it."""

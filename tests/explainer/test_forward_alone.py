@@ -8,6 +8,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import explain, keep_in_fp32
+from overflow_fast.explainer.bad_step import NO_LOSS
 from overflow_fast.explainer.keep_in_fp32 import shortened
 from overflow_fast.explainer.remedies.patches import InDtype, in_dtype
 from overflow_fast.explainer.remedies.spans import span
@@ -98,6 +99,53 @@ def test_an_output_far_from_float32s_is_no_cure():
     assert far and not any(each.is_recommended for each in far)
     assert all(each.distance > 0.01 for each in far)
     assert "from float32)" in str(found)
+
+
+class Rms(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Clamped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(self.up(x).clamp(-64000, 64000))
+
+
+def test_an_inf_that_makes_a_finite_output_wrong_is_named():
+    torch.manual_seed(0)
+    net = nn.Sequential(Rms(), nn.Linear(16, 4)).half()
+    x = torch.randn(3, 16).half()
+    x[1] *= 1000
+    found = explain(net, x)
+    assert (found.cause, found.module) == ("range overflow", "0")
+    assert found.op.name.startswith("aten.pow")
+    assert "hidden by aten.rsqrt" in found.evidence[1]
+    assert "from float32" in found.evidence[1]
+    assert found.remedies[0].is_recommended and found.remedies[0].distance < 0.01
+
+
+def test_an_inf_that_changes_little_is_a_note():
+    torch.manual_seed(0)
+    net = Clamped()
+    with torch.no_grad():
+        net.up.weight.mul_(5e4)
+    found = explain(net.half(), torch.randn(3, 16).half() * 10)
+    assert found.op is None
+    assert "hidden by aten.clamp" in found.notes[0]
+
+
+def test_infs_of_a_mask_are_not_hidden_ones():
+    class Masked(nn.Module):
+        def forward(self, x):
+            keep = torch.ones_like(x, dtype=torch.bool).tril()
+            return x.masked_fill(~keep, float("-inf")).softmax(-1)
+
+    found = explain(Masked().half(), torch.randn(4, 4).half())
+    assert found.notes == [NO_LOSS]
 
 
 def test_a_batch_of_inference_mode_is_replayed():

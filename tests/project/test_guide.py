@@ -130,6 +130,57 @@ def test_advice(capsys, code):
     assert_shown("docs/guide", "Use autocast to", out)
 
 
+class Residual(nn.Module):
+    """A decoder whose second layer overflows for the row of one request."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict() for _ in range(2))
+        for layer in self.layers:
+            layer["down"] = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer["down"](x)
+        return self.norm(x)
+
+
+def overflowing():
+    torch.manual_seed(0)
+    model = Residual().eval()
+    with torch.no_grad():
+        model.layers[1]["down"].weight.fill_(1000.0)
+    batch = torch.full((3, 8), 1e-2)
+    batch[1] = 100.0
+    return model.half(), batch.half()
+
+
+@runs("only-running-the-model")
+def test_requests(code):
+    model, batch = overflowing()
+    with pytest.raises(overflow_fast.NonFiniteError) as caught:
+        run(code, model=model, batch=batch)
+    assert caught.value.report.requests == ["b"]
+    assert_shown("docs/guide", "Request b is not finite", f"{caught.value}\n")
+
+
+@runs("only-running-the-model 2")
+def test_what_lies_behind_a_model(code):
+    model, batch = overflowing()
+    with overflow_fast.OverflowGuard(model) as guard:
+        with pytest.raises(overflow_fast.NonFiniteError):
+            run(code, guard=guard, model=model, batch=batch, pooled=lambda x: x.mean(1))
+
+
+@runs("which-layers-for-an-export")
+def test_layers_for_an_export(capsys, code):
+    model, batch = overflowing()
+    run(code, model=model.float(), batches=[batch.float()])
+    out = capsys.readouterr().out
+    assert "until=['norm']" in out and "/norm/" in out
+
+
 @runs("trainers-debug-flag")
 def test_debug_flag(code):
     debug_utils = pytest.importorskip("transformers.debug_utils")

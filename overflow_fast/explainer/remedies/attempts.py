@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...guard.report.causes import (
+    BAD_DATA,
     EMPTY_REDUCTION,
     ROUNDING,
     SINGULAR_GRADIENT,
@@ -43,6 +44,7 @@ from .patches import (
     ScaledGradients,
     ScaledWeights,
     SomeSamples,
+    WithoutBad,
     WithoutNumber,
 )
 from .rule_attempts import (
@@ -201,6 +203,7 @@ def _try_modules(prefix: str, model: str, names: list[str], trials: Trials) -> A
         remedy = Remedy(
             f"run {names[place]} in float32",
             f'overflow_fast.keep_in_fp32({model}, ["{names[place]}"])',
+            modules=(names[place],),
         )
         if (yield Trial(remedy, Float32Modules(prefix, (names[place],)))):
             trials.remedies = [each for each in trials.remedies if each not in best]
@@ -443,6 +446,8 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     if failure.is_meant:
         yield empty_row_trials(failure, trials)
         return
+    if failure.bad is not None and trials.replayer.ranks.is_alone:
+        yield _zero_unwritten(failure, trials)
     if "samples" in cause.remedies:
         yield _drop_bad_samples(failure, trials)
     if failure.sentinel is not None:
@@ -472,6 +477,24 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield _repair_weights(failure, trials)
     if cause.is_overflow and failure.found.phase == "backward":
         yield _try_loss_scales(failure, trials)
+
+
+def _zero_unwritten(failure: Failure, trials: Trials) -> Attempts:
+    """The forward with 0 for what a cache holds where nobody has written to it.
+
+    Whether that was there before is not known of what the forward writes to; if it is
+    finite with zeros, it was.
+    """
+    found, call = failure.found, trials.calls[failure.place]
+    named = dict(call.leaves())
+    cache = named.get(found.tensor)
+    if cache is None or call.has_backward or not call.was_written(cache):
+        return
+    name = found.tensor
+    remedy = Remedy(f"zero `{name}` when it is allocated", f"{name}.zero_()")
+    if (yield Trial(remedy, WithoutBad(failure.place, name))):
+        found.cause = BAD_DATA.name
+        found.evidence.append("with 0 in the place of these values it is finite")
 
 
 def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:

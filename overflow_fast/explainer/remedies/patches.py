@@ -261,6 +261,31 @@ class SomeSamples(Patch):
 
 
 @dataclass(frozen=True)
+class WithoutBad(Patch):
+    """A tensor of a call's batch has 0 in place of what is not finite.
+
+    Attributes:
+        place: The call's place.
+        name: The tensor's place in the batch.
+    """
+
+    place: int
+    name: str
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        wanted = dict(calls[self.place].leaves()).get(self.name)
+
+        def replaced(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor is wanted else tensor
+
+        return [
+            call.with_batch(replaced) if place == self.place else call
+            for place, call in enumerate(calls)
+        ]
+
+
+@dataclass(frozen=True)
 class WithoutNumber(Patch):
     """A call's batch has 0 in place of a number.
 

@@ -64,6 +64,8 @@ def try_spans(failure: Failure, trials: Trials, prefix: str, model: str) -> Atte
         remedy = Remedy(
             f"run in float32 from {names[0]} up to {norms[place]}",
             f"overflow_fast.keep_in_fp32({model}, {kept}, until={until})",
+            modules=tuple(names),
+            until=tuple(until),
         )
         patch = Float32Modules(prefix, tuple(names), tuple(until))
         if (yield Trial(remedy, patch)):

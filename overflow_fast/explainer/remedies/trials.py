@@ -28,7 +28,7 @@ from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
 from ..trace_back import ForwardRows, RootOp
 from .call_patch import CallPatch, InWider, RuleChange
-from .nearness import Nearness, Outputs
+from .nearness import NEAR, NEAR_BFLOAT16, Nearness, Outputs
 from .patches import Eagerly, FromLoss, InDtype
 from .source_file import Edit, SourceFile, span_in
 from .step_after import buffer_sizes, grown_buffer, nonfinite_after
@@ -210,9 +210,6 @@ def _whole(
 # Chosen, not measured; other ranks wait meanwhile.
 STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
-# Of the output, beyond which a remedy is none: what a forward in half precision is
-# off from float32 is 0.1 % in float16 and 1 % in bfloat16, in networks of 30 layers.
-_NEAR, _NEAR_BFLOAT16 = 0.01, 0.02
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
 _HUGE = 1e5  # times the largest loss of the steps before; chosen, not measured
@@ -366,7 +363,7 @@ class Trials:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
         if is_finite and self._is_alone and not result.has_backward:
             distance = self._nearness.distance(self._outputs, self._others)
-            limit = _NEAR_BFLOAT16 if _is_of_bfloat16(patches) else _NEAR
+            limit = NEAR_BFLOAT16 if _is_of_bfloat16(patches) else NEAR
             is_near = distance is None or distance <= limit
             remedy = replace(remedy, distance=distance, is_near=is_near)
         self.remedies.append(remedy)

@@ -205,6 +205,8 @@ class Remedy:
         distance: How far the output of a forward without backward is with it from one
             in float32, relative to that; None where that was not measured.
         is_near: Whether that is little enough for a remedy.
+        modules: The modules that it runs in float32, by name; empty for another remedy.
+        until: Those after which values are half precision again; see `keep_in_fp32`.
         file: The file of the line that it replaces, or "".
         line: The number of the first line that it replaces, or 0.
         last_line: That of the last one.
@@ -239,6 +241,8 @@ class Remedy:
     hides: str = ""
     distance: float | None = None
     is_near: bool = True
+    modules: tuple[str, ...] = ()
+    until: tuple[str, ...] = ()
 
     @property
     def is_recommended(self) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ... import _C
 from ...scanner.modules import buffers_of, modules_in
-from ...scanner.tree import copied_call, solid_base
+from ...scanner.tree import CALL_DEPTH, mapped, solid_base
 from ..step_keeper import Ambient, KeptCall
 from ..undo.attributes import KeptAttributes
 from ..undo.kept_objects import ATOMS
@@ -176,18 +176,23 @@ class HeldCall:
         try:
             for container, items in zip(containers, self._copies, strict=True):
                 _fill(container, items)
-            batch, found = copied_call(self.args, self.kwargs)
+            given = self.args, self.kwargs
+            batch = mapped(given, _same, CALL_DEPTH, anew=True, has_empty=True)
         finally:
             for container, items in zip(containers, now, strict=True):
                 _fill(container, items)
-        call = KeptCall(self.module, batch, self.ambient, found)
+        call = KeptCall(self.module, batch, self.ambient)
         call.has_backward = False
         known = dict(zip(map(id, self._tensors), self._versions, strict=True))
         call._versions = [
             known.get(id(tensor), version)
-            for tensor, version in zip(found, call._versions, strict=True)
+            for tensor, version in zip(call._tensors, call._versions, strict=True)
         ]
         return call
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _items_of(container: Any) -> Any:

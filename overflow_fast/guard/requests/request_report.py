@@ -105,6 +105,15 @@ class RequestReport(Report):
         places = sorted(together) if self.are_requests_known else range(len(ids))
         self.requests = [ids[place] for place in places if place < len(ids)]
 
+    def note_sample(self) -> None:
+        """Takes the sample that a replay has found for the row, where none is known."""
+        found, ids = self.explanation, self.ids
+        if self.rows is not None or found is None or found.sample is None or not ids:
+            return
+        if found.num_samples == len(ids):
+            self.requests = [ids[int(found.sample)]]
+            self.are_requests_known = True
+
     @property
     def subject(self) -> str:
         """Whose request it is, as the subject of a sentence."""

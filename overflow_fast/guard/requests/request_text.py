@@ -54,7 +54,8 @@ class RequestText(ReportText):
 
     def _outcome(self) -> list[str]:
         report = self.report
-        told = super()._outcome() if report.raised else []
+        raised = f"The program's own code raised {report.raised} in it."
+        told = [raised] if report.raised else []
         if report.requests and not report.are_requests_known:
             told.append("Which of these requests it is of is not known.")
         if report.left_by:

@@ -501,6 +501,7 @@ class Requests:
         report = RequestReport.of(plain, request, parts.watches, self.poisoned)
         if config.explain.when != "never":
             report.explanation = self._explained(report, step, request)
+        report.note_sample()
         self.num_bad += 1
         if callable(config.on_overflow):
             report.action = pipeline._ask(config.on_overflow, report)

@@ -7,7 +7,7 @@ import contextvars
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,8 @@ from ...scanner.modules import Handles, named_modules, step_of
 from ...scanner.tensors import devices_of, loss_in
 from ...scanner.text import dtype_name
 from ...scanner.torch_ops import base_of, has
-from ...scanner.tree import CALL_DEPTH, NotRebuilt, mapped, tensors_in
-from ...torch_internals.replaying import without_cached_casts
+from ...scanner.tree import CALL_DEPTH, NotRebuilt, find, mapped, tensors_in
+from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
 from ...torch_internals.running import (
     graph_task_id,
 )
@@ -77,9 +77,21 @@ _ROUNDINGS = 3  # of its inputs, weights and result, as `_LEAF` of judged_rows.p
 
 @dataclass
 class _Op:
+    """An operation of a trace.
+
+    Attributes:
+        name: Its name.
+        sites: The lines that led to it.
+        results: Its results' summaries and dtypes; none of memory nobody has written.
+        reads: The operations whose results it was given, by their places.
+        fills: Whether it was given a number at the end of its result's dtype.
+    """
+
     name: str
     sites: Sites
     results: list[tuple[Summary, str]]
+    reads: frozenset[int] = frozenset()
+    fills: bool = False
 
     @property
     def text(self) -> str:
@@ -93,16 +105,31 @@ class _Ops:
 
     def __init__(self) -> None:
         self.found: list[_Op] = []
+        self._made: dict[int, int] = {}  # the last that returned a tensor, by its id
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation, and summarizes its results; see `OpObserver`."""
+        given = {self._made.get(id(tensor), -1) for tensor in op.arguments}
         output = op.run()
         if len(self.found) < _MAX_OPS:
-            self.found.append(_Op(str(op.func), modules.lines(), _summaries(output)))
+            results = [] if op.is_empty else _summaries(output)
+            place, made = len(self.found), tensors_in(output)
+            fills = any(_is_end(n, t) for _, n in find(op.args, (float,)) for t in made)
+            self.found.append(
+                _Op(str(op.func), modules.lines(), results, frozenset(given), fills)
+            )
+            self._made.update((id(tensor), place) for tensor in made)
         return output
 
     def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """See `OpObserver`."""
+
+
+def _is_end(number: float, tensor: torch.Tensor) -> bool:
+    """True for the largest number of a tensor's dtype, as fill values are."""
+    if not tensor.dtype.is_floating_point:
+        return False
+    return math.isclose(abs(number), torch.finfo(tensor.dtype).max, rel_tol=1e-3)
 
 
 def _summaries(output: Any) -> list[tuple[Summary, str]]:
@@ -150,9 +177,13 @@ def ops_within(
 
 
 def first_difference(ops: list[_Op], others: list[_Op]) -> str:
-    """Names the first operation that differs, or "" if none does or it is not known."""
-    worst = 0.0
-    for mine, its in zip(ops, others, strict=False):
+    """Names the first operation that differs, or "" if none does or it is not known.
+
+    What a fill value that follows the dtype alone makes different, as finfo.min does,
+    is no difference, nor what is computed from that, until values are not finite.
+    """
+    worst, filled = 0.0, set[int]()
+    for place, (mine, its) in enumerate(zip(ops, others, strict=False)):
         if mine.name != its.name:
             if any(has(base_of(each.name), "same") for each in (mine, its)):
                 return ""
@@ -164,7 +195,12 @@ def first_difference(ops: list[_Op], others: list[_Op]) -> str:
             step = epsilon(kind) and expected_error(getattr(torch, kind), _ROUNDINGS)
             relative = estimated(own, other).relative
             if relative >= FLAGGED * max(step, worst, 2e-7):
-                return mine.text
+                is_finite = (own.num_nan, own.num_inf) == (other.num_nan, other.num_inf)
+                follows = (mine.fills and its.fills) or bool(filled & mine.reads)
+                if not (follows and is_finite):
+                    return mine.text
+                filled.add(place)
+                continue
             worst = max(worst, relative)
     return ""
 
@@ -534,10 +570,24 @@ def compare_models(
         apply_errors(result.rows, local.errors)
         if all(row.dtypes[0] == row.dtypes[1] for row in result.rows):
             result.said.insert(0, _NO_SHADOW)
+    result.said += both_nonfinite(result.rows)
     result.first = find_root_difference(result.rows, known)
     if result.first is not None and result.first.kind == "forward":
         result.first.op = _first_op(result.first, sides, names)
     return result
+
+
+def both_nonfinite(rows: Sequence[TensorDifference]) -> list[str]:
+    """Names the first tensor that holds nans, or else infs, in both, in a sentence."""
+    for kind in ("nan", "inf"):
+        for row in rows:
+            mine, its = getattr(row, f"num_{kind}")
+            if mine and its and row.verdict != INTRODUCED:
+                return [
+                    f"Both hold {kind}: first at {row.place}, {mine} against {its} "
+                    "values. Those are not compared."
+                ]
+    return []
 
 
 def _first_op(
@@ -549,7 +599,7 @@ def _first_op(
     for side, name in zip(sides, (module, mapped_name(module, names)), strict=True):
         with _undisturbed(side.model), torch.no_grad():
             try:
-                with EffectRule().applied(math.inf):
+                with uncompiled_calls(), EffectRule().applied(math.inf):
                     found.append(ops_within(side.model, name, call, side.forward))
             except Exception:
                 return ""  # it is named without the operation

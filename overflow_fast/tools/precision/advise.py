@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from ...scanner.tensors import check_number, devices_of, loss_in
 from ...scanner.text import dtype_name, error_line
 from ...torch_internals.module_internals import is_dropout
 from ...torch_internals.replaying import uncompiled_calls
+from .half import HalfLists, onnx_scopes
 from .layers import DTYPES, LayerProbe, RelativeDifference, floats_in
 from .precision_advice import (
     Judge,
@@ -318,6 +319,7 @@ def advise_precision(
     max_loss_difference: float = 0.01,
     max_gradient_difference: float = 0.1,
     max_rounds: int = 4,
+    cast: Literal["autocast", "half"] = "autocast",
 ) -> PrecisionAdvice:
     """Finds which modules can run in float16, bfloat16 and float8, and which must not.
 
@@ -367,6 +369,10 @@ def advise_precision(
         max_gradient_difference: A check fails if the gradients differ by a larger
             part of their L2 norm: 0.1 is a cosine of about 0.995.
         max_rounds: How often a list may be widened, or the loss scale lowered.
+        cast: How the model will run: under "autocast", or with weights and inputs in
+            "half" precision, without autocast, as for an export. For the latter the
+            forward alone is judged, on copies of the model in evaluation mode; a list
+            is what `explain()` has tried, and bfloat16 may be twice as far off.
 
     Returns:
         The advice.
@@ -393,6 +399,8 @@ def advise_precision(
         max_gradient_difference,
     )
     _check_numbers(limits, max_rounds)
+    if cast not in ("autocast", "half"):
+        raise ValueError(f"cast must be 'autocast' or 'half', got {cast!r}")
     steps = BatchRuns(model, function, _listed(batches), loss is not None)
     probe = LayerProbe(model)
     found = steps.run(probe, dropout=True, on_gradients=probe.add_gradients)
@@ -403,6 +411,10 @@ def advise_precision(
         )
     judge = Judge(list(probe.layers.values()), limits)
     rows = judge.rows()
+    if cast == "half":
+        halves = _half_lists(model, steps, limits, max_rounds, loss)
+        made = list(map(halves.check, ("bfloat16", "float16")))
+        return _advice(model, rows, made, judge, found, probe.not_seen, [], cast)
     verifier = Verifier(steps, rows, limits, max_rounds)
     checks = [
         verifier.check("bfloat16", 1.0),
@@ -410,6 +422,22 @@ def advise_precision(
     ]
     notes = _notes(model, verifier.reference)
     return _advice(model, rows, checks, judge, found, probe.not_seen, notes)
+
+
+def _half_lists(
+    model: nn.Module,
+    steps: BatchRuns,
+    limits: Thresholds,
+    max_rounds: int,
+    loss: Callable[..., torch.Tensor] | None,
+) -> HalfLists:
+    def run(copy: nn.Module, batch: Any) -> Any:
+        function = step_of(copy, None)
+        return function(batch)
+
+    if loss is not None:
+        raise ValueError("loss must be None with cast='half': the forward is judged")
+    return HalfLists(model, steps.batches, limits, max_rounds, run)
 
 
 def _listed(batches: Iterable[Any]) -> list[Any]:
@@ -444,12 +472,20 @@ def _advice(
     found: RunResult,
     not_seen: list[str],
     notes: list[str],
+    how: str = "autocast",
 ) -> PrecisionAdvice:
     names = [name for name, _ in named_modules(model)]
     cast = any(each.dtype in HALF for each in model.parameters())
     passed = [check for check in checks if check.passed]
     best = min(passed, key=lambda check: len(check.kept), default=None)
-    codes = {check.dtype: _code(check.kept, names, cast) for check in passed}
+    is_half = how == "half"
+    codes = {
+        check.dtype: _half_code(check, names)
+        if is_half
+        else _code(check.kept, names, cast)
+        for check in passed
+    }
+    kept = {check.dtype: [*check.kept, *check.until] for check in passed}
     lists = {check.dtype: _may_run(rows, check) for check in checks}
     lists["float8"] = [row.name for row in rows if "float8" in row.runs_in]
     in_half = set(lists["bfloat16"]) | set(lists["float16"])
@@ -466,6 +502,9 @@ def _advice(
         loss_scale=None if judge.loss_scale is None else scale,
         not_seen=not_seen,
         notes=notes,
+        cast=how,
+        modules=kept,
+        onnx={dtype: onnx_scopes(model, each) for dtype, each in kept.items()},
     )
 
 
@@ -481,6 +520,15 @@ def _code(kept: Sequence[str], names: Sequence[str], cast: bool) -> str:
         return ""
     line = f"overflow_fast.keep_in_fp32(model, {shortened(kept, names)})"
     return f"model.float(); {line}" if cast else line
+
+
+def _half_code(check: PrecisionCheck, names: Sequence[str]) -> str:
+    line = f"model.to(torch.{check.dtype})"
+    if not check.kept:
+        return line
+    until = f", until={check.until}" if check.until else ""
+    kept = shortened(check.kept, names)
+    return f"{line}; overflow_fast.keep_in_fp32(model, {kept}{until})"
 
 
 def _notes(model: nn.Module, reference: RunResult) -> list[str]:
@@ -574,7 +622,7 @@ class BatchRuns:
     ) -> None:
         self.model = model
         self._function = function
-        self._batches = batches
+        self.batches = batches
         self._has_loss = has_loss
         self._has_run = False
         self._devices = devices_of([model])
@@ -614,7 +662,7 @@ class BatchRuns:
             if self._has_run:  # what the first run has done is not done again
                 stack.enter_context(EffectRule().applied(math.inf))
             self._has_run = True
-            for batch in self._batches:
+            for batch in self.batches:
                 self._run_one(outcome, batch, autocast, scale, on_gradients)
             outcome.has_drawn = bool(before.drawn())
         return outcome

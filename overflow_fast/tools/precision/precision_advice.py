@@ -64,10 +64,10 @@ class LayerAdvice:
 
 @dataclass(frozen=True)
 class PrecisionCheck:
-    """A run of the whole model under autocast, against the float32 run.
+    """A run of the whole model in half precision, against the float32 run.
 
     Attributes:
-        dtype: Autocast's dtype: "float16" or "bfloat16".
+        dtype: Autocast's dtype, or that of the weights: "float16" or "bfloat16".
         kept: The names that `keep_in_fp32` kept in float32.
         loss_scale: The loss scale of the run; 1.0 for bfloat16.
         failure: Why it did not pass, or ''.
@@ -78,6 +78,7 @@ class PrecisionCheck:
         gradient_difference: The relative L2 difference of the gradients, or None.
         widened: The names that were added because a run before this one failed.
         runs: How many runs this took.
+        until: Where `keep_in_fp32` returned to half precision; empty under autocast.
     """
 
     dtype: str
@@ -90,6 +91,7 @@ class PrecisionCheck:
     gradient_difference: float | None = None
     widened: list[str] = field(default_factory=list)
     runs: int = 1
+    until: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -120,6 +122,12 @@ class PrecisionAdvice:
             the one that was derived from the gradients; None without gradients.
         not_seen: The layers that the batches did not call: nothing is known of them.
         notes: What else to know, in sentences.
+        cast: "autocast" or "half"; see `advise_precision`.
+        modules: By dtype, for each check that has passed: the names of the modules to
+            keep in float32, with all that is in them.
+        onnx: The same as the beginnings of the names of nodes in an ONNX graph that
+            `torch.onnx.export` makes with `dynamo=False`: for TensorRT's and
+            onnxruntime's lists of nodes.
     """
 
     rows: list[LayerAdvice]
@@ -135,6 +143,9 @@ class PrecisionAdvice:
     loss_scale: float | None
     not_seen: list[str]
     notes: list[str]
+    cast: str = "autocast"
+    modules: dict[str, list[str]] = field(default_factory=dict)
+    onnx: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The verdict, the checks and the worst layers, in about 24 lines."""
@@ -154,6 +165,8 @@ class PrecisionAdvice:
         count = counted(len(self.rows), "layer")
         if self.dtype == "float32":
             return f"Stay in float32: no check has passed ({count} looked at)."
+        if self.cast == "half":
+            return f"Use {self.dtype} for the model: `{self.code}`"
         if not self.code:
             return f"Use autocast to {self.dtype}: all {count} may run in it."
         return f"Use autocast to {self.dtype} with: `{self.code}`"

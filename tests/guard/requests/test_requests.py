@@ -290,6 +290,29 @@ def test_the_arguments_of_a_forward_are_as_they_were():
     assert report.explanation.op.name.startswith("aten.div")
 
 
+def test_a_cache_that_nobody_has_written_to_is_bad_data():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.o = nn.Linear(4, 4)
+
+        def forward(self, x, kv, place):
+            kv[:, place] = x
+            weights = torch.zeros(kv.shape[:2])
+            weights[:, : place + 1] = 1
+            return self.o((weights[..., None] * kv).sum(1))
+
+    kv = torch.zeros(2, 6, 4)
+    kv[1, 4:] = NAN
+    net = Reads().eval()
+    with OverflowGuard(net):
+        report = report_of(lambda: net(torch.ones(2, 4), kv, 1))
+    found = report.explanation
+    assert (report.rows, found.cause, found.tensor) == ([1], "bad data", "kv")
+    assert found.remedies[0].code == "kv.zero_()"
+    assert bool(kv[1, 4:].isnan().all())
+
+
 # Submodules that a program calls alone, and exceptions of its own.
 
 
@@ -329,6 +352,23 @@ def test_an_exception_of_the_programs_own_has_the_report():
     assert (report.requests, report.raised) == (["b"], "RuntimeError")
     if sys.version_info >= (3, 11):
         assert "Request b" in raised.value.__notes__[0]
+
+
+def test_a_sample_tells_the_request_where_a_forward_has_returned_nothing():
+    class Refuses(nn.Module):
+        def forward(self, x):
+            if not bool(torch.isfinite(x.log()).all()):
+                raise ValueError("refused")
+            return x
+
+    net = nn.Sequential(nn.Linear(4, 4), Refuses())
+    with OverflowGuard(net) as guard:
+        with pytest.raises(ValueError, match="refused"), torch.no_grad():
+            with guard.request(ids=["a", "b", "c"]):
+                net(rows_bad(1))
+    report = guard.last_report
+    assert (report.rows, report.requests) == (None, ["b"])
+    assert "The program's own code raised ValueError in it." in str(report)
 
 
 def test_a_request_without_a_bad_value_keeps_its_own_exception():

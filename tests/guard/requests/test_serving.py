@@ -1,0 +1,130 @@
+"""Generation, pipelines, caches: what serves a model, without autograd."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+transformers = pytest.importorskip("transformers")
+IDS = ["a", "b", "c"]
+
+
+def llama():
+    """A float16 Llama that overflows in its second feed-forward."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        mlp = model.model.layers[1].mlp
+        for each, factor in ((mlp.gate_proj, 30), (mlp.up_proj, 30)):
+            each.weight.mul_(factor)
+        mlp.down_proj.weight.mul_(1e5)
+    return model.half()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watch", ["tripwire", None])
+@pytest.mark.parametrize("cache", ["static", None])
+def test_generation_is_explained(watch, cache):
+    model, prompt = llama(), torch.randint(0, 50, (3, 5))
+    options = {} if watch is None else {"watch": watch}
+    settings = {"max_new_tokens": 3, "do_sample": True, "pad_token_id": 0}
+    if cache is not None:
+        settings |= {"cache_implementation": cache, "disable_compile": True}
+    with OverflowGuard(model, **options) as guard:
+        with pytest.raises((RuntimeError, NonFiniteError)) as raised:
+            with guard.request(ids=IDS):
+                model.generate(prompt, **settings)
+    report = guard.last_report
+    found = report.explanation
+    assert (found.cause, found.module) == (
+        "range overflow",
+        "model.layers.1.mlp.down_proj",
+    )
+    assert report.requests == IDS and report.forward == 0
+    best = found.remedies[0]
+    assert best.until == ("model.norm",) and best.distance < 0.01
+    assert any("past_key_values" in name for name in report.poisoned)
+    if sys.version_info >= (3, 11) and isinstance(raised.value, RuntimeError):
+        assert "range overflow" in raised.value.__notes__[0]
+
+
+class Up(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(nn.functional.silu(self.norm(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_blocks = nn.ModuleList(Up() for _ in range(3))
+        self.conv_norm_out, self.conv_out = nn.GroupNorm(2, 4), nn.Conv2d(4, 3, 1)
+
+    def forward(self, z):
+        for block in self.up_blocks:
+            z = block(z)
+        return self.conv_out(self.conv_norm_out(z))
+
+
+class Vae(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Conv2d(3, 4, 1), Decoder()
+
+    def decode(self, z):
+        return self.decoder(z)
+
+
+class Pipeline:
+    """Two models and a loop, as pipelines of diffusers are built."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.unet, self.vae, self.steps = nn.Conv2d(4, 4, 1).half(), Vae(), 2
+        with torch.no_grad():
+            self.vae.decoder.up_blocks[1].conv.weight.mul_(3e5)
+        self.vae.half()
+
+    def __call__(self, count):
+        z = torch.randn(count, 4, 8, 8).half()
+        for _ in range(self.steps):
+            z = z - self.unet(z) * 0.1
+        return self.vae.decode(z)
+
+
+def test_the_model_of_a_pipeline_is_named_and_cured():
+    pipe = Pipeline()
+    with OverflowGuard(pipe) as guard:
+        with pytest.raises(NonFiniteError) as raised, torch.no_grad():
+            with guard.request(ids=["one", "two"]):
+                pipe(2)
+    report = raised.value.report
+    found = report.explanation
+    assert (report.forward, report.num_forwards) == (2, 3)
+    assert found.module == "vae.decoder.up_blocks.1.conv"
+    assert found.remedies[0].code == (
+        "overflow_fast.keep_in_fp32(vae, ['decoder.up_blocks.1.conv', "
+        "'decoder.up_blocks.2'], until=['decoder.conv_norm_out'])"
+    )
+    assert found.remedies[1].code.startswith("vae.to(torch.bfloat16)")
+
+
+def test_an_object_without_models_is_refused():
+    with pytest.raises(TypeError, match="or an object with such attributes"):
+        OverflowGuard(object())
