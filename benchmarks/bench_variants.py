@@ -85,16 +85,6 @@ def scan_us_mixed() -> float:
     return microseconds(lambda: op(slots, 0, tensors))
 
 
-def scan_us_masks() -> float:
-    """Ten masks of 4 MiB whose infs are meant: each part of them is read twice."""
-    numel = 2**14 if QUICK else 2**20
-    mask = torch.full((numel,), -torch.inf, device=DEVICE)
-    mask[::2] = 0
-    masks = [mask.clone() for _ in range(10)]
-    slots = torch.tensor([[-1, 0, 0, 0]] * len(masks), device=DEVICE)
-    return microseconds(lambda: op(slots, 0, masks))
-
-
 def scan_us_medium() -> float:
     """A tensor of 16 MiB of many, so that no cache holds it."""
     return microseconds(scan_of(1, 2**18 if QUICK else 2**24, 32))
@@ -145,7 +135,6 @@ METRICS: dict[str, Callable[[], float]] = {
         scan_us_one,
         scan_us_small,
         scan_us_mixed,
-        scan_us_masks,
         frame_host_us,
         step_end_us,
         small_model_step_us,

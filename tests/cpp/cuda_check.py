@@ -2,7 +2,7 @@
 
 Prints each kernel's registers, spills and stack frame per architecture, and fails where
 one is larger than in tests/files/cuda_kernels.txt, which `--write` renews. Other
-releases of nvcc than the one that it names may need other numbers, which are printed.
+releases of nvcc than the one that it names may need more or less: nothing is compared.
 """
 
 import re

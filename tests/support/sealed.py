@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import include_paths
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests/cpp/sealed_device.cpp"
@@ -38,6 +37,8 @@ def build():
 
 
 def _compile():
+    from torch.utils.cpp_extension import include_paths
+
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     cache = [found] if (found := shutil.which("ccache")) else []
     paths = [*include_paths(), sysconfig.get_path("include")]
