@@ -155,21 +155,23 @@ __device__ inline Extremes scan_vectors(const Format& format, const Walk& walk, 
   return keys;
 }
 
-// Elements of kParts words of type U each, wherever they lie.
+// Elements of kParts words of type U each, wherever they lie: more of small ones at once, of which
+// fewer bytes are in flight.
 template <class U, int kParts>
 __device__ Extremes scan_elements(const Format& format, const Walk& walk, int64_t begin,
                                   int64_t end) {
+  constexpr int kLoads = sizeof(U) * kParts <= 4 ? 2 * kUnroll : kUnroll;
   Extremes keys;
-  for (int64_t i = begin + threadIdx.x; i < end; i += kUnitsPerChunk) {
-    U parts[kUnroll][kParts];
+  for (int64_t i = begin + threadIdx.x; i < end; i += kThreads * kLoads) {
+    U parts[kLoads][kParts];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kLoads; ++u) {
       const int64_t unit = i + u * kThreads;
       const auto* from = reinterpret_cast<const U*>(walk.at(unit < end ? unit : end - 1));
       for (int part = 0; part < kParts; ++part) parts[u][part] = from[part];
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kLoads; ++u) {
       keys.take(key_of(format, {parts[u][0], parts[u][kParts - 1]}));
     }
   }
