@@ -207,9 +207,7 @@ class Recorder {
   std::optional<int64_t> max_frames;
   bool is_paused = false;  // hooks that could not be removed record nothing
   // True if hooks record nothing of what this thread runs.
-  bool is_off() const {
-    return is_paused || Unwatched::depth() > depth_ || course().is_left_out;
-  }
+  bool is_off() const { return is_paused || Unwatched::depth() > depth_ || course().is_left_out; }
   void note_depth() { depth_ = Unwatched::depth(); }
   bool watches_every_frame = false;
   bool lists_parameters;          // at first as in the options
