@@ -104,7 +104,7 @@ class Incident:
 
     @property
     def next_steps(self) -> list[str]:
-        """What to do where no remedy was tried that helps."""
+        """The things to do where no remedy was tried that helps."""
         if self.cure:
             return []
         found = self.explanation.get("remedies") or []

@@ -495,6 +495,6 @@ def test_an_exception_of_the_programs_own_is_printed_with_the_report(tmp_path):
     error, _, after = done.stderr.partition("ValueError: Expected parameter loc")
     assert "Traceback (most recent call last):" in error
     if sys.version_info >= (3, 11):
-        assert "Step 2: " in after and "bad data" in after
+        assert "Step 2: " in after and "Bad data" in after
     last = json.loads(log.read_text().splitlines()[-1])
     assert (last["step"], last["is_clean"]) == (2, False)
