@@ -50,7 +50,7 @@ def test_the_first_step_of_a_plain_loop_is_guarded_and_explained(tmp_path):
     assert done.returncode == 3
     assert done.stdout == ""
     assert "NonFiniteError: Step 0: " in done.stderr
-    assert "bad data: `input`" in done.stderr
+    assert "Bad data: `input`" in done.stderr
     # As with `python train.py`, the first frame of the traceback is the script's.
     first = done.stderr.split("Traceback (most recent call last):\n")[1]
     assert first.lstrip().startswith(f'File "{tmp_path / "train.py"}", line')
