@@ -292,7 +292,7 @@ def test_a_report_reads_as_text_and_as_json():
     frames, _, paragraph = str(report).rpartition("\n\n")
     assert paragraph.splitlines()[0] == str(raised.value).splitlines()[0]
     assert report.headline().startswith(
-        "Step 0: `output` of blocks.1.fc2 (Linear) holds 1 inf. `spoiled.view(-1)["
+        "Step 0: `output` of blocks.1.fc2 (Linear) holds 1 inf. lift_fresh in `spoiled"
     )
     assert "Non-finite gradients: " in paragraph
     assert "Non-finite gradients: " not in str(raised.value)

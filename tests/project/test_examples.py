@@ -37,8 +37,8 @@ COMMANDS = {
 SAID = {
     "nanogpt": [
         "Step 0: ",
-        "cause range overflow (float16): scores = q @ k.transpose(-2, -1) (nanogpt.py:",
-        "aten.bmm in blocks.1.attn)",
+        "bmm in `q @ k.transpose(-2, -1)` at nanogpt.py:",
+        "cause range overflow (float16): aten.bmm in blocks.1.attn",
         "tried compute `q @ k.transpose(-2, -1)` in float32, up to line",
     ],
     "nanogpt healthy": ["step 9: loss"],
@@ -50,14 +50,14 @@ SAID = {
     "trainer healthy": ["'train_loss'"],
     "lightning": [
         "Step 4: ",
-        "(float32): deviation = torch.exp(0.5 * logvar) (lightning_vae.py:",
+        "`torch.exp(0.5 * logvar)` at lightning_vae.py:",
         "sample 3 of 8",
-        "torch.exp((0.5 * logvar).clamp(max=20)) - finite",
+        "torch.exp((0.5 * logvar).clamp(max=20))",
     ],
     "lightning healthy": [],
     "vit": [
         "Step 2: ",
-        "aten.convolution in vit.embeddings.patch_embeddings.projection)",
+        "aten.convolution in vit.embeddings.patch_embeddings.projection",
         "sample 1 of 4",
         "use bfloat16 for the model and its inputs",
     ],
@@ -83,7 +83,7 @@ def test_an_example_says_what_was_planted(name, outputs):
     said = " ".join(outputs[name].split())
     for part in SAID[name]:
         assert part in said
-    is_raised = re.search(r"NonFiniteError: Step \d+", said) is not None
+    is_raised = re.search(r"\bStep \d+: ", said) is not None
     assert is_raised == ("healthy" not in name and "skip" not in name)
 
 

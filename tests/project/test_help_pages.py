@@ -77,7 +77,7 @@ def _has_a_loop(code):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
     names = {"model": model, "optimizer": sgd(model), "criterion": nn.MSELoss()}
     (x, y), *_ = batches(1)
-    with pytest.raises(overflow_fast.NonFiniteError, match="bad data"):
+    with pytest.raises(overflow_fast.NonFiniteError, match="Bad data"):
         run(code, **names, loader=[(x, y), (x, y * torch.nan)])
 
 

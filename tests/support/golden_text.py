@@ -24,6 +24,7 @@ VOLATILE = (
     (r"\d+(\.\d+)?(e-\d+)? (s|ms|us)\b", r"N \3"),
     (r"\d+(\.\d+)? ?%(?= of (the|their) time)", "N %"),
     (r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d:\d\d)?", "TIME"),
+    (r"(?<=pid \| )\d+", "PID"),
     (r"\b\d+(\.\d+)* (KiB|MiB|GiB|bytes)\b", r"N \2"),
     (r"  # <-", ""),
 )

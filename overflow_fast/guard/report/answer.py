@@ -61,11 +61,11 @@ class ExplanationText:
         return _written([*self._rows(), *self._attempts(), *self._tried(self._helped)])
 
     def short_rows(self) -> list[str]:
-        """What an exception has of them, but for the attempts and the remedies."""
+        """Those of an exception, but for the attempts and the remedies."""
         return _written([*self._short_rows()])
 
     def remedy_rows(self) -> list[str]:
-        """What did not help, in a line, and the remedy: at most one of a kind."""
+        """The attempts in a line, and the remedy: at most one of a kind."""
         chosen = self._helped[:1]
         others = (each for each in self._helped if each.kind != chosen[0].kind)
         chosen += itertools.islice(others, 1)
@@ -133,7 +133,7 @@ class ExplanationText:
             yield "", f"{' ' * begin}{'^' * (end - begin)}"
 
     def _attempts(self, most: int = 0) -> Iterator[tuple[str, str]]:
-        """What did not help, and what was not tried where nothing helped."""
+        """Attempts that failed, and those not made where nothing helped."""
         remedies = self.found.remedies
         failed = [each for each in remedies if each.tried and not each.is_recommended]
         if failed:

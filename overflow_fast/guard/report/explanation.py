@@ -269,7 +269,7 @@ class Remedy:
 
     @property
     def kind(self) -> str:
-        """What it changes: "code", "data", or "run" for weights and settings."""
+        """The change: of "code", of "data", or of the "run": weights and settings."""
         if self.is_of_data:
             return "data"
         return "code" if self.file or any(each.file for each in self.parts) else "run"

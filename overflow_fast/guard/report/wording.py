@@ -477,7 +477,7 @@ class ReportText:
         return f"{event}; unknown why: {why}." if why else f"{event}."
 
     def event(self) -> str:
-        """What is bad, and in which step, without the cause."""
+        """The step and what is bad in it, without the cause."""
         assert self.verdict.first is not None
         where = f" on {self.report.where}" if self.report.where else ""
         step = f"Step {self.report.step}"

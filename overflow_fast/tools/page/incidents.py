@@ -24,6 +24,7 @@ from .grid import NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 
 _MARKER = "overflow_fast.json"
 _CONTEXT = 3  # lines around one, as of `diff -u`
+_GUIDE = 'The guide "My run is nan" (docs/my-run-is-nan.md) has a section on it: {}.'
 _LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 _MAX_SOURCE = 2**24  # bytes of a file that may have the line; chosen
 _CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
@@ -103,7 +104,7 @@ class Incident:
 
     @property
     def next_steps(self) -> list[str]:
-        """What to do where no remedy was tried that helps."""
+        """The things to do where no remedy was tried that helps."""
         if self.cure:
             return []
         found = self.explanation.get("remedies") or []
@@ -116,7 +117,9 @@ class Incident:
             for each in waiting
         ]
         cause = Cause.of(self.explanation.get("cause", UNKNOWN.name))
-        return [*steps, *([_LINK.sub(r"\1", cause.help)] if cause.help else [])]
+        steps += [_LINK.sub(r"\1", cause.help)] if cause.help else []
+        sections = ", ".join(f'"{each}"' for each in cause.sections)
+        return [*steps, *([_GUIDE.format(sections)] if sections else [])]
 
     @property
     def headline(self) -> str:

@@ -312,7 +312,7 @@ def page_of(
 
 
 def _title(records: Sequence[FlightRecord], incidents: Sequence[Incident]) -> str:
-    """What the page is of: steps, models, host and date, as far as they are known."""
+    """The subject of a page: steps, models, host and date, as far as known."""
     what = numbered("step", [each.step for each in incidents]) if incidents else "Run"
     parts = [f"Non-finite {what}" if incidents else what]
     for run in [record.run for record in records[:1]]:

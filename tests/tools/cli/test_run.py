@@ -50,7 +50,7 @@ def test_the_first_step_of_a_plain_loop_is_guarded_and_explained(tmp_path):
     assert done.returncode == 3
     assert done.stdout == ""
     assert "NonFiniteError: Step 0: " in done.stderr
-    assert "bad data: `input`" in done.stderr
+    assert "Bad data: `input`" in done.stderr
     # As with `python train.py`, the first frame of the traceback is the script's.
     first = done.stderr.split("Traceback (most recent call last):\n")[1]
     assert first.lstrip().startswith(f'File "{tmp_path / "train.py"}", line')
@@ -495,6 +495,6 @@ def test_an_exception_of_the_programs_own_is_printed_with_the_report(tmp_path):
     error, _, after = done.stderr.partition("ValueError: Expected parameter loc")
     assert "Traceback (most recent call last):" in error
     if sys.version_info >= (3, 11):
-        assert "Step 2: " in after and "bad data" in after
+        assert "Step 2: " in after and "Bad data" in after
     last = json.loads(log.read_text().splitlines()[-1])
     assert (last["step"], last["is_clean"]) == (2, False)
