@@ -364,6 +364,32 @@ for page in ("reading-a-report.md", "my-run-is-nan.md", "zh/my-run-is-nan.md"):
 """,
         [_PAGES, "tests/project/test_causes.py"],
     ),
+    # Of a function that no row has yet, the test wants a program that fails, too.
+    "remedy": Addition(
+        1,
+        [
+            Place(
+                "overflow_fast/explainer/remedies/rules.py",
+                """    ("acosh(y)", "CALL_ON(1 + WIDE + y.abs())",
+     "add 1 + WIDE to the magnitude of the argument"),
+""",
+                """    ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",
+     "clamp the argument to at least 1 + WIDE"),
+""",
+            ),
+        ],
+        """
+import torch, overflow_fast
+class Angle(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).acosh().mean()
+torch.manual_seed(0)
+found = overflow_fast.explain(Angle(4, 4), torch.zeros(2, 4))
+helps = [each.text for each in found.remedies if each.is_recommended]
+assert any("to the magnitude of the argument" in each for each in helps), found
+""",
+        ["tests/explainer/test_rules.py"],
+    ),
     # One that torch has, and that nothing needs.
     "dtype": Addition(
         4,

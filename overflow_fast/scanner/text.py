@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import functools
 import logging
+import math
 import os
 import re
 import sys
@@ -111,6 +112,20 @@ def nearest(word: str, names: Iterable[str]) -> str:
 def rounded(number: float, digits: int = 3) -> str:
     """Writes a factor as people read it: `53,000`, not `5.3e+04`."""
     return f"{float(f'{number:.{digits}g}'):,.10g}"
+
+
+def bits_left(limit: float, abs_max: float) -> float:
+    """The headroom: how often a magnitude could double before it passes a limit.
+
+    Returns:
+        inf for 0; -inf for inf; nan where one of the two is not known.
+    """
+    if abs_max == 0:
+        return math.inf if limit > 0 else math.nan
+    ratio = limit / abs_max
+    if ratio > 0:
+        return math.log2(ratio)
+    return -math.inf if ratio == 0 else math.nan
 
 
 def error_line(error: BaseException, most: int = 500) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ... import _C
-from ...scanner.text import as_lines
+from ...scanner.text import as_lines, bits_left
 from ..watching.watch import ModelWatch
 from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
 
@@ -66,9 +66,7 @@ class HeadroomHistory(EntryHeadroom):
     @property
     def float16_bits(self) -> float:
         """The bits left for the highest magnitude in float16; negative: too large."""
-        if math.isinf(self.highest):
-            return -math.inf
-        return math.log2(_FLOAT16_MAX / self.highest) if self.highest else math.inf
+        return bits_left(_FLOAT16_MAX, self.highest)
 
     @property
     def trend(self) -> float:
@@ -246,7 +244,7 @@ class HeadroomTracker:
             is_bad: True if there is a report of the step already.
         """
         peaks = (watch.recorder.least_headroom() for watch in self._watches)
-        bits = (math.log2(p.limit / p.abs_max) for p in peaks if p and p.abs_max)
+        bits = (bits_left(peak.limit, peak.abs_max) for peak in peaks if peak)
         self._least = min(bits, default=math.inf)
         if any(watch.recorder.is_headroom_spent for watch in self._watches):
             self._least = 0.0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ... import _C
 from ...flags import is_label
 from ...scanner.modules import is_layer_of_torch, own_parameters_of
-from ...scanner.text import rounded
+from ...scanner.text import bits_left, rounded
 from ...scanner.tree import entry_label
 from ...scanner.types import TensorPath
 from ..watching.inputs import finite_places, is_plain
@@ -116,7 +115,7 @@ class EntryHeadroom:
     @property
     def bits(self) -> float:
         """The number of times that it could double: log2(limit / abs_max)."""
-        return math.log2(self.limit / self.abs_max) if self.abs_max else math.inf
+        return bits_left(self.limit, self.abs_max)
 
     @property
     def growth(self) -> str:

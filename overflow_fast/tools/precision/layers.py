@@ -17,7 +17,7 @@ from ...guard.undo.random import RandomStates
 from ...scanner.modules import Handles, class_name_of, named_modules
 from ...scanner.ops import scan
 from ...scanner.tensors import devices_of, real_parts
-from ...scanner.text import dtype_name, error_line
+from ...scanner.text import bits_left, dtype_name, error_line
 from ...scanner.tree import CALL_DEPTH, mapped, tensors_in
 from ...torch_internals.module_internals import own_parameters
 from ...torch_internals.running import (
@@ -72,9 +72,7 @@ class Magnitudes:
 
     def bits(self, dtype: torch.dtype) -> float:
         """The headroom: how often the largest magnitude can double within a dtype."""
-        if not self.abs_max:
-            return math.inf
-        return math.log2(torch.finfo(dtype).max / self.abs_max)
+        return bits_left(torch.finfo(dtype).max, self.abs_max)
 
     def lost(self, scale: float = 1.0) -> float:
         """The share of the values that float16 makes 0, of those that are not 0.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...scanner.text import as_lines, counted, either, printable, some
+from ...scanner.text import as_lines, bits_left, counted, either, printable, some
 from .layers import DTYPES, FLOAT8, Layer, expected_error
 
 _MOST_ROWS = 8  # of a table in a terminal; chosen
@@ -268,7 +268,7 @@ def loss_scale_of(layers: Iterable[Layer], bits: float) -> float | None:
     )
     if not largest:
         return None
-    room = math.log2(torch.finfo(torch.float16).max / largest) - bits
+    room = bits_left(torch.finfo(torch.float16).max, largest) - bits
     return 2.0 ** min(math.floor(room), _MOST_BITS)
 
 

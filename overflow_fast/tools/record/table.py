@@ -28,7 +28,7 @@ from ...guard.record.record_lines import (
     RecordError,
     RecordStep,
 )
-from ...scanner.text import printable
+from ...scanner.text import bits_left, printable
 
 if TYPE_CHECKING:
     import torch
@@ -40,20 +40,6 @@ _WORDS = {name: each.drawn for name, each in declared_in(RecordStep).items()}
 _IN_ORDER = dict.fromkeys(("loss", "grad_norm", *_WORDS))
 DRAWN = {name: words for name in _IN_ORDER if (words := _WORDS[name])}
 _LOSSES = ("output.loss", "output['loss']")
-
-
-def bits_left(limit: float, abs_max: float) -> float:
-    """The number of times that a magnitude could double before it passes a limit.
-
-    Returns:
-        inf for 0; -inf for inf; nan where one of the two is not known.
-    """
-    if abs_max == 0:
-        return math.inf if limit > 0 else math.nan
-    ratio = limit / abs_max
-    if ratio > 0:
-        return math.log2(ratio)
-    return -math.inf if ratio == 0 else math.nan
 
 
 # The entries of a flight record, from the lines that name them.
