@@ -29,10 +29,6 @@ class BadStep:
         reaches_loss: Whether loss, outputs or gradients were bad.
         gradients: The bad gradients of parameters, by name.
         past: The largest magnitudes in the last steps.
-        losses: The magnitudes of the loss in the last steps where it was finite, the
-            oldest first.
-        sizes: Those of what models were given and returned, by name; of finite ones the
-            last is this step's.
         optimizers: The optimizers.
         last_steps: Their last steps.
         num_dropped: How many forwards of the step were too many to be kept.
@@ -50,8 +46,6 @@ class BadStep:
     reaches_loss: bool = True
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     past: PastSteps = field(default_factory=PastSteps)
-    losses: Sequence[float] = ()
-    sizes: Mapping[str, Sequence[float]] = field(default_factory=dict)
     optimizers: Sequence[torch.optim.Optimizer] = ()
     last_steps: LastSteps = field(default_factory=LastSteps)
     is_late: bool = False

@@ -34,7 +34,6 @@ from .bad_step import ALL_BAD, NOT_BEHIND, STOPPED, STOPPED_FUNCTION, BadStep
 from .calls import Call
 from .explain_origin import first_bad_weight, looked_up
 from .named_tensors import state_by_name
-from .optimizer_step import explain_update
 from .own_lines import (
     GradientCode,
     LossCall,
@@ -454,6 +453,8 @@ def _without_replay(
             if held is None:
                 return _explain_written_weight(found.tensor)
     if found is not None and incident.past.weights.get(found.tensor):
+        from .optimizer_step import explain_update  # of weights alone
+
         return explain_update(models, incident, found)
     if found is None and incident.kind == "optimizer_state":
         return Explanation(

@@ -15,8 +15,10 @@ from .. import _C
 from ..guard.monitors.monitor import scalar_places
 from ..guard.verdict.verdict import GRADIENTS
 from ..guard.watching.watch import ModelWatch
+from ..scanner.text import rounded
 from ..scanner.tree import label_text
 
+_MANY = 10.0  # times the largest of the last steps; chosen, not measured
 KEPT = 16  # `kSteps` of csrc/record/headroom.h
 
 
@@ -32,6 +34,10 @@ class PastSteps:
             steps they are of.
         losses: The loss, likewise.
         last_gradient: The largest finite one of all gradients that was seen last.
+        finite_losses: What was recorded, or returned by a model, as "loss", where it
+            was finite: of this step, too.
+        sizes: What models were given and returned, by name; of finite ones the last is
+            that of this step.
     """
 
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -39,6 +45,20 @@ class PastSteps:
     gradients: Sequence[float] = ()
     losses: Sequence[float] = ()
     last_gradient: float = 0.0
+    finite_losses: Sequence[float] = ()
+    sizes: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def outgrown(self) -> str:
+        """Describes what a model was given or returned and is far larger, or ""."""
+        for name, (*before, now) in self.sizes.items():
+            most = max(before, default=0.0)
+            if now > _MANY * most > 0:
+                steps = "step" if len(before) == 1 else f"{len(before)} steps"
+                return (
+                    f"the model's `{name}` is up to {now:.3g} in magnitude, "
+                    f"{rounded(now / most, 2)} times the largest of the last {steps}"
+                )
+        return ""
 
 
 def past_steps_of(
@@ -60,11 +80,19 @@ def past_steps_of(
     weights: dict[str, list[float]] = {}
     gradients: dict[str, list[float]] = {}
     losses: list[float] = []
+    finite_losses: list[float] = []
+    sizes: dict[str, list[float]] = {}
     for watch in watches:
         loss = scalar_places(watch).get("loss")
         for history in watch.recorder.headroom():
             place, recent = history.last.place, history.recent
             label = place.label
+            is_own = place.kind == _C.FrameKind.FORWARD and place.module == 0
+            if is_own and label.role in (_C.Role.INPUT, _C.Role.OUTPUT):
+                sizes[f"{watch.prefix}{label_text(label)}"] = recent
+            is_own |= place.kind == _C.FrameKind.RECORDED
+            if is_own and label_text(label) == "loss":
+                finite_losses += recent
             if label.role == _C.Role.WEIGHT:
                 name = label.name
                 if place.kind == _C.FrameKind.FORWARD:
@@ -88,7 +116,8 @@ def past_steps_of(
         is_whole |= is_first and num == KEPT and len(values) >= num
         return values[-num:] if between == 1 and is_whole else []
 
-    return PastSteps(weights, between, aligned(slopes), aligned(losses), last)
+    whole = weights, between, aligned(slopes), aligned(losses), last
+    return PastSteps(*whole, finite_losses, sizes)
 
 
 def _key(place: _C.Place) -> tuple[_C.FrameKind, int, str]:

@@ -30,7 +30,6 @@ from .named_tensors import names_of
 from .op_rows import Leaf, Row, row_of
 from .op_table import OpTable
 from .op_trace import ModuleStack, OpCall, OpTrace
-from .optimizer_step import explain_update
 from .remedies.attempts import find_remedies
 from .remedies.nearness import NEAR, Nearness, Outputs
 from .remedies.patches import ScaledWeights
@@ -42,7 +41,6 @@ from .sentinel import Sentinel, outlier_in, sentinel_in
 from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
 from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .users_lines import place_text
-from .usual_sizes import outgrown
 from .weight_growth import find_growth
 from .without_operation import WithoutOperation
 
@@ -456,6 +454,8 @@ class Search:
             found.notes.append(_ENDS_FINITE + " Backward runs through them." * is_read)
         was_finite = incident is not None and incident.past.weights.get(found.tensor)
         if incident is not None and found.phase == "weights" and was_finite:
+            from .optimizer_step import explain_update  # of weights alone
+
             return explain_update(self._replayer.models, incident, found)
         if in_gradients and not found.tensor:
             found.tensor = self._only_gradient(traced, root_op)
@@ -497,7 +497,7 @@ class Search:
         is_of_size = found.is_overflow or found.lost_by is not None
         if self._incident is None or found.sample is not None or not is_of_size:
             return
-        text = outgrown(self._incident.sizes)
+        text = self._incident.past.outgrown()
         found.evidence[:0] = [text] * bool(text)
 
     def _test_growth(self, found: Explanation) -> None:
@@ -541,7 +541,7 @@ class Search:
         failure.others = self._others
         failure.stays_within, failure.within = traced.is_clean, self._within
         if self._incident is not None:
-            losses = self._incident.losses
+            losses = self._incident.past.finite_losses
             before = losses if loss_of(self._first) is None else losses[:-1]
             failure.usual_loss = max(before, default=None)
             failure.optimizers = self._incident.optimizers

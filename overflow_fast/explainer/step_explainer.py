@@ -34,7 +34,6 @@ from .explain import investigate
 from .past_steps import past_steps_of
 from .replay_ranks import NotJoined, RankCoordinator, StoreChannel
 from .replayer import Observer, ReplayCheck, Replayer, StepPart
-from .usual_sizes import past_losses, past_sizes
 
 _UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
 _FORWARD_ALONE = (
@@ -192,8 +191,6 @@ class StepExplainer:
                 is_first=self._raises and self._num_explained == 1,
             ),
             gradients=gradients_of(self._watches, verdict.dirty_gradients),
-            losses=past_losses(self._watches),
-            sizes=past_sizes(self._watches),
             optimizers=self._find_optimizers(),
             last_steps=self._last_steps,
             is_late=moment == "check",

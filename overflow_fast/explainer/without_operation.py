@@ -25,12 +25,9 @@ from .bad_step import BadStep
 from .calls import name_outside
 from .effects.rule import StoppedError
 from .explain_origin import first_bad_weight
-from .flag_search import explain_flag
 from .nan_bits import gradient_of_payload
-from .program_globals import changed_names, global_values
 from .replay_ranks import GIVEN, OnRank
 from .replayer import ReplayCheck, Replayer, ReplayResult
-from .second_device import FirstCall, compare_devices, is_elsewhere
 
 _RATE = 3  # runs in all, if the budget has them; chosen, not measured
 
@@ -82,6 +79,8 @@ class WithoutOperation:
             found = first_bad_weight(self._replayer.models, "parameter", "buffer")
             return found or _explain_finite(first)
         if incident.is_of_flag:
+            from .flag_search import explain_flag  # of devices with such a flag
+
             return explain_flag(self._replayer)
         names = incident.gradients.keys()
         if incident.kind == "gradient" and names and names <= incident.left_over.keys():
@@ -112,6 +111,8 @@ class WithoutOperation:
         doubt = self._doubt(incident)
         if doubt:
             return Explanation(notes=[f"The replay is finite, but {doubt}."])
+        from .program_globals import changed_names, global_values  # seldom needed
+
         num_bad, num_runs = 0, 1
         lost = self._replayer.state.lost
         before = global_values(lost)
@@ -197,6 +198,8 @@ class WithoutOperation:
 
     def _ask_elsewhere(self, found: Explanation) -> None:
         """Adds what the module gives on the CPU, where it ran on another device."""
+        from .second_device import FirstCall, compare_devices, is_elsewhere
+
         models = self._replayer.models
         if not is_elsewhere(models) or not self._may_run(len(self._replayer.calls)):
             return

@@ -241,7 +241,6 @@ def test_the_failing_sample_is_left_out_or_clamped_beside_changes_of_code():
     wanted = (model(others).abs().exp() + 1).log().mean()
     assert drop.loss == pytest.approx(wanted.item(), rel=1e-5)
     assert clamp.is_finite and ".clamp(" in clamp.code
-    assert sum(line.startswith("tried") for line in str(found).splitlines()) == 2
     assert clamp.code in str(found) or drop.code in str(found)
 
 

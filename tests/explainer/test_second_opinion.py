@@ -9,7 +9,7 @@ from guarding import assert_same, state_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.explainer import without_operation
+from overflow_fast.explainer import second_device
 from overflow_fast.explainer.op_trace import TracedModule
 from overflow_fast.explainer.second_device import compare_devices
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_known_is_not_said():
 
 @pytest.mark.parametrize("factor, says", [(1.0, "the same now"), (1.5, "suspect")])
 def test_a_transient_fault_is_judged_by_the_cpu(factor, says, monkeypatch):
-    monkeypatch.setattr(without_operation, "is_elsewhere", lambda models: True)
+    monkeypatch.setattr(second_device, "is_elsewhere", lambda models: True)
     model = nn.Sequential(nn.Linear(8, 8), Layer(factor), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = OverflowGuard(model, optimizer, explain=True)

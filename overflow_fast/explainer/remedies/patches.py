@@ -21,7 +21,6 @@ from ...torch_internals.replaying import (
 )
 from ..calls import Call, part_of
 from ..copies import HALF
-from ..keep_in_fp32 import keep_in_fp32
 from ..named_tensors import state_by_name
 from ..replayer import Patch
 
@@ -43,6 +42,8 @@ def in_float32(
         names: The qualified names of the modules.
         until: See `keep_in_fp32`.
     """
+    from ..keep_in_fp32 import keep_in_fp32  # for what overflows in float16 alone
+
     with kept_data([model]), keep_in_fp32(model, names, until):
         yield
 

@@ -47,7 +47,6 @@ from .trials import (
     joined,
     remedy_of,
 )
-from .wider_text import has_text, wider_edits, wider_text
 
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
@@ -355,7 +354,7 @@ def float64_trials(failure: Failure, trials: Trials) -> Attempts:
     devices = {value.device.type for call in roots for value in call.inputs}
     if trials.truth is None or "mps" in devices:
         return
-    if not trials.truth.fits(torch.float32):
+    if not trials.truth.fits(torch.float32) or any(e.name == "to" for e in roots):
         return
     for depth in range(_MOST_BACK + 1):
         if trials.found_right or not roots:
@@ -376,6 +375,8 @@ def _wider_trial(
     trials: Trials,
     in_words: bool,
 ) -> Trial | None:
+    from .wider_text import has_text, wider_edits, wider_text  # seldom needed
+
     calls, change = trials.torch_calls, InWider(frozenset(keys), wide=wide)
 
     def is_narrow(call: TorchCall) -> bool:
