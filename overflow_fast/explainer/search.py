@@ -31,7 +31,6 @@ from .op_rows import Leaf, Row, row_of
 from .op_table import OpTable
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .remedies.attempts import find_remedies
-from .remedies.nearness import NEAR, Nearness, Outputs
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
 from .replay_ranks import NotJoined
@@ -40,7 +39,6 @@ from .rounding import explain_lost, lost_value, nearest_first
 from .sentinel import Sentinel, outlier_in, sentinel_in
 from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
 from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
-from .users_lines import place_text
 from .weight_growth import find_growth
 from .without_operation import WithoutOperation
 
@@ -349,32 +347,17 @@ class Search:
 
         None where there were none; it has a cause where the output is wrong by them.
         """
-        place = len(self._replayer.calls) - 1
         if first.has_backward or first.losses or not self.may_run():
             return None
-        outputs = Outputs()
-        part = StepPart(place, looks_back=True, has_calls=True)
-        traced = self._replayer.run(part, observers=[outputs])
-        table = traced.table
-        if table is None or traced.error is not None or not traced.is_clean:
+        from .hidden import find_hidden  # most replays need none of it
+
+        place = len(self._replayer.calls) - 1
+        hidden = find_hidden(self._replayer, place)
+        if hidden is None:
             return None
-        bad = next((r for r in table.rows if r.makes_bad and not r.is_empty), None)
-        if bad is None:
-            return None
-        root_op, call = RootOp(bad, [bad]), self._replayer.calls[place]
-        found = explain_root_op(root_op, ForwardRows(table), False, call)
-        hider = hidden_by(bad, table.rows)
-        where = f" by {hider.name}{place_text(hider.sites)}" if hider else ""
-        distance = Nearness(self._replayer).distance(outputs)
-        how_far = (
-            "" if distance is None else f" and {100 * distance:.2g} % from float32"
-        )
-        found.evidence.insert(1, f"hidden{where}: the output is finite{how_far}")
-        if distance is None or distance <= NEAR:
-            told = "; ".join(found.evidence[:2])
-            return Explanation(notes=[f"The forward is finite. Within it: {told}."])
-        self._try_remedies(found, root_op, traced, place)
-        return found
+        if hidden.is_wrong:
+            self._try_remedies(hidden.found, hidden.root_op, hidden.traced, place)
+        return hidden.found
 
     def _follow(self) -> Explanation:
         """Does what the rank that leads orders, until it ends, or this one leads."""
@@ -591,22 +574,6 @@ def _claim(root_op: RootOp | None) -> int:
     if isinstance(source, Leaf):
         return _HELD if source.kind in OF_LEAVES else _FROM_OUTSIDE
     return _NOTHING
-
-
-def hidden_by(bad: Row, rows: Sequence[Row]) -> Row | None:
-    """The first operation that read what an operation made, and returned finite values.
-
-    Args:
-        bad: The operation.
-        rows: All operations, in order.
-    """
-    carried = {bad}
-    for row in rows[bad.index + 1 :]:
-        if carried.intersection(row.read_from):
-            if not row.kinds:
-                return row
-            carried.add(row)
-    return None
 
 
 # Non-finite values inside of a finite step: masked, clamped or divided away again.

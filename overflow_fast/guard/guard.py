@@ -316,15 +316,13 @@ class OverflowGuard:
     ) -> AbstractContextManager[object]:
         """Judges what this thread runs without autograd within it as one request.
 
-        `with guard.request(ids=["a", "b"]): model.generate(...)`. Outside of it each
-        outermost forward is a request. Incurs one CPU-GPU sync per device at its end.
+        Outside of it each outermost forward is one. Incurs a sync at its end.
 
         Args:
-            ids: Names of those that the rows of the batch are for, for reports.
+            ids: Names of those that the rows of the batch are for, for the report.
 
         Raises:
-            NonFiniteError: At its end, if it is bad and the policy is to raise. Its
-                report has `rows`, `requests` and `poisoned`.
+            NonFiniteError: At its end, if it is bad and the policy is to raise.
         """
         return self._parts.judge_requests().request(None if ids is None else list(ids))
 

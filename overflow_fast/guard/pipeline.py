@@ -59,7 +59,6 @@ from .verdict.verdict import (
     take_bad,
     take_evaluated,
 )
-from .watching.inputs import Evaluation
 from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
@@ -68,6 +67,7 @@ if TYPE_CHECKING:
     from .optimizers.device_flags import DeviceFlags
     from .optimizers.updates import KeptStep
     from .report.coverage import GuardCoverage
+    from .watching.evaluation import Evaluation
 
 _CLEAN = Verdict()  # that of most steps
 _HARMLESS = 4.0  # a gradient that no update makes too large for float16

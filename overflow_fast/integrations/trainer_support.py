@@ -17,7 +17,7 @@ from ..guard.options import reusable
 from ..guard.process import has_process_group
 from ..guard.step_keeper import argument_names
 from ..guard.undo.kept_objects import KeptObjects
-from ..guard.watching.inputs import Evaluation
+from ..guard.watching.evaluation import Evaluation
 from ..scanner.modules import without_reduction
 from ..scanner.tree import CALL_DEPTH, copied, copied_call
 

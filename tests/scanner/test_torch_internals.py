@@ -230,7 +230,8 @@ def test_hooks_come_in_the_order_of_their_calls():
 def test_hooks_on_several_modules_share_a_key_in_torch_2_10(monkeypatch):
     monkeypatch.setattr(modules, "_IS_2_10", True)
     model = nn.Sequential(nn.ReLU(), nn.Linear(1, 1))
-    guard = overflow_fast.OverflowGuard(model, on_overflow="warn")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = overflow_fast.OverflowGuard(model, optimizer, "warn")
     first, second = (list(modules.forward_hooks(each)) for each in model)
     assert len(first) == 1 and first == second
     guard.remove()

@@ -59,7 +59,6 @@ from .rule_attempts import (
     rounded_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
-from .spans import try_spans
 from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
 from .true_step import distance
 
@@ -152,6 +151,8 @@ def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
     models = trials.replayer.models
     if not failure.is_half:
         return
+    from .spans import try_spans  # no float32 needs it
+
     owners = [p for p in models if failure.found.module.startswith(p)]
     if len(models) == 1 or owners:
         prefix = max(owners or models, key=len)

@@ -57,10 +57,14 @@ class Nearness:
 
     Args:
         replayer: Runs the calls.
+
+    Attributes:
+        outputs: Sees the runs with remedies.
     """
 
     def __init__(self, replayer: Replayer) -> None:
         self._replayer = replayer
+        self.outputs = Outputs()
         self._reference: list[torch.Tensor] | None = None
 
     def distance(self, outputs: Outputs, others: Sequence[Patch] = ()) -> float | None:
@@ -76,6 +80,20 @@ class Nearness:
             self._reference = self._in_float32(others)
         distance = outputs.distance(self._reference) if self._reference else None
         return None if distance is None or math.isnan(distance) else distance
+
+    def judged(
+        self, patches: Sequence[Patch], others: Sequence[Patch]
+    ) -> tuple[float | None, bool]:
+        """How far off the last output is, and whether that is near enough.
+
+        Args:
+            patches: The remedy.
+            others: What each run has in place.
+        """
+        distance = self.distance(self.outputs, others)
+        is_of_dtype = any(isinstance(each, InDtype) for each in patches)
+        limit = NEAR_BFLOAT16 if is_of_dtype else NEAR
+        return distance, distance is None or distance <= limit
 
     def _in_float32(self, others: Sequence[Patch]) -> list[torch.Tensor]:
         if not self._has_half():

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,9 +28,11 @@ from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
 from ..trace_back import ForwardRows, RootOp
 from .call_patch import CallPatch, InWider, RuleChange
-from .nearness import NEAR, NEAR_BFLOAT16, Nearness, Outputs
-from .patches import Eagerly, FromLoss, InDtype
+from .patches import Eagerly, FromLoss
 from .source_file import Edit, SourceFile, span_in
+
+if TYPE_CHECKING:
+    from .nearness import Nearness
 from .step_after import buffer_sizes, grown_buffer, nonfinite_after
 from .true_step import InFloat64, Truth, in_float64
 
@@ -265,8 +267,11 @@ class Trials:
         self._has_loss = all(call.returns_loss for call in bad)
         # The output is all there is, unless it holds a loss.
         self._is_alone = not any(call.has_backward for call in replayer.calls)
-        self._nearness = Nearness(replayer)
-        self._outputs = Outputs()
+        self._nearness: Nearness | None = None
+        if self._is_alone:
+            from .nearness import Nearness  # of no training's step
+
+            self._nearness = Nearness(replayer)
 
     @property
     def calls(self) -> list[Call]:
@@ -361,10 +366,8 @@ class Trials:
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
-        if is_finite and self._is_alone and not result.has_backward:
-            distance = self._nearness.distance(self._outputs, self._others)
-            limit = NEAR_BFLOAT16 if _is_of_bfloat16(patches) else NEAR
-            is_near = distance is None or distance <= limit
+        if is_finite and self._nearness is not None and not result.has_backward:
+            distance, is_near = self._nearness.judged(patches, self._others)
             remedy = replace(remedy, distance=distance, is_near=is_near)
         self.remedies.append(remedy)
         if remedy.is_recommended:
@@ -442,17 +445,13 @@ class Trials:
 
     def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
         from_loss = [FromLoss()] * self._drops_gradients
-        observers = [self._outputs] * self._is_alone
+        observers = [] if self._nearness is None else [self._nearness.outputs]
         return self.replayer.run(part, [*self._others, *patches, *from_loss], observers)
 
     @property
     def _others(self) -> list[Patch]:
         """What is in place in each run."""
         return [Eagerly()] * self._failure.is_compiled
-
-
-def _is_of_bfloat16(patches: Sequence[Patch]) -> bool:
-    return any(isinstance(each, InDtype) for each in patches)
 
 
 def _any(gradient: torch.Tensor) -> bool:

@@ -15,11 +15,9 @@ from ...scanner.text import (
     printable,
     some,
 )
-from ..verdict.remarks import limit_of
 from ..verdict.verdict import (
     BadEntry,
     EntryHeadroom,
-    FillRemark,
     NonModuleOrigin,
     SettingRemark,
     Verdict,
@@ -410,15 +408,7 @@ class ReportText:
         # The masks are those of the first bad call: not of another maker.
         but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
         given = [f"Given to {self.verdict.maker}: {but}."] if but else []
-        return " ".join([*given, *filter(self._concerns, self.verdict.remarks)])
-
-    def _concerns(self, remark: str) -> bool:
-        """False for a fill value that the operation which failed was not given."""
-        found = self.explanation
-        if not isinstance(remark, FillRemark) or found is None or found.op is None:
-            return True
-        ends = ((each.abs_max or 0.0, each.dtype) for each in found.op.inputs)
-        return any(largest >= 0.999 * (limit_of(of) or 1.0) for largest, of in ends)
+        return " ".join([*given, *self.verdict.remarks])
 
     def _may_be_of_loss(self, first: BadEntry) -> bool:
         """True if the hooks leave it open, and have seen a forward that was finite."""

@@ -14,6 +14,7 @@ from ...scanner.ops import scan
 from ...scanner.tensors import widened
 from ...scanner.tree import Path, path_text, tensors
 from ..report.report import Report
+from ..verdict.remarks import FillRemark, limit_of
 from ..watching.inputs import is_batch_first, is_plain
 from ..watching.watch import ModelWatch
 
@@ -105,9 +106,20 @@ class RequestReport(Report):
         places = sorted(together) if self.are_requests_known else range(len(ids))
         self.requests = [ids[place] for place in places if place < len(ids)]
 
-    def note_sample(self) -> None:
-        """Takes the sample that a replay has found for the row, where none is known."""
+    def note_explained(self) -> None:
+        """Takes in what a replay has found.
+
+        The sample is the row, where none is known. A fill value that the operation
+        which failed was not given has nothing to do with it.
+        """
         found, ids = self.explanation, self.ids
+        if found is not None and found.op is not None:
+            given = ((each.abs_max or 0.0, each.dtype) for each in found.op.inputs)
+            if not any(most >= 0.999 * (limit_of(of) or 1.0) for most, of in given):
+                left = [
+                    e for e in self.verdict.remarks if not isinstance(e, FillRemark)
+                ]
+                self.verdict = dataclasses.replace(self.verdict, remarks=left)
         if self.rows is not None or found is None or found.sample is None or not ids:
             return
         if found.num_samples == len(ids):

@@ -62,23 +62,24 @@ class RequestText(ReportText):
             told.append(f"{report.left_by} has left it there.")
         return told
 
-    def _explained(self) -> list[str]:
-        state = self.report.poisoned
-        if not state:
-            return super()._explained()
-        # The layers of one cache are told once.
+    def _reasons(self) -> list[str]:
+        return [*super()._reasons(), *self._left()]
+
+    def _left(self) -> list[str]:
+        """Names what the request has left in state; the layers of one cache once."""
         groups: dict[tuple[str, str], list[str]] = {}
-        for name, rows in state.items():
+        for name, rows in self.report.poisoned.items():
             where = "" if rows is None else f" in {_numbered(rows)}"
             groups.setdefault((re.sub(r"\d+", "*", name), where), []).append(name)
         texts = [
             f"`{names[0]}`{f' and {len(names) - 1} alike' * (len(names) > 1)}{where}"
             for (_, where), names in list(groups.items())[:_FEW]
         ]
+        if not texts:
+            return []
         more = " and others" * (len(groups) > _FEW)
         what = f"{', '.join(texts)}{more}"
-        advice = "not finite now; clear it before it is used again"
-        return [*super()._explained(), f"{'state':<9} {what}: {advice}"]
+        return [f"It has left {what} non-finite: clear that before it is used again."]
 
     def _details(self) -> list[str]:
         own = super()._details()

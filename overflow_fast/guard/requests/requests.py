@@ -22,11 +22,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import _C
+from ...detector.hooks import move_hook_to_front
 from ...scanner.modules import children_of, named_buffers
 from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
 from ...scanner.text import error_line
 from ...scanner.tree import is_container, path_text, tensors
+from ...torch_internals.module_internals import forward_pre_hooks
 from ..config import EVERYTHING, wanted_of
 from ..explaining import with_note
 from ..outer import outer
@@ -51,6 +53,7 @@ _WAIT = 1.0  # seconds for forwards of other threads before a replay; chosen
 # Explanations may take these seconds, and a share of the time since the first request.
 _FREE_SECONDS, _SHARE = 30.0, 0.1
 _KINDS = ("activations", "weights", "buffers")  # that a forward alone has
+_OF_FORWARDS = (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED)
 _BUSY = (
     "The forward was not run again: other threads ran the models, and were waited for "
     f"{_WAIT:g} s."
@@ -104,7 +107,7 @@ class Request:
         weights = watch.frames._evaluated_weights
         found = watch.frames._take(
             lambda frame: (
-                (frame.batch in mine and watch.frames._is_evaluated(frame))
+                (frame.batch in mine and frame.kind in _OF_FORWARDS)
                 or weights.get(frame.order) in mine
             )
         )
@@ -127,6 +130,8 @@ class _Now(threading.local):
         request: The request that it is in, by `guard.request()`.
         call: The outermost forward that it runs.
         watch: That of its model.
+        is_in: It has passed the gate.
+        entry: The module that it has called without the model around it.
         seconds: What the guard has taken since the last request that was judged.
         layout: The arguments of the one before.
     """
@@ -135,6 +140,8 @@ class _Now(threading.local):
     call: HeldCall | None = None
     watch: ModelWatch | None = None
     seconds = 0.0
+    is_in = False
+    entry: nn.Module | None = None
     layout: Layout | None = None
 
     def __reduce__(self) -> tuple[type[_Now], tuple[()]]:  # a copied guard's
@@ -201,9 +208,6 @@ class Requests:
             if self._keeper is not None:
                 self._keeper.begin(module, args, kwargs, has_stand_ins)
             return
-        if now.call is not None:
-            self._leave()  # of a forward that hooks were taken from
-        self._gate.enter()
         begin = time.perf_counter()
         if not self._has_looked:
             self._look_at_buffers()
@@ -256,9 +260,18 @@ class Requests:
         """Ends the forward of this thread."""
         now = self._now
         call, now.call = now.call, None
-        if call is not None:
-            self._gate.leave()
         return call
+
+    def _pass_in(self) -> None:
+        """Lets a forward begin, once no other thread runs one again."""
+        if not self._now.is_in:
+            self._gate.enter()
+            self._now.is_in = True
+
+    def _pass_out(self) -> None:
+        if self._now.is_in:
+            self._now.is_in = False
+            self._gate.leave()
 
     def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
         """Judges a forward that has ended, or leaves it to the request it is of."""
@@ -279,6 +292,7 @@ class Requests:
             watch._process_arrived(1)
         request.collect(watch)
         self._now.seconds += time.perf_counter() - begin
+        self._pass_out()  # others may run theirs again now
         if is_own:
             self._end(request)
 
@@ -304,6 +318,7 @@ class Requests:
         watch.frames.send()
         watch.frames.receive(is_lagged=False)
         request.collect(watch)
+        self._pass_out()
         if is_own:
             self._end(request, error)
 
@@ -501,7 +516,7 @@ class Requests:
         report = RequestReport.of(plain, request, parts.watches, self.poisoned)
         if config.explain.when != "never":
             report.explanation = self._explained(report, step, request)
-        report.note_sample()
+        report.note_explained()
         self.num_bad += 1
         if callable(config.on_overflow):
             report.action = pipeline._ask(config.on_overflow, report)
@@ -598,15 +613,21 @@ class Requests:
     # Submodules that the program calls where the model itself does not run.
 
     def attach(self) -> None:
-        """Puts hooks on the modules that a program may call instead of the model."""
+        """Puts hooks on the models, and on what a program may call instead of them."""
         for watch in self._parts.watches:
             model = watch.model
-            for child in [] if model is None else _entries(model):
-                before, after = self._hooks(watch)
-                self._handles += [
-                    child.register_forward_pre_hook(before, with_kwargs=True),
-                    child.register_forward_hook(after, prepend=True),
-                ]
+            if model is None:
+                continue
+            self._add(model, *self._gate_hooks())
+            for child in _entries(model):
+                self._add(child, *self._hooks(watch))
+
+    def _add(self, module: nn.Module, before: Any, after: Any, ended: Any) -> None:
+        first = module.register_forward_pre_hook(before, with_kwargs=True)
+        move_hook_to_front(forward_pre_hooks(module), first.id)
+        self._handles += [first, module.register_forward_hook(ended, always_call=True)]
+        if after is not None:
+            self._handles.append(module.register_forward_hook(after, prepend=True))
 
     def detach(self) -> None:
         """Removes them."""
@@ -614,25 +635,52 @@ class Requests:
             handle.remove()
         self._handles.clear()
 
-    def _hooks(self, watch: ModelWatch) -> tuple[Any, Any]:
+    def _gate_hooks(self) -> tuple[Any, Any, Any]:
+        """Those of a model: while one is run again, the watch's own do nothing."""
+
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            if not _is_left_alone():
+                self._pass_in()
+
+        def ended(module: nn.Module, args: Any, output: Any) -> None:
+            if not _is_left_alone():
+                self._pass_out()
+
+        return before, None, ended
+
+    def _hooks(self, watch: ModelWatch) -> tuple[Any, Any, Any]:
+        """Those of a module that a program may call alone."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if _is_left_alone() or self._now.is_in:
                 return
-            if self._now.call is None and not watch.recorder.is_off:
+            self._pass_in()
+            self._now.entry = module
+            if not watch.recorder.is_off:
                 with self._parts.isolation.isolated():
                     self.begin(module, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or torch.is_grad_enabled():
-                return
-            call = self._now.call
-            if call is None or call.module is not module:
+            if _is_left_alone() or self._now.entry is not module:
                 return
             self.end(output, None)
             if self._parts.config.is_tripwire:  # no other hook ends it
                 self._judge_entry(watch, output)
 
-        return before, after
+        def ended(module: nn.Module, args: Any, output: Any) -> None:
+            if _is_left_alone() or self._now.entry is not module:
+                return
+            self._now.entry = None
+            self._pass_out()
+
+        return before, after, ended
+
+
+def _is_left_alone() -> bool:
+    """True for what is trained, run again, or traced by a compiler."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return True
+    return _C.is_unwatched()
 
 
 class _Kept:

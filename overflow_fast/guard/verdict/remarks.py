@@ -14,13 +14,17 @@ from ...scanner.tensors import is_number
 from ...scanner.text import dtype_name
 from ...scanner.tree import entry_label
 from ..watching.inputs import is_batch_first, is_plain
-from .verdict import BadFrame, FillRemark, SettingRemark
+from .verdict import BadFrame, SettingRemark
 
 # Remarks on the first bad call.
 
 
 # Masks are filled with the lowest finite number, or with nearly that.
 _NEAR_MAX = 0.999  # finds -3.4e38, not values that only come near
+
+
+class FillRemark(str):
+    """A sentence on a finite input that reaches the end of its dtype."""
 
 
 def remarks_on(first: BadFrame) -> list[str]:

@@ -398,10 +398,6 @@ class SettingRemark(str):
     setting: str
 
 
-class FillRemark(str):
-    """A sentence on a finite input that reaches the end of its dtype."""
-
-
 def headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
     peak = bad.watch.recorder.last_peak(entry.place)
     return None if peak is None else headroom_of(bad.watch, peak)

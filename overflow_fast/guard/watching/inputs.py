@@ -12,7 +12,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -29,7 +28,6 @@ from ...scanner.tree import (
     at,
     layout,
     path_text,
-    tensors_in,
 )
 from ...torch_internals.running import (
     is_functional_call,
@@ -210,35 +208,6 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
         and not tensor.is_meta
         and tensor.is_floating_point()
     )
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A batch of an evaluation inside a training.
-
-    Attributes:
-        batch: Its index in the evaluation, from 0.
-        loader: The index of the loader, where there are several; 0 for the first.
-    """
-
-    batch: int
-    loader: int = 0
-
-    def text(self, output: object, model: torch.nn.Module | None) -> str:
-        """Writes which batch of the evaluation it is, and which rows are non-finite.
-
-        Incurs a CPU-GPU sync for each tensor on a device.
-
-        Args:
-            output: What the model has returned; None if that is not known.
-            model: The model.
-        """
-        found = [each for each in tensors_in(output) if is_plain(each)]
-        bad = (each for each in found if not bool(finite_places(each).all()))
-        rows = (samples(each, is_batch_first(model)) for each in bad)
-        of_loader = f" of loader {self.loader}" * bool(self.loader)
-        which = f"batch {self.batch} (from 0){of_loader} of an evaluation"
-        return f"It is of {which}{next(filter(None, rows), '')}; the run goes on."
 
 
 # The batches that a trainer takes from its loader, held weakly.
