@@ -615,7 +615,9 @@ class Requests:
         self._handles.clear()
 
     def _hooks(self, watch: ModelWatch) -> tuple[Any, Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            if kwargs is None:
+                return  # its call ran when the hook was put on
             if torch.compiler.is_compiling() or torch.is_grad_enabled():
                 return
             if self._now.call is None and not watch.recorder.is_off:
