@@ -356,9 +356,7 @@ class StepHooks:
             self._end_stray(thread)
         elif name == "before_root":
             self._end_stray(thread)  # one that no hook has ended
-            if not self.is_paused:
-                return True
-            self._strays.add(thread)
+            return not self.is_paused
         return False
 
     def _end_stray(self, thread: int) -> None:

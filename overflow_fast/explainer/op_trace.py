@@ -125,8 +125,13 @@ class ModuleStack:
         return self._calls[-1] if self._calls else None
 
     def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
     ) -> None:
+        if kwargs is None:
+            return  # of another thread, whose call ran when the hook was put on
         in_backward = autograd_node() is not None
         name = self._names[module]
         self._running.append((id(module), name, in_backward))

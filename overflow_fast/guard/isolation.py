@@ -101,6 +101,10 @@ class OverheadTimer:
         return self.cost
 
 
+# Held where a guard is switched on or off, by one thread at a time.
+SWITCHING = RLock()
+
+
 class ErrorIsolation:
     """Runs the guard's code so that none of its own errors reaches the user.
 
@@ -115,7 +119,6 @@ class ErrorIsolation:
         on_idle: Called once when the guard's code at hand has ended, and where that was
             called for a step, the step; None for nothing.
         is_in_step: Returns True while an optimizer's step runs.
-        switching: Held where the guard is switched on or off, by one thread at a time.
     """
 
     def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
@@ -124,7 +127,6 @@ class ErrorIsolation:
         self.users_error: Exception | None = None
         self.on_idle: Callable[[], None] | None = None
         self.is_in_step: Callable[[], bool] = lambda: False
-        self.switching = RLock()
         self._failed: set[str] = set()  # whose failure was logged
         self.num_failures = 0
 
@@ -137,7 +139,7 @@ class ErrorIsolation:
         """Calls `on_idle`, unless more of the guard's code is to come."""
         if self.on_idle is None or self.is_busy:
             return
-        with self.switching:
+        with SWITCHING:
             function, self.on_idle = self.on_idle, None
             if function is not None:
                 function()

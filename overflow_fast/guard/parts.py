@@ -26,7 +26,7 @@ from . import uncaught
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .files.writing import why_not_writable
-from .isolation import ErrorIsolation, OverheadTimer
+from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
 from .monitors.magnitudes import Headroom, Underflow
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
@@ -450,7 +450,7 @@ class GuardParts:
 
     def enable(self) -> None:
         """Attaches the hooks that the next step needs."""
-        with self.isolation.switching:
+        with SWITCHING:
             self.isolation.on_idle = None
             if self.is_enabled:
                 return
@@ -487,7 +487,7 @@ class GuardParts:
 
     def disable(self) -> None:
         """Removes all hooks, and forgets what was not judged."""
-        with self.isolation.switching:
+        with SWITCHING:
             if not self.is_enabled:
                 return
             self.is_enabled = False

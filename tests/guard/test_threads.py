@@ -268,6 +268,4 @@ def test_switching_on_and_off_under_running_threads_blames_no_innocent_one(hurry
     for thread in threads:
         thread.join()
     assert found == []
-    with torch.no_grad(), pytest.raises(NonFiniteError):
-        model(torch.full((2, 8), float("nan")))
     guard.remove()

@@ -11,7 +11,7 @@ from ..report.wording import ReportText, what_of
 if TYPE_CHECKING:
     from .request_report import RequestReport
 
-_FEW = 4
+_FEW = 4  # in a sentence; chosen
 
 
 class RequestText(ReportText):

@@ -638,8 +638,9 @@ class Requests:
     def _gate_hooks(self) -> tuple[Any, Any, Any]:
         """Those of a model: while one is run again, the watch's own do nothing."""
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not _is_left_alone():
+        # Without `kwargs`, its call ran when the hook was put on.
+        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            if kwargs is not None and not _is_left_alone():
                 self._pass_in()
 
         def ended(module: nn.Module, args: Any, output: Any) -> None:
@@ -651,8 +652,8 @@ class Requests:
     def _hooks(self, watch: ModelWatch) -> tuple[Any, Any, Any]:
         """Those of a module that a program may call alone."""
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if _is_left_alone() or self._now.is_in:
+        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+            if kwargs is None or _is_left_alone() or self._now.is_in:
                 return
             self._pass_in()
             self._now.entry = module
