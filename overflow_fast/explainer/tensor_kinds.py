@@ -221,7 +221,7 @@ class Kinds:
         return _C.version_of(tensor), writes, tensor.dtype
 
 
-_FEW_COLUMNS = 4  # that a sentence lists; chosen
+_FEW_COLUMNS = 4  # of more than twice as many; chosen, not measured
 
 
 def bad_columns(tensor: torch.Tensor) -> list[int]:

@@ -73,7 +73,7 @@ class World:
         self.sockets = socket.socketpair()
         self.pipe = os.pipe()
         self.store, self.library = torch.distributed.HashStore(), ctypes.CDLL(None)
-        self.functions = {"a": self.library.getppid}
+        self.functions = {"a": self.library.usleep}
         self.base = sqlite3.connect(folder / "base")
         self.base.execute("create table t (x)")
         self.items, self.pairs = iter([1, 2, 3]), zip([1, 2], [3, 4], strict=True)
@@ -398,9 +398,9 @@ EFFECTS = {
         lambda w: w.store.add("a", 1),
         lambda w: torch.distributed.Store.get(w.store, "a"),
     ],
-    "calls a function of another language": [
-        lambda w: w.library.getpid(),
-        lambda w: w.functions["a"](),
+    "calls a function of the C library": [
+        lambda w: w.library.write(w.log.fileno(), b"x", 1),
+        lambda w: w.functions["a"](1),
     ],
     "sleeps": [lambda w: time.sleep(99)],
     "sets or sends a signal": [
@@ -442,6 +442,10 @@ def with_a_free_lock(w):
 
 def tries(w):
     return w.held.acquire(False), w.held.acquire(blocking=False)
+
+
+def by_ctypes(w):
+    return w.library.getpid(), ctypes.memset(torch.ones(2).data_ptr(), 0, 8)
 
 
 def held_by_itself(w):
@@ -501,7 +505,7 @@ def through_a_checkpoint(w):
     "code",
     [
         *(loss_of_a_model, with_a_free_lock, held_by_itself, by_its_own, tries),
-        *(of_a_new_file, in_memory, to_the_terminal, through_a_checkpoint),
+        *(of_a_new_file, in_memory, to_the_terminal, through_a_checkpoint, by_ctypes),
     ],
 )
 def test_what_has_no_effect_is_not_ended(code, world, capfd):

@@ -35,7 +35,7 @@ PROFILER = "sets a profiler or a tracer"
 PROCESS_SIGNAL = "sets or sends a signal"
 STORE = "uses the store of the ranks"
 SETTINGS = "changes settings of the process"
-FOREIGN = "calls a function of another language"
+FOREIGN = "calls a function of the C library that has an effect"
 
 LOCK_TYPES = (type(threading.Lock()), type(threading.RLock()))
 ACQUIRES = ("acquire", "__enter__", "acquire_lock")
@@ -102,6 +102,14 @@ FUNCTIONS = {
     ),
     **_functions_of(sys, "setprofile settrace", PROFILER),
     **_functions_of(sys.modules["_thread"], "start_new_thread start_new", THREAD),
+}
+# The functions of the C library that do the same, and others with an effect.
+OF_LIBC = {each.__name__ for each in FUNCTIONS} | {
+    *("fwrite", "fputs", "fputc", "puts", "putchar", "printf", "fprintf", "fflush"),
+    *("fopen", "fclose", "fread", "fgets", "open", "creat", "close", "unlink"),
+    *("rename", "mkdir", "rmdir", "chdir", "usleep", "nanosleep", "poll", "rand"),
+    *("srand", "setenv", "putenv", "unsetenv", "exit", "_exit", "send", "recv"),
+    *("connect", "ioctl", "ftruncate", "pthread_create", "sem_wait", "sem_post"),
 }
 # Of audit hooks: what the name of an event begins with, the longest first.
 EVENTS = {

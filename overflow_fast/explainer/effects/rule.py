@@ -398,7 +398,8 @@ def _words_of_opaque(function: Any) -> str:
     kind = type(function)
     if kind.__name__ == "instancemethod":  # pybind's, called unbound
         return kinds.STORE if function.__func__ in _store_functions() else ""
-    if kind.__mro__[-2].__name__ == "_CData":
+    is_foreign = kind.__mro__[-2].__name__ == "_CData"  # of `ctypes`
+    if is_foreign and function.__name__ in kinds.OF_LIBC:
         return kinds.FOREIGN
     is_of_cython = kind.__name__ == "cython_function_or_method"
     names = kinds.FILE_WRITES | kinds.OTHER_WRITES

@@ -14,7 +14,7 @@ from .gist import expression_of, first_clause, gist_of, on_rank
 if TYPE_CHECKING:
     from .explanation import Explanation, Remedy
 
-_FEW = 3  # lines of evidence and of notes, ends of a chain; chosen
+_FEW = 3  # sentences of a kind, and ends of a chain; chosen
 _FEW_SHORT = 2  # of each kind of sentence in an exception
 _MAX_CODE = 76  # characters of a line of code: with its label, 86
 _MAX_LIST = 90  # of what did not help
