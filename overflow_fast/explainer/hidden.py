@@ -18,7 +18,7 @@ from .users_lines import place_text
 
 
 class Hidden(NamedTuple):
-    """What was found within a finite forward.
+    """The values found within a finite forward.
 
     Attributes:
         found: The explanation; a note alone where the output is not known to be wrong.

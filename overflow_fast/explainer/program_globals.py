@@ -24,7 +24,7 @@ _MOST = 64  # values of a container that are compared; chosen, not measured
 
 
 def global_values(iterators: Iterable[Any]) -> dict[str, Any]:
-    """What global variables and attributes of classes hold, by their names.
+    """The contents of global variables and attributes of classes, by their names.
 
     Args:
         iterators: Iterators and other objects without a copy.

@@ -312,7 +312,7 @@ class Pipeline:
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
     ) -> KeptStep | None:
-        """What undoes a step that may overflow though its gradients are finite."""
+        """The way to undo a step that may overflow though its gradients are finite."""
         doubts, self._doubts = self._doubts, False
         if not self.agreement.is_needed:
             doubts = not self._is_lagged(hook) and self._may_overflow(hook)

@@ -112,7 +112,7 @@ class Quiet:
 
 
 def _sinks() -> tuple[Any, Any]:
-    """What shows a warning: functions that `catch_warnings` replaces within it."""
+    """The functions that show a warning, which `catch_warnings` replaces within it."""
     own = vars(warnings)
     return own["showwarning"], own["_showwarnmsg_impl"]
 

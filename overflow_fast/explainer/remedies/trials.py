@@ -450,7 +450,7 @@ class Trials:
 
     @property
     def _others(self) -> list[Patch]:
-        """What is in place in each run."""
+        """The patches that are in place in each run."""
         return [Eagerly()] * self._failure.is_compiled
 
 

@@ -341,7 +341,7 @@ class StepJudge(Protocol):
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
     ) -> KeptStep | None:
-        """What undoes a step that may overflow though its gradients are finite."""
+        """The way to undo a step that may overflow though its gradients are finite."""
 
     def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
         """Judges what the step has made of weights and state; True undoes it.

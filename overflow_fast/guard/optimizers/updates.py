@@ -84,7 +84,7 @@ def _share_of_square(optimizer: Optimizer) -> float:
 
 
 class KeptStep:
-    """What undoes a step, where it can be undone, and what was finite before it.
+    """The way to undo a step, where there is one, and what was finite before it.
 
     That of an engine cannot: its gradients are used up, and its counters have risen.
 

@@ -40,7 +40,7 @@ _SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
 
 
 class Wishes(NamedTuple):
-    """What a rank has to say of a step that may be finite, or any of all ranks.
+    """The wishes of a rank for a step that may be finite, or any of all ranks.
 
     Attributes:
         has_spike: A spike was seen.

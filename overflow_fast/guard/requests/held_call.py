@@ -1,4 +1,4 @@
-"""What a forward without autograd is called with, held so that it can be made again.
+"""The arguments of a forward without autograd, held so that it can be made again.
 
 A token of a small model takes milliseconds. So nothing is rebuilt here: of each list
 and dict below the arguments, such as those of a cache, the items are noted, and a copy

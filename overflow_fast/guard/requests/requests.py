@@ -124,7 +124,7 @@ class Request:
 
 
 class _Now(threading.local):
-    """What a thread runs.
+    """The forwards that a thread runs.
 
     Attributes:
         request: The request that it is in, by `guard.request()`.

@@ -1,4 +1,4 @@
-"""Whether leaving a step out repairs what it was bad in. Imported by a bad step."""
+"""Tells if leaving a step out repairs what it was bad in. Imported by a bad step."""
 
 from __future__ import annotations
 

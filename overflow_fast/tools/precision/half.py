@@ -106,7 +106,7 @@ class HalfLists:
         return "", found.relative, None
 
     def _remedy(self, model: nn.Module, batch: Any, half: torch.dtype) -> Remedy | None:
-        """What keeps more modules in float32, and was tried, for a batch that fails."""
+        """The remedies in float32 that were tried for a batch that fails."""
         found = explain(model, _cast(copied_batch(batch), half), budget=_BUDGET)
         remedies = [each for each in found.remedies if each.modules]
         return next((each for each in remedies if each.is_recommended), None)
