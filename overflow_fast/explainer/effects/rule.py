@@ -399,7 +399,7 @@ def _words_of_opaque(function: Any) -> str:
     if kind.__name__ == "instancemethod":  # pybind's, called unbound
         return kinds.STORE if function.__func__ in _store_functions() else ""
     is_foreign = kind.__mro__[-2].__name__ == "_CData"  # of `ctypes`
-    if is_foreign and function.__name__ in kinds.OF_LIBC:
+    if is_foreign and getattr(function, "__name__", "") in kinds.OF_LIBC:
         return kinds.FOREIGN
     is_of_cython = kind.__name__ == "cython_function_or_method"
     names = kinds.FILE_WRITES | kinds.OTHER_WRITES
