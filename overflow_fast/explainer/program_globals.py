@@ -48,7 +48,7 @@ def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[str, Any]]:
 
 
 def _outline(value: Any) -> Any:
-    """What tells a value from others: a number itself, a container's parts."""
+    """The parts that tell a value from others: a number itself, a container's items."""
     kind = type(value)
     if kind not in _CONTAINERS:
         return _outline_of(value)

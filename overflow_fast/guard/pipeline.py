@@ -672,7 +672,7 @@ class Pipeline:
             )
 
     def _wishes(self, step: Step) -> Wishes:
-        """What this rank has seen in a step, and what it wants."""
+        """The wishes of this rank, and what it has seen in a step."""
         kinds = [each.kind for each in step.notices]
         wants_skip = any(each.action == "skip" for each in step.notices)
         hook, doubts = step.hook, False

@@ -68,7 +68,7 @@ class Layout:
                 self._waiting.append(getattr(value, "__dict__", None))
 
     def copies(self) -> list[Any] | None:
-        """What the containers hold now; None if they hold other containers."""
+        """The contents of the containers now; None if they hold other containers."""
         found = []
         for container in self.containers:
             copy: Any = _items_of(container)
@@ -165,7 +165,7 @@ class HeldCall:
                 yield tensor
 
     def start(self) -> ModelStart:
-        """What a replay rewinds to: the model's small state, and counters."""
+        """The state that a replay rewinds to: the model's small state, and counters."""
         state = ModelStart([], []) if self.state is None else self.state
         return ModelStart(state.attributes, [*state.pairs(), *self.counters])
 

@@ -489,7 +489,7 @@ class Requests:
         }
 
     def coverage(self) -> GuardCoverage:
-        """What was checked so far; of gradients and losses there are none."""
+        """The checks so far; of gradients and losses there are none."""
         found = self._parts.pipeline.coverage()
         if found.steps:
             return found
@@ -600,7 +600,7 @@ class Requests:
         return [request.frames[0].watch]
 
     def _looked_again(self, step: Step, request: Request) -> Step:
-        """What a full watch sees of the forward, which a tripwire has found bad."""
+        """The step as a full watch sees it, which a tripwire has found bad."""
         try:
             with self._explainer(request, list(self._parts.watches)) as explainer:
                 if explainer is None:
