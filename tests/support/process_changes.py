@@ -34,11 +34,14 @@ COUNTED = {
 }
 # What dynamo itself replaces while it compiles.
 OF_DYNAMO = {
+    "torch._dynamo.utils.dict_keys_getitem",
     "torch.cuda.set_rng_state",
     "torch.fx._symbolic_trace._assert_is_none",
     "torch.fx.graph_module._forward_from_src",
     "torch.nn.modules.module.Module.__call__",
     "torch.nn.modules.module.Module.__getattr__",
+    # Of Python's `catch_warnings`, for as long as it is entered.
+    "warnings.showwarning",
 }
 
 
