@@ -30,7 +30,7 @@ VOLATILE = (
 )
 
 
-FOLDER = Path(__file__).parents[1] / "files" / "golden"
+FOLDER = Path(__file__).parents[1] / "golden"
 ANSWER = "(the text of NonFiniteError)"
 
 

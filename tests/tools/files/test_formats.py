@@ -144,6 +144,7 @@ def test_a_step_that_lacks_a_field_has_its_default_also_if_it_is_folded(name):
 )
 def test_what_pages_read_of_evidence_is_what_a_report_has(read, made):
     added = {"outcome", "dataset_index", "sample_outlier", "summary", "sentences"}
+    added |= {"is_recommended"}
     names = {each.name for each in dataclasses.fields(made)} | added
     assert {each.name for each in msgspec.structs.fields(read)} <= names
 
