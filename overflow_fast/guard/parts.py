@@ -646,11 +646,11 @@ class GuardParts:
         model, is_report = watch.model, isinstance(error, NonFiniteError)
         if self.inputs.is_running or model is None or not self.is_enabled:
             return is_report  # what `guard.run()` runs is judged as a whole
-        if self.requests is not None and not torch.is_grad_enabled():
-            self.requests.left(watch, error)
-            return is_report
         with spare_forward_hooks(model):
-            self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
+            if self.requests is not None and not torch.is_grad_enabled():
+                self.requests.left(watch, error)
+            else:
+                self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
         return is_report
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:

@@ -262,13 +262,14 @@ class Requests:
         call, now.call = now.call, None
         return call
 
-    def _pass_in(self) -> None:
+    def pass_in(self) -> None:
         """Lets a forward begin, once no other thread runs one again."""
         if not self._now.is_in:
             self._gate.enter()
             self._now.is_in = True
 
-    def _pass_out(self) -> None:
+    def pass_out(self) -> None:
+        """Ends it."""
         if self._now.is_in:
             self._now.is_in = False
             self._gate.leave()
@@ -292,7 +293,7 @@ class Requests:
             watch._process_arrived(1)
         request.collect(watch)
         self._now.seconds += time.perf_counter() - begin
-        self._pass_out()  # others may run theirs again now
+        self.pass_out()  # others may run theirs again now
         if is_own:
             self._end(request)
 
@@ -318,7 +319,7 @@ class Requests:
         watch.frames.send()
         watch.frames.receive(is_lagged=False)
         request.collect(watch)
-        self._pass_out()
+        self.pass_out()
         if is_own:
             self._end(request, error)
 
@@ -618,16 +619,18 @@ class Requests:
             model = watch.model
             if model is None:
                 continue
-            self._add(model, *self._gate_hooks())
+            self._add(model, None)
             for child in _entries(model):
-                self._add(child, *self._hooks(watch))
+                self._add(child, watch)
 
-    def _add(self, module: nn.Module, before: Any, after: Any, ended: Any) -> None:
-        first = module.register_forward_pre_hook(before, with_kwargs=True)
+    def _add(self, module: nn.Module, watch: ModelWatch | None) -> None:
+        own = _Hooks(self, watch)
+        first = module.register_forward_pre_hook(own.before, with_kwargs=True)
         move_hook_to_front(forward_pre_hooks(module), first.id)
-        self._handles += [first, module.register_forward_hook(ended, always_call=True)]
-        if after is not None:
-            self._handles.append(module.register_forward_hook(after, prepend=True))
+        last = module.register_forward_hook(own.ended, always_call=True)
+        self._handles += [first, last]
+        if watch is not None:
+            self._handles.append(module.register_forward_hook(own.after, prepend=True))
 
     def detach(self) -> None:
         """Removes them."""
@@ -635,46 +638,70 @@ class Requests:
             handle.remove()
         self._handles.clear()
 
-    def _gate_hooks(self) -> tuple[Any, Any, Any]:
-        """Those of a model: while one is run again, the watch's own do nothing."""
+    def before_entry(self, watch: ModelWatch, module: nn.Module, given: Any) -> None:
+        """Begins the call of a module that the program calls alone."""
+        if self._now.is_in:
+            return
+        self.pass_in()
+        self._now.entry = module
+        if not watch.recorder.is_off:
+            with self._parts.isolation.isolated():
+                self.begin(module, *given)
 
-        # Without `kwargs`, its call ran when the hook was put on.
-        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            if kwargs is not None and not _is_left_alone():
-                self._pass_in()
+    def after_entry(self, watch: ModelWatch, module: nn.Module, output: Any) -> None:
+        """Ends it, with what it has returned."""
+        if self._now.entry is not module:
+            return
+        self.end(output, None)
+        if self._parts.config.is_tripwire:  # no other hook ends it
+            self._judge_entry(watch, output)
 
-        def ended(module: nn.Module, args: Any, output: Any) -> None:
-            if not _is_left_alone():
-                self._pass_out()
-
-        return before, None, ended
-
-    def _hooks(self, watch: ModelWatch) -> tuple[Any, Any, Any]:
-        """Those of a module that a program may call alone."""
-
-        def before(module: nn.Module, args: Any, kwargs: Any = None) -> None:
-            if kwargs is None or _is_left_alone() or self._now.is_in:
-                return
-            self._pass_in()
-            self._now.entry = module
-            if not watch.recorder.is_off:
-                with self._parts.isolation.isolated():
-                    self.begin(module, args, kwargs)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if _is_left_alone() or self._now.entry is not module:
-                return
-            self.end(output, None)
-            if self._parts.config.is_tripwire:  # no other hook ends it
-                self._judge_entry(watch, output)
-
-        def ended(module: nn.Module, args: Any, output: Any) -> None:
-            if _is_left_alone() or self._now.entry is not module:
-                return
+    def entry_ended(self, module: nn.Module) -> None:
+        """Ends it, whether it has raised or not."""
+        if self._now.entry is module:
             self._now.entry = None
-            self._pass_out()
+            self.pass_out()
 
-        return before, after, ended
+
+class _Hooks:
+    """The hooks of a model, or of a module that a program may call alone.
+
+    While a model is run again, the watch's own do nothing. In a copy of the model, of
+    which nothing is judged, these do nothing either.
+
+    Args:
+        requests: Those of the guard; None in a copy.
+        watch: The watch, for a module within its model.
+    """
+
+    def __init__(self, requests: Requests | None, watch: ModelWatch | None) -> None:
+        self._requests, self._watch = requests, watch
+
+    def __reduce__(self) -> tuple[type[_Hooks], tuple[None, None]]:
+        return _Hooks, (None, None)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Begins a call; without `kwargs` it ran when the hook was put on."""
+        if self._requests is None or kwargs is None or _is_left_alone():
+            return
+        if self._watch is None:
+            self._requests.pass_in()
+        else:
+            self._requests.before_entry(self._watch, module, (args, kwargs))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Ends a call that has returned."""
+        if self._requests is not None and self._watch and not _is_left_alone():
+            self._requests.after_entry(self._watch, module, output)
+
+    def ended(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Ends any call."""
+        if self._requests is None or _is_left_alone():
+            return
+        if self._watch is None:
+            self._requests.pass_out()
+        else:
+            self._requests.entry_ended(module)
 
 
 def _is_left_alone() -> bool:
