@@ -5,6 +5,7 @@ registers it with torch for the rest of the process. It returns this module, whi
 `torch.sealed` from then on.
 """
 
+import gc
 import fcntl
 import functools
 import importlib.util
@@ -166,9 +167,14 @@ class Seen(dict):
 @contextmanager
 def watched():
     """Counts what happens on the device within the block."""
+    gc.collect()  # the end of another test's guard waits for the device
+    gc.disable()
     before = _C.counts()
     seen = Seen()
-    yield seen
+    try:
+        yield seen
+    finally:
+        gc.enable()
     for name, number in _C.counts().items():
         if number != before.get(name, 0):
             seen[name] = number - before.get(name, 0)
