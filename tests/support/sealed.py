@@ -5,9 +5,9 @@ registers it with torch for the rest of the process. It returns this module, whi
 `torch.sealed` from then on.
 """
 
-import gc
 import fcntl
 import functools
+import gc
 import importlib.util
 import os
 import shlex
