@@ -58,7 +58,7 @@ def _outline(value: Any) -> Any:
 
 
 def _outline_of(part: Any) -> Any:
-    if type(part) is float:
+    if type(part) in (float, complex):
         return repr(part)  # a nan is that nan
     return part if type(part) in _NUMBERS else id(part)
 

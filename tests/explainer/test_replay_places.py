@@ -104,7 +104,7 @@ def test_gradients_that_reach_no_parameter():
     assert (found.op.name, found.module) == ("aten.log", "2")
     assert any("all parameters are finite all the same" in e for e in found.notes)
     codes = [each.code for each in found.remedies if each.is_finite]
-    assert any("y.clamp(min=1e-8)" in code for code in codes)
+    assert any("y.clamp(min=" in code for code in codes)
 
 
 class Fn(nn.Module):
@@ -262,7 +262,7 @@ def test_a_number_of_python_that_is_zero():
 
     found = explained(model, loss)
     codes = [each.code for each in found.remedies if each.is_recommended]
-    assert any("(count or 1e-8)" in code for code in codes)
+    assert any("max(count, 1)" in code for code in codes)
     assert "where the divisor is 0" not in str(found)  # it raises
 
 
@@ -272,9 +272,9 @@ def test_a_tensor_of_whole_numbers_that_is_zero(lengths):
     model, lengths = net(4), torch.tensor(lengths)
     lengths = lengths if lengths.dim() > 1 else lengths[:, None]
     found = explained(model, lambda: (model(x()) / lengths).mean())
-    assert found.remedies and all(each.tried for each in found.remedies)
-    assert found.remedies[0].text == "divide by a count of at least 1"
-    assert found.remedies[0].is_recommended
+    first, *others = found.remedies
+    assert first.text == "divide by a count of at least 1" and first.is_recommended
+    assert all(each.tried for each in others if each.kind == "code")
 
 
 def test_a_sum_that_is_0_is_not_said_to_count_a_mask():

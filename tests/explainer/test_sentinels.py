@@ -187,5 +187,9 @@ def test_a_sample_far_above_the_others_is_said_before_a_clamp_is_offered(
     lines = str(found).splitlines()
     where = [i for i, line in enumerate(lines) if said in line]
     assert bool(where) is is_named is bool(found.to_dict()["sample_outlier"])
-    assert all(lines[i].startswith("sample ") for i in where)
-    assert lines[-2].startswith("tried ") and ".clamp(" in lines[-1]
+    first = next(i for i, line in enumerate(lines) if line.startswith("tried "))
+    assert ".clamp(" in lines[first + 1]
+    assert all(lines[i].startswith("sample ") and i < first for i in where)
+    of_data = [each for each in found.remedies if each.is_of_data]
+    assert of_data and all(each.is_recommended for each in of_data)
+    assert any("above 20" in each.text for each in of_data) is is_named

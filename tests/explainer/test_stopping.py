@@ -445,7 +445,9 @@ def tries(w):
 
 
 def by_ctypes(w):
-    return w.library.getpid(), ctypes.memset(torch.ones(2).data_ptr(), 0, 8)
+    own = torch.ones(2)  # held: memory that was let go of is not ours to write to
+    ctypes.memset(own.data_ptr(), 0, 8)
+    return w.library.getpid(), own
 
 
 def held_by_itself(w):

@@ -63,7 +63,8 @@ def test_a_step_is_skipped_bit_for_bit(broken, watch):
     )
     assert guard.coverage().failures == 0
     said = " ".join(str(report).split())
-    assert said.count(broken) == (2 if watch == "tripwire" else 1)
+    is_answer = broken == "OSError"  # what writes the answer's line can be loaded
+    assert said.count(broken) == 1 + is_answer + (watch == "tripwire")
     assert report.explanation.cause == "unknown"
 
 

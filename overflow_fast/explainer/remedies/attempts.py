@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import zipfile
@@ -330,12 +331,19 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
     """The order of remedies: what is right and plain comes first."""
     return (
         *(not remedy.is_finite, not remedy.is_recommended, bool(remedy.hides)),
-        *(remedy.is_of_data, bool(remedy.misses), remedy.is_flat, bool(remedy.leaves)),
-        (remedy.error or 0.0) if remedy.misses else 0.0,
+        *(remedy.is_of_data, _error(remedy) > 0, remedy.is_flat, bool(remedy.leaves)),
+        _error(remedy),
         (remedy.moves_results or 0.0) > SAME,
         remedy.changes_others,
         not remedy.code,
     )
+
+
+def _error(remedy: Remedy) -> float:
+    """How far it is off what is right; inf where its dtype does not hold that."""
+    if remedy.true_loss is not None and remedy.error is None:
+        return math.inf
+    return (remedy.error or 0.0) if remedy.misses else 0.0
 
 
 def _measure_others(failure: Failure, trials: Trials) -> None:

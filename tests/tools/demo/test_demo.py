@@ -80,7 +80,9 @@ def test_the_training_run_ends_with_cause_remedy_and_page(tmp_path, capsys):
     out = capsys.readouterr().out
     said = out.partition("The page of this run: ")[0].rstrip().splitlines()
     assert any(each.startswith("cause     range overflow (float16)") for each in said)
-    assert said[-1].startswith("tried     ") and "- finite, loss" in said[-1]
+    tried = [each for each in said if each.startswith("tried     ")]
+    assert "float32: finite, loss" in tried[0]
+    assert "    overflow_fast.keep_in_fp32(model, [" in "\n".join(said)
     assert f"The page of this run: {page}\n" in out
     assert out.splitlines()[-1] == f"The page of the training run: {page}"
     assert "keep_in_fp32(model" in page.read_text()
