@@ -1,7 +1,7 @@
 """Compiles the CUDA sources with nvcc alone: needs no GPU and no CUDA build of torch.
 
 Prints each kernel's registers, spills and stack frame per architecture, and fails where
-one is larger than in tests/cpp/cuda_kernels.txt, which `--write` renews. Other
+one is larger than in tests/support/cuda_kernels.txt, which `--write` renews. Other
 releases of nvcc than the one that it names may need more or less: nothing is compared.
 """
 
@@ -21,7 +21,7 @@ from facts import find_nvcc  # noqa: E402
 KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
 WITH_TORCH = ROOT / "csrc/scan/cuda/cuda_device.cpp"
 OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.cu"))
-TABLE = ROOT / "tests/cpp/cuda_kernels.txt"
+TABLE = ROOT / "tests/support/cuda_kernels.txt"
 MEMORY = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 )
