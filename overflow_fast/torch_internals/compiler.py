@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -120,7 +119,6 @@ def is_compiling() -> bool:
 def _on_compiled(code: CodeType, new_code: CodeType) -> None:
     _undo()
     _add_guards()
-    _drop_guards()
     if traced_hooks:
         traced_hooks.clear()
         if not any(each() is code for each in _hooked):
@@ -144,25 +142,6 @@ def _add_guards() -> None:
         if guard.create_fn is kinds.EMPTY_NN_MODULE_HOOKS_DICT:
             source = guard.originating_source
             guards.add(source.make_guard(kinds.SEQUENCE_LENGTH))
-
-
-@internal(
-    "torch._guards.GuardsSet.inner",
-    "dynamo compiles a block again for each key of a hook on it that is always called",
-    "Blocks of many watched models share no compiled code",
-)
-def _drop_guards() -> None:
-    """Drops the checks of which hooks are always called: compiled code never asks.
-
-    Only what calls hooks after a forward has raised does, and dynamo leaves that out.
-    """
-    guards = sys._getframe(3).f_locals["output"].guards  # as above
-    for guard in list(guards):
-        source = guard.originating_source
-        if not isinstance(guard.create_fn, functools.partial):  # none of a key
-            source = getattr(source, "base", None)  # of a key's value
-        if getattr(source, "member", "") == "_forward_hooks_always_called":
-            guards.inner.discard(guard)
 
 
 @internal(

@@ -88,6 +88,26 @@ def share_key(module: nn.Module, handle: RemovableHandle, key: int) -> None:
         handle.id = key
 
 
+@internal(
+    "torch.nn.Module._forward_hooks_always_called",
+    "dynamo compiles a block again for each key of a hook on it that is always called",
+    "Blocks that are compiled share no graph where forwards alone are watched",
+)
+def share_called_key(module: nn.Module, handle: RemovableHandle, key: int) -> None:
+    """Moves a module's newest forward hook, which is always called, to a key.
+
+    Args:
+        module: The module, whose hook takes no keyword arguments.
+        handle: The hook's.
+        key: The key of a hook of the same kind, of this or another module.
+    """
+    hooks: dict[int, Any] = module._forward_hooks
+    flags = module._forward_hooks_always_called
+    if key not in hooks:
+        hooks[key], flags[key] = hooks.pop(handle.id), flags.pop(handle.id)
+        handle.id = key
+
+
 _IS_2_10 = torch.__version__ < "2.11"  # parses both: not for each module
 
 

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
 from ...scanner.text import error_line
 from ...scanner.tree import is_container, path_text, tensors
-from ...torch_internals.module_internals import forward_pre_hooks
+from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
 from ..config import EVERYTHING, wanted_of
 from ..explaining import with_note
 from ..outer import outer
@@ -62,6 +63,9 @@ _OFTEN = (
     "The forward was not run again: explanations have taken more than "
     f"{_SHARE:.0%} of the time since the first request."
 )
+
+
+_LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
 
 
 class Request:
@@ -628,6 +632,7 @@ class Requests:
         first = module.register_forward_pre_hook(own.before, with_kwargs=True)
         move_hook_to_front(forward_pre_hooks(module), first.id)
         last = module.register_forward_hook(own.ended, always_call=True)
+        share_called_key(module, last, _LAST_KEY)
         self._handles += [first, last]
         if watch is not None:
             self._handles.append(module.register_forward_hook(own.after, prepend=True))
