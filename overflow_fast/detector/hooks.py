@@ -135,11 +135,11 @@ def move_hook_to_front(hooks: dict[int, Any], key: int) -> None:
     """Makes a hook the first of its dict.
 
     `prepend=True` moves its key in the OrderedDict and not in the dict below, and
-    dynamo of torch 2.11 takes one hook for another then.
+    dynamo of torch 2.11 takes one hook for another then. Another thread may move them.
     """
     for other in list(hooks):
-        if other != key:
-            hooks[other] = hooks.pop(other)
+        if other != key and (hook := hooks.pop(other, None)) is not None:
+            hooks[other] = hook
 
 
 def _is_partial_of(hook: object, function: object) -> TypeGuard[functools.partial[Any]]:

@@ -391,7 +391,7 @@ def shortened(kept: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 def _note_around(module: nn.Module, outer: Float32Forward) -> None:
-    """Tells the forwards that earlier calls have put on a module of one around it."""
+    """Hands one around it to the forwards that earlier calls have put on a module."""
     inner = module.__dict__.get("forward")
     while isinstance(inner, ReplacedForward):
         if isinstance(inner, Float32Forward):

@@ -398,7 +398,9 @@ class GuardParts:
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         overflow_flags = OverflowFlags(watches)
         self.clock = StepClock(
-            _schedule_of(config),
+            WatchSchedule(
+                **vars(config.schedule), has_gradients=config.wanted.gradients
+            ),
             watches,
             start,
             overflow_flags,
@@ -659,14 +661,3 @@ class GuardParts:
     def _judge_others(self) -> None:
         if self.is_enabled:
             self.pipeline.judge_others()
-
-
-def _schedule_of(config: GuardConfig) -> WatchSchedule:
-    asked = config.schedule
-    return WatchSchedule(
-        asked.every,
-        asked.warmup,
-        asked.ranges,
-        asked.budget,
-        has_gradients=config.wanted.gradients,
-    )

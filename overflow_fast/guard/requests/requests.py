@@ -32,6 +32,7 @@ from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
 from ..config import EVERYTHING, wanted_of
 from ..explaining import with_note
+from ..options import Schedule
 from ..outer import outer
 from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
@@ -184,16 +185,8 @@ class Requests:
         self.poisoned: dict[str, str] = {}
         asked = parts.config.schedule
         self._schedule: WatchSchedule | None = None
-        if (asked.every, asked.warmup, asked.ranges, asked.budget) != (
-            1,
-            0,
-            None,
-            None,
-        ):
-            self._schedule = WatchSchedule(
-                *(asked.every, asked.warmup, asked.ranges, asked.budget),
-                has_gradients=False,
-            )
+        if asked != Schedule():
+            self._schedule = WatchSchedule(**vars(asked), has_gradients=False)
         for watch in parts.watches:
             watch.inputs.capture = self
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained
@@ -281,10 +274,7 @@ class Requests:
     def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
         """Judges a forward that has ended, or leaves it to the request it is of."""
         begin, call = time.perf_counter(), self._leave()
-        request = self._now.request
-        is_own = request is None
-        if request is None:
-            request = self._new(None)
+        request, is_own = self._request_now()
         request.add(watch, batch, call)
         request.num_forwards += 1
         with self._lock:
@@ -311,12 +301,9 @@ class Requests:
     def left(self, watch: ModelWatch, error: Exception) -> None:
         """Judges a forward that an exception has left, with the request it is of."""
         call = self._leave()
-        request = self._now.request
+        request, is_own = self._request_now()
         root = watch._roots.get(get_ident())
         batch = watch.recorder.last_batch if root is None else root.batch
-        is_own = request is None
-        if request is None:
-            request = self._new(None)
         with watch.frames.evaluated(batch):
             request.add(watch, batch, call)
         request.num_forwards += 1
@@ -328,6 +315,11 @@ class Requests:
             self._end(request, error)
 
     # Requests.
+
+    def _request_now(self) -> tuple[Request, bool]:
+        """The request that this thread is in, or a new one, and whether it is new."""
+        request = self._now.request
+        return (self._new(None), True) if request is None else (request, False)
 
     @contextlib.contextmanager
     def request(self, ids: Sequence[object] | None) -> Iterator[Request]:
@@ -351,8 +343,7 @@ class Requests:
         """Runs a function as a request, whose outputs are judged, too."""
         request = self._now.request
         if request is not None:
-            output = self._run(function, request)
-            return output
+            return self._run(function, request)
         with self.request(None) as request:
             return self._run(function, request)
 
@@ -373,10 +364,7 @@ class Requests:
 
     def record(self, named: Mapping[str, torch.Tensor]) -> None:
         """Adds tensors to the request that this thread is in, or one of their own."""
-        request = self._now.request
-        is_own = request is None
-        if request is None:
-            request = self._new(None)
+        request, is_own = self._request_now()
         watch = self._parts.watches[0]
         self._record(request, watch, named)
         request.collect(watch)

@@ -1,4 +1,4 @@
-"""Tells if leaving a step out repairs what it was bad in. Imported by a bad step."""
+"""The repair of what a step was bad in by leaving it out. Imported by a bad step."""
 
 from __future__ import annotations
 
