@@ -24,7 +24,7 @@ from ..guard.step_keeper import (
     variables_of,
 )
 from ..scanner.modules import named_modules
-from ..scanner.tensors import has_memory, loss_in
+from ..scanner.tensors import has_memory, loss_in, model_loss_in
 from ..scanner.text import is_of_user
 from ..scanner.tree import (
     CALL_DEPTH,
@@ -326,6 +326,11 @@ def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
+def loss_of_call(call: Call, output: Any) -> Any:
+    """The loss in what a call returned: a function's, or a model's; see `loss_in`."""
+    return loss_in(output) if call.returns_loss else model_loss_in(output)
+
+
 def loss_and_gradients(call: Call, output: Any) -> list[tuple[Any, Any]]:
     """The tensors that backward begins at, with their gradients.
 
@@ -337,7 +342,7 @@ def loss_and_gradients(call: Call, output: Any) -> list[tuple[Any, Any]]:
     if call.held:
         places = [place for place in call.held if place < len(tensors)]
         return [(tensors[place], call.held[place]) for place in places]
-    loss = loss_in(output)
+    loss = loss_of_call(call, output)
     loss = tensors[0] if loss is None and call.returns_loss and tensors else loss
     if loss is None or not loss.requires_grad or not is_float(loss):
         return []

@@ -34,7 +34,6 @@ from ..scanner.modules import (
     named_parameters,
     without_reduction,
 )
-from ..scanner.tensors import loss_in
 from ..scanner.tree import entry_label
 from ..scanner.types import TensorPath
 from ..torch_internals.replaying import (
@@ -43,7 +42,7 @@ from ..torch_internals.replaying import (
 )
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
-from .calls import Call, loss_and_gradients, part_of
+from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
 from .held_tensors import held_leaves
 from .named_tensors import names_of, partitions_of, state_by_name
@@ -616,7 +615,7 @@ class Replayer:
     ) -> list[tuple[Any, Any]]:
         """Looks at what was returned; says what backward is called on."""
         with no_dispatch():
-            roots, own = loss_and_gradients(call, output), loss_in(output)
+            roots, own = loss_and_gradients(call, output), loss_of_call(call, output)
             losses = [root for root, _ in roots]
             floats = floats_in(output)
             if call.returns_loss and losses:
@@ -628,7 +627,9 @@ class Replayer:
                 if kinds and (is_loss or kinds != NEGATIVE_INF):
                     result.bad_outputs.append(tensor)
             result.bad_held = any(kinds_of(gradient) for _, gradient in roots)
-            result.losses += [root.detach() for root in losses if root.numel() == 1]
+            if not call.returns_loss:  # the other roots are outputs, of any size
+                losses = [root for root in losses if root is own]
+            result.losses += [loss.detach() for loss in losses if loss.numel() == 1]
         return roots
 
     def _look_at_state(self, result: ReplayResult) -> None:

@@ -18,7 +18,7 @@ from ..guard.verdict.verdict import Verdict, collect
 from ..guard.watching.step_tensors import ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import Handles, call_with
-from ..scanner.tensors import loss_in
+from ..scanner.tensors import model_loss_in
 from ..scanner.text import aligned, printable
 from ..scanner.tree import NotRebuilt, mapped, tensors_in
 from ..torch_internals.module_internals import forward_hooks
@@ -397,7 +397,7 @@ class SelfTest:
 
     def _call(self, batch: Any) -> torch.Tensor:
         output = call_with(self._models()[0], batch)
-        loss = loss_in(output)
+        loss = model_loss_in(output)
         if loss is not None:
             return loss
         floats = [each for each in tensors_in(output) if each.is_floating_point()]

@@ -22,7 +22,7 @@ from ..torch_internals.tensor_internals import (
     storages,
 )
 from .modules import tensors_of
-from .tree import INDEX, Part, children
+from .tree import INDEX, Part, children, tensors_in
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -176,6 +176,22 @@ def _loss_in(output: Any) -> torch.Tensor | None:
 
 def _is_loss(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 1 and tensor.is_floating_point()
+
+
+def model_loss_in(output: Any) -> torch.Tensor | None:
+    """The loss in what a model returned: a scalar that is no output beside others.
+
+    One of a tuple or list, such as an auxiliary loss or the value of a state, is the
+    loss only if it is computed from what was returned with it.
+    """
+    loss = loss_in(output)
+    if loss is None or loss.grad_fn is None or not isinstance(output, tuple | list):
+        return loss
+    from .graph import leads_to  # few models return a scalar among others
+
+    beside = [each for each in tensors_in(output) if each is not loss]
+    others = [each.grad_fn for each in beside if each.grad_fn is not None]
+    return loss if not others or leads_to(loss.grad_fn, others) else None
 
 
 def _may_be_loss(part: Part) -> bool:

@@ -29,7 +29,7 @@ from ...scanner.modules import (
     own_tensors,
     tensor_name,
 )
-from ...scanner.tensors import loss_in
+from ...scanner.tensors import model_loss_in
 from ...torch_internals.compiler import (
     has_compiled,
 )
@@ -681,7 +681,7 @@ class ModelWatch(StepHooks):
     def _record_root(
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
-        loss = loss_in(output)
+        loss = model_loss_in(output)
         if self.modules.needs_hook(0, module):
             # First: a hook of the program's on the gradient, behind ours, may raise.
             super()._record_root(module, args, kwargs, output)

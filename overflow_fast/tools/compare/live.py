@@ -24,7 +24,7 @@ from ...explainer.users_lines import Sites, code_at
 from ...guard.step_keeper import Ambient
 from ...guard.undo.random import RandomStates
 from ...scanner.modules import Handles, named_modules, step_of
-from ...scanner.tensors import devices_of, loss_in
+from ...scanner.tensors import devices_of, model_loss_in
 from ...scanner.text import dtype_name
 from ...scanner.torch_ops import base_of, has
 from ...scanner.tree import CALL_DEPTH, NotRebuilt, find, mapped, tensors_in
@@ -510,7 +510,7 @@ class LiveRun:
                 hooks.show_gradients(self._gradients(output))
 
     def _gradients(self, output: Any) -> dict[int, torch.Tensor]:
-        loss = loss_in(output)
+        loss = model_loss_in(output)
         if loss is None:
             raise ValueError(
                 "backward=True needs a loss: give loss=, a function of the model and "

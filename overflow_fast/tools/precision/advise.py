@@ -25,7 +25,7 @@ from ...guard.verdict.verdict import BadFrame, collect, in_order
 from ...guard.watching.watch import ModelWatch
 from ...scanner.modules import children_of, is_within, named_modules, step_of
 from ...scanner.ops import scan
-from ...scanner.tensors import check_number, devices_of, loss_in
+from ...scanner.tensors import check_number, devices_of, model_loss_in
 from ...scanner.text import dtype_name, error_line
 from ...torch_internals.module_internals import is_dropout
 from ...torch_internals.replaying import uncompiled_calls
@@ -699,7 +699,7 @@ class BatchRuns:
 
     def _loss_of(self, output: Any) -> torch.Tensor | None:
         if not self._has_loss:
-            return loss_in(output)
+            return model_loss_in(output)
         if not isinstance(output, torch.Tensor) or output.numel() != 1:
             shape = tuple(output.shape) if isinstance(output, torch.Tensor) else ""
             raise TypeError(
