@@ -78,6 +78,11 @@ _SUMS = (
 )
 
 
+def _rates_are_finite(optimizer: Optimizer) -> bool:
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    return all(rate - rate == 0 for rate in rates if type(rate) is float)
+
+
 class _Outcome(NamedTuple):
     """The report that all ranks act on, or None; and what they wish."""
 
@@ -326,7 +331,7 @@ class Pipeline:
         """True if a step may overflow although its gradients are finite."""
         largest = max(watch.recorder.largest_gradient for watch in self._watches)
         optimizer = None if hook is None else hook.optimizer
-        if largest <= _HARMLESS or optimizer is None:
+        if optimizer is None or (largest <= _HARMLESS and _rates_are_finite(optimizer)):
             return False
         with self._isolation.isolated():
             from .optimizers.updates import may_overflow

@@ -9,6 +9,7 @@ from guarding import assert_same, state_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.report.causes import BAD_SETTING
 
 LARGE = 1e22  # its square is beyond float32
 
@@ -219,3 +220,22 @@ def test_states_of_eight_bits():
     assert guard.num_skipped == 1
     assert_same(before, [p.detach().clone() for p in model.parameters()])
     guard.remove()
+
+
+@pytest.mark.parametrize("rate", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["Adam", "Adam, fused", "not torch's", "SGD"])
+def test_a_rate_that_is_no_number_is_seen_in_its_step_which_is_undone(name, rate):
+    model, optimizer = make((OVERFLOWING | OTHERS)[name])
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step(model, optimizer)
+        before, usual = state_of(model, optimizer), optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate
+        step(model, optimizer)
+        optimizer.param_groups[0]["lr"] = usual
+        report = guard.last_report
+        assert report.step == 1 and report.action == "skip"
+        assert report.explanation.cause == BAD_SETTING.name
+        assert str(rate) in report.explanation.evidence[0]
+        assert_same(state_of(model, optimizer), before)
+        step(model, optimizer)
+        assert guard.num_skipped == 1

@@ -266,7 +266,7 @@ def softmax_less_its_maximum_of_a_masked_row(cured):
 )
 def schedule_that_gives_nan(cured):
     """A schedule divides by a number of steps that is 0, for one step. Check what it
-    returns: after that step the weights are lost.
+    returns: that step would make all weights nan.
     """
     torch.manual_seed(0)
     model = Chain(body=nn.Linear(4, 2))

@@ -6,6 +6,7 @@ it becomes inf, and its weight never moves again.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +19,11 @@ from ... import _C
 from ...scanner.modules import stepped_by
 from ...scanner.ops import scan
 from ...scanner.text import dtype_name
-from ..report.causes import RANGE_OVERFLOW
+from ..report.causes import BAD_SETTING, RANGE_OVERFLOW
 from ..report.explanation import Explanation
 from ..undo.optimizer import OptimizerSnapshot, is_finite
-from ..verdict.verdict import BadEntry, Verdict, take_bad
+from ..verdict.remarks import bad_settings
+from ..verdict.verdict import SettingRemark, Verdict, take_bad
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
@@ -48,10 +50,12 @@ def may_overflow(optimizer: Optimizer, largest: float) -> bool:
         optimizer: The optimizer.
         largest: The largest magnitude of the gradients; 0 if it is not known.
     """
+    rates = [g["lr"] for g in optimizer.param_groups if isinstance(g.get("lr"), float)]
+    if not all(map(math.isfinite, rates)):
+        return True
     if not largest:
         return False
     limit = _limit_of(optimizer)
-    rates = (g["lr"] for g in optimizer.param_groups if isinstance(g.get("lr"), float))
     if largest * max([1.0, *rates]) > limit / _MARGIN:
         return True
     if isinstance(optimizer, _LINEAR):
@@ -190,7 +194,7 @@ def _decide(
     def make() -> Report:
         report = pipeline._make_report(step, verdict)
         if not pipeline._explaining.is_off and verdict.first and optimizer is not None:
-            report.explanation = explain_update(verdict.first, optimizer, named)
+            report.explanation = explain_update(verdict, optimizer, named)
         waits = is_asked and agreement.is_needed
         return report if waits else pipeline._choose_action(step, report)
 
@@ -215,25 +219,32 @@ def of_update(verdict: Verdict, optimizer: Optimizer) -> Verdict:
         source="update",
         maker=maker,
         candidates=[],
-        remarks=[],
+        remarks=bad_settings([optimizer], had_finite_gradients=False),
         nonfinite_state=[],
     )
 
 
 def explain_update(
-    first: BadEntry, optimizer: Optimizer, parameters: dict[str, torch.Tensor]
+    verdict: Verdict, optimizer: Optimizer, parameters: dict[str, torch.Tensor]
 ) -> Explanation:
     """Explains what a step has made of finite gradients. Incurs a CPU-GPU sync.
 
     Args:
-        first: The weight, or state, that has become non-finite.
+        verdict: The verdict, not clean, on the weight, or state, that is not finite.
         optimizer: The optimizer.
         parameters: Its parameters, by name.
     """
+    first = verdict.first
+    assert first is not None
     names = [n for n in parameters if first.fqn == n or first.fqn.startswith(f"{n}.")]
     name = max(names, key=len, default="")
     found = Explanation("optimizer", tensor=first.fqn)
     found.module = name.rpartition(".")[0]
+    wrong = [each for each in verdict.remarks if isinstance(each, SettingRemark)]
+    if wrong:
+        found.cause = BAD_SETTING.name
+        found.evidence += [f"{each.setting} is {each.value}" for each in wrong]
+        return found
     gradient = parameters[name].grad if name else None
     if gradient is None:
         return found

@@ -53,7 +53,10 @@ def advice_for(
     first = verdict.first
     assert first is not None
     if verdict.source == "update":  # it is undone, unless the policy is to warn
-        return _load(f"`{first.fqn}`") * is_beyond_repair
+        settings = nonfinite_settings(verdict.remarks)
+        advice = f"set {' and '.join(settings)} to a finite number" if settings else ""
+        load = _load(f"`{first.fqn}`") * is_beyond_repair
+        return "; ".join(filter(None, [advice, load]))
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if verdict.source in ("weight", "buffer"):

@@ -121,7 +121,7 @@ def _group_remarks(
         for number in _numbers(value):
             if not math.isfinite(number):
                 remark = SettingRemark(f"It may come from {name}={number} {of}.")
-                remark.setting = f"{name} {of}"
+                remark.setting, remark.value = f"{name} {of}", number
                 yield remark
             elif name in _EPS and had_finite_gradients:
                 for text in _vanishing(name, number, group["params"]):

@@ -393,9 +393,11 @@ class SettingRemark(str):
 
     Attributes:
         setting: The setting, in words.
+        value: Its value.
     """
 
     setting: str
+    value: float
 
 
 def headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
