@@ -203,10 +203,33 @@ def _mask_text(row: Row) -> str:
 
 def mask_of(row: Row) -> Source | None:
     """The source of a mask's infs that an operation was given, or None."""
-    made: Source = row
-    while isinstance(made, Row) and made.masks:
-        made = made.masks[0]
+    made = _first_mask(row)
     return None if made is row else made
+
+
+def _first_mask(source: Source) -> Source:
+    while isinstance(source, Row) and source.masks:
+        source = source.masks[0]
+    return source
+
+
+def explain_mask(sources: Sequence[Source], call: Call) -> Explanation | None:
+    """Explains -inf that code wrote as a constant.
+
+    Args:
+        sources: What wrote the -inf, none of which is the origin of a bad value.
+        call: What was replayed.
+
+    Returns:
+        The explanation; None if an operation that writes them is not known.
+    """
+    made = [each for each in map(_first_mask, sources) if isinstance(each, Row)]
+    if not made:
+        return None
+    first = min(made, key=lambda row: row.index)
+    op = op_at(first.name, first.sites)
+    op.called_from = programs_line(first.sites, call.called_at)
+    return Explanation("forward", causes.MASK.name, first.module or "", op=op)
 
 
 def named_row(row: Row, forward_rows: ForwardRows) -> Row:

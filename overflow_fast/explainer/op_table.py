@@ -64,6 +64,8 @@ class OpTable:
         rows: The operations, in order.
         bad_modules: What modules were given or returned and was bad, with their names,
             in order.
+        masked_modules: What wrote the -inf that are meant, of what modules were given
+            or returned, by their names.
         kinds: Knows which kinds of non-finite values tensors hold.
         undefined: The last operations whose results float64 cannot tell, each with
             those that it depends on.
@@ -83,6 +85,7 @@ class OpTable:
         self._details_of, self._keeps_calls = details_of, keeps_calls
         self.rows: list[Row] = []
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
+        self.masked_modules: dict[str, list[Source]] = {}
         self.is_compiled, self._may_be_compiled = False, has_compiled()
         self.kinds = Kinds()
         self._mask_counts = MaskCounts(self.kinds)
@@ -198,6 +201,8 @@ class OpTable:
             made = (s for s in self._bad.get(tensor) or () if not is_meant(s, kinds))
             if kinds & ~NEGATIVE_INF or (kinds and any(made)):
                 self.bad_modules.append((name, tensor))
+            elif kinds:
+                self.masked_modules.setdefault(name, []).extend(self.sources(tensor))
 
     def bad_within(self, module: str | None) -> list[torch.Tensor]:
         """The bad values of a module's calls, or of all modules', in order."""

@@ -24,7 +24,7 @@ from . import bad_step as notes
 from .bad_step import BadStep
 from .calls import name_outside
 from .effects.rule import StoppedError
-from .explain_origin import first_bad_weight
+from .explain_origin import explain_mask, first_bad_weight
 from .nan_bits import gradient_of_payload
 from .replay_ranks import GIVEN, OnRank
 from .replayer import ReplayCheck, Replayer, ReplayResult
@@ -128,7 +128,7 @@ class WithoutOperation:
     def not_in_eager(self, first: ReplayResult, traced: ReplayResult) -> Explanation:
         """It was bad without a table and is clean, or meant, with one."""
         if first.is_clean:
-            return self.clean(first)
+            return self._masked(first, traced) or self.clean(first)
         if traced.has_raised:
             return Explanation(notes=[notes.RAISED_FINITE])
         if not traced.is_clean and first.is_forward == traced.is_forward:
@@ -148,6 +148,17 @@ class WithoutOperation:
             "compiled code gives it each time, and the same code run eagerly does not"
         )
         return Explanation(phase, ONLY_COMPILED.name, evidence=[text])
+
+    def _masked(self, first: ReplayResult, traced: ReplayResult) -> Explanation | None:
+        """The explanation where the alarm is of infs that code wrote as constants."""
+        incident, table = self._incident, traced.table
+        if incident is None or incident.kind not in ("input", "output") or not table:
+            return None
+        sources = table.masked_modules.get(incident.module, ())
+        found = explain_mask(sources, self._replayer.calls[-1])
+        if found is not None and first.has_backward:
+            found.evidence.append("run again, the step's gradients are finite")
+        return found
 
     def failed(self, error: Exception) -> Explanation:
         """The replay has raised, or was ended before an effect."""

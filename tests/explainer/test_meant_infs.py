@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 
+from overflow_fast import OverflowGuard
 from overflow_fast.explainer.op_rows import Leaf
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
 from overflow_fast.explainer.root_op import details_of
 from overflow_fast.explainer.trace_back import trace_back
+from overflow_fast.guard.report.causes import MASK
 
 INF = float("inf")
 LARGE = torch.full((3, 3), 3e38)
@@ -72,3 +75,44 @@ def test_an_unknown_tensor_at_the_end_of_a_search_is_the_origin():
     found = trace_back(table.sources(held))
     assert found is not None
     assert found.source.tensor is held
+
+
+class Router(nn.Module):
+    """Scores of which all but the largest are -inf."""
+
+    def __init__(self, value=-INF):
+        super().__init__()
+        self.scores = nn.Linear(4, 3)
+        self.value = value
+
+    def forward(self, x):
+        scores = self.scores(x)
+        is_largest = scores == scores.max(-1, keepdim=True).values
+        return scores.masked_fill(~is_largest, self.value)
+
+
+class Routed(nn.Module):
+    """A model that uses the scores, or returns them."""
+
+    def __init__(self, returns_scores, value=-INF):
+        super().__init__()
+        self.router = Router(value)
+        self.returns_scores = returns_scores
+
+    def forward(self, x):
+        scores = self.router(x)
+        return scores if self.returns_scores else scores.softmax(-1)
+
+
+@pytest.mark.parametrize("returns_scores", [False, True])
+def test_an_alarm_of_infs_that_are_meant_names_what_wrote_them(returns_scores):
+    torch.manual_seed(0)
+    model = Routed(returns_scores)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        model(torch.randn(5, 4)).softmax(-1).sum().backward()
+        optimizer.step()
+    found = guard.last_report.explanation
+    assert found.cause == MASK.name and found.module == "router"
+    assert found.op.name == "aten.masked_fill.Scalar"
+    assert not found.remedies

@@ -152,10 +152,11 @@ gradients.""",
 BAD_SETTING = Cause(
     "bad setting",
     "a learning rate, weight decay, epsilon or beta was nan or inf in the optimizer's "
-    "last step, and that step made again is non-finite, too",
+    "step, which made weights non-finite, or did so when it was made again",
     """\
 A learning rate, weight decay, epsilon or beta in `param_groups` was nan or inf in a
-step. The weights are lost: load a checkpoint, and check what sets it.""",
+step: check what sets it. A learning rate that is a plain number is seen before the
+step, which is undone; else the weights are lost: load a checkpoint.""",
     translations={"zh": "设置有误", "ko": "잘못된 설정"},
 )
 BAD_DATA = Cause(
@@ -201,6 +202,16 @@ ONLY_COMPILED = Cause(
 The compiled step is non-finite each time, and the same code run eagerly is not.""",
     may_be_intended=True,
     translations={"zh": "仅在编译后的代码中", "ko": "컴파일된 코드에서만"},
+)
+MASK = Cause(
+    "mask",
+    "each -inf is a constant that code wrote, as `masked_fill` does, and the step run "
+    "again is finite beside them; where it is meant, `allow` keeps it from being an "
+    "alarm",
+    sections=("Attention masks",),
+    gist="{name}: {call} writes -inf as a constant",
+    may_be_intended=True,
+    translations={"zh": "掩码", "ko": "마스크"},
 )
 UNKNOWN = Cause(
     "unknown",
