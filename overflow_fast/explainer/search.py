@@ -240,9 +240,7 @@ _BEHIND = (
     "The program's own lines between backward and the optimizer's step were run again, "
     "too: the gradients are finite before them and non-finite behind them."
 )
-_ENDS_FINITE = (
-    "The forward ends finite all the same: what follows leaves these values out."
-)
+_ENDS_FINITE = "The {} is finite all the same: what follows leaves these values out."
 _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
@@ -434,7 +432,9 @@ class Search:
         found = explain_root_op(root_op, rows, in_gradients, call)
         if is_seen and found.phase == "forward" and not traced.is_forward:
             is_read = traced.is_in_gradients
-            found.notes.append(_ENDS_FINITE + " Backward runs through them." * is_read)
+            end = "loss" if call.returns_loss else "model's output"
+            text = _ENDS_FINITE.format(end)
+            found.notes.append(text + " Backward runs through them." * is_read)
         was_finite = incident is not None and incident.past.weights.get(found.tensor)
         if incident is not None and found.phase == "weights" and was_finite:
             from .optimizer_step import explain_update  # of weights alone
