@@ -15,7 +15,7 @@ from .past_steps import KEPT
 
 _MANY = 10.0  # so many times as large as in one of the last steps
 _SOON = 2  # then it may have grown before the first step that is known
-_UPDATES = "the weights by the update"
+_UPDATES = "the weights, by the update or other code,"
 _MORE = 2.0  # less is left as it is; chosen, not measured
 
 
