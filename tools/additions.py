@@ -113,8 +113,8 @@ class DeadUnits(Monitor):
             ),
         ],
         """
-import contextlib, io, pathlib
-import overflow_fast
+import contextlib, io, pathlib, tempfile
+import torch, overflow_fast
 from overflow_fast.__main__ import main
 assert "DeadUnits" in dir(overflow_fast) and overflow_fast.DeadUnits().every == 100
 assert "Attributes:" in overflow_fast.DeadUnits.__doc__
@@ -123,8 +123,16 @@ with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(Syste
 assert "--dead-units-every" in out.getvalue()
 assert "DeadUnits(every=100)" in pathlib.Path("docs/arguments.md").read_text()
 assert "DeadUnits" in pathlib.Path("overflow_fast/__init__.pyi").read_text()
+folder = pathlib.Path(tempfile.mkdtemp())
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+monitors = [overflow_fast.DeadUnits(every=1)]
+with overflow_fast.OverflowGuard(model, optimizer, monitors=monitors, log=folder / "l"):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+assert '"monitor": "DeadUnits", "text": "units are dead"' in (folder / "l").read_text()
 """,
-        [_PAGES, "tests/guard/test_options.py"],
+        [_PAGES, "tests/guard/test_options.py", "tests/project/test_layers.py"],
     ),
     "option": Addition(
         1,
@@ -328,10 +336,13 @@ assert "| `count` | Count the steps of a record |" in text
         [
             Place(
                 "overflow_fast/guard/report/causes.py",
-                """COSMIC_RAY = Cause(
-    "cosmic ray",
-    "a bit of memory was flipped",
+                """LONG_PRODUCT = Cause(
+    "long product",
+    "a product of many numbers is beyond the dtype's maximum",
+    "Add logarithms instead.",
     sections=("It does not happen again",),
+    gist="{call} has too many factors{reason}",
+    remedies=("calls",),
     is_overflow=True,
     translations={"zh": "x", "ko": "y"},
 )
@@ -345,33 +356,52 @@ assert "| `count` | Count the steps of a record |" in text
             ),
             Place(
                 "overflow_fast/explainer/explain_origin.py",
-                '    "flipped": causes.COSMIC_RAY.name,\n',
-                "    SINGULAR: causes.ROUNDING.name,\n",
+                """        if "cumprod" in row.name and details.is_overflow:
+            found.cause = causes.LONG_PRODUCT.name
+""",
+                "        found.cause = "
+                "_cause_of(details, is_backward and not row.in_hook)\n",
             ),
         ],
         """
-import pathlib
-from overflow_fast.guard.report.explanation import Explanation, Op, TensorSummary
-from overflow_fast.guard.report.report import Report
-from overflow_fast.guard.verdict.verdict import Verdict
-made = TensorSummary("float16", (2,), 1.0, 2.0, 0, 1)
-found = Explanation("forward", "cosmic ray", "fc", Op("aten.mm", outputs=[made]))
-assert "cosmic ray (float16)" in str(found) and found.names_maker
-report = Report(0, "skip", Verdict(), explanation=found)
-assert report.to_dict()["explanation"]["cause"] == "cosmic ray"
+import json, logging, pathlib, tempfile
+import torch, overflow_fast
+class Product(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).half().cumprod(-1).float().mean()
+folder = pathlib.Path(tempfile.mkdtemp())
+model = Product(4, 20)
+torch.nn.init.constant_(model.weight, 10.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+logged = []
+logging.getLogger("overflow_fast").addHandler(logging.Handler())
+logging.getLogger("overflow_fast").handlers[-1].emit = logged.append
+with overflow_fast.OverflowGuard(
+    model, optimizer, "skip", log=folder / "log.jsonl", evidence=folder
+) as guard:
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+text, page = str(guard.last_report), next(folder.rglob("page.html")).read_text()
+assert "cumprod" in text and "has too many factors" in text, text
+assert "cause     long product (float16)" in text, text
+assert any("long product" in each.getMessage() for each in logged)
+assert "long product" in page and "has too many factors" in page
+assert '"cause": "long product"' in (folder / "log.jsonl").read_text()
+found = json.loads(next(folder.rglob("explanation.json")).read_text())
+assert found["cause"] == "long product" and found["remedies"], found
 for page in ("reading-a-report.md", "my-run-is-nan.md", "zh/my-run-is-nan.md"):
-    assert "cosmic ray" in pathlib.Path("docs", page).read_text()
+    assert "long product" in pathlib.Path("docs", page).read_text()
+assert "## Long product\\n\\nAdd" in pathlib.Path("docs/causes.md").read_text()
 """,
-        [_PAGES, "tests/project/test_causes.py"],
+        [_PAGES, "tests/project/test_causes.py", "tests/project/test_answers.py"],
     ),
-    # Of a function that no row has yet, the test wants a program that fails, too.
     "remedy": Addition(
         1,
         [
             Place(
                 "overflow_fast/explainer/remedies/rules.py",
-                """    ("acosh(y)", "CALL_ON(1 + WIDE + y.abs())",
-     "add 1 + WIDE to the magnitude of the argument"),
+                """    ("digamma(y)", "CALL_ON(y.clamp(min=WIDE))",
+     "clamp the argument of digamma to at least WIDE"),
 """,
                 """    ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",
      "clamp the argument to at least 1 + WIDE"),
@@ -379,14 +409,19 @@ for page in ("reading-a-report.md", "my-run-is-nan.md", "zh/my-run-is-nan.md"):
             ),
         ],
         """
+import pathlib, runpy, sys, tempfile
+path = pathlib.Path(tempfile.mkdtemp(), "program.py")
+path.write_text('''
 import torch, overflow_fast
-class Angle(torch.nn.Linear):
+class Psi(torch.nn.Module):
     def forward(self, x):
-        return super().forward(x).acosh().mean()
-torch.manual_seed(0)
-found = overflow_fast.explain(Angle(4, 4), torch.zeros(2, 4))
-helps = [each.text for each in found.remedies if each.is_recommended]
-assert any("to the magnitude of the argument" in each for each in helps), found
+        return x.digamma().mean()
+found = overflow_fast.explain(Psi(), torch.zeros(2, 4, requires_grad=True))
+''')
+found = runpy.run_path(str(path))["found"]
+(helps,) = [each for each in found.remedies if each.is_recommended]
+assert helps.text == "clamp the argument of digamma to at least 1e-6", found
+assert helps.code == "return x.clamp(min=1e-6).digamma().mean()", found
 """,
         ["tests/explainer/test_rules.py"],
     ),
@@ -444,7 +479,7 @@ def tried(addition: Addition, folder: Path) -> str:
     copied(folder)
     for place in addition.places:
         place.make(folder)
-    commands = [[sys.executable, "docs/tools/tables.py"]]
+    commands = [[sys.executable, f"docs/tools/{n}.py"] for n in ("tables", "causes")]
     if addition.compiles:
         commands.insert(0, [sys.executable, "setup.py", "build_ext", "--inplace"])
     commands.append([sys.executable, "-c", addition.shows])
@@ -456,7 +491,8 @@ def tried(addition: Addition, folder: Path) -> str:
             command, cwd=folder, capture_output=True, text=True, env=environment
         )
         if done.returncode:
-            return f"{command[1:3]}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+            what = "what shows it" if command[1] == "-c" else " ".join(command[1:4])
+            return f"{what}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
     return ""
 
 

@@ -74,7 +74,7 @@ def page(said: dict[str, str]) -> str:
         said: The text of each failure's error, by its name.
     """
     parts = [_HEAD.format(count=len(FAILURES))]
-    for cause in with_examples():
+    for cause in with_help():
         own = _of_cause(cause)
         parts.append(f"## {cause.name.capitalize()}\n\n{cause.help}\n")
         parts += [entry(failure, said[failure.name]) for failure in own]
@@ -84,12 +84,12 @@ def page(said: dict[str, str]) -> str:
 def shown(text: str) -> dict[str, str]:
     """The texts that a page has, by the names of their failures."""
     found = re.findall(r"^### .*?^```\n(.*?)\n```$", text, re.M | re.S)
-    names = [each.name for cause in with_examples() for each in _of_cause(cause)]
+    names = [each.name for cause in with_help() for each in _of_cause(cause)]
     return dict(zip(names, found, strict=True))
 
 
-def with_examples() -> list[Cause]:
-    """The causes that have a section of the page."""
+def with_help() -> list[Cause]:
+    """The causes that have a section of the page, with examples if there are any."""
     return [each for each in CAUSES.values() if each.help]
 
 
