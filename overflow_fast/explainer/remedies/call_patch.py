@@ -22,7 +22,6 @@ from .rules import RULES
 # What is held for calls that are still to come, at most: what one layer's pattern reads
 # is let go of with the layer, but a line may run where no pattern of it follows.
 _MOST_BYTES = 2**30
-_LEAST = 1e-3  # results are compared by their size, or by this one if they are smaller
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,8 @@ class CallPatch(Patch):
     Attributes:
         changes: The changes; of each key one.
         num_applied: How often each was made in runs of this process, by its place.
-        moved: The largest relative change of a result that is finite without it, in the
-            calls that it was made for, by its place.
+        moved: The largest change of a result that is finite without it, relative to
+            the largest of the call, in the calls that it was made for, by its place.
     """
 
     changes: tuple[Change, ...]
@@ -207,14 +206,15 @@ def _plain(call: TorchCall, args: Any, kwargs: Any) -> Any:
 
 @torch.no_grad()
 def _moved(plain: Any, changed: Any) -> float | None:
-    """The largest relative difference of results where the plain one is finite."""
+    """The largest difference of results that were finite, by the largest of them."""
     are_tensors = isinstance(plain, torch.Tensor) and isinstance(changed, torch.Tensor)
     if not are_tensors or plain.shape != changed.shape or plain.is_complex():
         return None
     plain, changed = plain.double(), changed.double()
-    error = (changed - plain).abs() / plain.abs().clamp(min=_LEAST)
-    error = error[plain.isfinite() & changed.isfinite()]
-    return float(error.max()) if error.numel() else None
+    are_finite = plain.isfinite() & changed.isfinite()
+    plain, changed = plain[are_finite], changed[are_finite]
+    size = float(plain.abs().max()) if plain.numel() else 0.0
+    return float((changed - plain).abs().max()) / size if size else None
 
 
 def _is_known(given: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...guard.report.causes import UNDERFLOW
-from ...guard.report.explanation import Explanation, Remedy
+from ...guard.report.explanation import Explanation, Op, Remedy
 from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
@@ -76,6 +76,10 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     """Guarded forms of the call that failed."""
     op = failure.found.op
     has_inf = op is not None and any(each.num_inf for each in op.inputs)
+    # A number that is added to one below 0 helps by chance.
+    is_own = op is not None and bool(op.operands) and not op.derivative
+    is_below = is_own and op is not None and op.operands[0] < 0
+    largest = _largest_divisor(op)
     helped = set[str]()
     for failed in failure.failing_calls[:1]:
         left = _left_domain(failed)
@@ -83,10 +87,22 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
         for rule in [] if left else GUARDS:
             if (rule.needs_inf and not has_inf) or rule.pattern in helped:
                 continue
-            for trial, _ in _trials_of(rule, failed, failure, trials):
+            if is_below and "y + EPS" in rule.new:
+                continue
+            for trial, _ in _trials_of(rule, failed, failure, trials, None, largest):
                 if (yield from _with_twins(trial, rule, failed, failure)):
                     helped |= {rule.pattern} if trials.remedies[-1].is_right else set()
                     break
+
+
+def _largest_divisor(op: Op | None) -> float:
+    """The largest divisor of a quotient by 0 that became inf, or 0.
+
+    What 0 / 0 is to be does not depend on the number that it is divided by.
+    """
+    if op is None or not op.outputs or not op.outputs[0].num_inf:
+        return 0.0
+    return max((each.abs_max or 0.0 for each in op.inputs[-1:]), default=0.0)
 
 
 def _left_domain(call: TorchCall) -> str:
@@ -125,7 +141,8 @@ def _with_twins(
             call.sites[0].code is root.sites[0].code
             and abs(call.sites[0].line - root.sites[0].line) <= _NEAR
         )
-        if is_near and call.name == root.name and call.key != root.key:
+        is_other = call.name == root.name and call.key != root.key
+        if is_near and is_other and _are_alike(call, root):
             twins.setdefault(call.key, call)
     found = [trial]
     for call in twins.values():
@@ -135,6 +152,23 @@ def _with_twins(
     if len(found) > 1 and (yield joined(found)):
         return True
     return (yield trial)
+
+
+def _are_alike(one: TorchCall, other: TorchCall) -> bool:
+    """True if the last tensors that calls were given were made alike, or of the same.
+
+    Such as two norms, or p and 1 - p.
+    """
+    if not (one.inputs and other.inputs):
+        return False
+    values = one.inputs[-1], other.inputs[-1]
+    made = [value.call for value in values if value.call is not None]
+    if len(made) == 2 and made[0].name == made[1].name:
+        return True
+    sources = [
+        {value, *([] if value.call is None else value.call.inputs)} for value in values
+    ]
+    return not sources[0].isdisjoint(sources[1])
 
 
 def mask_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -183,14 +217,23 @@ def _up_to(failure: Failure) -> list[TorchCall]:
 
 
 def _trials_of(
-    rule: Rule, root: TorchCall, failure: Failure, trials: Trials, dim: Any = None
+    rule: Rule,
+    root: TorchCall,
+    failure: Failure,
+    trials: Trials,
+    dim: Any = None,
+    largest: float = 0.0,
 ) -> Iterator[tuple[Trial, Found]]:
     if root.key not in trials.applied.keys:
-        yield from trials_of(rule, root, failure.calls, dim)
+        yield from trials_of(rule, root, failure.calls, dim, largest)
 
 
 def trials_of(
-    rule: Rule, root: TorchCall, calls: Sequence[TorchCall], dim: Any = None
+    rule: Rule,
+    root: TorchCall,
+    calls: Sequence[TorchCall],
+    dim: Any = None,
+    largest: float = 0.0,
 ) -> Iterator[tuple[Trial, Found]]:
     """Yields the trials of a rule for a call, each with what it puts there.
 
@@ -199,8 +242,9 @@ def trials_of(
         root: The call.
         calls: All calls of the replay.
         dim: The dimensions along which a maximum is subtracted.
+        largest: The largest divisor of a quotient that became inf; 0 for none.
     """
-    for number in numbers_of(rule, root):
+    for number in numbers_of(rule, root, largest):
         found = matched(rule, root, root.dtype, number, dim)
         if found is None:
             continue
@@ -338,9 +382,9 @@ def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts
         trial = _wider_trial(keys, torch.float32, failure, trials, in_words)
         if trial is None:
             return
-        is_finite = yield trial
+        yield trial
         hidden = [left for of, left in trials.hiding if of is trial]
-        if not is_finite or not hidden:
+        if not hidden:
             return
         keys = keys | {call.key for call in hidden[0].failing_calls}
 
