@@ -335,6 +335,7 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
         _error(remedy),
         (remedy.moves_results or 0.0) > SAME,
         remedy.changes_others,
+        remedy.stops_gradient and remedy.true_loss is None,
         not remedy.code,
     )
 
@@ -420,8 +421,10 @@ def _try_all(failure: Failure, trials: Trials) -> None:
 
 
 def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
+    num_helped = len(trials.helped)
     is_remedy = trials.attempt(trial)
-    if is_remedy and failure.found.is_overflow and trials.may_run():
+    is_finite = len(trials.helped) > num_helped
+    if is_finite and failure.found.is_overflow and trials.may_run():
         hidden = _find_hidden(failure, trials)
         if hidden is not None:
             trials.hiding.append((trial, hidden))
