@@ -1,5 +1,6 @@
 """A remedy is judged by what is right, by what follows, and by what it costs."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -381,3 +382,46 @@ def test_a_median_of_zeros_is_no_sum():
 
     found = explain(model, torch.ones(4, 2), kernel)
     assert found.cause == "undefined" and "sum" not in str(found).splitlines()[0]
+
+
+X4, Y4 = torch.tensor([[1.0], [2.0], [5e3], [3.0]]), torch.ones(4, 1)
+BATCHES = {
+    "a tensor": X4,
+    "a tuple": (X4, Y4),
+    "a list": [X4, Y4],
+    "a dict": {"x": X4, "y": Y4},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("is_bad", [False, True], ids=["larger", "nan"])
+def test_code_that_leaves_samples_out_of_a_batch_can_be_pasted(batch, is_bad):
+    model = nn.Linear(1, 1)
+
+    def parts_of(batch):
+        of = list(batch.values()) if isinstance(batch, dict) else batch
+        return of if isinstance(of, (tuple, list)) else (of, Y4[: len(of)])
+
+    def loss_of(batch):
+        x, y = parts_of(batch)
+        return (x.exp() * model.weight - y).square().mean()
+
+    if is_bad:
+        batch = copy.deepcopy(batch)
+        parts_of(batch)[0][2] = torch.nan
+    found = explain(model, batch, loss_of)
+    words = "drop the 1 of 4" if is_bad else "leave out samples whose"
+    (remedy,) = (e for e in found.remedies if e.text.startswith(words))
+    space = {"torch": torch, "batch": batch}
+    exec(remedy.code, space)
+    assert loss_of(space["batch"]).item() == pytest.approx(remedy.loss)
+    assert type(space["batch"]) is type(batch) and len(parts_of(space["batch"])[0]) == 3
+
+
+def test_what_no_line_leaves_out_is_told_in_words():
+    model = nn.Linear(1, 1)
+    found = explain(
+        model, [{"x": X4}], lambda b: (b[0]["x"].exp() * model.weight).mean()
+    )
+    words = [e for e in found.remedies if e.text.startswith("leave out samples")]
+    assert words and words[0].is_finite and words[0].code == ""
