@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from remedied_files import Holder, explained, module_of
+from remedied_files import Holder, edited, explained, module_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -425,3 +425,33 @@ def test_what_no_line_leaves_out_is_told_in_words():
     )
     words = [e for e in found.remedies if e.text.startswith("leave out samples")]
     assert words and words[0].is_finite and words[0].code == ""
+
+
+ASKED = {
+    "Beta": ("Beta(w.sum() + x[:, 1], 0.7{})", ".clamp(1e-6, 1 - 1e-6))"),
+    "Dirichlet": ("Dirichlet(w.flatten()[:2] * 0.7{})", ".clamp(min=1e-30))"),
+    "tanh": (
+        "TransformedDistribution(D.Normal(w.sum(), 1.0), [D.TanhTransform()]{})",
+        ".clamp(1e-6 - 1, 1 - 1e-6))",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_value_at_the_edge_of_a_distribution_is_clamped_where_it_is_asked_for(
+    name, tmp_path
+):
+    made, clamp = ASKED[name]
+    made = made.format(", validate_args=False")
+    value = "x" if name == "Dirichlet" else "x[:, 0]"
+    module, path = module_of(
+        tmp_path,
+        "import torch\nimport torch.distributions as D\n"
+        "D.TanhTransform = D.transforms.TanhTransform\n"
+        f"def loss_of(x, w):\n    return -D.{made}.log_prob({value}).mean()\n",
+    )
+    x = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.2, 0.8]])
+    first = explained(module.loss_of, x).remedies[0]
+    assert first.is_right and first.code.count(clamp) == 1 and first.line == 5
+    fresh, _ = module_of(tmp_path, edited(path, first))
+    assert fresh.loss_of(x, Holder().w).item() == pytest.approx(first.loss)

@@ -59,6 +59,7 @@ from .rule_attempts import (
     lost_trials,
     mask_trials,
     rounded_trials,
+    value_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
 from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
@@ -483,6 +484,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield float64_trials(failure, trials)
         yield mask_trials(failure, trials)
         yield rounded_trials(failure, trials)
+        yield value_trials(failure, trials)
         yield guard_trials(failure, trials)
         yield lost_trials(failure, trials)
         yield float32_trials(failure, trials, in_words=False)

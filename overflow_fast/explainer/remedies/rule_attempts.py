@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ from ...guard.report.explanation import Explanation, Op, Remedy
 from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
-from .call_patch import CallPatch, InWider, RuleChange
+from .call_patch import CallPatch, ClampedValue, InWider, RuleChange
 from .patterns import Found, matched
 from .rule_text import (
     NOT_WRITTEN,
     inner_place,
+    node_at,
     remedy_in_words,
     rule_edits,
     short_text,
@@ -35,9 +38,11 @@ from .rules import (
     ROUNDED,
     RULES,
     Rule,
+    named_numbers,
     numbers_of,
     with_numbers,
 )
+from .source_file import Edit, Operand
 from .trials import (
     Attempts,
     Failure,
@@ -93,6 +98,37 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                 if (yield from _with_twins(trial, rule, failed, failure)):
                     helped |= {rule.pattern} if trials.remedies[-1].is_right else set()
                     break
+
+
+_UNIT = ("beta", "kumaraswamy", "continuous_bernoulli", "relaxed_bernoulli")
+
+
+def value_trials(failure: Failure, trials: Trials) -> Attempts:
+    """The value that a distribution has no density for, kept off its edge."""
+    for failed in failure.failing_calls[:1]:
+        if len(failed.sites) < 2:
+            continue
+        asked, line = failed.sites[-2:]
+        if asked.code.co_name != "log_prob" or not shown_at(failed)[0]:
+            continue
+        node = node_at(line)
+        given = [*node.args, *(each.value for each in node.keywords)] if node else []
+        if len(given) != 1 or not isinstance(node, ast.Call):
+            continue
+        numbers = named_numbers(failed.dtype)
+        wide, least = numbers["WIDE"], numbers["LEAST"]
+        low, high, code, words = least, None, "min=LEAST", "to at least LEAST"
+        if failed.name == "atanh":
+            low, high, code = wide - 1, 1 - wide, "WIDE - 1, 1 - WIDE"
+            words = "to a magnitude of 1 - WIDE"
+        elif Path(asked.file).stem in _UNIT:
+            low, high, code = wide, 1 - wide, "WIDE, 1 - WIDE"
+            words = "between WIDE and 1 - WIDE"
+        parts = Operand(given[0], False), with_numbers(f".clamp({code})", numbers)
+        edits = (Edit(line.file, given[0], parts),)
+        text = with_numbers(f"clamp the value {words}", numbers)
+        patch = CallPatch((ClampedValue(line.key, low, high),))
+        yield Trial(remedy_of(text, edits), patch, edits)
 
 
 def _largest_divisor(op: Op | None) -> float:
