@@ -333,13 +333,16 @@ def _apply(code: str, run: Run) -> None:
 
 def _kept(batch: Any, code: str) -> Any:
     """The samples of a batch that a remedy keeps."""
+    space: dict[str, Any] = {"torch": torch, "batch": batch}
+    found = re.search(r"isfinite\((\w+)|= (\w+)\.abs\(", code)
+    name = None if found is None else found[1] or found[2]
+    if name in (None, "batch"):  # all of it is in the code
+        exec(code, space)
+        return space["batch"]
     named = batch if isinstance(batch, dict) else {}
     tensors = batch if isinstance(batch, (tuple, list)) else [batch]
-    space: dict[str, Any] = {"torch": torch, "batch": batch, **named}
-    found = re.search(r"isfinite\((.*?)\)|= (.*?)\.abs\(", code)
-    assert found is not None
-    name = found[1] or found[2]
-    if name.isidentifier() and name not in space:  # the first argument of the model
+    space |= named
+    if name not in space:  # the first argument of the model
         bad = [t for t in tensors if not bool(t.isfinite().all())]
         space[name] = max(bad or tensors, key=lambda each: float(each.abs().max()))
     exec(code, space)

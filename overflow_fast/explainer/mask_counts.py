@@ -46,7 +46,7 @@ class MaskCounts:
             fresh, kind = fresh[:1], _UNLABELED
         elif is_sum:
             kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
-        elif len(read) == 1:
+        elif len(read) == 1 and fresh[0].numel() == read[0].numel():  # and no median
             is_mask = is_cast and not is_float(read[0])
             kind = _MASK if is_mask else self._known.get(read[0]) or ""
         if kind:

@@ -123,12 +123,12 @@ def loss_of(x, w):
 
 
 @pytest.mark.parametrize("name", HELPED)
-def test_the_line_that_is_recommended_helps(name, tmp_path):
+def test_the_line_that_is_recommended_or_nearest_helps(name, tmp_path):
     code, x = LINES[name]
     module, path = module_of(tmp_path, SOURCE.format(code))
     found = explained(module.loss_of, x)
-    good = recommended(found)
-    assert good, found
+    good = recommended(found) or [found.nearest]
+    assert all(good), found
     for remedy in good:
         assert remedy.file == str(path)
         assert 7 <= remedy.line <= 7 + code.count("\n")
@@ -168,7 +168,7 @@ def loss_of(x, w):
 
 def test_a_function_of_the_loss_is_given_float32(tmp_path):
     module, path = module_of(tmp_path, HALF)
-    x = torch.full((40_000, 4), 1.0)
+    x = torch.full((5_000, 4), 4.0)
     remedy = explained(module.loss_of, x).remedies[0]
     assert remedy.is_recommended
     sums = ("(p * t).sum()", "p.sum()", "t.sum()")
@@ -683,12 +683,14 @@ def explain_last_sample(layer):
     x = torch.tensor([[1.0], [30.0], [60.0], [130.0]])
     found = explain(model, x, lambda x: (model(x) - x).square().mean())
     assert found.sample == 3
-    return recommended(found)
+    return found
 
 
 def test_a_remedy_that_changes_other_samples_says_so():
-    exact, bound = explain_last_sample(Warp())
+    found = explain_last_sample(Warp())
+    exact, bound = (each for each in found.remedies if each.losses)
     assert exact.text == "write log expm1 x as x + log(-expm1(-x))"
+    assert exact.is_recommended and not bound.is_recommended
     assert not exact.changes_others
     assert "the other samples stay as they are, within 0.1 %" in str(exact)
     assert bound.text == "clamp the argument to 20"
@@ -700,7 +702,7 @@ def test_a_remedy_that_changes_other_samples_says_so():
 
 
 def test_a_remedy_that_changes_no_other_sample_comes_first():
-    remedies = explain_last_sample(Bounded())
+    remedies = recommended(explain_last_sample(Bounded()))
     assert [each.changes_others for each in remedies] == sorted(
         each.changes_others for each in remedies
     )

@@ -1,11 +1,12 @@
 """A remedy is judged by what is right, by what follows, and by what it costs."""
 
+import copy
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from remedied_files import Holder, explained, module_of
+from remedied_files import Holder, edited, explained, module_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -41,7 +42,7 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
     nn.init.constant_(model.bias, -3.0)
     x[2] *= 12
     found = stopped(model, scaled_sums, [x])
-    tried = [each for each in found.remedies if each.is_recommended]
+    tried = [each for each in found.remedies if each.keeps_running]
     right, *others = [each for each in tried if not each.is_of_data]
     wide = nn.Linear(2, 1).double()
     wide.load_state_dict(model.state_dict())
@@ -52,6 +53,8 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
         assert each.misses == "loss" and each.true_loss == pytest.approx(truth)
         assert each.error == pytest.approx(abs(each.loss - truth) / truth, rel=1e-3)
         assert f"off the true {truth:.4g}" in each.outcome
+        assert each.is_recommended == (each.error <= 0.1) == (not each.harm)
+    assert found.nearest is None  # for one is right
 
 
 def test_what_float64_has_is_computed_in_it_from_where_it_was_lost():
@@ -76,9 +79,33 @@ def test_the_truth_is_that_of_an_exact_form_where_float64_fails_as_well():
     found = explain(
         model, torch.randn(2, 3), lambda x: F.nll_loss(model(x).softmax(1).log(), y)
     )
-    right, clamped = [each for each in found.remedies if each.is_recommended][:2]
+    right, clamped = [each for each in found.remedies if each.keeps_running][:2]
     assert right.is_right and right.loss == pytest.approx(1e4)
-    assert clamped.misses == "loss" and clamped.true_loss == pytest.approx(1e4)
+    assert (
+        not clamped.is_recommended
+        and clamped.misses == "loss"
+        and clamped.true_loss == pytest.approx(1e4)
+    )
+
+
+def test_where_nothing_keeps_the_value_the_nearest_is_told_as_such():
+    model, x = Holder(), torch.full((3, 2), 100.0)
+    found = explain(model, x, lambda x: (x * model.w).exp().sum())
+    nearest = found.nearest
+    assert nearest.text == "clamp the argument to 20" and not nearest.is_recommended
+    assert nearest.misses == "loss" and nearest.error is None  # beyond float32
+    last = str(found).splitlines()[-2:]
+    assert last[0].startswith("nearest   no change that was tried keeps the value; ")
+    assert f"(the true one is {nearest.true_loss:.3g})" in last[0]
+    assert last[1].strip() == nearest.code
+    assert "tried     clamp" not in str(found)
+
+
+def test_an_error_that_is_no_share_of_the_true_loss_is_not_written_as_one():
+    near_zero = Remedy("a", is_finite=True, loss=1.0, misses="loss", true_loss=0.0)
+    assert "(the true one is 0)" in replace(near_zero, error=1e4).outcome
+    share = replace(near_zero, true_loss=2.0, error=0.5)
+    assert "50% off the true 2" in share.outcome
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
@@ -278,7 +305,7 @@ def test_a_whole_batch_of_another_size_is_compared_with_the_steps_before():
 
 
 def test_a_change_of_results_that_were_finite_is_said():
-    model, x = Holder(), torch.tensor([[0.0, 1e-9], [2.0, 3.0], [0.0, 1.0]])
+    model, x = Holder(), torch.tensor([[0.0, 1e-9], [2e-8, 3e-8], [0.0, 1e-8]])
     found = explain(model, x, lambda x: ((x * model.w).square() + 1).sum().log() + (
         (x * model.w) ** 0.5).sum())  # fmt: skip
     moving = [e for e in found.remedies if e.moves_results and e.moves_results > 1e-3]
@@ -301,3 +328,130 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     found = compared(3.0, 0.0)
     assert found["misses"] == "gradients" and found["error"] == pytest.approx(0.8)
     assert "gradients 80% off" in replace(remedy, **found).outcome
+
+
+def test_a_divisor_of_0_becomes_one_that_is_small_beside_the_others():
+    model, y = nn.Linear(1, 3), torch.tensor([[2.0, 0.0, 4.0]])
+    batches = [torch.ones(4, 1)] * 2
+
+    def relative(model, x):
+        of = y if relative.is_bad else y + 1
+        relative.is_bad = True
+        return ((model(x) - y).abs() / of).mean()
+
+    relative.is_bad = False
+    first = stopped(model, relative, batches).remedies[0]
+    assert first.text == "divide by 1e-3 where the divisor is 0" and first.is_right
+
+
+def test_what_divides_0_by_0_is_not_chosen_by_size():
+    model, y = nn.Linear(1, 3), torch.tensor([[2.0, 0.0, 4.0]])
+    found = explain(model, torch.ones(4, 1), lambda x: (model(x) * y / y).mean())
+    assert found.remedies[0].text == "divide by 1e-8 where the divisor is 0"
+
+
+def test_what_is_far_below_0_is_clamped_and_nothing_is_added():
+    model = Holder()
+    found = explain(
+        model, torch.full((3, 2), -1e-9), lambda x: (x * model.w).sqrt().sum()
+    )
+    assert not any(each.text.startswith("add") for each in found.remedies)
+    assert found.remedies[0].text == "clamp the argument to at least 1e-8"
+
+
+def test_a_call_that_divides_by_something_else_is_no_twin(tmp_path):
+    """The number of what is left of a ratio's parts, whose own divisors are not 0."""
+    module, _ = module_of(
+        tmp_path,
+        "import torch\ndef loss_of(x, w):\n    rank = torch.arange(2.0, 4.0)\n"
+        "    gain = (x * w / rank.log2()).sum(1)\n"
+        "    best = (x / rank.log2()).sum(1)\n    return (gain / best).mean()\n",
+    )
+    first = explained(module.loss_of, torch.tensor([[1.0, 2.0], [0.0, 0.0]])).remedies[
+        0
+    ]
+    assert first.line == first.last_line == 6 and first.code.count("where") == 1
+
+
+def test_a_median_of_zeros_is_no_sum():
+    model = Holder()
+
+    def kernel(x):
+        squares = (x * model.w - x * model.w).square().sum(1)
+        return (squares / squares.median()).mean()
+
+    found = explain(model, torch.ones(4, 2), kernel)
+    assert found.cause == "undefined" and "sum" not in str(found).splitlines()[0]
+
+
+X4, Y4 = torch.tensor([[1.0], [2.0], [5e3], [3.0]]), torch.ones(4, 1)
+BATCHES = {
+    "a tensor": X4,
+    "a tuple": (X4, Y4),
+    "a list": [X4, Y4],
+    "a dict": {"x": X4, "y": Y4},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("is_bad", [False, True], ids=["larger", "nan"])
+def test_code_that_leaves_samples_out_of_a_batch_can_be_pasted(batch, is_bad):
+    model = nn.Linear(1, 1)
+
+    def parts_of(batch):
+        of = list(batch.values()) if isinstance(batch, dict) else batch
+        return of if isinstance(of, (tuple, list)) else (of, Y4[: len(of)])
+
+    def loss_of(batch):
+        x, y = parts_of(batch)
+        return (x.exp() * model.weight - y).square().mean()
+
+    if is_bad:
+        batch = copy.deepcopy(batch)
+        parts_of(batch)[0][2] = torch.nan
+    found = explain(model, batch, loss_of)
+    words = "drop the 1 of 4" if is_bad else "leave out samples whose"
+    (remedy,) = (e for e in found.remedies if e.text.startswith(words))
+    space = {"torch": torch, "batch": batch}
+    exec(remedy.code, space)
+    assert loss_of(space["batch"]).item() == pytest.approx(remedy.loss)
+    assert type(space["batch"]) is type(batch) and len(parts_of(space["batch"])[0]) == 3
+
+
+def test_what_no_line_leaves_out_is_told_in_words():
+    model = nn.Linear(1, 1)
+    found = explain(
+        model, [{"x": X4}], lambda b: (b[0]["x"].exp() * model.weight).mean()
+    )
+    words = [e for e in found.remedies if e.text.startswith("leave out samples")]
+    assert words and words[0].is_finite and words[0].code == ""
+
+
+ASKED = {
+    "Beta": ("Beta(w.sum() + x[:, 1], 0.7{})", ".clamp(1e-6, 1 - 1e-6))"),
+    "Dirichlet": ("Dirichlet(w.flatten()[:2] * 0.7{})", ".clamp(min=1e-30))"),
+    "tanh": (
+        "TransformedDistribution(D.Normal(w.sum(), 1.0), [D.TanhTransform()]{})",
+        ".clamp(1e-6 - 1, 1 - 1e-6))",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_value_at_the_edge_of_a_distribution_is_clamped_where_it_is_asked_for(
+    name, tmp_path
+):
+    made, clamp = ASKED[name]
+    made = made.format(", validate_args=False")
+    value = "x" if name == "Dirichlet" else "x[:, 0]"
+    module, path = module_of(
+        tmp_path,
+        "import torch\nimport torch.distributions as D\n"
+        "D.TanhTransform = D.transforms.TanhTransform\n"
+        f"def loss_of(x, w):\n    return -D.{made}.log_prob({value}).mean()\n",
+    )
+    x = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.2, 0.8]])
+    first = explained(module.loss_of, x).remedies[0]
+    assert first.is_right and first.code.count(clamp) == 1 and first.line == 5
+    fresh, _ = module_of(tmp_path, edited(path, first))
+    assert fresh.loss_of(x, Holder().w).item() == pytest.approx(first.loss)

@@ -28,7 +28,8 @@ from ...scanner.modules import (
     parameters_of,
 )
 from ...scanner.text import error_line
-from ..calls import batch_size, with_stand_in
+from ...scanner.tree import tensors
+from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import explain_root_op
 from ..keep_in_fp32 import has_forward
 from ..named_tensors import names_of
@@ -58,6 +59,7 @@ from .rule_attempts import (
     lost_trials,
     mask_trials,
     rounded_trials,
+    value_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
 from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
@@ -335,6 +337,7 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
         _error(remedy),
         (remedy.moves_results or 0.0) > SAME,
         remedy.changes_others,
+        remedy.stops_gradient and remedy.true_loss is None,
         not remedy.code,
     )
 
@@ -420,8 +423,10 @@ def _try_all(failure: Failure, trials: Trials) -> None:
 
 
 def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
+    num_helped = len(trials.helped)
     is_remedy = trials.attempt(trial)
-    if is_remedy and failure.found.is_overflow and trials.may_run():
+    is_finite = len(trials.helped) > num_helped
+    if is_finite and failure.found.is_overflow and trials.may_run():
         hidden = _find_hidden(failure, trials)
         if hidden is not None:
             trials.hiding.append((trial, hidden))
@@ -479,6 +484,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield float64_trials(failure, trials)
         yield mask_trials(failure, trials)
         yield rounded_trials(failure, trials)
+        yield value_trials(failure, trials)
         yield guard_trials(failure, trials)
         yield lost_trials(failure, trials)
         yield float32_trials(failure, trials, in_words=False)
@@ -518,9 +524,10 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
     if not rows:
         return
     name = found.tensor
+    mask = f"torch.isfinite({name}).reshape(len({name}), -1).all(1)"
     remedy = Remedy(
         f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
-        f"keep = torch.isfinite({name}).reshape({size}, -1).all(1)",
+        _dropping_code(trials.calls[failure.place], mask),
         is_of_data=True,
     )
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
@@ -540,7 +547,8 @@ def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
     if outlier is not None:
         name, bound = outlier.name, outlier.bound
         text = f"leave out samples whose `{name}` is above {bound:g} in magnitude"
-        code = f"keep = {name}.abs().reshape({size}, -1).amax(1) <= {bound:g}"
+        mask = f"{name}.abs().reshape(len({name}), -1).amax(1) <= {bound:g}"
+        code = _dropping_code(call, mask)
         usual = outlier.usual
         clamped = f"{name}.clamp_(-{usual:g}, {usual:g})"  # in a tuple, too
         if name.isidentifier():
@@ -550,6 +558,40 @@ def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
         yield Trial(remedy, ClampedBatch(place, name, usual))
     remedy = Remedy(text, code, is_of_data=True)
     yield Trial(remedy, SomeSamples(place, rows))
+
+
+def _dropping_code(call: Call, mask: str) -> str:
+    """The code that leaves samples out of a batch, or "" where it is none of a line.
+
+    Args:
+        call: The call with the batch.
+        mask: The expression for those that are kept.
+    """
+    lines = [f"keep = {mask}"]
+    for name, value in call.variables().items():
+        parts = list(value.values()) if type(value) is dict else value
+        parts = [parts] if isinstance(parts, torch.Tensor) else parts
+        if not any(isinstance(each, torch.Tensor) for _, each in tensors(value)):
+            continue
+        if type(parts) not in (list, tuple) or not all(map(_has_samples, parts)):
+            return ""
+        if isinstance(value, torch.Tensor):
+            lines.append(f"{name} = {name}[keep]")
+        elif type(value) is dict:
+            lines.append(f"{name} = {{k: v[keep] for k, v in {name}.items()}}")
+        else:
+            kept = f"each[keep] for each in {name}"
+            lines.append(
+                f"{name} = "
+                + (f"[{kept}]" if type(value) is list else f"tuple({kept})")
+            )
+    if isinstance(call, ModelCall):
+        lines[-1] += "  # and what belongs to it, such as labels"
+    return "\n".join(lines)
+
+
+def _has_samples(each: Any) -> bool:
+    return isinstance(each, torch.Tensor) and each.dim() > 0
 
 
 def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> Attempts:

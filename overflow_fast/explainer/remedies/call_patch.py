@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,13 +18,13 @@ from ...scanner.torch_ops import has
 from ...torch_internals.tensor_internals import pytree
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
+from ..users_lines import Site
 from .patterns import Found, computed, matched
 from .rules import RULES
 
 # What is held for calls that are still to come, at most: what one layer's pattern reads
 # is let go of with the layer, but a line may run where no pattern of it follows.
 _MOST_BYTES = 2**30
-_LEAST = 1e-3  # results are compared by their size, or by this one if they are smaller
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,44 @@ class InWider:
         return self.wide if each is self.narrow else each
 
 
-Change = RuleChange | InWider
+@dataclass(frozen=True)
+class ClampedValue:
+    """The value whose log probability a line asks a distribution for, clamped.
+
+    Attributes:
+        site: The key of the line.
+        low: The least value.
+        high: The largest one; None for none.
+    """
+
+    site: tuple[str, str, int, int]
+    low: float
+    high: float | None
+
+    def of(self, call: TorchCall, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """What a call is given; None for one that does not read the value."""
+        if not any(site.key == self.site for site in call.sites):
+            return None
+        value = _value_asked_for(self.site)
+        if not any(each is value for each in tensors_among((args, kwargs))):
+            return None
+        return pytree.tree_map(  # type: ignore[no-any-return]
+            lambda each: each.clamp(self.low, self.high) if each is value else each,
+            (args, kwargs),
+        )
+
+
+def _value_asked_for(site: tuple[str, str, int, int]) -> Any:
+    """The argument of the `log_prob` that a line runs, in this thread."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_back is not None:
+        if frame.f_code.co_name == "log_prob" and Site.of(frame.f_back).key == site:
+            return frame.f_locals.get("value")
+        frame = frame.f_back
+    return None
+
+
+Change = RuleChange | InWider | ClampedValue
 
 
 @dataclass(frozen=True)
@@ -88,8 +127,8 @@ class CallPatch(Patch):
     Attributes:
         changes: The changes; of each key one.
         num_applied: How often each was made in runs of this process, by its place.
-        moved: The largest relative change of a result that is finite without it, in the
-            calls that it was made for, by its place.
+        moved: The largest change of a result that is finite without it, relative to
+            the largest of the call, in the calls that it was made for, by its place.
     """
 
     changes: tuple[Change, ...]
@@ -122,6 +161,7 @@ class ChangedCalls(TorchCalls):
         self._patch = patch
         self._by_key: dict[Key, tuple[int, RuleChange]] = {}
         self._wider: list[tuple[int, InWider]] = []
+        self._clamped: list[tuple[int, ClampedValue]] = []
         self._reads: set[Key] = set()
         self._held: collections.deque[tuple[Value, int]] = collections.deque()
         self._num_bytes = 0
@@ -129,12 +169,19 @@ class ChangedCalls(TorchCalls):
         for place, change in enumerate(patch.changes):
             if isinstance(change, InWider):
                 self._wider.append((place, change))
+            elif isinstance(change, ClampedValue):
+                self._clamped.append((place, change))
             else:
                 self._by_key[change.key] = place, change
                 self._reads |= change.reads
 
     def run(self, call: TorchCall, args: Any, kwargs: Any) -> Any:
         """Runs a call, or what a change puts in its place."""
+        for place, clamped in self._clamped:
+            given = clamped.of(call, args, kwargs)
+            if given is not None:
+                self._patch.num_applied[place] += 1
+                args, kwargs = given
         if call.key in self._reads:
             self._hold(call.inputs)
         place, change = self._by_key.get(call.key, (0, None))
@@ -207,14 +254,15 @@ def _plain(call: TorchCall, args: Any, kwargs: Any) -> Any:
 
 @torch.no_grad()
 def _moved(plain: Any, changed: Any) -> float | None:
-    """The largest relative difference of results where the plain one is finite."""
+    """The largest difference of results that were finite, by the largest of them."""
     are_tensors = isinstance(plain, torch.Tensor) and isinstance(changed, torch.Tensor)
     if not are_tensors or plain.shape != changed.shape or plain.is_complex():
         return None
     plain, changed = plain.double(), changed.double()
-    error = (changed - plain).abs() / plain.abs().clamp(min=_LEAST)
-    error = error[plain.isfinite() & changed.isfinite()]
-    return float(error.max()) if error.numel() else None
+    are_finite = plain.isfinite() & changed.isfinite()
+    plain, changed = plain[are_finite], changed[are_finite]
+    size = float(plain.abs().max()) if plain.numel() else 0.0
+    return float((changed - plain).abs().max()) / size if size else None
 
 
 def _is_known(given: Any) -> bool:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...guard.report.causes import UNDERFLOW
-from ...guard.report.explanation import Explanation, Remedy
+from ...guard.report.explanation import Explanation, Op, Remedy
 from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
-from .call_patch import CallPatch, InWider, RuleChange
+from .call_patch import CallPatch, ClampedValue, InWider, RuleChange
 from .patterns import Found, matched
 from .rule_text import (
     NOT_WRITTEN,
     inner_place,
+    node_at,
     remedy_in_words,
     rule_edits,
     short_text,
@@ -35,9 +38,11 @@ from .rules import (
     ROUNDED,
     RULES,
     Rule,
+    named_numbers,
     numbers_of,
     with_numbers,
 )
+from .source_file import Edit, Operand
 from .trials import (
     Attempts,
     Failure,
@@ -76,6 +81,10 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     """Guarded forms of the call that failed."""
     op = failure.found.op
     has_inf = op is not None and any(each.num_inf for each in op.inputs)
+    # A number that is added to one below 0 helps by chance.
+    is_own = op is not None and bool(op.operands) and not op.derivative
+    is_below = is_own and op is not None and op.operands[0] < 0
+    largest = _largest_divisor(op)
     helped = set[str]()
     for failed in failure.failing_calls[:1]:
         left = _left_domain(failed)
@@ -83,10 +92,53 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
         for rule in [] if left else GUARDS:
             if (rule.needs_inf and not has_inf) or rule.pattern in helped:
                 continue
-            for trial, _ in _trials_of(rule, failed, failure, trials):
+            if is_below and "y + EPS" in rule.new:
+                continue
+            for trial, _ in _trials_of(rule, failed, failure, trials, None, largest):
                 if (yield from _with_twins(trial, rule, failed, failure)):
                     helped |= {rule.pattern} if trials.remedies[-1].is_right else set()
                     break
+
+
+_UNIT = ("beta", "kumaraswamy", "continuous_bernoulli", "relaxed_bernoulli")
+
+
+def value_trials(failure: Failure, trials: Trials) -> Attempts:
+    """The value that a distribution has no density for, kept off its edge."""
+    for failed in failure.failing_calls[:1]:
+        if len(failed.sites) < 2:
+            continue
+        asked, line = failed.sites[-2:]
+        if asked.code.co_name != "log_prob" or not shown_at(failed)[0]:
+            continue
+        node = node_at(line)
+        given = [*node.args, *(each.value for each in node.keywords)] if node else []
+        if len(given) != 1 or not isinstance(node, ast.Call):
+            continue
+        numbers = named_numbers(failed.dtype)
+        wide, least = numbers["WIDE"], numbers["LEAST"]
+        low, high, code, words = least, None, "min=LEAST", "to at least LEAST"
+        if failed.name == "atanh":
+            low, high, code = wide - 1, 1 - wide, "WIDE - 1, 1 - WIDE"
+            words = "to a magnitude of 1 - WIDE"
+        elif Path(asked.file).stem in _UNIT:
+            low, high, code = wide, 1 - wide, "WIDE, 1 - WIDE"
+            words = "between WIDE and 1 - WIDE"
+        parts = Operand(given[0], False), with_numbers(f".clamp({code})", numbers)
+        edits = (Edit(line.file, given[0], parts),)
+        text = with_numbers(f"clamp the value {words}", numbers)
+        patch = CallPatch((ClampedValue(line.key, low, high),))
+        yield Trial(remedy_of(text, edits), patch, edits)
+
+
+def _largest_divisor(op: Op | None) -> float:
+    """The largest divisor of a quotient by 0 that became inf, or 0.
+
+    What 0 / 0 is to be does not depend on the number that it is divided by.
+    """
+    if op is None or not op.outputs or not op.outputs[0].num_inf:
+        return 0.0
+    return max((each.abs_max or 0.0 for each in op.inputs[-1:]), default=0.0)
 
 
 def _left_domain(call: TorchCall) -> str:
@@ -125,7 +177,8 @@ def _with_twins(
             call.sites[0].code is root.sites[0].code
             and abs(call.sites[0].line - root.sites[0].line) <= _NEAR
         )
-        if is_near and call.name == root.name and call.key != root.key:
+        is_other = call.name == root.name and call.key != root.key
+        if is_near and is_other and _are_alike(call, root):
             twins.setdefault(call.key, call)
     found = [trial]
     for call in twins.values():
@@ -135,6 +188,23 @@ def _with_twins(
     if len(found) > 1 and (yield joined(found)):
         return True
     return (yield trial)
+
+
+def _are_alike(one: TorchCall, other: TorchCall) -> bool:
+    """True if the last tensors that calls were given were made alike, or of the same.
+
+    Such as two norms, or p and 1 - p.
+    """
+    if not (one.inputs and other.inputs):
+        return False
+    values = one.inputs[-1], other.inputs[-1]
+    made = [value.call for value in values if value.call is not None]
+    if len(made) == 2 and made[0].name == made[1].name:
+        return True
+    sources = [
+        {value, *([] if value.call is None else value.call.inputs)} for value in values
+    ]
+    return not sources[0].isdisjoint(sources[1])
 
 
 def mask_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -183,14 +253,23 @@ def _up_to(failure: Failure) -> list[TorchCall]:
 
 
 def _trials_of(
-    rule: Rule, root: TorchCall, failure: Failure, trials: Trials, dim: Any = None
+    rule: Rule,
+    root: TorchCall,
+    failure: Failure,
+    trials: Trials,
+    dim: Any = None,
+    largest: float = 0.0,
 ) -> Iterator[tuple[Trial, Found]]:
     if root.key not in trials.applied.keys:
-        yield from trials_of(rule, root, failure.calls, dim)
+        yield from trials_of(rule, root, failure.calls, dim, largest)
 
 
 def trials_of(
-    rule: Rule, root: TorchCall, calls: Sequence[TorchCall], dim: Any = None
+    rule: Rule,
+    root: TorchCall,
+    calls: Sequence[TorchCall],
+    dim: Any = None,
+    largest: float = 0.0,
 ) -> Iterator[tuple[Trial, Found]]:
     """Yields the trials of a rule for a call, each with what it puts there.
 
@@ -199,8 +278,9 @@ def trials_of(
         root: The call.
         calls: All calls of the replay.
         dim: The dimensions along which a maximum is subtracted.
+        largest: The largest divisor of a quotient that became inf; 0 for none.
     """
-    for number in numbers_of(rule, root):
+    for number in numbers_of(rule, root, largest):
         found = matched(rule, root, root.dtype, number, dim)
         if found is None:
             continue
@@ -338,9 +418,9 @@ def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts
         trial = _wider_trial(keys, torch.float32, failure, trials, in_words)
         if trial is None:
             return
-        is_finite = yield trial
+        yield trial
         hidden = [left for of, left in trials.hiding if of is trial]
-        if not is_finite or not hidden:
+        if not hidden:
             return
         keys = keys | {call.key for call in hidden[0].failing_calls}
 

@@ -51,6 +51,8 @@ LOGS = {
     "sum(y, None)": ("LOG(y).flatten().logsumexp(0)", "use logsumexp"),
     "sum(y, d, k)": ("LOG(y).logsumexp(d, k)", "use logsumexp"),
     "cumsum(y, d)": ("LOG(y).logcumsumexp(d)", "use logcumsumexp"),
+    "i0(x)": ("torch.special.i0e(x).log() + x.abs()",
+              "use i0e, the Bessel function times exp(-|x|)"),
     "prod(y, d, k)": ("LOG(y).sum(d, k)", "use the sum of logarithms"),
     "mean(y, None)": (
         "LOG(y).flatten().logsumexp(0) - torch.tensor(LOG(y).numel()).log()",
@@ -194,6 +196,8 @@ _FIRST = "leave values out before the call, not only after it"
 # Equal in exact arithmetic, where the call has a value.
 EXACT = _rules(
     ("exp(x) / sum(exp(x), d, True)", "x.softmax(d)", "use softmax"),
+    ("exp(x) / (1 + exp(x))", "x.sigmoid()", "use sigmoid"),
+    ("(exp(x) - exp(-x)) / (exp(x) + exp(-x))", "x.tanh()", "use tanh"),
     ("log(y)", "LOG(y)", ""),
     ("log2(y)", "LOG(y) / 0.6931471805599453", ""),
     ("log10(y)", "LOG(y) / 2.302585092994046", ""),
@@ -233,6 +237,8 @@ IN_LOGARITHMS = _rules(
 _LIKE = "dtype=y.dtype, device=y.device"
 _KEPT = "z[z != ignore_index]"
 _AT_ZERO = "divide by EPS where the divisor is 0"
+_BY_SIZE = _AT_ZERO.replace("EPS", "N")
+_NO_CORRECTION = "use no correction, which divides by n"
 _AT_LEAST = "torch.copysign(x.abs().clamp(min=SMALL), x)"
 _TO_LEAST = "divide by a magnitude of at least SMALL"
 _TO_DIVISOR = "add EPS to the divisor"
@@ -253,9 +259,11 @@ GUARDS = _rules(
     ("y / x", "y / x.clamp(min=1)", "divide by a count of at least 1", _counts),
     ("y / n", "y / max(n, 1)", "divide by a count of at least 1", _is_by_count),
     ("y / n", "y / (n or 1)", "divide by 1 in place of 0", _is_by_number),
+    ("y / x", "y / where(x == 0, N, x)", _BY_SIZE),
     ("y / x", "y / where(x == 0, EPS, x)", _AT_ZERO),
     ("y / x", f"y / {_AT_LEAST}", _TO_LEAST),
     ("y / x", "y / (x + EPS)", _TO_DIVISOR),
+    ("reciprocal(x)", "1 / where(x == 0, N, x)", _BY_SIZE),
     ("reciprocal(x)", "1 / where(x == 0, EPS, x)", _AT_ZERO),
     ("reciprocal(x)", f"1 / {_AT_LEAST}", _TO_LEAST),
     ("reciprocal(x)", "1 / (x + EPS)", _TO_DIVISOR),
@@ -265,12 +273,12 @@ GUARDS = _rules(
      _is_below_one),
     ("norm(y, 2, None)", "(y.square().sum() + EPS).sqrt()", _IN_NORM),
     ("norm(y, 2, d, k)", "(y.square().sum(d, k) + EPS).sqrt()", _IN_NORM),
+    ("std(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
     ("std(y, d)", "(y.var(d, correction=0) + EPS).sqrt()",
      "use no correction, and add EPS inside the root"),
     ("std(y, d)", "(y.var(d) + EPS).sqrt()",
      "add EPS inside the root of the deviation"),
-    ("var|var_mean(*)", "CALL(unbiased=None, correction=0)",
-     "use no correction, which divides by n"),
+    ("var|var_mean(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
     ("logit(y)", "CALL(eps=WIDE)", "pass eps=WIDE"),
     ("sqrt|rsqrt(y)", "CALL_ON(y + EPS)", "add EPS inside the {}"),
     ("sqrt|rsqrt(y)", "CALL_ON(y.clamp(min=EPS))",
@@ -287,6 +295,8 @@ GUARDS = _rules(
      "clamp the argument to a magnitude of 1 - WIDE"),
     ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",
      "clamp the argument to at least 1 + WIDE"),
+    ("lgamma|digamma(y)", "CALL_ON(y.clamp(min=EPS))",
+     "clamp the argument to at least EPS"),
     ("exp|expm1|exp2(y)", "CALL_ON(y.clamp(max=N))", "clamp the argument to N"),
     ("sinh|cosh(y)", "CALL_ON(y.clamp(-N, N))",
      "clamp the argument between -N and N"),
@@ -357,12 +367,25 @@ _NAMES = ("EPS", "LEAST", "SMALL", "TINY", "WIDE", "JITTER", "LOW", "N")
 _LARGEST = {torch.float64: (80, 20), torch.float16: (10, 5)}
 
 
-def numbers_of(rule: Rule, call: TorchCall) -> tuple[float, ...]:
-    """The numbers that are tried for N in place of a call."""
+# Of the largest divisor of a call: what others seldom are below; chosen, not measured.
+_SMALL_SHARE = 1e-3
+
+
+def numbers_of(rule: Rule, call: TorchCall, largest: float = 0.0) -> tuple[float, ...]:
+    """The numbers that are tried for N in place of a call.
+
+    Args:
+        rule: The rule.
+        call: The call.
+        largest: The largest divisor of a quotient that became inf; 0 for none.
+    """
     if re.search(r"\bN\b", rule.new) is None:
         return (0.0,)
     if call.name == "to":
         return (_most_of(call),)
+    if rule.text == _BY_SIZE:
+        share = _SMALL_SHARE * largest
+        return (10.0 ** math.floor(math.log10(share)),) if share else ()
     return _LARGEST.get(call.dtype, (20, 5))
 
 

@@ -370,7 +370,7 @@ class Trials:
             distance, is_near = self._nearness.judged(patches, self._others)
             remedy = replace(remedy, distance=distance, is_near=is_near)
         self.remedies.append(remedy)
-        if remedy.is_recommended:
+        if remedy.keeps_running:
             self.helped.append((patches, remedy))
         return remedy.is_recommended
 
@@ -405,9 +405,14 @@ class Trials:
         stops = any(each.stops_gradient for each in applied.trials)
         is_flat = bool(own.gradients) and not any(map(_any, own.gradients.values()))
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
-        moved = [
-            e for p in patches if isinstance(p, CallPatch) for e in p.moved.values()
-        ]
+        is_exact = all(each.is_exact for each in applied.trials)
+        moved = (
+            []
+            if is_exact
+            else [
+                e for p in patches if isinstance(p, CallPatch) for e in p.moved.values()
+            ]
+        )
         facts |= {"moves_results": max(moved, default=None)}
         facts |= {"breaks": broken, "leaves": left, "is_flat": is_flat}
         return {**facts, "stops_gradient": stops}

@@ -165,7 +165,7 @@ def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
 
 _NEAR = 1e-2  # of the loss: what two ways to round seldom differ by
 _CANCELLED = 1e-4  # of the usual loss: rounding of larger terms is seen below that
-_EPS = 4.0  # times the precision of the coarsest dtype, where that is more
+_EPS = 4.0  # times the precision of the coarsest dtype, where that is more than either
 _OF_GRADIENTS = 5.0  # times as much, for each of their sums is rounded
 
 
@@ -177,6 +177,8 @@ class Truth:
         loss: The loss.
         gradients: The gradients of the parameters, by their names.
         near: The relative difference that rounding explains.
+        cancelled: The share of the usual loss below which a loss is what terms that
+            cancel leave.
         least: The norm below which gradients are what terms that cancel leave, by the
             loss and the norm of the weights.
     """
@@ -184,6 +186,7 @@ class Truth:
     loss: float
     gradients: Mapping[str, torch.Tensor]
     near: float
+    cancelled: float = _CANCELLED
     least: float = 0.0
 
     @classmethod
@@ -199,10 +202,11 @@ class Truth:
             return None
         dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
         eps = [torch.finfo(each).eps for each in dtypes if each.is_floating_point]
-        near = max(_NEAR, _EPS * max(eps, default=0.0))
+        coarse = _EPS * max(eps, default=0.0)
+        near, cancelled = max(_NEAR, coarse), max(_CANCELLED, coarse)
         size = norm_of(weights)
         least = _CANCELLED * abs(loss) / size if size else 0.0
-        return cls(loss, result.held().gradients, near, least)
+        return cls(loss, result.held().gradients, near, cancelled, least)
 
     @property
     def is_flat(self) -> bool:
@@ -230,8 +234,8 @@ class Truth:
             return {}
         dtype = result.losses[0].dtype
         if abs(self.loss) > torch.finfo(dtype).max:  # which no remedy comes to
-            return {"true_loss": self.loss}
-        least = _CANCELLED * (1.0 if usual is None else usual)
+            return {"true_loss": self.loss, "misses": "loss"}
+        least = self.cancelled * (1.0 if usual is None else usual)
         error = abs(remedy.loss - self.loss) / max(abs(self.loss), least)
         moved = distance(result.gradients, self.gradients, self.least)
         misses = error > self.near

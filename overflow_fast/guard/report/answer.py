@@ -19,6 +19,7 @@ _FEW_SHORT = 2  # of each kind of sentence in an exception
 _MAX_CODE = 76  # characters of a line of code: with its label, 86
 _MAX_LIST = 90  # of what did not help
 _INDENT = " " * 4
+_NONE_KEEPS = "no change that was tried keeps the value"
 _IN_FLOAT64 = "computed in float64"
 
 
@@ -58,7 +59,8 @@ class ExplanationText:
 
     def rows(self) -> list[str]:
         """All rows: label and text, the remedies last."""
-        return _written([*self._rows(), *self._attempts(), *self._tried(self._helped)])
+        tried = [*self._nearest(), *self._tried(self._helped)]
+        return _written([*self._rows(), *self._attempts(), *tried])
 
     def short_rows(self) -> list[str]:
         """Those of an exception, but for the attempts and the remedies."""
@@ -69,7 +71,8 @@ class ExplanationText:
         chosen = self._helped[:1]
         others = (each for each in self._helped if each.kind != chosen[0].kind)
         chosen += itertools.islice(others, 1)
-        return _written([*self._attempts(most=_MAX_LIST), *self._tried(chosen)])
+        tried = [*self._nearest(), *self._tried(chosen)]
+        return _written([*self._attempts(most=_MAX_LIST), *tried])
 
     @property
     def _helped(self) -> list[Remedy]:
@@ -135,7 +138,8 @@ class ExplanationText:
     def _attempts(self, most: int = 0) -> Iterator[tuple[str, str]]:
         """Attempts that failed, and those not made where nothing helped."""
         remedies = self.found.remedies
-        failed = [each for each in remedies if each.tried and not each.is_recommended]
+        told = [*self._helped, self.found.nearest]
+        failed = [each for each in remedies if each.tried and each not in told]
         if failed:
             labels = [f"{self._label(e)}{e.harm and f' ({e.harm})'}" for e in failed]
             yield "did not help:", _listed(labels, most)
@@ -143,6 +147,11 @@ class ExplanationText:
         if not_tried and not self._helped:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
             yield "not tried", _listed(labels, most)
+
+    def _nearest(self) -> Iterator[tuple[str, str]]:
+        """The change of code that comes nearest, where none keeps the value."""
+        if self.found.nearest is not None:
+            yield "nearest", f"{_NONE_KEEPS}; the nearest: {self.found.nearest}"
 
     def _tried(self, remedies: Sequence[Remedy]) -> Iterator[tuple[str, str]]:
         for remedy in remedies:

@@ -147,6 +147,7 @@ NOT_THE_LOSS = "The loss outside of the model was not replayed"
 SAME = 1e-3  # of gradients: more than float32 rounds in most networks
 _MOST_MOVED = 1e6  # a change of results is written up to here
 _TIMES = 10.0  # an error is written as a factor from here on
+_FAR = 0.1  # of the true loss: what misses it by more keeps no value; chosen
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class Remedy:
             of an exact form in float64; None where it is not known.
         error: How far the loss is from that, relative to it; where the loss is right,
             and gradients are not, how far these are (L2 norm). None where the true
-            loss is beyond the dtype's maximum.
+            loss is beyond the dtype's maximum, which no remedy comes to.
         misses: "loss" or "gradients", where that is more than rounding explains.
         usual: The largest loss of the steps before, where this one is 1e5 times as
             large and not known to be right; else None. Then it is no remedy.
@@ -195,8 +196,9 @@ class Remedy:
             for nothing that was seen. Else it is no remedy.
         leaves: The buffer that is a thousand times as large after the step with it, as
             the statistics of a batch norm, in words; or "".
-        moves_results: The largest relative change of those results of the changed calls
-            that were finite without it; None where there were none.
+        moves_results: The largest change of those results of the changed calls that
+            were finite without it, relative to the largest of them; None where there
+            were none, they were 0, or it is the same in exact arithmetic.
         is_flat: Whether all gradients are 0 with it.
         stops_gradient: Whether no gradient goes through where it acts.
         is_of_data: Whether it changes the batch, and no code.
@@ -247,7 +249,18 @@ class Remedy:
     @property
     def is_recommended(self) -> bool:
         """True if it was tried, made the step finite, is near and breaks nothing."""
-        return self.tried and self.is_finite and self.is_near and not self.harm
+        return self.keeps_running and not self.is_far
+
+    @property
+    def keeps_running(self) -> bool:
+        """True if it is recommended, but for how far its loss is off the true one."""
+        return self.tried and self.is_finite and self.is_near and not self._breaks_run
+
+    @property
+    def is_far(self) -> bool:
+        """True if its loss misses the true one by more than a tenth."""
+        is_off = self.error is None or self.error > _FAR
+        return self.misses == "loss" and is_off
 
     @property
     def is_right(self) -> bool:
@@ -257,6 +270,11 @@ class Remedy:
     @property
     def harm(self) -> str:
         """The reason why it is no remedy though the step is finite with it, or ""."""
+        far = self._error_text().strip(", ()") if self.is_far else ""
+        return self._breaks_run or (far and f"a loss of {self.loss:.3g}: {far}")
+
+    @property
+    def _breaks_run(self) -> str:
         if self.usual is not None and self.loss is not None:
             return f"a loss of {self.loss:.3g} after at most {self.usual:.3g}"
         return self.breaks
@@ -282,15 +300,15 @@ class Remedy:
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         loss += self._error_text()
         clauses = [f"finite{loss}" if self.is_finite else "not finite"]
-        if self.harm:
-            clauses.append(f"but {self.harm}")
+        if self._breaks_run:
+            clauses.append(f"but {self._breaks_run}")
         if self.distance is not None:
             but = "" if self.is_near else "but "
             clauses[0] += f", {but}{100 * self.distance:.2g} % from float32"
         if self.moved is not None:
             clauses.append(self._moved_text())
         elif self.moves_results is not None and self.moves_results > SAME:
-            by = f"{min(self.moves_results, _MOST_MOVED):.2g} of their size"
+            by = f"{min(self.moves_results, _MOST_MOVED):.2g} of the largest"
             clauses.append(f"changes results that were finite by up to {by}")
         if self.is_flat:
             clauses.append("all gradients are 0")
@@ -322,10 +340,12 @@ class Remedy:
         return abs(after - before) > SAME * abs(before)
 
     def _error_text(self) -> str:
-        if self.true_loss is not None and self.error is None:
-            return f" (the true one is {self.true_loss:.3g})"
-        if not self.misses or self.error is None or self.true_loss is None:
+        if not self.misses or self.true_loss is None or self.loss is None:
             return ""
+        off = abs(self.loss - self.true_loss)
+        is_small = self.error is not None and self.error * abs(self.true_loss) < off / 2
+        if self.error is None or (is_small and self.misses == "loss"):
+            return f" (the true one is {self.true_loss:.3g})"
         by = f"{self.error:.2g} times" if self.error >= _TIMES else f"{self.error:.0%}"
         if self.misses == "gradients":
             return f", gradients {by} off the true ones"
@@ -393,6 +413,14 @@ class Explanation:
     artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
     lost_by: Op | None = None
     reason: str = ""
+
+    @property
+    def nearest(self) -> Remedy | None:
+        """The change of code that comes nearest, where none keeps the value."""
+        own = [each for each in self.remedies if not each.is_of_data]
+        if any(each.is_recommended for each in own):
+            return None
+        return next((each for each in own if each.keeps_running), None)
 
     @property
     def is_transient(self) -> bool:
