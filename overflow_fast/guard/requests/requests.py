@@ -314,7 +314,19 @@ class Requests:
         if is_own:
             self._end(request, error)
 
+    @property
+    def is_in_forward(self) -> bool:
+        """True where this thread runs a forward that is watched."""
+        return self._now.is_in
+
     # Requests.
+
+    def go_on_from(self, before: Requests) -> None:
+        """Counts on where the requests of a guard have ended that this one replaces."""
+        self.num_requests, self.num_bad = before.num_requests, before.num_bad
+        self.num_forwards, self.num_tokens = before.num_forwards, before.num_tokens
+        own, other = self._parts.pipeline, before._parts.pipeline
+        own.num_bad, own.last_report = other.num_bad, other.last_report
 
     def _request_now(self) -> tuple[Request, bool]:
         """The request that this thread is in, or a new one, and whether it is new."""
@@ -612,7 +624,7 @@ class Requests:
             if model is None:
                 continue
             self._add(model, None)
-            for child in _entries(model):
+            for child in entries_of(model):
                 self._add(child, watch)
 
     def _add(self, module: nn.Module, watch: ModelWatch | None) -> None:
@@ -716,13 +728,13 @@ class _Kept:
         self.calls, self.start = calls, start
 
 
-def _entries(model: nn.Module) -> Iterator[nn.Module]:
+def entries_of(model: nn.Module) -> Iterator[nn.Module]:
     """The children of a model that can be called; of a container, those in it."""
     for child in children_of(model).values():
         if isinstance(child, torch.jit.ScriptModule):
             continue
         if type(child).forward is nn.Module.forward:
-            yield from _entries(child)
+            yield from entries_of(child)
         else:
             yield child
 
