@@ -79,6 +79,7 @@ def _call(call: Call, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         "batch": _plain(call.batch, put),
         "ambient": as_plain(call.ambient, put),
         "returns_loss": call.returns_loss,
+        "is_alone": call.has_backward is False,
         "held": {str(place): put(held) for place, held in call.held.items()},
     }
 
@@ -249,6 +250,7 @@ class SavedStep:
             own = _one_argument(model, batch) if saved.is_of_model else batch
             call = Call(_with_model(loss, model), own, ambient)
         call.returns_loss = loss is not None or saved.returns_loss
+        call.has_backward = False if saved.is_alone else call.has_backward
         if loss is None:
             call.held = held
         return call

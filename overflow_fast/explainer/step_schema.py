@@ -49,13 +49,14 @@ class SavedAmbient(Struct):
 
 
 class SavedCall(Struct):
-    """A call of the step."""
+    """A call of the step. `is_alone` where it ran without autograd."""
 
     is_of_model: bool
     batch: Value
     ambient: SavedAmbient
     returns_loss: bool
     held: dict[str, str]
+    is_alone: bool = False
 
 
 class SavedStepFile(Struct):

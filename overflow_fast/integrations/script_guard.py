@@ -8,11 +8,10 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,26 +21,29 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .. import _C
-from ..detector.debug import DebugUnderflowOverflow
-from ..detector.hooks import root_hooks
 from ..detector.selection import NoModuleError
 from ..guard.guard import OverflowGuard, guards_of, modules_of
 from ..guard.libraries import LIBRARIES
-from ..guard.optimizers.engines import optimizers_in
 from ..guard.optimizers.wrapped import stepper_of
 from ..guard.parts import living_models
 from ..guard.process import own_rank
-from ..guard.report.coverage import summary
+from ..guard.report.coverage import GuardCoverage, summary
 from ..guard.report.report import NonFiniteError
-from ..scanner.modules import (
-    children_of,
-    modules_in,
-    own_parameters_of,
-    parameters_of,
-    stepped_by,
-)
+from ..scanner.modules import modules_in
 from ..torch_internals.registry import callers
+from .script_models import (
+    each_once,
+    find_outermost,
+    find_trained,
+    have_detectors,
+    holds_one_of,
+    inside,
+    is_made_by_another,
+    named_by_class,
+    stepped_ids,
+    without_inner,
+)
+from .script_requests import RequestGuard
 
 # Calls a function when a module has been imported, and not before.
 
@@ -146,172 +148,17 @@ def replace_detector() -> None:
         _log.warning("transformers' own detector stays: %s", error)
 
 
-# Finds the models whose parameters optimizers step, among all that exist.
-
-
-def _stepped_ids(optimizers: Iterable[Optimizer]) -> set[int]:
-    return {id(each) for optimizer in optimizers for each in stepped_by(optimizer)}
-
-
-def holds_one_of(module: nn.Module, parameters: set[int]) -> bool:
-    """Returns True if a module or one inside of it has one of these parameters."""
-    return any(id(each) in parameters for each in parameters_of(module))
-
-
-def find_trained(
-    optimizers: Sequence[Optimizer],
-) -> tuple[list[nn.Module], list[Any]]:
-    """Finds the outermost modules that hold the optimizers' parameters.
-
-    Walks all objects that the garbage collector knows, and calls none of them.
-
-    Args:
-        optimizers: The optimizers.
-
-    Returns:
-        The modules, no two with the same parameters; and the optimizers, each replaced
-        by its outermost wrapper, such as Accelerate's.
-    """
-    modules, wrappers = _existing()
-    wanted = _stepped_ids(optimizers)
-    parents = _parents(modules)
-    holders = [each for each in modules if wanted & _own_parameters(each)]
-    roots = {id(each): each for each in _roots(holders, parents)}
-    found, covered = list[nn.Module](), set[int]()
-    counts = {i: parameters_in(root) & wanted for i, root in roots.items()}
-    for i in sorted(roots, key=lambda i: -len(counts[i])):
-        if not counts[i] <= covered:
-            found.append(roots[i])
-            covered |= counts[i]
-    return found, each_once(_outermost(optimizers, wrappers))
-
-
-def each_once(values: Iterable[Any]) -> list[Any]:
-    """Values without those that are there already, by identity."""
-    return list({id(each): each for each in values}.values())
-
-
-def find_outermost(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-) -> tuple[list[nn.Module], list[Any]]:
-    """Finds the outermost modules that hold models, and optimizers' outermost wrappers.
-
-    Returns:
-        The modules, and for each optimizer its wrapper, or itself where it has none.
-    """
-    modules, existing = _existing()
-    roots = _roots(models, _parents(modules))
-    return roots, _outermost(optimizers, existing)
-
-
-def without_inner(optimizers: Sequence[Any]) -> list[Any]:
-    """The optimizers without those that others of them hold."""
-    inner = {id(i) for each in optimizers for i in inside(each) if i is not each}
-    return [each for each in optimizers if id(each) not in inner]
-
-
-def inside(optimizer: Any) -> list[Any]:
-    """An optimizer and all that it holds."""
-    return [each for _, each in optimizers_in(optimizer)]
-
-
-def is_made_by_another(optimizer: Optimizer) -> bool:
-    """Returns True where the constructor of another optimizer makes it."""
-    makers = (each for each in callers() if issubclass(type(each), Optimizer))
-    return any(each is not optimizer for each in makers)
-
-
-def have_detectors(models: Sequence[nn.Module]) -> bool:
-    """Returns True if the program has put a detector on one of its models."""
-    owners = (hook.owner for model in models for hook in root_hooks(model))
-    return any(isinstance(owner, DebugUnderflowOverflow) for owner in owners)
-
-
-def named_by_class(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Names models by their classes, with a number where two have the same."""
-    names = [type(model).__name__ for model in models]
-    return {
-        name if names.count(name) == 1 else f"{name}{names[:i].count(name)}": model
-        for i, (name, model) in enumerate(zip(names, models, strict=True))
-    }
-
-
-def parameters_in(module: nn.Module) -> set[int]:
-    """The identities of a module's parameters."""
-    return {id(each) for each in parameters_of(module)}
-
-
-def _existing() -> tuple[list[nn.Module], list[Any]]:
-    """All modules, and all optimizers and wrappers of them."""
-    modules, optimizers = list[nn.Module](), list[Any]()
-    for each in _C.collected(_is_looked_for):
-        if issubclass(type(each), nn.Module):
-            if "_modules" in vars(each):  # it may be under construction
-                modules.append(each)
-        elif _has_groups(each):
-            optimizers.append(each)
-    return modules, optimizers
-
-
-def _is_looked_for(kind: type) -> bool:
-    return issubclass(kind, nn.Module) or callable(
-        inspect.getattr_static(kind, "step", None)
-    )
-
-
-def _has_groups(value: Any) -> bool:
-    """True for an optimizer, an engine's too, whose properties are not read."""
-    if issubclass(type(value), Optimizer):
-        return True
-    return inspect.getattr_static(value, "param_groups", None) is not None
-
-
-def _own_parameters(module: nn.Module) -> set[int]:
-    return set(map(id, own_parameters_of(module).values()))
-
-
-def _parents(modules: Sequence[nn.Module]) -> dict[int, list[nn.Module]]:
-    parents: dict[int, list[nn.Module]] = {}
-    for module in modules:
-        for child in children_of(module).values():
-            parents.setdefault(id(child), []).append(module)
-    return parents
-
-
-def _roots(
-    holders: Sequence[nn.Module], parents: dict[int, list[nn.Module]]
-) -> list[nn.Module]:
-    """The modules above some that no other module contains."""
-    seen, waiting, roots = {id(each) for each in holders}, list(holders), []
-    while waiting:
-        module = waiting.pop()
-        above = parents.get(id(module), [])
-        if not above:
-            roots.append(module)
-        for each in above:
-            if id(each) not in seen:
-                seen.add(id(each))
-                waiting.append(each)
-    return roots
-
-
-def _outermost(optimizers: Sequence[Optimizer], existing: Sequence[Any]) -> list[Any]:
-    """The outermost wrapper of each optimizer, or itself: Accelerate's, an engine's."""
-    held = {id(each): {id(i) for i in inside(each)} - {id(each)} for each in existing}
-    all_held = set[int]().union(*held.values())
-    outer = [each for each in existing if id(each) not in all_held]
-    return [
-        next((each for each in outer if id(one) in held[id(each)]), one)
-        for one in optimizers
-    ]
+def _num_judged(coverage: GuardCoverage) -> int:
+    return coverage.steps or coverage.requests
 
 
 _log = logging.getLogger("overflow_fast")
 _MAX_SEARCHES = 16  # of all objects, before the first forward
 _NO_STEP = "its optimizers made no step"
 _NO_OPTIMIZER = (
-    "it made no torch.optim.Optimizer in this process (those that it starts are not "
-    "guarded: run each so, such as `torchrun -m overflow_fast run train.py`)"
+    "it made no torch.optim.Optimizer in this process, and ran no module without "
+    "autograd (processes that it starts are not guarded: run each so, such as "
+    "`torchrun -m overflow_fast run train.py`)"
 )
 
 
@@ -327,6 +174,7 @@ class ScriptGuard:
     has come to hold a model by then, such as DDP, takes its place. An optimizer that
     was copied or unpickled is guarded from its second step on. Trainers of transformers
     and Lightning get the guard's callback. What the program guards itself is left so.
+    Until it makes an optimizer, what it runs without autograd is judged as requests.
 
     Args:
         arguments: The arguments of `OverflowGuard` but models and optimizers.
@@ -346,6 +194,7 @@ class ScriptGuard:
         self._forward_hook: Any = None
         self._guards: list[OverflowGuard] = []
         self._refused: NoModuleError | None = None
+        self._requests: RequestGuard | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -356,13 +205,14 @@ class ScriptGuard:
             UnusableArgumentsError: If a pattern matches no module.
         """
         step_hook = register_optimizer_step_post_hook(self._after_step)
+        self._requests = RequestGuard(self._arguments, self._isolated_call)
         original = Optimizer.__init__
         Optimizer.__init__ = self._noting(original)  # type: ignore[method-assign]
         try:
             with on_import("transformers.debug_utils", replace_detector):
                 yield
         except BaseException as error:
-            for guard in self._guards:
+            for guard in self._all_guards:
                 guard._parts.on_raised(error, ends=True)
             with contextlib.suppress(NonFiniteError):
                 self._remove_guards()
@@ -383,12 +233,11 @@ class ScriptGuard:
 
     def summaries(self) -> list[str]:
         """Writes what was watched, a line for each guard that reported nothing."""
-        guards = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
         return [
             summary(coverage, 0, each.num_skipped, each.cost)
-            for each in guards
+            for each in self._all_guards
             if each.last_report is None and own_rank() == 0
-            if (coverage := each.coverage()).steps and not coverage.failures
+            if _num_judged(coverage := each.coverage()) and not coverage.failures
         ]
 
     @property
@@ -398,8 +247,15 @@ class ScriptGuard:
 
     @property
     def _has_steps(self) -> bool:
-        guards = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
-        return self._is_guarded or any(each.coverage().steps for each in guards)
+        judged = (_num_judged(each.coverage()) for each in self._all_guards)
+        return self._is_guarded or any(judged)
+
+    @property
+    def _all_guards(self) -> list[OverflowGuard]:
+        found = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
+        if self._requests is not None and self._requests.guard is not None:
+            found.append(self._requests.guard)
+        return found
 
     # Called by the program.
 
@@ -415,6 +271,7 @@ class ScriptGuard:
         if optimizer in self._known:
             return
         self._known.add(optimizer)
+        self._end_requests()
         if (trainer := trainer_on_stack()) is not None:
             self._give_callback(trainer)
         elif not is_made_by_another(optimizer):
@@ -446,7 +303,7 @@ class ScriptGuard:
         is_watched = any(each is module for each in watched)
         if is_watched and not self._pending:
             self._go_over_to_wrappers()
-        elif holds_one_of(module, _stepped_ids(self._new_optimizers())):
+        elif holds_one_of(module, stepped_ids(self._new_optimizers())):
             self._attach()
         elif not set(map(id, watched)).isdisjoint(map(id, modules_in(module))):
             self._go_over_to_wrappers()  # an engine's, which steps copies of weights
@@ -535,17 +392,31 @@ class ScriptGuard:
             else:
                 self._replace([guard], roots, each_once(wrappers))
 
+    def _end_requests(self) -> None:
+        """Ends the guard of requests: the program trains, or has ended."""
+        found = self._requests
+        if found is not None:
+            found.remove()
+            self._has_own |= found.has_own
+
     def _remove_guards(self) -> None:
         self._has_own |= any(not guard.enabled for guard in self._guards)
         with contextlib.ExitStack() as removals:
+            removals.callback(self._end_requests)
             for guard in self._guards:
                 removals.callback(guard.remove)
 
     def _raise_refusal(self) -> None:
-        if self._refused is not None and not self._guards:
+        if self._refused is not None and not self._all_guards:
             raise UnusableArgumentsError(str(self._refused))
 
+    def _isolated_call(self, function: Callable[..., None], *args: Any) -> None:
+        self._isolated(function, *args)
+        self._raise_refusal()
+
     def _stop_looking(self) -> None:
+        if self._requests is not None:
+            self._requests.stop_looking()
         if self._forward_hook is not None:
             self._forward_hook.remove()
             self._forward_hook = None

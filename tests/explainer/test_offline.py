@@ -288,3 +288,25 @@ def test_a_made_up_type_is_damage(made_up, tmp_path):
     broken(tmp_path, "replay.json", json.dumps(step))
     with pytest.raises(UnreadableStepError, match=r"is damaged|cannot be read"):
         explain_folder(tmp_path, Net())
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.down(x))
+
+
+@pytest.mark.tries_remedies
+def test_a_request_of_a_folder_is_explained_as_a_forward_alone(tmp_path):
+    model = Wide().half()
+    nn.init.constant_(model.down.weight, 1.0)
+    call = model_call(model, torch.full((2, 8), 6e4).half())
+    call.has_backward = False
+    left_by(tmp_path, model, call)
+    found = explain_folder(tmp_path, model)
+    assert (found.cause, found.module) == ("range overflow", "down")
+    assert found.remedies[0].is_recommended and found.remedies[0].distance < 0.01

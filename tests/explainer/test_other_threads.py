@@ -24,7 +24,7 @@ from overflow_fast.detector.observers import without_observers
 from overflow_fast.explainer import syntax
 from overflow_fast.explainer.effects.before import Before
 from overflow_fast.explainer.snapshot import Snapshot
-from overflow_fast.integrations import script_guard
+from overflow_fast.integrations import script_models
 from overflow_fast.torch_internals.replaying import uncompiled_calls
 
 assert torch._dynamo.list_backends()  # imports it
@@ -213,7 +213,7 @@ def test_threads_explain_steps_of_compiled_models_side_by_side():
 
 
 @pytest.mark.parametrize(
-    "look", [Before, script_guard._existing], ids=["replay", "script"]
+    "look", [Before, script_models._existing], ids=["replay", "script"]
 )
 def test_other_threads_make_tuples_while_objects_are_looked_for(look):
     failed, made, is_over = [], [], threading.Event()

@@ -20,6 +20,7 @@ from overflow_fast.detector import compiled, dynamo
 from overflow_fast.guard.undo import step_start
 from overflow_fast.guard.verdict import call_order as calls
 from overflow_fast.torch_internals import (  # noqa: F401  (each adds its rows)
+    call_arguments,
     clipping,
     compiler,
     registry,

@@ -15,10 +15,12 @@ from torch import nn
 
 from ... import _C
 from ...scanner.modules import buffers_of, modules_in
+from ...scanner.ops import scan
 from ...scanner.tree import CALL_DEPTH, mapped, solid_base
 from ..step_keeper import Ambient, KeptCall
 from ..undo.attributes import KeptAttributes
 from ..undo.kept_objects import ATOMS
+from ..watching.inputs import is_plain
 
 _MOST = 512  # containers below the arguments; chosen, not measured
 _SMALL = 64  # elements: of a counter, such as a cache's length
@@ -130,7 +132,7 @@ class HeldCall:
         self.ambient = Ambient(module, devices)
         self.output: Any = None
         self.state: ModelStart | None = None
-        self._tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self._tensors = self._given()
         for copy in copies:
             items = copy if isinstance(copy, list) else copy.values()
             self._tensors += [t for t in items if isinstance(t, torch.Tensor)]
@@ -164,35 +166,70 @@ class HeldCall:
             if known.get(id(tensor)) != version or tensor.is_inference():
                 yield tensor
 
-    def start(self) -> ModelStart:
-        """The state that a replay rewinds to: the model's small state, and counters."""
-        state = ModelStart([], []) if self.state is None else self.state
-        return ModelStart(state.attributes, [*state.pairs(), *self.counters])
+    def left_bad(self) -> _Pairs:
+        """What it was given, or holds as a buffer, was written to and is bad now.
 
-    def kept(self) -> KeptCall:
-        """The call as one that can be made again, with its arguments as they were."""
+        Incurs a CPU-GPU sync for each tensor on a device that was written to.
+
+        Returns:
+            Each with a copy that has 0 for what is not finite. A cache of a fixed size
+            begins with zeros, and what this forward or a later one has left there was
+            not there when it began.
+        """
+        written = list(self.written(self._tensors[len(self._given()) :]))
+        written += [] if self.state is None else self.state.written_buffers()
+        plain = [e for e in written if is_plain(e) and e.is_floating_point()]
+        stats = zip(plain, scan(plain), strict=True)
+        bad = [each for each, stat in stats if stat.has_nan or stat.has_inf]
+        return [(each, each.nan_to_num(0.0, 0.0, 0.0)) for each in bad]
+
+    def _given(self) -> list[torch.Tensor]:
+        values = (*self.args, *self.kwargs.values())
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def start(self, zeroed: _Pairs) -> ModelStart:
+        """The state that a replay rewinds to: the model's small state, and counters.
+
+        Args:
+            zeroed: See `left_bad()`.
+        """
+        state = ModelStart([], []) if self.state is None else self.state
+        pairs = [*state.pairs(), *self.counters, *zeroed]
+        return ModelStart(state.attributes, pairs)
+
+    def kept(self, zeroed: _Pairs) -> KeptCall:
+        """The call as one that can be made again, with its arguments as they were.
+
+        Args:
+            zeroed: See `left_bad()`.
+        """
+        others = {id(tensor): other for tensor, other in zeroed}
         containers = self.layout.containers
         now = list(map(_items_of, containers))
         try:
             for container, items in zip(containers, self._copies, strict=True):
                 _fill(container, items)
             given = self.args, self.kwargs
-            batch = mapped(given, _same, CALL_DEPTH, anew=True, has_empty=True)
+            batch = mapped(
+                given,
+                lambda tensor: others.get(id(tensor), tensor),
+                CALL_DEPTH,
+                anew=True,
+                has_empty=True,
+            )
         finally:
             for container, items in zip(containers, now, strict=True):
                 _fill(container, items)
         call = KeptCall(self.module, batch, self.ambient)
         call.has_backward = False
+        if zeroed:  # that it saw other data is said of these
+            return call
         known = dict(zip(map(id, self._tensors), self._versions, strict=True))
         call._versions = [
             known.get(id(tensor), version)
             for tensor, version in zip(call._tensors, call._versions, strict=True)
         ]
         return call
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _items_of(container: Any) -> Any:

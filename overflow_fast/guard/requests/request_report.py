@@ -31,6 +31,8 @@ class RequestReport(Report):
     Attributes:
         forward: Which of the request's forwards was the first bad one, from 0.
         num_forwards: How many it has run.
+        token: The new token of each row that this forward was to give, from 0; None
+            where the request makes no text.
         ids: The program's names of those that it is for, one a row; None for none.
         rows: The rows of the output that are not finite; None where it has no rows.
         num_rows: How many rows it has; 0 where that is not known.
@@ -44,6 +46,7 @@ class RequestReport(Report):
 
     forward: int = 0
     num_forwards: int = 1
+    token: int | None = None
     ids: list[Any] | None = None
     rows: list[int] | None = None
     num_rows: int = 0
@@ -57,7 +60,7 @@ class RequestReport(Report):
         cls,
         report: Report,
         request: Request,
-        watches: Sequence[ModelWatch],
+        poisoned: Mapping[str, list[int] | None],
         known: Mapping[str, str],
     ) -> RequestReport:
         """Makes it of a plain report, and of what the request has left.
@@ -67,12 +70,14 @@ class RequestReport(Report):
         Args:
             report: The plain report.
             request: The request.
-            watches: The watched models.
+            poisoned: What the request has left non-finite; see `left_in_state()`.
             known: What earlier requests have left non-finite.
         """
         plain = {f.name: getattr(report, f.name) for f in dataclasses.fields(Report)}
         made = cls(**plain, forward=request.forward, ids=request.ids)
         made.num_forwards = max(1, request.num_forwards)
+        if request.is_text and request.num_forwards > 1:
+            made.token = request.forward
         call, model = request.bad, report_model(request)
         if call is not None and is_batch_first(model):
             made.rows, made.num_rows = bad_rows(call.output, call.size)
@@ -80,7 +85,7 @@ class RequestReport(Report):
             size = _size_of(request.output) if request.ids is None else len(request.ids)
             made.rows, made.num_rows = bad_rows(request.output, size)
         made._match()
-        made.poisoned = dict(_poisoned(call, watches, known))
+        made.poisoned = dict(poisoned)
         first = report.verdict.first
         if first is not None:
             names = [first.label, *report.verdict.candidates, report.verdict.maker]
@@ -190,10 +195,18 @@ def _is_not_finite(values: torch.Tensor) -> torch.Tensor:
     return ~values.isfinite()
 
 
-def _poisoned(
+def left_in_state(
     call: HeldCall | None, watches: Sequence[ModelWatch], known: Mapping[str, str]
 ) -> Iterator[tuple[str, list[int] | None]]:
-    """Yields what the forward has written non-finite values to, with their rows."""
+    """Yields what a forward has written non-finite values to, with their rows.
+
+    Incurs a CPU-GPU sync for each tensor on a device that is looked at.
+
+    Args:
+        call: The forward, of which nothing was run again yet.
+        watches: The watched models.
+        known: What earlier requests have left non-finite.
+    """
     named: list[tuple[str, torch.Tensor]] = []
     if call is not None:
         given = [

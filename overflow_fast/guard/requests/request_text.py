@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .request_report import RequestReport
 
 _FEW = 4  # in a sentence; chosen
+_ALIKE = re.compile(r"\d+|(?<=\.)(?:keys?|values?)\b")  # layers of a cache
 
 
 class RequestText(ReportText):
@@ -31,6 +32,7 @@ class RequestText(ReportText):
         assert self.verdict.first is not None
         report = self.report
         where = f", forward {report.forward}" if report.num_forwards > 1 else ""
+        where = where if report.token is None else f", token {report.token}"
         what = what_of(self.verdict.first)
         return f"{report.subject}{where}: {what}{self._rows()}"
 
@@ -70,7 +72,7 @@ class RequestText(ReportText):
         groups: dict[tuple[str, str], list[str]] = {}
         for name, rows in self.report.poisoned.items():
             where = "" if rows is None else f" in {_numbered(rows)}"
-            groups.setdefault((re.sub(r"\d+", "*", name), where), []).append(name)
+            groups.setdefault((_ALIKE.sub("*", name), where), []).append(name)
         texts = [
             f"`{names[0]}`{f' and {len(names) - 1} alike' * (len(names) > 1)}{where}"
             for (_, where), names in list(groups.items())[:_FEW]

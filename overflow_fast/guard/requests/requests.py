@@ -60,6 +60,10 @@ _BUSY = (
     "The forward was not run again: other threads ran the models, and were waited for "
     f"{_WAIT:g} s."
 )
+_ZEROED = (
+    "The forward was run again with 0 for what it, or a later one, has left non-finite "
+    "in tensors that it was given."
+)
 _OFTEN = (
     "The forward was not run again: explanations have taken more than "
     f"{_SHARE:.0%} of the time since the first request."
@@ -82,10 +86,14 @@ class Request:
         frames: The bad frames of the first forward that had any.
         bad: That forward, or None.
         forward: Its number within the request.
+        is_text: Each forward reads the tokens of a text, and but for the first one only
+            the last of each row.
         function: The function that it runs as a whole, which can be made again, or
             None.
         output: What the program has recorded, or that function has returned.
         raised: The type of the exception that has ended it, or None.
+        zeroed: What that forward or a later one has left non-finite in tensors that it
+            was given, with 0 for it: a replay begins with these.
     """
 
     def __init__(self, number: int, ids: Sequence[object] | None) -> None:
@@ -94,14 +102,18 @@ class Request:
         self.num_forwards = 0
         self.frames: list[BadFrame] = []
         self.bad: HeldCall | None = None
-        self.forward = 0
+        self.forward, self.is_text = 0, True
         self.function: KeptCall | None = None
         self.output: Any = None
         self.raised: type[Exception] | None = None
+        self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
 
     def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
         """Adds what a forward has shown, whose stats may have yet to arrive."""
+        if call is not None:
+            tokens, is_first = call.num_tokens, not self.num_forwards
+            self.is_text &= tokens > 0 and (is_first or tokens == call.size)
         self._recent[id(watch), batch] = self.num_forwards, call
         if len(self._recent) > _MOST_FORWARDS:
             del self._recent[next(iter(self._recent))]
@@ -314,7 +326,19 @@ class Requests:
         if is_own:
             self._end(request, error)
 
+    @property
+    def is_in_forward(self) -> bool:
+        """True where this thread runs a forward that is watched."""
+        return self._now.is_in
+
     # Requests.
+
+    def go_on_from(self, before: Requests) -> None:
+        """Counts on where the requests of a guard have ended that this one replaces."""
+        self.num_requests, self.num_bad = before.num_requests, before.num_bad
+        self.num_forwards, self.num_tokens = before.num_forwards, before.num_tokens
+        own, other = self._parts.pipeline, before._parts.pipeline
+        own.num_bad, own.last_report = other.num_bad, other.last_report
 
     def _request_now(self) -> tuple[Request, bool]:
         """The request that this thread is in, or a new one, and whether it is new."""
@@ -494,7 +518,7 @@ class Requests:
     # A bad request.
 
     def _judge(self, request: Request, error: Exception | None) -> None:
-        from .request_report import RequestReport
+        from .request_report import RequestReport, left_in_state
 
         parts = self._parts
         pipeline, config = parts.pipeline, parts.config
@@ -502,11 +526,14 @@ class Requests:
         pipeline._leave_out_learned(step)
         if not step.frames:
             return
+        left = dict(left_in_state(request.bad, parts.watches, self.poisoned))
+        if config.may_replay and request.bad is not None and not request.function:
+            request.zeroed = request.bad.left_bad()
         if config.is_tripwire:
             step = self._looked_again(step, request)
         plain = pipeline._make_report(step, pipeline._detect(step))
         plain.not_covered = self.coverage().gaps()
-        report = RequestReport.of(plain, request, parts.watches, self.poisoned)
+        report = RequestReport.of(plain, request, left, self.poisoned)
         if config.explain.when != "never":
             report.explanation = self._explained(report, step, request)
         report.note_explained()
@@ -532,7 +559,7 @@ class Requests:
 
     def _calls(self, request: Request) -> list[KeptCall]:
         """The call to make again: the function, or the bad forward."""
-        calls = [] if request.bad is None else [request.bad.kept()]
+        calls = [] if request.bad is None else [request.bad.kept(request.zeroed)]
         if request.function is not None:
             request.function.forwards = calls
             calls = [request.function]
@@ -550,7 +577,8 @@ class Requests:
         begin = time.perf_counter()
         with self._gate.alone(_WAIT) as is_alone:
             if is_alone:
-                start = None if request.bad is None else request.bad.start()
+                bad = request.bad
+                start = None if bad is None else bad.start(request.zeroed)
                 keeper = _Kept(self._calls(request), start)
                 yield outer("explainer")(
                     *(parts.config, watches, keeper),
@@ -566,6 +594,7 @@ class Requests:
     def _explained(
         self, report: Report, step: Step, request: Request
     ) -> Explanation | None:
+        from ..report.causes import NOT_REPRODUCIBLE
         from ..report.explanation import Explanation
 
         config, verdict = self._parts.config, report.verdict
@@ -581,7 +610,11 @@ class Requests:
                 if explainer is None:
                     return Explanation(notes=[_BUSY])
                 found: Explanation = explainer.explain(verdict, "evaluation")
-                return found
+            if request.zeroed and found.cause == NOT_REPRODUCIBLE.name:
+                request.zeroed = []  # it was there before
+                return self._explained(report, step, request)
+            found.notes += [_ZEROED] * bool(request.zeroed)
+            return found
         except Exception as error:  # the alarm matters more than its explanation
             text = f"The request was not explained: {error_line(error)}."
             return Explanation(notes=[text])
@@ -599,7 +632,10 @@ class Requests:
                 if explainer is None:
                     return with_note(step, _BUSY)
                 seen: Step = explainer.look_again(step)
-                return seen
+            if request.zeroed and seen.frames == step.frames:
+                request.zeroed = []  # it was there before
+                return self._looked_again(step, request)
+            return seen
         except Exception as error:
             return with_note(step, f"The step was not run again: {error_line(error)}.")
 
@@ -612,7 +648,7 @@ class Requests:
             if model is None:
                 continue
             self._add(model, None)
-            for child in _entries(model):
+            for child in entries_of(model):
                 self._add(child, watch)
 
     def _add(self, module: nn.Module, watch: ModelWatch | None) -> None:
@@ -716,13 +752,13 @@ class _Kept:
         self.calls, self.start = calls, start
 
 
-def _entries(model: nn.Module) -> Iterator[nn.Module]:
+def entries_of(model: nn.Module) -> Iterator[nn.Module]:
     """The children of a model that can be called; of a container, those in it."""
     for child in children_of(model).values():
         if isinstance(child, torch.jit.ScriptModule):
             continue
         if type(child).forward is nn.Module.forward:
-            yield from _entries(child)
+            yield from entries_of(child)
         else:
             yield child
 

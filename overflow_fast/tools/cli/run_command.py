@@ -148,7 +148,7 @@ def add_run(commands: Commands) -> None:
         commands,
         "run",
         _run,
-        "run a training script with a guard on its models, without a change to it",
+        "run a script with a guard on the models that it trains or runs",
         """
         run train.py --lr 3e-4
         run --on-overflow skip --record run.ofr --log guard.jsonl train.py --lr 3e-4

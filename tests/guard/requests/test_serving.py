@@ -128,3 +128,58 @@ def test_the_model_of_a_pipeline_is_named_and_cured():
 def test_an_object_without_models_is_refused():
     with pytest.raises(TypeError, match="or an object with such attributes"):
         OverflowGuard(object())
+
+
+TRAP = 7  # the token whose row overflows
+
+
+def trapped():
+    """A float16 Llama whose second feed-forward overflows at one token."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        embeddings, mlp = model.model.embed_tokens.weight, model.model.layers[1].mlp
+        embeddings[:, 0] = 0
+        embeddings[TRAP] = torch.eye(32)[0] * 5
+        for each in (mlp.gate_proj, mlp.up_proj):
+            each.weight[0] = torch.eye(32)[0] * 150
+    return model.half()
+
+
+def give_the_trap(ids, scores):
+    """Gives the second row the token as its third new one, and others no row."""
+    scores = scores.clone()
+    scores[:, TRAP] = -1e4
+    if ids.shape[1] == 7:
+        scores[1, TRAP] = 6e4
+    return scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watch", ["tripwire", None])
+@pytest.mark.parametrize("cache", ["static", None])
+def test_a_token_of_one_row_is_explained_after_the_cache_was_written_on(watch, cache):
+    model, prompt = trapped(), torch.randint(8, 50, (3, 5))
+    options = {"on_overflow": "warn"} | ({} if watch is None else {"watch": watch})
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    settings["logits_processor"] = [give_the_trap]
+    if cache is not None:
+        settings |= {"cache_implementation": cache, "disable_compile": True}
+    with OverflowGuard(model, **options) as guard, guard.request(ids=IDS):
+        model.generate(prompt, **settings)
+    report = guard.last_report
+    found = report.explanation
+    assert (report.requests, report.rows, report.token) == (["b"], [1], 3)
+    assert report.line().startswith("Request b, token 3: ")
+    assert (found.cause, found.module) == ("range overflow", "model.layers.1.mlp")
+    assert found.remedies[0].distance < 0.01
+    assert set(map(tuple, report.poisoned.values())) == {(1,)}

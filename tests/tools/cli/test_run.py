@@ -498,3 +498,102 @@ def test_an_exception_of_the_programs_own_is_printed_with_the_report(tmp_path):
         assert "Step 2: " in after and "Bad data" in after
     last = json.loads(log.read_text().splitlines()[-1])
     assert (last["step"], last["is_clean"]) == (2, False)
+
+
+# Scripts that only run models.
+
+SERVED = """
+import sys, torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, scale=1.0):
+        return self.down(self.up(x) * scale)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = Block(), Block(), nn.LayerNorm(4)
+
+    def forward(self, x, *, scale=1.0):
+        return self.norm(self.second(self.first(x), scale))
+
+torch.manual_seed(0)
+net = Net().half().eval()
+"""
+SERVE = f"""{SERVED}
+with torch.inference_mode():
+    for i in range(3):
+        scale = 1e6 if str(i) in sys.argv else 1.0
+        net(torch.ones(2, 4).half(), scale=torch.tensor(scale))
+        print("served", i)
+"""
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_script_that_only_runs_a_model_ends_with_its_first_bad_request(tmp_path, bad):
+    done = run(tmp_path, SERVE, str(bad))
+    assert done.returncode == 3
+    assert done.stdout == "".join(f"served {i}\n" for i in range(bad))
+    assert f"NonFiniteError: Request {bad}: " in done.stderr
+    assert "code      return self.down(self.up(x) * scale)" in done.stderr
+    assert "replayed" not in done.stderr
+
+
+def test_each_bad_request_of_a_script_is_a_warning(tmp_path):
+    done = run(tmp_path, SERVE, "0", "2", options=("--on-overflow", "warn"))
+    assert (done.returncode, done.stdout.count("served")) == (0, 3)
+    assert [n for n in range(3) if f"] Request {n}: " in done.stderr] == [0, 2]
+
+
+def test_clean_requests_of_a_script_are_counted(tmp_path):
+    done = run(tmp_path, SERVE)
+    assert done.returncode == 0
+    assert done.stderr.startswith("overflow_fast: 3 requests: 0 reports")
+
+
+def test_the_models_of_a_pipeline_are_told_apart_as_they_first_run(tmp_path):
+    script = f"""{SERVED}
+class Vae(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decoder = Net()
+
+vae = Vae().half()
+with torch.no_grad():
+    latent = net(torch.ones(2, 4).half())
+    vae.decoder(latent, scale=torch.tensor(1e6))
+"""
+    done = run(tmp_path, script)
+    assert done.returncode == 3
+    assert "Request 1: " in done.stderr and "Vae.decoder.second" in done.stderr
+
+
+def test_what_a_script_runs_before_it_trains_is_judged_and_then_its_steps(tmp_path):
+    script = (
+        SERVE
+        + """
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x in (1.0, float("nan")):
+    net(torch.full((2, 4), x).half()).sum().backward()
+    optimizer.step()
+    print("after a step")
+"""
+    )
+    done = run(tmp_path, script, "1", options=("--on-overflow", "warn"))
+    assert done.returncode == 0 and "] Request 1: " in done.stderr
+    assert done.stdout.count("after a step") == 2
+    assert "Step 1: " in done.stderr and "Another OverflowGuard" not in done.stderr
+
+
+def test_a_serving_script_with_a_guard_of_its_own_has_no_second_one(tmp_path):
+    own = "import overflow_fast\nguard = overflow_fast.OverflowGuard(net, 'warn')\n"
+    own = own.replace("'warn'", "on_overflow='warn'")
+    done = run(tmp_path, SERVE.replace("with torch", own + "with torch", 1), "1")
+    assert (done.returncode, done.stdout.count("served")) == (0, 3)
+    assert done.stderr.count("] Request 1: ") == 1
+    assert "Another OverflowGuard" not in done.stderr
