@@ -12,8 +12,9 @@ from ..guard.process import world_size
 from ..guard.report.explanation import Explanation
 from ..scanner.text import as_lines
 from .calls import made_again
-from .replayer import Replayer
-from .search import find_masked_nonfinite
+from .explain_origin import explain_root_op
+from .replayer import Replayer, StepPart
+from .trace_back import ForwardRows, RootOp
 
 _log = logging.getLogger("overflow_fast")
 
@@ -110,3 +111,37 @@ class _MaskedOpsLog(Monitor):
                     ]
                 ),
             )
+
+
+# Non-finite values inside of a finite step: masked, clamped or divided away again.
+
+
+_MOST = 8  # explanations; chosen, not measured
+
+
+def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
+    """Replays a step and finds the operations that made non-finite values in it.
+
+    Looks at the last of the step's forwards and its backward. Constants, such as a mask
+    of -inf, and what was bad before the step are left out. Everything is put back
+    afterwards. Incurs a CPU-GPU sync for each operation on a device.
+
+    Args:
+        replayer: Runs the step; it is not entered yet.
+
+    Returns:
+        One explanation for each line of code and operation, in order, at most eight.
+        None where the replay was ended; see `Replayer.stopped`.
+    """
+    with replayer:
+        result = replayer.run(StepPart(traced=len(replayer.calls) - 1))
+    table = result.table
+    if table is None or result.error is not None:
+        return []
+    rows = ForwardRows(table)
+    found: dict[tuple[object, ...], Explanation] = {}
+    for row in table.rows:
+        place = row.name, row.module, row.sites[:1]
+        if row.makes_bad and place not in found and len(found) < _MOST:
+            found[place] = explain_root_op(RootOp(row, [row]), rows, row.in_backward)
+    return list(found.values())

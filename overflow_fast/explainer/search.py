@@ -1,236 +1,59 @@
-"""The decision tree of a replayed step, on one rank or on several that go together."""
+"""Searches for what made a step bad, on one rank or on several that go together.
+
+The decision tree is in `questions.py`; what is known of an origin is added here.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ..guard.report.causes import DIVERGENCE, NOT_REPRODUCIBLE, UNKNOWN
+from ..guard.options import BUDGET
+from ..guard.report.causes import (
+    DIVERGENCE,
+    UNKNOWN,
+)
 from ..guard.report.explanation import (
     NOT_THE_LOSS,
     OVERWRITTEN,
     Explanation,
-    Sample,
 )
-from ..scanner.modules import module_of_parameter
-from ..torch_internals.replaying import (
-    no_dispatch,
+from ..guard.undo.step_start import StepStart
+from ..scanner.modules import (
+    module_of_parameter,
 )
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.replaying import no_dispatch
 from . import bad_step as notes
 from .bad_step import BadStep
-from .calls import Call, batch_size, name_outside, why_whole, with_stand_in
+from .calls import Call, name_outside
 from .explain_origin import explain_root_op
 from .named_tensors import names_of
-from .op_rows import Leaf, Row, row_of
-from .op_table import OpTable
-from .op_trace import ModuleStack, OpCall, OpTrace
+from .op_rows import Leaf, Row
+from .questions import BEFORE, REPLAYED, TRACED, Question, failed
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
-from .replay_ranks import NotJoined
-from .replayer import Observer, ReplayCheck, Replayer, ReplayResult, StepPart
+from .replay_ranks import BEGIN, GIVEN, NotJoined, RankCoordinator
+from .replayer import (
+    Difference,
+    ReplayCheck,
+    Replayer,
+    ReplayResult,
+    StepPart,
+    Tail,
+)
 from .rounding import explain_lost, lost_value, nearest_first
-from .sentinel import Sentinel, outlier_in, sentinel_in
-from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
+from .sample import COMPUTED, find_sample
+from .sentinel import Sentinel, sentinel_in
 from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .weight_growth import find_growth
-from .without_operation import WithoutOperation
 
-# Which sample of the batch the bad value comes from.
-
-
-_COMPUTED = ("forward", "backward")
-_INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
-
-
-def find(
-    found: Explanation,
-    root_op: RootOp,
-    replayer: Replayer,
-    place: int,
-    may_run: Callable[[int], bool],
-    stays_within: bool = False,
-) -> ReplayResult | None:
-    """Adds the sample to an explanation, where it is one alone.
-
-    A bad value in the batch tells by itself. Else the step is replayed with one half of
-    the batch after another, and what is found with all others: a sample is named if the
-    same operation fails with it alone, and the step is finite without it.
-
-    Returns:
-        The replay of the other samples, where they were run.
-    """
-    call = replayer.calls[place]
-    size = batch_size(call)
-    if size is None or found.phase == "weights":
-        why = why_whole(call)
-        if why:
-            found.notes.append(f"The samples of the batch were not compared: {why}.")
-        return None
-    found.num_samples, others = size, None
-    source = root_op.source
-    if isinstance(source, Leaf):
-        index = _only_bad(source.tensor, size) if source.kind == "batch" else None
-    elif (
-        size < 2
-        or found.phase not in ("forward", "backward")
-        or found.cause == NOT_REPRODUCIBLE.name
-        or not replayer.ranks.can_cut(place)
-    ):
-        index = None
-    elif not may_run(1):
-        index = None
-        found.notes.append(_NO_BUDGET)
-    else:
-        index, others = _halved(source, replayer, place, size, may_run, stays_within)
-    if index is not None:
-        dataset, outlier = _dataset_index(call, index, size), None
-        is_of_size = found.is_overflow or found.lost_by is not None
-        if is_of_size and sentinel_in(call, index) is None:
-            outlier = outlier_in(call, index)
-        text = "" if outlier is None else outlier.text
-        found.sample = Sample.of(index, dataset, text)
-    return others
-
-
-def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
-    values = None if tensor is None else as_wide(tensor)
-    if values is None or values.dim() == 0 or len(values) != size:
-        return None
-    bad = ~values.isfinite().reshape(size, -1).all(1)
-    places = bad.nonzero().flatten().tolist()
-    return places[0] if len(places) == 1 else None
-
-
-def _halved(
-    source: Row,
-    replayer: Replayer,
-    place: int,
-    size: int,
-    may_run: Callable[[int], bool],
-    stays_within: bool,
-) -> tuple[int | None, ReplayResult | None]:
-    """The sample with which alone the same operation fails, and not without it.
-
-    Returns:
-        The sample, and the replay of the others, which is finite; else None.
-    """
-
-    def fails(rows: Sequence[int]) -> bool:
-        """True if a part of the batch fails at the same place."""
-        if not may_run(1):
-            return False
-        fails_again = None if _reads_bad(source) else _FailsAgain(source)
-        observers = [] if fails_again is None else [fails_again]
-        part = StepPart(place, tuple(rows), has_table=fails_again is None)
-        result = replayer.run(part, observers=observers)
-        is_bad = stays_within or result.is_forward or result.is_in_gradients
-        is_bad = is_bad or bool(result.bad_buffers)
-        if result.error is not None or not is_bad:
-            return False
-        if fails_again is not None:
-            return fails_again.is_seen
-        again = None if stays_within else result.root_op(replayer.models)
-        other = None if again is None else again.source
-        return isinstance(other, Row) and other.place == source.place
-
-    first, last = _guesses(source, size) or (None, None)
-    if last is not None and last != first and fails([last]):
-        return None, None  # as it did among the others: there are several
-    left = [] if first is None else [first]
-    if not left or not fails(left):
-        left = list(range(size))
-    while len(left) > 1:
-        if not may_run(1):
-            return None, None
-        half = left[: len(left) // 2]
-        is_in_half = fails(half)
-        left = half if is_in_half else left[len(half) :]
-        is_one = len(left) == 1 and not is_in_half  # which has not been run alone
-        if is_one and not fails(left):
-            return None, None
-    if not may_run(1):
-        return None, None
-    rows = with_stand_in(left[0], size)
-    observers = [_FailsAgain(source)] * stays_within
-    part = StepPart(place, rows, has_table=False)
-    others = replayer.run(part, observers=observers)
-    is_finite = others.is_clean and not any(each.is_seen for each in observers)
-    return (left[0], others) if is_finite else (None, None)
-
-
-def _guesses(source: Row, size: int) -> tuple[int, int] | None:
-    """The samples that the indices of the first and last bad value point to."""
-    details = source.details
-    if details is None or not details.first_index or not details.outputs:
-        return None
-    length = details.outputs[0].shape[0]
-    if length % size or not details.last_index:
-        return None
-    each = length // size
-    return details.first_index[0] // each, details.last_index[0] // each
-
-
-def _reads_bad(source: Row) -> bool:
-    """True if an operation may have read non-finite values, such as those of a mask."""
-    return source.details is None or source.details.has_bad_inputs
-
-
-class _FailsAgain(Observer):
-    """Sees whether an operation makes non-finite values of finite ones in a replay.
-
-    Looks at what runs at its place alone, which takes less than a table of all.
-
-    Attributes:
-        is_seen: It does.
-    """
-
-    def __init__(self, row: Row) -> None:
-        self._row = row
-        self.is_seen = False
-
-    def observing(
-        self, models: Mapping[str, nn.Module]
-    ) -> AbstractContextManager[object]:
-        """Sees the operations that run within."""
-        return OpTrace(models, self)
-
-    def run(self, op: OpCall, modules: ModuleStack) -> Any:
-        """Runs an operation; see `OpObserver`."""
-        if self.is_seen or op.name != self._row.name:
-            return op.run()
-        is_finite = not any(map(kinds_of, op.read()))
-        output = op.run()
-        if is_finite and row_of(op, modules).place == self._row.place:
-            with torch.no_grad():
-                written = [*op.fresh(output), *op.written]
-                self.is_seen = any(map(kinds_of, floats_in(written)))
-        return output
-
-    def on_module(self, name: str, values: Any, is_given: bool) -> None:
-        """See `OpObserver`."""
-
-
-def _dataset_index(call: Call, index: int, size: int) -> int | None:
-    """The sample's index in the dataset, where a key of the batch is called that."""
-    for name, path, tensor in call.places():
-        key = path[-1].value if path else name
-        is_index = key in _INDEX_KEYS and not is_float(tensor)
-        if is_index and tensor.dim() == 1 and len(tensor) == size:
-            return int(tensor[index])
-    return None
-
-
-_NO_BUDGET = (
-    "The samples of the batch were not compared: the budget, of forwards or of time, "
-    "was spent."
-)
 _NOT_TRIED = (
     "No remedy was tried: the step writes to {}, which could not be put back to what "
     "it was before, and holds non-finite values."
@@ -246,73 +69,149 @@ _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
 
 
-class Search:
-    """One explanation in the making.
+@dataclass(frozen=True)
+class Case:
+    """The step that is explained, and the limits within which it is run again.
 
-    Args:
-        replayer: Runs the step; it is not entered yet.
-        incident: What a guard saw; None where nobody watched.
+    Attributes:
+        models: The models, by what their modules' names begin with.
+        incident: What a guard saw; of no kind where nobody watched.
+        start: The models as they were when the step began; None for now.
         budget: How many forwards it may run; see `find_remedies` for remedies.
         checkpoints: Files of weights to try where weights are bad, the newest last.
         artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
         replay_check: Compares the first run with the step; None where nobody watched.
+        replayers: All that have run it.
     """
+
+    models: Mapping[str, nn.Module]
+    incident: BadStep = field(default_factory=BadStep)
+    start: StepStart | None = None
+    budget: int = BUDGET
+    checkpoints: Sequence[str | os.PathLike[str]] = ()
+    artifact_bytes: int = 0
+    replay_check: ReplayCheck | None = None
+    replayers: list[Replayer] = field(default_factory=list)
+
+    def replayer(
+        self,
+        calls: Sequence[Call],
+        ranks: RankCoordinator | None = None,
+        tail: Tail | None = None,
+    ) -> Replayer:
+        """Makes what runs calls as the step; see `Replayer`."""
+        is_alone = ranks is None or ranks.is_alone
+        # Hooks would have compiled code compiled anew.
+        looks_inside = is_alone and self.incident.kind == "grad_output"
+        inner = self.incident.module if looks_inside and not has_compiled() else None
+        self.replayers.append(
+            Replayer(
+                *(self.models, calls, self.start, ranks),
+                keeps_calls=self.artifact_bytes > 0,
+                inner=inner,
+                tail=tail,
+            )
+        )
+        return self.replayers[-1]
+
+    @property
+    def num_forwards(self) -> int:
+        """How many forwards were run."""
+        return sum(each.num_forwards for each in self.replayers)
+
+
+class Search:
+    """One explanation in the making, of one view of a step.
+
+    Args:
+        case: The step.
+        calls: What is run again as the step: the calls that were kept, or a view of it.
+        ranks: The ranks that replay it together; None for this one alone.
+        tail: The program's lines behind backward, where they belong to the view.
+
+    Attributes:
+        case: The step.
+        incident: What a guard saw.
+        replayer: Runs the view.
+        first: The first replay.
+        traced: The one with a table of its operations.
+        changed: What a replay changes, and could not be put back.
+        set_meanwhile: Numbers of the models that the step has set, a replay not.
+    """
+
+    first: ReplayResult
+    traced: ReplayResult
 
     def __init__(
         self,
-        replayer: Replayer,
-        incident: BadStep | None,
-        budget: int,
-        checkpoints: Sequence[str | os.PathLike[str]],
-        artifact_bytes: int,
-        replay_check: ReplayCheck | None,
+        case: Case,
+        calls: Sequence[Call],
+        ranks: RankCoordinator | None = None,
+        tail: Tail | None = None,
     ) -> None:
-        self._replay_check = replay_check
-        self._observers = [] if replay_check is None else [replay_check]
-        self._checkpoints = checkpoints
-        self._artifact_bytes = artifact_bytes
-        self._replayer = replayer
-        self._ranks = replayer.ranks
-        self._incident = incident
-        self._budget = budget
+        self.case: Case = case
+        self.incident: BadStep = case.incident
+        self.replayer: Replayer = case.replayer(calls, ranks, tail)
+        self.changed: list[str] = []
+        self.set_meanwhile: list[str] = []
+        self._ranks = self.replayer.ranks
         self._begin = time.perf_counter()
-        self._first: ReplayResult | None = None
+        self._has_run = False
         self._lost: Row | None = None
         self._sentinel: Sentinel | None = None
         self._others: ReplayResult | None = None
-        self._changed: list[str] = []  # by a replay, and not put back
-        self._set_meanwhile: list[str] = []  # numbers of the models, by the step alone
 
-    @property
-    def _without_operation(self) -> WithoutOperation:
-        """The explanations without an operation."""
-        given = self._replayer, self._incident, self.may_run, self._replay_check
-        return WithoutOperation(*given, self._changed, self._set_meanwhile)
-
-    @property
-    def _within(self) -> str | None:
-        """The module whose bad values the guard saw; None where it was no module's."""
-        incident = self._incident
-        is_of_call = incident is not None and incident.kind in ("input", "output")
-        return incident.module if incident is not None and is_of_call else None
+    def ask(self, questions: Sequence[Question]) -> Explanation | None:
+        """The first answer to a list of questions, or None."""
+        answers = (each.answer(self) for each in questions if each.is_so(self))
+        return next((each for each in answers if each is not None), None)
 
     def may_run(self, forwards: int = 1) -> bool:
         """True if the budget allows so many forwards more."""
-        left = self._budget - self._replayer.num_forwards
+        left = self.case.budget - self.replayer.num_forwards
         return left >= forwards and self._has_time()
 
     def _has_time(self) -> bool:
         seconds = time.perf_counter() - self._begin
-        step = 0.0 if self._first is None else self._first.seconds
-        return seconds < seconds_for(step)
+        return seconds < seconds_for(self.first.seconds if self._has_run else 0.0)
+
+    @property
+    def difference(self) -> Difference | None:
+        """The first value of the first replay that is not the step's, if known."""
+        check = self.case.replay_check
+        return None if check is None else check.difference()
+
+    @property
+    def is_seen_in_call(self) -> bool:
+        """True if the guard saw a module receive the bad values, or return them."""
+        return self.incident.kind in ("input", "output")
+
+    @property
+    def is_forward_finite(self) -> bool:
+        """True if a forward was bad, and its replay is not, before what it gave back.
+
+        The gradients that its outputs were given came of the bad values of the step.
+        """
+        if not self.is_seen_in_call or not self._ranks.is_alone:
+            return False
+        difference = self.difference if self.first.state == GIVEN else None
+        return difference is not None and difference.path.role == "output"
 
     def run(self) -> Explanation:
-        """Replays, and finds the explanation or follows the rank that does."""
-        with self._replayer:
+        """Finds the explanation, or follows the rank that does."""
+        if self._ranks.is_leader:
+            known = self.ask(BEFORE)
+            if known is not None:
+                self._try_checkpoints(known)
+                return known
+            self._ranks.order(BEGIN)
+        elif self._ranks.receive() != BEGIN:
+            return Explanation()
+        with self.replayer:
             found = self._lead() if self._ranks.is_leader else self._follow()
         if self._ranks.is_leader:
-            found.notes += self._replayer.state.problems
-            name = name_outside(self._replayer.calls)
+            found.notes += self.replayer.state.problems
+            name = name_outside(self.replayer.calls)
             if name and notes.OUTSIDE_LOSS in found.notes:  # some of it was
                 place = found.notes.index(notes.OUTSIDE_LOSS)
                 text = notes.outside_text(name)
@@ -320,49 +219,31 @@ class Search:
         return found
 
     def _lead(self) -> Explanation:
-        first = self._first = self._replayer.run(observers=self._observers)
-        self._changed = self._replayer.state.changed_around()
-        self._set_meanwhile = self._replayer.state.set_meanwhile()
-        if first.error is not None:
-            return self._without_operation.failed(first.error)
-        incident = self._incident
-        is_inside = incident is not None and (
-            not incident.reaches_loss or incident.kind in ("input", "output")
-        )
-        without = self._without_operation
-        if incident is None and first.is_clean and self._ranks.is_alone:
-            hidden = self._hidden(first)
-            if hidden is not None:
-                return hidden
-        if (first.is_clean and not is_inside) or without.is_forward_finite(first):
-            return without.clean(first)
-        place = first.bad_call if first.bad_call >= 0 else len(self._replayer.calls) - 1
+        self._note_first(self.replayer.run(observers=self._observers))
+        self.changed = self.replayer.state.changed_around()
+        self.set_meanwhile = self.replayer.state.set_meanwhile()
+        known = self.ask(REPLAYED)
+        if known is not None:
+            return known
+        first, last = self.first.bad_call, len(self.replayer.calls) - 1
+        place = first if first >= 0 else last
         part = StepPart(place, looks_back=True, has_calls=True)
-        return self._explained(place, self._replayer.run(part))
+        return self._explained(place, self.replayer.run(part))
 
-    def _hidden(self, first: ReplayResult) -> Explanation | None:
-        """The explanation of a finite forward within which values were not finite.
+    @property
+    def _observers(self) -> list[ReplayCheck]:
+        check = self.case.replay_check
+        return [] if check is None or self._has_run else [check]
 
-        None where there were none; it has a cause where the output is wrong by them.
-        """
-        if first.has_backward or first.losses or not self.may_run():
-            return None
-        from .hidden import find_hidden  # most replays need none of it
-
-        place = len(self._replayer.calls) - 1
-        hidden = find_hidden(self._replayer, place)
-        if hidden is None:
-            return None
-        if hidden.is_wrong:
-            self._try_remedies(hidden.found, hidden.root_op, hidden.traced, place)
-        return hidden.found
+    def _note_first(self, result: ReplayResult) -> None:
+        if not self._has_run:
+            self.first, self._has_run = result, True
 
     def _follow(self) -> Explanation:
         """Does what the rank that leads orders, until it ends, or this one leads."""
         while not isinstance(order := self._ranks.receive(), Explanation):
-            observers = self._observers if self._first is None else []
-            result = self._replayer.follow(order, observers)
-            self._first = self._first or result
+            result = self.replayer.follow(order, self._observers)
+            self._note_first(result)
             step = order.step
             if step.traced >= 0 and step.rows is None and not order.patches:
                 return self._explained(step.traced, result)
@@ -370,58 +251,59 @@ class Search:
 
     def _explained(self, place: int, traced: ReplayResult) -> Explanation:
         """Explains a replay with a table, on the rank that knows best."""
+        self.traced = traced
         if traced.error is not None:
-            failed = self._without_operation.failed(traced.error)
-            return failed if self._ranks.is_leader else self._follow()
+            is_leader = self._ranks.is_leader
+            return failed(traced.error) if is_leader else self._follow()
         root_op, failure = None, None
+        within = self.incident.module if self.is_seen_in_call else None
         try:
-            root_op = traced.root_op(self._replayer.models, self._within)
+            root_op = traced.root_op(self.case.models, within)
         except Exception as error:  # the others wait for this rank's claim
             failure = error
         if not self._ranks.elect(_claim(root_op)):
             return self._follow()
         if failure is not None:
             raise failure
-        assert self._first is not None
-        is_gone = self._first.is_forward and not traced.is_forward
+        is_gone = self.first.is_forward and not traced.is_forward
         if root_op is None or (is_gone and self._ranks.is_alone):
-            return self._without_operation.not_in_eager(self._first, traced)
-        found = self._explain_origin(root_op, traced, self._replayer.calls[place])
-        assert traced.table is not None
-        self._find_lost_value(found, root_op, traced.table)
+            found = self.ask(TRACED)
+            assert found is not None  # the last question has an answer
+            return found
+        found = self.explain_origin(root_op, self.replayer.calls[place])
+        self._find_lost_value(found, root_op)
         if traced.is_in_gradients and not traced.bad_gradients:
             found.notes.append(_REACHES_NO_WEIGHT)
         self._name_ranks(found)
         self._keep_call(found, root_op)
-        check = self._replay_check
-        difference = None if check is None else check.difference()
-        if difference is not None:
-            names = self._set_meanwhile
+        if self.difference is not None:
+            names = self.set_meanwhile
             why = f"; {notes.set_text(names)}" if names else ""
-            text = f"The replay is not the same as the step: {difference}{why}."
+            text = f"The replay is not the same as the step: {self.difference}{why}."
             found.notes.append(text)
         try:
             if found.is_overflow:
                 self._test_growth(found)
-            within = traced.is_clean
-            others = find(found, root_op, self._replayer, place, self.may_run, within)
+            within_step = traced.is_clean
+            others = find_sample(
+                *(found, root_op, self.replayer, place, self.may_run, within_step)
+            )
             self._others = None if others is None else others.held()
             self._find_sentinel(found, place)
             self._compare_batch(found)
-            self._try_remedies(found, root_op, traced, place)
+            self.try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same
             self._ranks.is_broken = True
             found.notes.append(str(error))
         return found
 
-    def _explain_origin(
-        self, root_op: RootOp, traced: ReplayResult, call: Call
-    ) -> Explanation:
+    def explain_origin(self, root_op: RootOp, call: Call) -> Explanation:
+        """Explains where the bad values of the traced replay began."""
+        traced, incident = self.traced, self.incident
         assert traced.table is not None
         rows = ForwardRows(traced.table)
-        incident = self._incident
         # Where a module was seen to return it, it arose in the forward for sure.
-        is_seen = incident is not None and incident.kind in ("input", "output")
+        is_seen = self.is_seen_in_call
         in_gradients = traced.is_in_gradients and not is_seen
         source, before = root_op.source, traced.num_before
         if before is not None and isinstance(source, Row) and source.index >= before:
@@ -432,26 +314,23 @@ class Search:
         found = explain_root_op(root_op, rows, in_gradients, call)
         if is_seen and found.phase == "forward" and not traced.is_forward:
             is_read = traced.is_in_gradients
-            end = "loss" if call.returns_loss else "model's output"
-            text = _ENDS_FINITE.format(end)
+            text = _ENDS_FINITE.format("loss" if call.returns_loss else "model's output")
             found.notes.append(text + " Backward runs through them." * is_read)
-        was_finite = incident is not None and incident.past.weights.get(found.tensor)
-        if incident is not None and found.phase == "weights" and was_finite:
+        if found.phase == "weights" and incident.past.weights.get(found.tensor):
             from .optimizer_step import explain_update  # of weights alone
 
-            return explain_update(self._replayer.models, incident, found)
+            return explain_update(self.case.models, incident, found)
         if in_gradients and not found.tensor:
-            found.tensor = self._only_gradient(traced, root_op)
+            found.tensor = self._only_gradient(root_op)
         self._name_accumulated(found, root_op)
-        if any(each.is_overwritten() for each in self._replayer.calls):
+        if any(each.is_overwritten() for each in self.replayer.calls):
             found.notes.append(OVERWRITTEN)
         return found
 
-    def _find_lost_value(
-        self, found: Explanation, root_op: RootOp, table: OpTable
-    ) -> None:
+    def _find_lost_value(self, found: Explanation, root_op: RootOp) -> None:
         """Finds the rounding that made an operation undefined, if it was one."""
-        row = root_op.source
+        row, table = root_op.source, self.traced.table
+        assert table is not None
         calls = table.undefined.get(row, []) if isinstance(row, Row) else []
         table.undefined.clear()
         lost = None
@@ -468,9 +347,9 @@ class Search:
 
     def _find_sentinel(self, found: Explanation, place: int) -> None:
         """Finds a number of the failing sample that looks like a placeholder."""
-        if found.sample is None or found.phase not in _COMPUTED:
+        if found.sample is None or found.phase not in COMPUTED:
             return
-        sentinel = sentinel_in(self._replayer.calls[place], int(found.sample))
+        sentinel = sentinel_in(self.replayer.calls[place], int(found.sample))
         if sentinel is not None:
             self._sentinel = sentinel
             found.evidence.insert(1, sentinel.text)
@@ -478,20 +357,19 @@ class Search:
     def _compare_batch(self, found: Explanation) -> None:
         """Adds that the whole batch is larger than those before, where size matters."""
         is_of_size = found.is_overflow or found.lost_by is not None
-        if self._incident is None or found.sample is not None or not is_of_size:
-            return
-        text = self._incident.past.outgrown()
-        found.evidence[:0] = [text] * bool(text)
+        if found.sample is None and is_of_size:
+            text = self.incident.past.outgrown()
+            found.evidence[:0] = [text] * bool(text)
 
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""
-        growth = find_growth(self._replayer.models, self._incident)
+        growth = find_growth(self.case.models, self.incident)
         if growth is None:
             return
         found.evidence.insert(0, growth.text)
         if not self.may_run():
             return
-        result = self._replayer.run(patches=[ScaledWeights(growth.factors)])
+        result = self.replayer.run(patches=[ScaledWeights(growth.factors)])
         if result.error is None and not result.is_forward:
             found.cause, found.reason = DIVERGENCE.name, growth.text
             found.evidence[0] += "; with weights as large as before it is finite"
@@ -499,7 +377,7 @@ class Search:
 
     def _keep_call(self, found: Explanation, root_op: RootOp) -> None:
         """Keeps the operation and its module as scripts, where artifacts are wanted."""
-        source, most = root_op.source, self._artifact_bytes
+        source, most = root_op.source, self.case.artifact_bytes
         if not isinstance(source, Row) or source.call is None:
             return
         from .repro import module_repro_of, repro_of  # for runs that keep evidence
@@ -509,31 +387,40 @@ class Search:
             call = source.module_call
             found.artifacts += module_repro_of(call, found, most - found.artifact_bytes)
 
-    def _try_remedies(
+    def _try_checkpoints(self, found: Explanation) -> None:
+        """Tries weights of files where nothing else has to be run again."""
+        case = self.case
+        if case.checkpoints and self.replayer.calls and self._ranks.is_alone:
+            with self.replayer:
+                failure = Failure(found, None, 0, checkpoints=case.checkpoints)
+                find_remedies(failure, self.replayer, case.budget, 0.0)
+
+    def try_remedies(
         self, found: Explanation, root_op: RootOp, traced: ReplayResult, place: int
     ) -> None:
-        assert traced.table is not None and self._first is not None
+        """Tries remedies on what a replay with a table has shown."""
+        assert traced.table is not None
         if isinstance(root_op.source, Row) and traced.carried:
             names = ", ".join(f"`{name}`" for name in traced.carried)
             found.notes.append(_NOT_TRIED.format(names))
             return
+        case, incident = self.case, self.incident
         failure = Failure.of(found, root_op, traced.table, place)
-        failure.checkpoints = self._checkpoints
+        failure.checkpoints = case.checkpoints
         failure.lost = self._lost
         failure.sentinel = self._sentinel
         failure.others = self._others
-        failure.stays_within, failure.within = traced.is_clean, self._within
-        if self._incident is not None:
-            losses = self._incident.past.finite_losses
-            before = losses if loss_of(self._first) is None else losses[:-1]
-            failure.usual_loss = max(before, default=None)
-            failure.optimizers = self._incident.optimizers
-        find_remedies(failure, self._replayer, self._budget, self._first.seconds)
-        changed = self._changed
+        failure.stays_within = traced.is_clean
+        failure.within = incident.module if self.is_seen_in_call else None
+        losses = incident.past.finite_losses
+        before = losses if loss_of(self.first) is None else losses[:-1]
+        failure.usual_loss = max(before, default=None)
+        failure.optimizers = incident.optimizers
+        find_remedies(failure, self.replayer, case.budget, self.first.seconds)
         found_remedy = any(each.is_recommended for each in found.remedies)
-        if changed and found_remedy and self._replayer.run().is_clean:
+        if self.changed and found_remedy and self.replayer.run().is_clean:
             found.remedies = []
-            found.notes.append(_BY_ITSELF.format(notes.effects_text(changed)))
+            found.notes.append(_BY_ITSELF.format(notes.effects_text(self.changed)))
 
     def _name_ranks(self, found: Explanation) -> None:
         """Names the rank on which it began, if it began on one."""
@@ -548,18 +435,18 @@ class Search:
     def _name_accumulated(self, found: Explanation, root_op: RootOp) -> None:
         """Names the parameter whose gradients overflowed when they were added up."""
         variable = getattr(root_op.source, "variable", None)
-        for _, name, tensor in names_of(self._replayer.models):
+        for _, name, tensor in names_of(self.case.models):
             if variable is not None and tensor is variable:
                 found.tensor = name
                 is_in_hook = isinstance(root_op.source, Row) and root_op.source.in_hook
                 found.module = "" if is_in_hook else module_of_parameter(name)
 
-    def _only_gradient(self, result: ReplayResult, root_op: RootOp) -> str:
+    def _only_gradient(self, root_op: RootOp) -> str:
         """The one parameter whose gradient is bad because of an origin, or ""."""
-        table, names = result.table, []
-        assert table is not None
+        result, names = self.traced, []
+        assert result.table is not None
         for name in result.bad_gradients:
-            other = trace_back(table.sources(result.gradients[name]))
+            other = trace_back(result.table.sources(result.gradients[name]))
             if other is not None and other.source is root_op.source:
                 names.append(name)
         return names[0] if len(names) == 1 else ""
@@ -574,37 +461,3 @@ def _claim(root_op: RootOp | None) -> int:
     if isinstance(source, Leaf):
         return _HELD if source.kind in OF_LEAVES else _FROM_OUTSIDE
     return _NOTHING
-
-
-# Non-finite values inside of a finite step: masked, clamped or divided away again.
-
-
-_MOST = 8  # explanations; chosen, not measured
-
-
-def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
-    """Replays a step and finds the operations that made non-finite values in it.
-
-    Looks at the last of the step's forwards and its backward. Constants, such as a mask
-    of -inf, and what was bad before the step are left out. Everything is put back
-    afterwards. Incurs a CPU-GPU sync for each operation on a device.
-
-    Args:
-        replayer: Runs the step; it is not entered yet.
-
-    Returns:
-        One explanation for each line of code and operation, in order, at most eight.
-        None where the replay was ended; see `Replayer.stopped`.
-    """
-    with replayer:
-        result = replayer.run(StepPart(traced=len(replayer.calls) - 1))
-    table = result.table
-    if table is None or result.error is not None:
-        return []
-    rows = ForwardRows(table)
-    found: dict[tuple[object, ...], Explanation] = {}
-    for row in table.rows:
-        place = row.name, row.module, row.sites[:1]
-        if row.makes_bad and place not in found and len(found) < _MOST:
-            found[place] = explain_root_op(RootOp(row, [row]), rows, row.in_backward)
-    return list(found.values())

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.explainer import explain
+from overflow_fast.explainer import views
 from overflow_fast.explainer.own_lines import UncertainError
 
 
@@ -17,7 +17,7 @@ def _lines_are_uncertain(monkeypatch):
     def refuse(*args):
         raise UncertainError("the lines are not certain")
 
-    monkeypatch.setattr(explain, "LossCall", refuse)
+    monkeypatch.setattr(views, "LossCall", refuse)
 
 
 class Training:

@@ -345,7 +345,7 @@ def test_a_replay_that_raises_is_a_sentence():
 
 
 def test_nothing_is_replayed_where_other_ranks_would_not_join(monkeypatch):
-    monkeypatch.setattr("overflow_fast.explainer.explain.world_size", lambda: 2)
+    monkeypatch.setattr("overflow_fast.explainer.questions.world_size", lambda: 2)
     model, optimizer = make()
     model[1].factor = NAN
     found = explained(OverflowGuard(model, optimizer), model, optimizer, data())

@@ -1,0 +1,599 @@
+"""The decision tree of an explanation, as lists of questions.
+
+The lists stand at the end of this file. Of each the first question counts that has an
+answer:
+
+    BEFORE     without a replay: it was bad before the step, or no replay can be made
+    REPLAYED   of the first replay: it was ended, or it is finite
+    FINITE     why a step that was bad can be finite when it is run again
+    TRACED     of a replay that lists its operations: none of them made the bad values
+
+Where none has one, an operation made the values, or a tensor held them before: see
+`explain_origin.py` for the causes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..guard.explaining import USE_RUN
+from ..guard.process import world_size
+from ..guard.report.causes import (
+    LEFT_OVER_GRADIENTS,
+    NOT_REPRODUCIBLE,
+    ONLY_COMPILED,
+    RANGE_OVERFLOW,
+)
+from ..guard.report.explanation import NOT_REPLAYED, Explanation, Remedy
+from ..guard.step_keeper import GRAPH
+from ..scanner.modules import (
+    gradient_taker,
+    module_of_parameter,
+    named_modules,
+    parameters_of,
+    reduces,
+)
+from ..scanner.tensors import place_of
+from ..scanner.text import counted, dtype_name, error_line
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.replaying import active_modes
+from ..torch_internals.tensor_internals import sparse_indices, sparse_values
+from . import bad_step as notes
+from .bad_step import BadStep
+from .calls import Call, name_outside
+from .effects.rule import StoppedError
+from .explain_origin import explain_mask, first_bad_weight, looked_up
+from .named_tensors import state_by_name
+from .nan_bits import gradient_of_payload
+from .replay_ranks import OnRank
+from .replayer import ReplayResult
+from .tensor_kinds import bad_names
+
+if TYPE_CHECKING:
+    from .search import Search
+
+_NUM_RUNS = 3  # in all, if the budget has them; chosen, not measured
+_GRADIENTS = ("gradient", "grad_output")  # kinds of what a backward has made
+_NOT_ALONE = (
+    "The step was not replayed: there are several ranks, which do not decide together. "
+    "Collectives in it would wait for the others. Pass process_group= to the guard."
+)
+_TAKEN = (
+    "The step was not replayed: its forward was finite, and a second backward would "
+    "write to the gradients that {} keeps."
+)
+_NO_CALLS = (
+    "The step was not replayed: no forward of this step was captured{}. Call the model "
+    "and the loss within `guard.run(lambda: loss)`."
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of the tree.
+
+    Attributes:
+        text: The question.
+        is_so: The evidence: True if it has an answer.
+        answer: Makes the answer; None if it has none after all.
+    """
+
+    text: str
+    is_so: Callable[[Search], bool]
+    answer: Callable[[Search], Explanation | None]
+
+
+def _note(text: str, phase: str = "") -> Callable[[Search], Explanation]:
+    """An answer that is a note alone."""
+    return lambda search: Explanation(phase, notes=[text])
+
+
+def _of_gradient(search: Search) -> bool:
+    return search.incident.kind == "gradient"
+
+
+# Without a replay.
+
+
+def _sum_of_rows(search: Search) -> Explanation | None:
+    named = search.incident.gradients.items()
+    sums = (_explain_sum(name, gradient) for name, gradient in named)
+    return next(filter(None, sums), None)
+
+
+def _explain_sum(name: str, gradient: torch.Tensor) -> Explanation | None:
+    if gradient.layout is not torch.sparse_coo or gradient.is_coalesced():
+        return None
+    rows, total = sparse_values(gradient), gradient.coalesce()
+    bad = ~total.values().isfinite().reshape(len(total.values()), -1).all(1)
+    if not bool(rows.isfinite().all()) or not bool(bad.any()):
+        return None
+    index = total.indices()[:, bad][:, 0]
+    of_index = (sparse_indices(gradient) == index[:, None]).all(0)
+    place = ", ".join(map(str, index.tolist()))
+    dtype, largest = rows.dtype, float(rows[of_index].abs().max())
+    text = (
+        f"{int(of_index.sum())} rows of the index {place} are finite, up to "
+        f"{largest:.3g} in magnitude; their sum is not: "
+        f"{dtype_name(dtype)}'s maximum is {torch.finfo(dtype).max:.5g}"
+    )
+    module = module_of_parameter(name)
+    return Explanation(
+        "backward", RANGE_OVERFLOW.name, module, tensor=name, evidence=[text]
+    )
+
+
+def _weight_before(search: Search) -> Explanation | None:
+    """The explanation of a weight, unless the step's forward may have made it so."""
+    case, incident = search.case, search.incident
+    found = first_bad_weight(case.models, "parameter")
+    if found is None:
+        text = "Which step made the optimizer's state is not known."
+        is_state = incident.kind == "optimizer_state"
+        return Explanation("optimizer", notes=[text]) if is_state else None
+    weight, start = state_by_name(case.models)[found.tensor], case.start
+    if start is not None and start.written_in_step(weight):
+        held = start.held(weight)
+        if held is None:
+            return _explain_written_weight(found.tensor)
+        if not bad_names([("", held)], masks=False):
+            return None
+    if incident.past.weights.get(found.tensor):
+        from .optimizer_step import explain_update  # of weights alone
+
+        return explain_update(case.models, incident, found)
+    found.evidence += _lookups(case.models, found.tensor, search.replayer.calls)
+    return found
+
+
+def _explain_written_weight(name: str) -> Explanation:
+    """The explanation of a weight that the forward wrote to, without a copy of it."""
+    text = f"the step's forward has written to {name}, which is non-finite now"
+    note = (
+        f"The value of `{name}` before the step is not held: whether it was finite is "
+        "not known, and the step was not replayed."
+    )
+    return Explanation(tensor=name, evidence=[text], notes=[note])
+
+
+def _lookups(
+    models: Mapping[str, nn.Module], name: str, calls: Sequence[Call]
+) -> list[str]:
+    """Describes where batches hold the indices of a bad embedding's bad rows."""
+    for prefix, model in models.items():
+        owner = dict(named_modules(model)).get(
+            module_of_parameter(name.removeprefix(prefix))
+        )
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+            return [text for call in calls for text in looked_up(owner.weight, call)]
+    return []
+
+
+def _nothing_kept(search: Search) -> Explanation:
+    why = search.incident.hidden_by
+    if why == GRAPH:
+        return Explanation(notes=[f"The step was not replayed: it {why}."])
+    return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
+
+
+def _taken(search: Search) -> Explanation | None:
+    engine = gradient_taker(search.case.models.values())
+    return Explanation(notes=[_TAKEN.format(engine)]) if engine else None
+
+
+# Of the first replay.
+
+
+def _ended(search: Search) -> Explanation:
+    assert search.first.error is not None
+    return failed(search.first.error)
+
+
+def failed(error: Exception) -> Explanation:
+    """The explanation of a replay that has raised, or was ended before an effect."""
+    if isinstance(error, StoppedError):
+        return Explanation(notes=[notes.STOPPED.format(error)])
+    what = str(error) if isinstance(error, OnRank) else error_line(error)
+    return Explanation(notes=[f"The replay raised {what}."])
+
+
+def _is_forward_alone(search: Search) -> bool:
+    """True for a finite forward without backward, which nobody watched."""
+    first, is_watched = search.first, bool(search.incident.kind)
+    is_whole = first.is_clean and search.replayer.ranks.is_alone and not is_watched
+    return is_whole and not first.has_backward and not first.losses
+
+
+def _hidden(search: Search) -> Explanation | None:
+    """The explanation of values within a forward; with a cause if it is wrong then."""
+    if not search.may_run():
+        return None
+    from .hidden import find_hidden  # most replays need none of it
+
+    place = len(search.replayer.calls) - 1
+    hidden = find_hidden(search.replayer, place)
+    if hidden is None:
+        return None
+    if hidden.is_wrong:
+        search.try_remedies(hidden.found, hidden.root_op, hidden.traced, place)
+    return hidden.found
+
+
+def _is_finite(search: Search) -> bool:
+    """True if the replay is finite, and nothing within it can be what was seen."""
+    ends_within = search.is_seen_in_call or not search.incident.reaches_loss
+    is_finite = search.first.is_clean and not ends_within
+    return is_finite or search.is_forward_finite
+
+
+# Of a finite replay.
+
+
+def _unwatched(search: Search) -> Explanation:
+    found = first_bad_weight(search.case.models, "parameter", "buffer")
+    if found is not None:
+        return found
+    first = search.first
+    open_ends = [notes.MASKED] * first.has_mask
+    open_ends += [notes.NO_LOSS] * (not first.has_backward)
+    if open_ends:
+        return Explanation(notes=open_ends)
+    evidence = ["the step is finite when it is run"]
+    return Explanation(cause=NOT_REPRODUCIBLE.name, evidence=evidence)
+
+
+def _flag(search: Search) -> Explanation:
+    from .flag_search import explain_flag  # of devices with such a flag
+
+    return explain_flag(search.replayer)
+
+
+def _is_left_over(search: Search) -> bool:
+    names, before = search.incident.gradients.keys(), search.incident.left_over.keys()
+    return _of_gradient(search) and bool(names) and names <= before
+
+
+def _left_over(search: Search) -> Explanation:
+    name, *others = search.incident.gradients
+    more = f" and {counted(len(others), 'other')}" if others else ""
+    step = min(search.incident.left_over.values())
+    text = f"{notes.LEFT_OVER.format(step)}; the step is finite without them"
+    remedy = f"clear what step {step} left", "optimizer.zero_grad()"
+    return Explanation(
+        cause=LEFT_OVER_GRADIENTS.name,
+        module=module_of_parameter(name),
+        tensor=name,
+        evidence=[f"`{name}`{more}: {text}"],
+        remedies=[Remedy(*remedy, is_finite=True)],
+    )
+
+
+def _no_backward(search: Search) -> Explanation:
+    sizes = [call.not_held for call in search.replayer.calls if call.not_held]
+    why = "what backward was called on is not known"
+    if sizes:
+        size = f"{max(sizes) / 2**20:.0f} MiB"
+        why = f"the gradients of the model's output were too large to hold ({size})"
+    text = f"Backward was not replayed: {why}. Use `guard.run(lambda: loss)`."
+    return Explanation("backward", notes=[text])
+
+
+def _is_reduced(search: Search) -> bool:
+    """True if gradients are made by ranks together, and the replay's are not."""
+    is_alone = search.replayer.ranks.is_alone
+    return _of_gradient(search) and not (is_alone or reduces(search.case.models))
+
+
+def _has_several_backwards(search: Search) -> bool:
+    """True if several came to an output: the last one's is replayed."""
+    calls = search.replayer.calls
+    are_several = any(call.num_held > len(call.held) for call in calls)
+    return are_several and not search.replayer.returns_loss
+
+
+def _other_step(search: Search) -> Explanation:
+    return Explanation(notes=[f"The replay is finite, but {_doubt(search)}."])
+
+
+def _doubt(search: Search) -> str:
+    """Why a finite replay may not have been the same step, or ""."""
+    incident, replayer = search.incident, search.replayer
+    modes = active_modes()
+    if modes:
+        return f"ran without {', '.join(modes)}"
+    if any(call.is_part_of_compiled for call in replayer.calls):
+        return "it ran eagerly what was compiled together with code around it"
+    if incident.is_late:
+        return "the weights may have been stepped since"
+    if incident.num_dropped:
+        return f"{incident.num_dropped} earlier forwards of the step were not kept"
+    if search.set_meanwhile:
+        return notes.set_text(search.set_meanwhile)
+    if any(call.is_overwritten() for call in replayer.calls):
+        return "the batch was written to in the step"
+    if replayer.state.is_of_other_form():
+        return (
+            "the program changed the class or the hooks of a module since the step's "
+            "forward"
+        )
+    name = name_outside(replayer.calls)
+    return notes.outside_text(name) if name else ""
+
+
+def _again(search: Search) -> Explanation:
+    """Runs it again: it is not reproducible, where all or some are finite."""
+    from .program_globals import changed_names, global_values  # seldom needed
+
+    replayer, is_forward = search.replayer, search.is_forward_finite
+    num_bad, num_runs = 0, 1
+    lost = replayer.state.lost
+    before = global_values(lost)
+    while num_runs < _NUM_RUNS and search.may_run(len(replayer.calls)):
+        num_runs += 1
+        again = replayer.run()
+        num_bad += again.is_forward if is_forward else not again.is_clean
+    if num_runs > 1:
+        search.changed += changed_names(before, global_values(lost))
+    text = f"{num_bad} of {num_runs} replays of the same step are non-finite"
+    return _not_reproducible(search, text)
+
+
+def _not_reproducible(search: Search, text: str) -> Explanation:
+    incident, first, difference = search.incident, search.first, search.difference
+    is_gradient = incident.kind in ("gradient", "grad_output")
+    phase = "backward" if is_gradient else "forward"
+    found = Explanation(phase, NOT_REPRODUCIBLE.name, evidence=[text])
+    if incident.is_made and not incident.is_received:
+        found.module = incident.module
+    if difference is not None:
+        found.evidence.append(str(difference))
+        is_alarm = difference.path.module == incident.module
+        if not (is_gradient or (is_alarm and incident.is_received)):
+            found.module = difference.path.module  # it came before the alarm
+    if incident.kind == "gradient":
+        is_told = _whose(found, first, incident)
+        if not search.replayer.returns_loss and not is_told:
+            # Parameters may get gradients from the loss itself.
+            return Explanation(notes=[_outside(search)])
+        are_all = incident.gradients.keys() >= first.gradients.keys()
+        if not is_told and len(first.gradients) > 1 and are_all:  # as by clipping
+            return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
+        if incident.had_gradients:
+            return Explanation(notes=[notes.OLD])
+        found.notes.append(NOT_REPLAYED)
+    if search.changed:
+        text = f"The replay is finite, but {notes.effects_text(search.changed)}."
+        return Explanation(notes=[text])
+    if not is_gradient and found.module:
+        _ask_elsewhere(search, found)
+    models = search.case.models.values()
+    devices = {p.device for model in models for p in parameters_of(model)}
+    places = " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
+    found.notes.append(f"It ran on {places}.")
+    return found
+
+
+def _whose(found: Explanation, clean: ReplayResult, incident: BadStep) -> bool:
+    """Names the gradient that the bad values came from; whether its bits tell."""
+    text, names = "", list(incident.gradients)
+    if len(names) == 1:
+        found.tensor = names[0]
+        found.evidence.append(f"only the gradient of {names[0]} is bad")
+    else:
+        name, text = gradient_of_payload(incident.gradients, clean.gradients)
+        found.tensor = name
+        found.evidence += [text] if text else []
+    if found.tensor:
+        found.module = module_of_parameter(found.tensor)
+    return bool(text)
+
+
+def _ask_elsewhere(search: Search, found: Explanation) -> None:
+    """Adds what the module gives on the CPU, where it ran on another device."""
+    from .second_device import FirstCall, compare_devices, is_elsewhere
+
+    replayer = search.replayer
+    if not is_elsewhere(search.case.models) or not search.may_run(len(replayer.calls)):
+        return
+    first_call = FirstCall(found.module)
+    replayer.run(observers=[first_call])
+    if first_call.call is not None:
+        errors = compare_devices(first_call.call, first_call.output)
+        found.evidence += [str(errors)] if errors is not None else []
+
+
+def _outside(search: Search) -> str:
+    """Returns that what was run is finite, and that the loss was not run."""
+    names, difference = search.set_meanwhile, search.difference
+    if names:  # what lies within guard.run() does not set it either
+        return f"The replay is finite, but {notes.set_text(names)}."
+    unlike = f", and not what the step did: {difference}" if difference else ""
+    return (
+        "What was replayed, the models' own forward and backward, is finite"
+        f"{unlike}. The loss outside of them was not replayed: use `{USE_RUN}`."
+    )
+
+
+# Of a replay with a table: it is clean, or what is bad in it is meant.
+
+
+def _masked(search: Search) -> Explanation | None:
+    """The explanation where the alarm is of infs that code wrote as constants."""
+    table = search.traced.table
+    assert table is not None
+    sources = table.masked_modules.get(search.incident.module, ())
+    found = explain_mask(sources, search.replayer.calls[-1])
+    if found is not None and search.first.has_backward:
+        found.evidence.append("run again, the step's gradients are finite")
+    return found
+
+
+def _is_constant(search: Search) -> bool:
+    """True if the traced replay is bad where the first one was."""
+    first, traced = search.first, search.traced
+    return not traced.is_clean and first.is_forward == traced.is_forward
+
+
+def _constant(search: Search) -> Explanation:
+    phase = "backward" if search.traced.is_in_gradients else "forward"
+    text = "The infs come only from constants and may be intentional."
+    return Explanation(phase, notes=[text])
+
+
+def _differs(search: Search) -> Explanation:
+    first = search.first
+    again = search.replayer.run() if search.may_run(1) else first
+    if not again.is_clean and has_compiled():
+        phase = "forward" if first.bad_outputs else "backward"
+        text = (
+            "compiled code gives it each time, and the same code run eagerly does not"
+        )
+        return Explanation(phase, ONLY_COMPILED.name, evidence=[text])
+    if search.changed:
+        text = notes.SOME.format(notes.effects_text(search.changed))
+        return Explanation(notes=[text])
+    text = "replays of the same step differ: some of them are finite"
+    return Explanation("forward", NOT_REPRODUCIBLE.name, evidence=[text])
+
+
+# The tree.
+
+
+BEFORE: tuple[Question, ...] = (
+    Question(
+        "Are the rows of a sparse gradient finite, and their sum is not?",
+        _of_gradient,
+        _sum_of_rows,
+    ),
+    Question(
+        "Was a weight or the optimizer's state bad before, whatever the step does?",
+        lambda search: search.incident.kind in ("weight", "optimizer_state"),
+        _weight_before,
+    ),
+    Question(
+        "Are there other ranks, for which a replay alone would wait?",
+        lambda search: search.replayer.ranks.is_alone and world_size() > 1,
+        _note(_NOT_ALONE),
+    ),
+    Question(
+        "Was no forward of the step kept?",
+        lambda search: not search.replayer.calls,
+        _nothing_kept,
+    ),
+    Question(
+        "Was backward alone bad, and does an engine take its gradients as they come?",
+        lambda search: search.incident.kind in _GRADIENTS,
+        _taken,
+    ),
+)
+REPLAYED: tuple[Question, ...] = (
+    Question(
+        "Has the replay raised, or was it ended before an effect?",
+        lambda search: search.first.error is not None,
+        _ended,
+    ),
+    Question(
+        "Did nobody watch, and were values within a finite forward not finite?",
+        _is_forward_alone,
+        _hidden,
+    ),
+    Question("Is it finite?", _is_finite, lambda search: search.ask(FINITE)),
+)
+FINITE: tuple[Question, ...] = (
+    Question(
+        "Did nobody watch, so that it may always have been finite?",
+        lambda search: not search.incident.kind,
+        _unwatched,
+    ),
+    Question(
+        "Was a device's overflow flag all that was seen?",
+        lambda search: search.incident.is_of_flag,
+        _flag,
+    ),
+    Question(
+        "Are the gradients those of an earlier step? The replay began without any.",
+        _is_left_over,
+        _left_over,
+    ),
+    Question(
+        "Was a weight bad, which is finite in the model?",
+        lambda search: search.incident.kind == "weight",
+        _note(notes.OTHER_WEIGHT),
+    ),
+    Question(
+        "Did the step run with other tensors than the models' own?",
+        lambda search: any(call.has_stand_ins for call in search.replayer.calls),
+        _note(notes.STOOD_IN),
+    ),
+    Question(
+        "Was it a buffer, and was one bad before?",
+        lambda search: search.incident.kind == "buffer",
+        lambda search: first_bad_weight(search.case.models, "buffer"),
+    ),
+    Question(
+        "Was a gradient bad, and was no backward run?",
+        lambda s: s.incident.kind in _GRADIENTS and not s.first.has_backward,
+        _no_backward,
+    ),
+    Question(
+        "Was the gradient bad that the loss has given to the model's output?",
+        lambda search: search.first.bad_held and not search.is_forward_finite,
+        lambda search: Explanation(notes=[notes.GIVEN_BAD, _outside(search)]),
+    ),
+    Question(
+        "Was the loss bad, which is computed outside of what was run?",
+        lambda s: s.incident.kind == "recorded" and not s.replayer.returns_loss,
+        lambda search: Explanation("forward", notes=[_outside(search)]),
+    ),
+    Question(
+        "Do ranks make the gradients together, which a replay leaves out?",
+        _is_reduced,
+        _note(notes.NOT_REDUCED, "backward"),
+    ),
+    Question(
+        "Are there hooks behind gradients, which a replay does not call?",
+        lambda search: _of_gradient(search) and search.replayer.state.has_hooks,
+        _note(notes.NOT_CALLED, "backward"),
+    ),
+    Question(
+        "Did several backwards come to an output, of which one is replayed?",
+        _has_several_backwards,
+        lambda search: Explanation(notes=[_outside(search)]),
+    ),
+    Question(
+        "May the replay be another step than the one that was bad?",
+        lambda search: bool(_doubt(search)),
+        _other_step,
+    ),
+    Question("Is it bad in some of several replays?", lambda search: True, _again),
+)
+TRACED: tuple[Question, ...] = (
+    Question(
+        "Was it finite without a table, and did the guard see the infs of a mask?",
+        lambda search: search.first.is_clean and search.is_seen_in_call,
+        _masked,
+    ),
+    Question(
+        "Was it finite without a table, whatever the guard saw?",
+        lambda search: search.first.is_clean,
+        lambda search: search.ask(FINITE),
+    ),
+    Question(
+        "Has the program's own code raised, as in the step?",
+        lambda search: search.traced.has_raised,
+        _note(notes.RAISED_FINITE),
+    ),
+    Question(
+        "Do all bad values come from constants?",
+        _is_constant,
+        _constant,
+    ),
+    Question(
+        "Is it bad again without a table, or compiled?", lambda search: True, _differs
+    ),
+)

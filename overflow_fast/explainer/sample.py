@@ -1,0 +1,205 @@
+"""Finds the sample of the batch from which a bad value comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..guard.report.causes import NOT_REPRODUCIBLE
+from ..guard.report.explanation import Explanation, Sample
+from .calls import Call, batch_size, why_whole, with_stand_in
+from .op_rows import Leaf, Row, row_of
+from .op_trace import ModuleStack, OpCall, OpTrace
+from .replayer import Observer, Replayer, ReplayResult, StepPart
+from .sentinel import outlier_in, sentinel_in
+from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
+from .trace_back import RootOp
+
+COMPUTED = ("forward", "backward")  # phases in which samples go their own ways
+_INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
+_NO_BUDGET = (
+    "The samples of the batch were not compared: the budget, of forwards or of time, "
+    "was spent."
+)
+
+
+def find_sample(
+    found: Explanation,
+    root_op: RootOp,
+    replayer: Replayer,
+    place: int,
+    may_run: Callable[[int], bool],
+    stays_within: bool = False,
+) -> ReplayResult | None:
+    """Adds the sample to an explanation, where it is one alone.
+
+    A bad value in the batch tells by itself. Else the step is replayed with one half of
+    the batch after another, and what is found with all others: a sample is named if the
+    same operation fails with it alone, and the step is finite without it.
+
+    Returns:
+        The replay of the other samples, where they were run.
+    """
+    call = replayer.calls[place]
+    size = batch_size(call)
+    if size is None or found.phase == "weights":
+        why = why_whole(call)
+        if why:
+            found.notes.append(f"The samples of the batch were not compared: {why}.")
+        return None
+    found.num_samples, others = size, None
+    source = root_op.source
+    if isinstance(source, Leaf):
+        index = _only_bad(source.tensor, size) if source.kind == "batch" else None
+    elif (
+        size < 2
+        or found.phase not in COMPUTED
+        or found.cause == NOT_REPRODUCIBLE.name
+        or not replayer.ranks.can_cut(place)
+    ):
+        index = None
+    elif not may_run(1):
+        index = None
+        found.notes.append(_NO_BUDGET)
+    else:
+        index, others = _halved(source, replayer, place, size, may_run, stays_within)
+    if index is not None:
+        dataset, outlier = _dataset_index(call, index, size), None
+        is_of_size = found.is_overflow or found.lost_by is not None
+        if is_of_size and sentinel_in(call, index) is None:
+            outlier = outlier_in(call, index)
+        text = "" if outlier is None else outlier.text
+        found.sample = Sample.of(index, dataset, text)
+    return others
+
+
+def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
+    values = None if tensor is None else as_wide(tensor)
+    if values is None or values.dim() == 0 or len(values) != size:
+        return None
+    bad = ~values.isfinite().reshape(size, -1).all(1)
+    places = bad.nonzero().flatten().tolist()
+    return places[0] if len(places) == 1 else None
+
+
+def _halved(
+    source: Row,
+    replayer: Replayer,
+    place: int,
+    size: int,
+    may_run: Callable[[int], bool],
+    stays_within: bool,
+) -> tuple[int | None, ReplayResult | None]:
+    """The sample with which alone the same operation fails, and not without it.
+
+    Returns:
+        The sample, and the replay of the others, which is finite; else None.
+    """
+
+    def fails(rows: Sequence[int]) -> bool:
+        """True if a part of the batch fails at the same place."""
+        if not may_run(1):
+            return False
+        fails_again = None if _reads_bad(source) else _FailsAgain(source)
+        observers = [] if fails_again is None else [fails_again]
+        part = StepPart(place, tuple(rows), has_table=fails_again is None)
+        result = replayer.run(part, observers=observers)
+        is_bad = stays_within or result.is_forward or result.is_in_gradients
+        is_bad = is_bad or bool(result.bad_buffers)
+        if result.error is not None or not is_bad:
+            return False
+        if fails_again is not None:
+            return fails_again.is_seen
+        again = None if stays_within else result.root_op(replayer.models)
+        other = None if again is None else again.source
+        return isinstance(other, Row) and other.place == source.place
+
+    first, last = _guesses(source, size) or (None, None)
+    if last is not None and last != first and fails([last]):
+        return None, None  # as it did among the others: there are several
+    left = [] if first is None else [first]
+    if not left or not fails(left):
+        left = list(range(size))
+    while len(left) > 1:
+        if not may_run(1):
+            return None, None
+        half = left[: len(left) // 2]
+        is_in_half = fails(half)
+        left = half if is_in_half else left[len(half) :]
+        is_one = len(left) == 1 and not is_in_half  # which has not been run alone
+        if is_one and not fails(left):
+            return None, None
+    if not may_run(1):
+        return None, None
+    rows = with_stand_in(left[0], size)
+    observers = [_FailsAgain(source)] * stays_within
+    part = StepPart(place, rows, has_table=False)
+    others = replayer.run(part, observers=observers)
+    is_finite = others.is_clean and not any(each.is_seen for each in observers)
+    return (left[0], others) if is_finite else (None, None)
+
+
+def _guesses(source: Row, size: int) -> tuple[int, int] | None:
+    """The samples that the indices of the first and last bad value point to."""
+    details = source.details
+    if details is None or not details.first_index or not details.outputs:
+        return None
+    length = details.outputs[0].shape[0]
+    if length % size or not details.last_index:
+        return None
+    each = length // size
+    return details.first_index[0] // each, details.last_index[0] // each
+
+
+def _reads_bad(source: Row) -> bool:
+    """True if an operation may have read non-finite values, such as those of a mask."""
+    return source.details is None or source.details.has_bad_inputs
+
+
+class _FailsAgain(Observer):
+    """Sees whether an operation makes non-finite values of finite ones in a replay.
+
+    Looks at what runs at its place alone, which takes less than a table of all.
+
+    Attributes:
+        is_seen: It does.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self.is_seen = False
+
+    def observing(
+        self, models: Mapping[str, nn.Module]
+    ) -> AbstractContextManager[object]:
+        """Sees the operations that run within."""
+        return OpTrace(models, self)
+
+    def run(self, op: OpCall, modules: ModuleStack) -> Any:
+        """Runs an operation; see `OpObserver`."""
+        if self.is_seen or op.name != self._row.name:
+            return op.run()
+        is_finite = not any(map(kinds_of, op.read()))
+        output = op.run()
+        if is_finite and row_of(op, modules).place == self._row.place:
+            with torch.no_grad():
+                written = [*op.fresh(output), *op.written]
+                self.is_seen = any(map(kinds_of, floats_in(written)))
+        return output
+
+    def on_module(self, name: str, values: Any, is_given: bool) -> None:
+        """See `OpObserver`."""
+
+
+def _dataset_index(call: Call, index: int, size: int) -> int | None:
+    """The sample's index in the dataset, where a key of the batch is called that."""
+    for name, path, tensor in call.places():
+        key = path[-1].value if path else name
+        is_index = key in _INDEX_KEYS and not is_float(tensor)
+        if is_index and tensor.dim() == 1 and len(tensor) == size:
+            return int(tensor[index])
+    return None
