@@ -35,9 +35,7 @@ from ..scanner.tree import (
     tensors,
     tensors_in,
 )
-from ..torch_internals.compiler import (
-    uncompiled,
-)
+from ..torch_internals.compiler import uncompiled
 from .tensor_kinds import is_float
 
 # A function that a guard has held, called with other data.

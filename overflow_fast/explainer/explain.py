@@ -16,9 +16,7 @@ from ..guard.process import world_size
 from ..guard.report.explanation import Artifact, Explanation
 from ..guard.step_keeper import Ambient
 from ..guard.undo.step_start import StepStart
-from ..scanner.modules import (
-    step_of,
-)
+from ..scanner.modules import step_of
 from ..scanner.tensors import devices_of
 from ..scanner.text import error_line
 from .bad_step import BadStep

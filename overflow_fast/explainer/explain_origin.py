@@ -12,12 +12,7 @@ import torch
 from torch import nn
 
 from ..guard.report import causes
-from ..guard.report.explanation import (
-    SEEN_IN_BACKWARD,
-    Explanation,
-    Op,
-    TensorSummary,
-)
+from ..guard.report.explanation import SEEN_IN_BACKWARD, Explanation, Op, TensorSummary
 from ..guard.report.gist import plain_number
 from ..scanner.modules import module_of_parameter
 from ..scanner.text import numbered

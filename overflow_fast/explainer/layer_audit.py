@@ -22,12 +22,8 @@ from ..scanner.modules import (
     tensors_of,
 )
 from ..scanner.tensors import place_of
-from ..torch_internals.compiler import (
-    has_compiled,
-)
-from ..torch_internals.running import (
-    is_recorded,
-)
+from ..torch_internals.compiler import has_compiled
+from ..torch_internals.running import is_recorded
 from .snapshot import Snapshot
 
 _log = logging.getLogger("overflow_fast")

@@ -10,12 +10,8 @@ from typing import Any
 import torch
 
 from ..guard.report.explanation import TensorSummary
-from ..torch_internals.replaying import (
-    autograd_node,
-    next_sequence,
-    sequence_of,
-)
-from .op_trace import ModuleStack, OpCall, TracedModule
+from ..torch_internals.replaying import autograd_node, next_sequence, sequence_of
+from .op_trace import ModuleStack, OpCall
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of
 from .torch_calls import TorchCall
 from .users_lines import Sites, runs_in_hook
@@ -128,14 +124,13 @@ class Row:
         is_communication: Whether other ranks may have made what it returned.
         details: What is known of its inputs and outputs, where it made the bad value.
         call: Its arguments, where it made the bad value and they are wanted; else None.
-        module_call: The call of the module that called it, likewise.
         torch_call: The torch call that ran it, where these are recorded; else None.
     """
 
     __slots__ = (
         *("index", "name", "module", "sites", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
-        *("variable", "call", "module_call", "is_communication"),
+        *("variable", "call", "is_communication"),
         *("in_hook", "masks", "reduces", "read_from", "abs_max"),
         "torch_call",
     )
@@ -158,7 +153,6 @@ class Row:
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
         self.call: OpCall | None = None
-        self.module_call: TracedModule | None = None
         self.torch_call: TorchCall | None = None
 
     @property

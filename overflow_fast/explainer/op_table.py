@@ -14,10 +14,7 @@ import torch
 from ..scanner.tensors import PLAIN, extent_of, is_whole
 from ..scanner.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replaying import (
-    is_in_compiled_call,
-    no_dispatch,
-)
+from ..torch_internals.replaying import is_in_compiled_call, no_dispatch
 from .mask_counts import MaskCounts
 from .op_rows import (
     UNDEFINED,
@@ -158,8 +155,6 @@ class OpTable:
             if self._tape is not None:
                 self._tape.end(op, call, output)
             self._end(op, row, output, fresh, read)
-        if row.call is not None and not row.in_backward:
-            row.module_call = modules.call()
         return output
 
     def _read(self, op: OpCall, row: Row) -> _Read:

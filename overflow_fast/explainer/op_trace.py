@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +14,9 @@ from .. import _C
 from ..detector.selection import full_name
 from ..scanner.modules import Handles, named_modules
 from ..scanner.torch_ops import base_of, has, is_view
-from ..scanner.tree import CALL_DEPTH, find, tensors_in
+from ..scanner.tree import find, tensors_in
 from ..torch_internals.replaying import (
     TorchDispatchMode,
-    autocast_devices,
     autograd_node,
     schema_of,
     without_torch_function,
@@ -26,48 +24,6 @@ from ..torch_internals.replaying import (
 from .storage_map import memory_of
 from .tensor_kinds import is_float
 from .users_lines import Sites, UsersLines
-
-# A module's call that runs, with what it takes to make it alone.
-
-
-@dataclass
-class TracedModule:
-    """A module whose call is traced, with what it takes to call it again, by reference.
-
-    Attributes:
-        module: The module.
-        name: Its name.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        autocast: The devices that autocast is on for, with the dtypes.
-    """
-
-    module: nn.Module
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: list[tuple[str, torch.dtype]] = field(default_factory=list)
-    _given: list[torch.Tensor] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)
-
-    @classmethod
-    def begun(
-        cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> TracedModule:
-        """Notes a call that begins now, in the state of this moment."""
-        autocast = [
-            (device, torch.get_autocast_dtype(device))
-            for device in autocast_devices()
-            if torch.is_autocast_enabled(device)
-        ]
-        given = tensors_in((args, kwargs), CALL_DEPTH)
-        versions = _C.versions_of(given)
-        return cls(module, name, args, kwargs, autocast, given, versions)
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """True if nobody has written to its arguments since it began."""
-        return _C.versions_of(self._given) == self._versions
 
 
 class ModuleStack:
@@ -77,19 +33,15 @@ class ModuleStack:
         models: The watched models, by what their modules' names begin with.
         on_values: Called with the name of each module of theirs that begins, what it
             was given, and True; once it has returned, with its output and False.
-        keeps_calls: Keep what the modules that run were called with.
     """
 
-    def __init__(
-        self, models: Mapping[str, nn.Module], on_values: Any, keeps_calls: bool = False
-    ) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], on_values: Any) -> None:
         self._names: dict[nn.Module, str] = {}
         for prefix, model in models.items():
             for name, module in named_modules(model):
                 self._names.setdefault(module, full_name(prefix, name))
-        self._on_values, self._keeps_calls = on_values, keeps_calls
+        self._on_values = on_values
         self._running: list[tuple[int, str, bool]] = []
-        self._calls: list[TracedModule] = []
         self._handles = Handles()
         self._lines = UsersLines()
 
@@ -120,10 +72,6 @@ class ModuleStack:
                 return name
         return None if in_backward else ""
 
-    def call(self) -> TracedModule | None:
-        """The call of the innermost one that runs, where calls are kept, or None."""
-        return self._calls[-1] if self._calls else None
-
     def _begin(
         self,
         module: nn.Module,
@@ -135,22 +83,15 @@ class ModuleStack:
         in_backward = autograd_node() is not None
         name = self._names[module]
         self._running.append((id(module), name, in_backward))
-        if self._keeps_calls:
-            self._calls.append(TracedModule.begun(module, name, args, kwargs))
         self._on_values(name, (args, kwargs), True)
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         # One that an exception has left without its hook stands above it.
         while self._running and self._running[-1][0] != id(module):
-            self._pop()
+            self._running.pop()
         if self._running:
-            self._pop()
+            self._running.pop()
         self._on_values(self._names[module], output, False)
-
-    def _pop(self) -> None:
-        self._running.pop()
-        if self._keeps_calls:
-            self._calls.pop()
 
 
 # One call of an operation: what it reads and what it writes.
@@ -340,18 +281,12 @@ class OpTrace(TorchDispatchMode):
         models: The models, by what their modules' names begin with; modules of others
             are not known.
         observer: Sees the operations.
-        keeps_calls: See `ModuleStack`.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, nn.Module],
-        observer: OpObserver,
-        keeps_calls: bool = False,
-    ) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], observer: OpObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observer = observer
-        self._modules = ModuleStack(models, observer.on_module, keeps_calls)
+        self._modules = ModuleStack(models, observer.on_module)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guard.report.causes import (
-    BAD_SETTING,
-    DIVERGENCE,
-    RANGE_OVERFLOW,
-    UNDEFINED,
-)
+from ..guard.report.causes import BAD_SETTING, DIVERGENCE, RANGE_OVERFLOW, UNDEFINED
 from ..guard.report.explanation import Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
 from ..scanner.text import dtype_name

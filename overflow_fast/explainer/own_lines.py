@@ -37,13 +37,9 @@ from ..guard.step_keeper import Ambient, data_in
 from ..scanner.modules import Handles, children_of, modules_in
 from ..scanner.text import is_of_program
 from ..scanner.tree import CALL_DEPTH, find, tensors_in
-from ..torch_internals.compiler import (
-    has_compiled,
-)
+from ..torch_internals.compiler import has_compiled
 from ..torch_internals.registry import stack
-from ..torch_internals.replaying import (
-    no_dispatch,
-)
+from ..torch_internals.replaying import no_dispatch
 from .ambient import with_autocast_of_now
 from .calls import Call, Captured, ModelCall
 from .replayer import Observer

@@ -44,14 +44,11 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import active_modes
 from ..torch_internals.tensor_internals import sparse_indices, sparse_values
 from . import bad_step as notes
-from .bad_step import BadStep
 from .calls import Call, name_outside
 from .effects.rule import StoppedError
 from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
-from .nan_bits import gradient_of_payload
 from .replay_ranks import OnRank
-from .replayer import ReplayResult
 from .tensor_kinds import bad_names
 
 if TYPE_CHECKING:
@@ -356,12 +353,15 @@ def _not_reproducible(search: Search, text: str) -> Explanation:
         if not (is_gradient or (is_alarm and incident.is_received)):
             found.module = difference.path.module  # it came before the alarm
     if incident.kind == "gradient":
-        is_told = _whose(found, first, incident)
-        if not search.replayer.returns_loss and not is_told:
+        if len(incident.gradients) == 1:
+            (found.tensor,) = incident.gradients
+            found.module = module_of_parameter(found.tensor)
+            found.evidence.append(f"only the gradient of {found.tensor} is bad")
+        if not search.replayer.returns_loss:
             # Parameters may get gradients from the loss itself.
             return Explanation(notes=[_outside(search)])
         are_all = incident.gradients.keys() >= first.gradients.keys()
-        if not is_told and len(first.gradients) > 1 and are_all:  # as by clipping
+        if len(first.gradients) > 1 and are_all:  # as by clipping
             return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
         if incident.had_gradients:
             return Explanation(notes=[notes.OLD])
@@ -369,42 +369,11 @@ def _not_reproducible(search: Search, text: str) -> Explanation:
     if search.changed:
         text = f"The replay is finite, but {notes.effects_text(search.changed)}."
         return Explanation(notes=[text])
-    if not is_gradient and found.module:
-        _ask_elsewhere(search, found)
     models = search.case.models.values()
     devices = {p.device for model in models for p in parameters_of(model)}
     places = " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
     found.notes.append(f"It ran on {places}.")
     return found
-
-
-def _whose(found: Explanation, clean: ReplayResult, incident: BadStep) -> bool:
-    """Names the gradient that the bad values came from; whether its bits tell."""
-    text, names = "", list(incident.gradients)
-    if len(names) == 1:
-        found.tensor = names[0]
-        found.evidence.append(f"only the gradient of {names[0]} is bad")
-    else:
-        name, text = gradient_of_payload(incident.gradients, clean.gradients)
-        found.tensor = name
-        found.evidence += [text] if text else []
-    if found.tensor:
-        found.module = module_of_parameter(found.tensor)
-    return bool(text)
-
-
-def _ask_elsewhere(search: Search, found: Explanation) -> None:
-    """Adds what the module gives on the CPU, where it ran on another device."""
-    from .second_device import FirstCall, compare_devices, is_elsewhere
-
-    replayer = search.replayer
-    if not is_elsewhere(search.case.models) or not search.may_run(len(replayer.calls)):
-        return
-    first_call = FirstCall(found.module)
-    replayer.run(observers=[first_call])
-    if first_call.call is not None:
-        errors = compare_devices(first_call.call, first_call.output)
-        found.evidence += [str(errors)] if errors is not None else []
 
 
 def _outside(search: Search) -> str:

@@ -36,10 +36,7 @@ from ..scanner.modules import (
 )
 from ..scanner.tree import entry_label
 from ..scanner.types import TensorPath
-from ..torch_internals.replaying import (
-    no_dispatch,
-    uncompiled_calls,
-)
+from ..torch_internals.replaying import no_dispatch, uncompiled_calls
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
@@ -49,14 +46,7 @@ from .named_tensors import names_of, partitions_of, state_by_name
 from .op_rows import Leaf
 from .op_table import OpTable
 from .op_trace import OpTrace
-from .replay_ranks import (
-    BAD,
-    CLEAN,
-    FAILED,
-    GIVEN,
-    NotJoined,
-    RankCoordinator,
-)
+from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, RankCoordinator
 from .root_op import details_of
 from .snapshot import Snapshot
 from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
@@ -599,7 +589,7 @@ class Replayer:
         how = self._keeps_calls, step.looks_back
         result.table = OpTable([*leaves, *others], details_of, *how)
         calls = TorchCalls() if step.has_calls else nullcontext()
-        trace = OpTrace(self.models, result.table, self._keeps_calls)
+        trace = OpTrace(self.models, result.table)
         try:
             with uncompiled_calls(), trace, calls:
                 yield

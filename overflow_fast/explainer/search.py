@@ -14,19 +14,10 @@ import torch
 from torch import nn
 
 from ..guard.options import BUDGET
-from ..guard.report.causes import (
-    DIVERGENCE,
-    UNKNOWN,
-)
-from ..guard.report.explanation import (
-    NOT_THE_LOSS,
-    OVERWRITTEN,
-    Explanation,
-)
+from ..guard.report.causes import DIVERGENCE, UNKNOWN
+from ..guard.report.explanation import NOT_THE_LOSS, OVERWRITTEN, Explanation
 from ..guard.undo.step_start import StepStart
-from ..scanner.modules import (
-    module_of_parameter,
-)
+from ..scanner.modules import module_of_parameter
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from . import bad_step as notes
@@ -40,14 +31,7 @@ from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
 from .replay_ranks import BEGIN, GIVEN, NotJoined, RankCoordinator
-from .replayer import (
-    Difference,
-    ReplayCheck,
-    Replayer,
-    ReplayResult,
-    StepPart,
-    Tail,
-)
+from .replayer import Difference, ReplayCheck, Replayer, ReplayResult, StepPart, Tail
 from .rounding import explain_lost, lost_value, nearest_first
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
@@ -376,16 +360,13 @@ class Search:
             found.evidence[1:1] = growth.order
 
     def _keep_call(self, found: Explanation, root_op: RootOp) -> None:
-        """Keeps the operation and its module as scripts, where artifacts are wanted."""
+        """Keeps the operation as a script, where artifacts are wanted."""
         source, most = root_op.source, self.case.artifact_bytes
         if not isinstance(source, Row) or source.call is None:
             return
-        from .repro import module_repro_of, repro_of  # for runs that keep evidence
+        from .repro import repro_of  # for runs that keep evidence
 
         found.artifacts += repro_of(source.call, found, most)
-        if source.module_call is not None:
-            call = source.module_call
-            found.artifacts += module_repro_of(call, found, most - found.artifact_bytes)
 
     def _try_checkpoints(self, found: Explanation) -> None:
         """Tries weights of files where nothing else has to be run again."""

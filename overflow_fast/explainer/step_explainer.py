@@ -25,9 +25,7 @@ from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
 from ..scanner.ops import scan
 from ..scanner.tensors import loss_in
-from ..torch_internals.compiler import (
-    has_compiled,
-)
+from ..torch_internals.compiler import has_compiled
 from .bad_step import BadStep
 from .calls import Call, ModelCall, batch_size, made_again
 from .explain import investigate

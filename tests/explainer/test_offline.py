@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from failing_modules import Config, Gate, Holder, Local, Overflows
 from processes import python
 from safetensors.torch import save_file
 from torch import nn
@@ -193,54 +192,6 @@ def test_the_script_runs_by_itself(tmp_path):
     assert done.returncode == 1
     assert "AssertionError: not finite" in done.stderr
     assert "torch.float32: 1 of 1 values not finite" in done.stdout
-
-
-# The module alone.
-
-
-def fails_alone(script):
-    spec = {"__file__": str(script), "__name__": "__main__"}
-    with pytest.raises(AssertionError, match="not finite"):
-        exec(compile(script.read_text(), str(script), "exec"), spec)
-
-
-def test_the_module_fails_alone(tmp_path):
-    gate = Gate(4, Config(eps=0.0), must_be_given=True)
-    call = model_call(Holder(gate), torch.randn(3, 4), mask=torch.ones(3, 4))
-    found = left_by(tmp_path, call.function.args[0], call)
-    assert found.module == "inner"
-    script = tmp_path / "repro_module.py"
-    assert "inner (failing_modules.Gate) alone makes" in script.read_text()
-    fails_alone(script)
-    gate.shift.zero_()
-    assert gate(torch.ones(3, 4), mask=torch.ones(3, 4))["out"].isfinite().all()
-    fails_alone(script)  # it has a state of its own
-
-
-def test_a_module_under_autocast_fails_alone(tmp_path):
-    model = Holder(Overflows())
-
-    def compute(batch):
-        with torch.autocast("cpu", torch.float16):
-            return model(batch["x"]).float().sum()
-
-    batch = {"x": torch.full((3, 4), 200.0)}
-    found = left_by(tmp_path, model, run_call(model, batch, compute))
-    assert (found.cause, found.module) == ("range overflow", "inner")
-    fails_alone(tmp_path / "repro_module.py")
-
-
-@pytest.mark.parametrize("inner, room", [(Local, ROOM), (Gate, 16)])
-def test_a_module_that_cannot_be_written_is_left_out(tmp_path, inner, room):
-    if inner is Gate:
-        model = Holder(Gate(4, Config(eps=0.0), must_be_given=True))
-        call = model_call(model, torch.randn(3, 4), mask=torch.ones(3, 4))
-    else:
-        model = Holder(Local())
-        call = model_call(model, torch.randn(3, 4))
-    found = left_by(tmp_path, model, call, room)
-    assert (found.module, found.cause) == ("inner", "undefined")
-    assert not (tmp_path / "repro_module.py").exists()
 
 
 Point = collections.namedtuple("Point", "x mask")

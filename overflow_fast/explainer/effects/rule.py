@@ -44,14 +44,7 @@ from ..users_lines import Site
 from . import kinds
 from .before import Before, place_of
 from .collectives import collectives
-from .lookups import (
-    UNSEEN,
-    arguments,
-    first_argument,
-    keyword,
-    looked_at,
-    places_in,
-)
+from .lookups import UNSEEN, arguments, first_argument, keyword, looked_at, places_in
 from .quiet import quiet, terminals
 
 # How long a replay may take: so many times as long as the step, and some seconds for

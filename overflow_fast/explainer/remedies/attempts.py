@@ -22,11 +22,7 @@ from ...guard.report.causes import (
     Cause,
 )
 from ...guard.report.explanation import SAME, Remedy
-from ...scanner.modules import (
-    module_of_parameter,
-    named_modules,
-    parameters_of,
-)
+from ...scanner.modules import module_of_parameter, named_modules, parameters_of
 from ...scanner.text import error_line
 from ...scanner.tree import tensors
 from ..calls import Call, ModelCall, batch_size, with_stand_in
