@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..guard.step_keeper import Ambient
+from ..guard.step_keeper import Ambient, autocast_of
 from ..guard.undo.random import RandomStates
 from ..scanner.modules import set_shares_buffers
 from ..scanner.tensors import dtype_named
@@ -32,10 +32,11 @@ def applied(ambient: Ambient, models: Iterable[nn.Module]) -> Iterator[None]:
     was_caching = torch.is_autocast_cache_enabled()
     caches = ambient.caches and was_caching  # see `without_cached_casts()`
     with ExitStack() as stack:
-        for type, enabled, dtype in ambient.autocast:
-            now = torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)
+        now = autocast_of(_types(ambient))
+        for before, kept in zip(now, ambient.autocast, strict=True):
             # The end of a region drops what autocast has cached for any thread.
-            if (*now, was_caching) != (enabled, dtype, caches):
+            if (before, was_caching) != (kept, caches):
+                type, enabled, dtype = kept
                 stack.enter_context(
                     torch.autocast(
                         type, dtype=dtype, enabled=enabled, cache_enabled=caches
@@ -47,11 +48,12 @@ def applied(ambient: Ambient, models: Iterable[nn.Module]) -> Iterator[None]:
 def with_autocast_of_now(ambient: Ambient) -> Ambient:
     """The same, with autocast as it is at this moment."""
     now = copy.copy(ambient)
-    now.autocast = [
-        (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
-        for type, _, _ in ambient.autocast
-    ]
+    now.autocast = autocast_of(_types(ambient))
     return now
+
+
+def _types(ambient: Ambient) -> list[str]:
+    return [type for type, _, _ in ambient.autocast]
 
 
 def as_plain(ambient: Ambient, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:

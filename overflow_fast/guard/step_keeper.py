@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from types import FrameType
@@ -38,13 +38,8 @@ from ..scanner.tree import (
     tensors,
     tensors_in,
 )
-from ..torch_internals.compiler import (
-    compiled_call_of,
-    has_compiled,
-)
-from ..torch_internals.running import (
-    is_recorded,
-)
+from ..torch_internals.compiler import compiled_call_of, has_compiled
+from ..torch_internals.running import is_recorded
 from .config import GuardConfig
 from .undo.code_names import global_names
 from .undo.random import RandomStates
@@ -76,12 +71,17 @@ class Ambient:
         self.random = RandomStates(devices)
         self.training = model.training
         types = ("cpu", *dict.fromkeys(device.type for device in devices))
-        self.autocast = [
-            (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
-            for type in types
-        ]
+        self.autocast = autocast_of(types)
         self.caches = torch.is_autocast_cache_enabled()
         self.shares_buffers = getattr(model, "require_forward_param_sync", None)
+
+
+def autocast_of(types: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
+    """Of each kind of device: whether autocast is on, and its dtype."""
+    return [
+        (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+        for type in types
+    ]
 
 
 # A function that is kept, with the variables that it takes from around it.

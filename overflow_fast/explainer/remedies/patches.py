@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ...guard.process import has_process_group
+from ...guard.step_keeper import autocast_of
 from ...scanner.modules import modules_in, tensors_of
 from ...torch_internals.replaying import (
     autocast_devices,
@@ -107,10 +108,7 @@ def in_dtype(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _kept_autocast() -> Iterator[None]:
-    kept = [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in autocast_devices()
-    ]
+    kept = autocast_of(autocast_devices())
     try:
         yield
     finally:
@@ -123,9 +121,8 @@ def _begin_dtype(module: nn.Module, args: object) -> None:
     dtype = inherited(_KEY)
     if dtype is None:
         return
-    for device in autocast_devices():
-        is_narrow = torch.get_autocast_dtype(device) in _NARROWER[dtype]
-        if torch.is_autocast_enabled(device) and is_narrow:
+    for device, is_enabled, now in autocast_of(autocast_devices()):
+        if is_enabled and now in _NARROWER[dtype]:
             if dtype is torch.float32:
                 torch.set_autocast_enabled(device, False)
             else:
