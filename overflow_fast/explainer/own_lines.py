@@ -201,34 +201,19 @@ def _backward_on(around: ast.AST, line: int) -> ast.Name | None:
 
 
 def _assignment(around: ast.AST, name: ast.Name) -> ast.Assign | None:
-    """The last assignment to what backward was called on.
+    """The one assignment of a function to what backward is called on.
 
-    None if it is not certain that backward was called on what it has assigned.
+    Those that go on from its value, as by a division, are left out. None if there are
+    several, or others than `x = ...`: which one has run is not certain.
     """
-    nodes = list(_own_statements(around))
-    before = sorted(
-        (each for each in nodes if each.lineno <= name.lineno),
-        key=lambda each: each.lineno,
-    )
-    branches = _branches(around)
-    for each in reversed(before):
-        if name.id not in assigned_itself(each):
-            continue
-        targets = each.targets if isinstance(each, ast.Assign) else []
-        is_plain = len(targets) == 1 and getattr(targets[0], "id", "") == name.id
-        if not isinstance(each, ast.Assign) or not is_plain:
-            return None
-        if name.id not in read(each.value) | assigned(each.value):
-            own, its = branches[id(each)], branches[id(name)]
-            between = set(its[len(own) :])
-            later = (
-                n
-                for n in nodes
-                if n.lineno > name.lineno and name.id in assigned_itself(n)
-            )
-            is_alone = not any(between & set(branches[id(n)]) for n in later)
-            return each if its[: len(own)] == own and is_alone else None
-    return None
+    nodes = [n for n in _own_statements(around) if name.id in assigned_itself(n)]
+    plain = [n for n in nodes if isinstance(n, ast.Assign) and _is_to_name(n)]
+    first = [n for n in plain if name.id not in read(n.value) | assigned(n.value)]
+    return first[0] if len(first) == 1 and len(plain) == len(nodes) else None
+
+
+def _is_to_name(statement: ast.Assign) -> bool:
+    return len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name)
 
 
 def _own_statements(around: ast.AST) -> Iterator[Any]:
@@ -241,28 +226,6 @@ def _own_statements(around: ast.AST) -> Iterator[Any]:
                 yield node
             if not isinstance(node, SCOPES):
                 waiting += ast.iter_child_nodes(node)
-
-
-_Branch = tuple[int, str]
-
-
-def _branches(around: ast.AST) -> dict[int, tuple[_Branch, ...]]:
-    """The blocks around each node, by its id, that may run or not, outermost first.
-
-    Those are of branches, loops, handlers and functions, but not of `with`.
-    """
-    found: dict[int, tuple[_Branch, ...]] = {}
-    waiting: list[tuple[ast.AST, tuple[_Branch, ...]]] = [(around, ())]
-    while waiting:
-        node, path = waiting.pop()
-        found[id(node)] = path
-        is_certain = node is around or isinstance(node, (ast.With, ast.AsyncWith))
-        for field, value in ast.iter_fields(node):
-            parts = value if isinstance(value, list) else [value]
-            is_block = any(isinstance(each, BLOCKS) for each in parts)
-            inner = (*path, (id(node), field)) if is_block and not is_certain else path
-            waiting += [(each, inner) for each in parts if isinstance(each, ast.AST)]
-    return found
 
 
 def _loss_of(call: ast.Call) -> ast.Name | None:
