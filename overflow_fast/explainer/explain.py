@@ -57,16 +57,7 @@ def investigate(
     ranks = RankCoordinator() if ranks is None else ranks
     limits = budget, checkpoints, artifact_bytes
     case = Case(models, incident or BadStep(), start, *limits, replay_check)
-    found, stopped = Explanation(), ""
-    try:
-        search = Search(case, calls, ranks)
-        found = search.run()
-        stopped = search.replayer.stopped
-    except NotJoined as error:
-        ranks.is_broken = True
-        found.notes.append(str(error))
-    except Exception as error:
-        found.notes.append(f"The explanation ended early: {error_line(error)}.")
+    found, stopped = _searched(case, calls, ranks)
     if found is not ranks.result:  # the rank that led looks at all views of its own
         if stopped and ranks.is_alone and any(call.forwards for call in calls):
             calls = [each for call in calls for each in call.forwards or [call]]
@@ -85,6 +76,22 @@ def investigate(
     result = ranks.finish(found)
     result.artifacts = own
     return result
+
+
+def _searched(
+    case: Case, calls: Sequence[Call], ranks: RankCoordinator
+) -> tuple[Explanation, str]:
+    """Explains what was kept; returns by which effect it was ended, too, or ""."""
+    found = Explanation()
+    try:
+        search = Search(case, calls, ranks)
+        return search.run(), search.replayer.stopped
+    except NotJoined as error:
+        ranks.is_broken = True
+        found.notes.append(str(error))
+    except Exception as error:
+        found.notes.append(f"The explanation ended early: {error_line(error)}.")
+    return found, ""
 
 
 def _asks_for_loss(found: Explanation, calls: Sequence[Call]) -> bool:
