@@ -353,7 +353,6 @@ _LINEAR = (
     *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _NORMALIZATIONS = (
     *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -375,11 +374,6 @@ def is_linear(module: nn.Module) -> bool:
 def is_bounded(module: nn.Module) -> bool:
     """True if a layer of torch has a finite output for any finite input."""
     return type(module) in _BOUNDED and _is_plain(module)
-
-
-def is_dropout(module: nn.Module) -> bool:
-    """True if a module is one of torch's dropouts."""
-    return type(module) in _DROPOUTS and _is_plain(module)
 
 
 def is_normalization(module: nn.Module) -> bool:
