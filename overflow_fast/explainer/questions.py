@@ -357,9 +357,6 @@ def _not_reproducible(search: Search, text: str) -> Explanation:
             (found.tensor,) = incident.gradients
             found.module = module_of_parameter(found.tensor)
             found.evidence.append(f"only the gradient of {found.tensor} is bad")
-        if not search.replayer.returns_loss:
-            # Parameters may get gradients from the loss itself.
-            return Explanation(notes=[_outside(search)])
         are_all = incident.gradients.keys() >= first.gradients.keys()
         if len(first.gradients) > 1 and are_all:  # as by clipping
             return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
@@ -538,6 +535,11 @@ FINITE: tuple[Question, ...] = (
         "May the replay be another step than the one that was bad?",
         lambda search: bool(_doubt(search)),
         _other_step,
+    ),
+    Question(
+        "May parameters get gradients from the loss itself, which was not run?",
+        lambda search: _of_gradient(search) and not search.replayer.returns_loss,
+        lambda search: Explanation(notes=[_outside(search)]),
     ),
     Question("Is it bad in some of several replays?", lambda search: True, _again),
 )

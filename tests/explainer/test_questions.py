@@ -86,6 +86,7 @@ EVIDENCE = {
         {**GRADIENT, "has_hooks": True},
         {"calls": {"num_held": 2}, "returns_loss": False},
         {"set_meanwhile": ["0.factor"]},
+        {**GRADIENT, "returns_loss": False},
         {},
     ],
     "TRACED": [
