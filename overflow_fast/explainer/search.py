@@ -298,7 +298,9 @@ class Search:
         found = explain_root_op(root_op, rows, in_gradients, call)
         if is_seen and found.phase == "forward" and not traced.is_forward:
             is_read = traced.is_in_gradients
-            text = _ENDS_FINITE.format("loss" if call.returns_loss else "model's output")
+            text = _ENDS_FINITE.format(
+                "loss" if call.returns_loss else "model's output"
+            )
             found.notes.append(text + " Backward runs through them." * is_read)
         if found.phase == "weights" and incident.past.weights.get(found.tensor):
             from .optimizer_step import explain_update  # of weights alone

@@ -90,6 +90,7 @@ EVIDENCE = {
         {},
     ],
     "TRACED": [
+        {"is_seen_in_call": True},
         {},
         {"first": {"bad_outputs": BAD}, "traced": {"has_raised": True}},
         {"first": {"bad_outputs": BAD}, "traced": {"bad_outputs": BAD}},
