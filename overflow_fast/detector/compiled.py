@@ -16,9 +16,7 @@ import torch
 
 from ..scanner.modules import class_name_of
 from ..scanner.tensors import NotScanned, traced_loss_in
-from ..torch_internals.running import (
-    running_nodes,
-)
+from ..torch_internals.running import running_nodes
 from ..torch_internals.tensor_internals import is_batched, is_wrapper, local_tensor
 from ..torch_internals.tracing import (
     dynamo_translator,

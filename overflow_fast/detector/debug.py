@@ -14,13 +14,7 @@ from ..scanner.modules import check_module
 from ..scanner.ops import scan
 from ..scanner.text import printable
 from .coverage import warn_of_scripted
-from .frames import (
-    PREFIX,
-    batch_header,
-    frame_text,
-    frames_text,
-    nonfinite_lines,
-)
+from .frames import PREFIX, batch_header, frame_text, frames_text, nonfinite_lines
 from .frames import get_abs_min_max as get_abs_min_max
 from .steps import StepHooks
 

@@ -19,9 +19,7 @@ from ..torch_internals.module_internals import (
     forward_pre_hooks,
     share_key,
 )
-from ..torch_internals.running import (
-    running_modules,
-)
+from ..torch_internals.running import running_modules
 from . import dynamo
 
 

@@ -52,13 +52,7 @@ from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart
 from .verdict.first_bad import attribute
 from .verdict.rules import Rules
-from .verdict.verdict import (
-    BadFrame,
-    Verdict,
-    is_of_flag,
-    take_bad,
-    take_evaluated,
-)
+from .verdict.verdict import BadFrame, Verdict, is_of_flag, take_bad, take_evaluated
 from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 

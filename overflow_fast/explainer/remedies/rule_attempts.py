@@ -43,15 +43,7 @@ from .rules import (
     with_numbers,
 )
 from .source_file import Edit, Operand
-from .trials import (
-    Attempts,
-    Failure,
-    Trial,
-    Trials,
-    in_wider,
-    joined,
-    remedy_of,
-)
+from .trials import Attempts, Failure, Trial, Trials, in_wider, joined, remedy_of
 
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12

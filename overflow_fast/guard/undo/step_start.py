@@ -28,10 +28,7 @@ from ... import _C
 from ...scanner.modules import is_sharded, modules_in, walk
 from ...scanner.tensors import copy_tensors
 from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
-from ...torch_internals.running import (
-    graph_task_id,
-    is_recorded,
-)
+from ...torch_internals.running import graph_task_id, is_recorded
 from .attributes import KeptAttributes
 from .buffers import KeptBuffer, SteadyBuffers
 from .weights import KeptWeights, Slot

@@ -29,9 +29,7 @@ from ...scanner.tree import (
     layout,
     path_text,
 )
-from ...torch_internals.running import (
-    is_functional_call,
-)
+from ...torch_internals.running import is_functional_call
 
 _FEW = 4  # samples in a sentence; chosen
 _HARMLESS = (

@@ -18,11 +18,7 @@ from ... import _C, flags
 from ...detector.selection import Named
 from ...scanner import tree
 from ...scanner.modules import parameters_of, stepped_by
-from ...torch_internals.tensor_internals import (
-    is_wrapper,
-    local_tensor,
-    sparse_values,
-)
+from ...torch_internals.tensor_internals import is_wrapper, local_tensor, sparse_values
 from ..optimizers.engines import LossScaler, engine_gradients, optimizers_in
 from .watch import ModelWatch
 

@@ -30,9 +30,7 @@ from ...scanner.modules import (
     tensor_name,
 )
 from ...scanner.tensors import model_loss_in
-from ...torch_internals.compiler import (
-    has_compiled,
-)
+from ...torch_internals.compiler import has_compiled
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS, own_parameters
 from .inputs import ForwardInputs
 
