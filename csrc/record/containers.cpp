@@ -91,7 +91,7 @@ class Layouts {
   }
 
  private:
-  static constexpr size_t kMaxDead = 1024;
+  static constexpr size_t kMaxDead = 1024;  // types between two looks at all of them; chosen
 
   struct Known {
     TypeLayout layout;

@@ -225,7 +225,7 @@ class Opened {
   bool add(PyObject* object);
 
  private:
-  static constexpr size_t kFew = 16;
+  static constexpr size_t kFew = 16;  // most values need no allocation; chosen
 
   size_t place(PyObject* object) const;
   void grow();

@@ -164,7 +164,7 @@ class Coverage {
   py::dict opaque() const { return opaque_.attr("copy")(); }
 
  private:
-  static constexpr size_t kMaxKeys = 32;
+  static constexpr size_t kMaxKeys = 32;  // a list for people; the rest is counted together
 
   static void count_in(py::dict& counts, const py::object& key, const py::object& rest) {
     const bool has_room = counts.size() < kMaxKeys || counts.contains(key);

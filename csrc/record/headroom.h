@@ -61,7 +61,7 @@ class Headroom {
     }
 
    private:
-    static constexpr size_t kSteps = 16;
+    static constexpr size_t kSteps = 16;  // of which a trend is told; chosen
     std::array<uint64_t, kSteps> keys_;
     size_t num_steps_ = 0;
     int64_t step_ = 0;
@@ -115,7 +115,7 @@ class Headroom {
  private:
   // Labels that never repeat must not fill the memory of a long run.
   static constexpr size_t kMaxHistories = 1 << 16;
-  static constexpr size_t kMaxLow = 1 << 12;
+  static constexpr size_t kMaxLow = 1 << 12;  // limits the list of a step; chosen
 
   void add(const Peak& peak) {
     if (peak.place.kind == FrameKind::kGradients) {

@@ -229,6 +229,8 @@ class Recorder {
   // Scanning a smaller tensor on the host again costs less than remembering it: that keeps memory
   // of the tensor until the step ends.
   static constexpr int64_t kMinMemoBytes = 4096;
+  // Limit the memory of a step with many calls: those after the first bad ones are alike, and of
+  // calls that nobody asks for the older half goes.
   static constexpr size_t kMaxBadFrames = 4096;
   static constexpr size_t kMaxCalls = 1 << 16;
 

@@ -64,6 +64,7 @@ class Traced {
   bool has_returned(const at::Tensor& tensor) const;
 
  private:
+  // A program that starts a thread for each step must not fill the memory; chosen.
   static constexpr size_t kMaxThreads = 16;
 
   struct Known {

@@ -37,7 +37,7 @@ at::Tensor is_positive(const at::Tensor& tensor, const DtypeInfo& info) {
   }
 }
 
-constexpr size_t kCounts = 4;
+constexpr size_t kCounts = 4;  // zeros, zeros and subnormals, limits, positive ones
 
 }  // namespace
 

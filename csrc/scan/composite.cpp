@@ -81,7 +81,7 @@ std::vector<int64_t> within_rows(const at::Tensor& rows) {
 // The number of true elements in each row of a fresh mask. sum() makes an int64 of every element
 // first, so groups of a single row's are summed as bytes before.
 at::Tensor count(const at::Tensor& mask) {
-  constexpr int64_t kGroup = 64;
+  constexpr int64_t kGroup = 64;  // a byte holds up to 127
   if (mask.size(0) != 1) return mask.sum(within_rows(mask));
   const int64_t whole = mask.numel() / kGroup * kGroup;
   const at::Tensor bytes = mask.view(at::kChar).as_strided({1, mask.numel()}, {mask.numel(), 1});

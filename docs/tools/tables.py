@@ -25,6 +25,7 @@ from pages import headings, slug
 
 import overflow_fast
 from overflow_fast import Evidence, Explain, Log, Record, Schedule, integrations
+from overflow_fast.explainer import step_schema
 from overflow_fast.guard.files.fields import (
     ABSENT,
     FIRST_RELEASE,
@@ -43,6 +44,7 @@ from overflow_fast.scanner.text import dtype_name
 from overflow_fast.tools.cli.command_line import make_parser
 from overflow_fast.tools.cli.guard_options import MONITORS
 from overflow_fast.tools.compare import recording_schema
+from overflow_fast.tools.page import evidence_schema
 
 DOCS = Path(__file__).parents[1]
 STUB = DOCS.parent / "overflow_fast" / "__init__.pyi"
@@ -78,7 +80,7 @@ def _lines(*kinds: type[Any]) -> Callable[[], str]:
         for kind in kinds
         for row in [
             [f"`{json.dumps(kind.KIND)}`", "", _first_line(kind), ""],
-            *_fields(kind, ""),
+            *_fields(kind, "", {}),
         ]
     ]
     head = "`kind`", "field", "content", "if it is missing"
@@ -93,14 +95,37 @@ def _first_line(kind: type[Any]) -> str:
     return f"**{(kind.__doc__ or '').splitlines()[0].rstrip('.')}**"
 
 
-def _fields(kind: Any, prefix: str) -> Iterator[list[str]]:
+def _fields(kind: Any, prefix: str, listed: dict[Any, str]) -> Iterator[list[str]]:
+    """The rows of a declaration's fields.
+
+    Args:
+        kind: The declaration.
+        prefix: What stands before their names.
+        listed: The declarations that the table has, and where.
+    """
     for name, each in fields_of(kind).items():
         key = f"{prefix}{each.name or name}"
         since = "" if each.since == FIRST_RELEASE else f" (since {each.since})"
-        yield ["", f"`{key}`", f"{each.meaning}{since}", _default(each)]
-        for part in typing.get_args(kinds_of(kind)[name]):
-            if isinstance(part, type) and fields_of(part):
-                yield from _fields(part, f"{key}[].")
+        parts = dict(_parts(kinds_of(kind)[name]))
+        text = f"{each.meaning}{since}" + "".join(
+            f"; as `{listed[part]}`" if part in listed else f"; as `{part.KIND}` has it"
+            for part in parts
+            if part in listed or getattr(part, "KIND", "")
+        )
+        yield ["", f"`{key}`", text, _default(each)]
+        for part, several in parts.items():
+            if part not in listed and not getattr(part, "KIND", ""):
+                listed[part] = f"{key}{several}"
+                yield from _fields(part, f"{key}{several}.", listed)
+
+
+def _parts(kind: Any) -> Iterator[tuple[Any, str]]:
+    """The declarations in a field's type, with "[]" for those of which it has many."""
+    if isinstance(kind, type) and typing.get_origin(kind) is None and fields_of(kind):
+        yield kind, ""
+    several = "[]" * (typing.get_origin(kind) in (list, tuple))
+    for each in typing.get_args(kind):
+        yield from ((part, f"{several}{more}") for part, more in _parts(each))
 
 
 def _default(field: Field) -> str:
@@ -257,6 +282,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "log": _lines(*log_lines.KINDS),
     "flight record": _lines(*record_lines.KINDS),
     "recording": _lines(*recording_schema.KINDS),
+    "evidence": _lines(*evidence_schema.KINDS, *step_schema.KINDS),
     "causes": _meanings,
     **{
         f"sections {code}".strip(): functools.partial(_sections, code)

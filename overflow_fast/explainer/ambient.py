@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..guard.files.fields import line_of
 from ..guard.step_keeper import Ambient, autocast_of
 from ..guard.undo.random import RandomStates
 from ..scanner.modules import set_shares_buffers
 from ..scanner.tensors import dtype_named
 from ..scanner.text import dtype_name
-
-if TYPE_CHECKING:
-    from .step_schema import SavedAmbient
+from .step_schema import SavedAmbient
 
 
 @contextmanager
@@ -63,14 +62,15 @@ def as_plain(ambient: Ambient, put: Callable[[torch.Tensor], str]) -> dict[str, 
         ambient: The states.
         put: Keeps a tensor, and returns its name.
     """
-    return {
+    return line_of(
+        SavedAmbient,
         **ambient.random.as_plain(put),
-        "training": ambient.training,
-        "autocast": [
+        training=ambient.training,
+        autocast=[
             [type, is_on, dtype_name(dtype)] for type, is_on, dtype in ambient.autocast
         ],
-        "caches": ambient.caches,
-    }
+        caches=ambient.caches,
+    )
 
 
 def of_plain(plain: SavedAmbient, tensor_of: Callable[[str], torch.Tensor]) -> Ambient:

@@ -17,7 +17,7 @@ from .trace_back import ForwardRows, RootOp
 from .users_lines import place_text
 
 
-class Hidden(NamedTuple):
+class HiddenValues(NamedTuple):
     """The values found within a finite forward.
 
     Attributes:
@@ -33,7 +33,7 @@ class Hidden(NamedTuple):
     is_wrong: bool
 
 
-def find_hidden(replayer: Replayer, place: int) -> Hidden | None:
+def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     """Traces a finite forward; None where all within it was finite, or meant.
 
     Args:
@@ -61,7 +61,7 @@ def find_hidden(replayer: Replayer, place: int) -> Hidden | None:
     if not is_wrong:
         told = "; ".join(map(str, found.evidence[:2]))
         found = Explanation(notes=[f"The forward is finite. Within it: {told}."])
-    return Hidden(found, root_op, traced, is_wrong)
+    return HiddenValues(found, root_op, traced, is_wrong)
 
 
 def hidden_by(bad: Row, rows: Sequence[Row]) -> Row | None:

@@ -18,10 +18,10 @@ from ..guard.undo.kept_objects import (
     ATTRIBUTE,
     KEY,
     Access,
-    Contents,
     Kept,
     KeptGenerator,
     KeptObjects,
+    ObjectContents,
     access_of,
     attributes_of,
     has_attributes,
@@ -98,7 +98,7 @@ def _difference(kept: Kept) -> str:
     """The name of a number or a generator in it that is another one now, or ""."""
     if isinstance(kept, KeptGenerator):
         return kept.name if kept.has_changed() else ""
-    if not isinstance(kept, Contents):
+    if not isinstance(kept, ObjectContents):
         return ""
     now, before, form = kept.now(), kept.before, kept.access.form
     both: Iterable[tuple[Any, Any, Any]]

@@ -7,11 +7,12 @@ import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..guard.files.fields import line_of
 from ..guard.files.json_text import SCHEMA, dumps
 from ..guard.files.reading import FileError, read_bytes
 from ..guard.files.tensor_files import read_tensors
@@ -22,9 +23,7 @@ from ..scanner.text import dtype_name
 from .ambient import as_plain, of_plain
 from .calls import Call, ModelCall, names_of_inputs
 from .named_tensors import names_of, state_by_name
-
-if TYPE_CHECKING:
-    from .step_schema import SavedCall, SavedStepFile, Value
+from .step_schema import SavedCall, SavedStepFile, SavedValue
 
 STEP, TENSORS = "replay.json", "replay.safetensors"
 
@@ -51,18 +50,17 @@ def saved_step(
     """
     before = {id(buffer): value for buffer, value in start}
     tensors: dict[str, torch.Tensor] = {}
-    step = {
-        "schema": SCHEMA,
-        "kind": "replay",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "prefixes": list(models),
-        "calls": [_call(each, tensors) for each in calls],
-        "weights": {
+    step = SavedStepFile.line(
+        schema=SCHEMA,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        prefixes=list(models),
+        calls=[_call(each, tensors) for each in calls],
+        weights={
             name: _identity(before.get(id(tensor), tensor))
             for _, name, tensor in names_of(models)
         },
-    }
+    )
     if sum(tensor.nbytes for tensor in tensors.values()) > most:
         return []
     return [Artifact(STEP, dumps(step)), Artifact(TENSORS, tensors=tensors)]
@@ -74,31 +72,36 @@ def _call(call: Call, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         tensors[name] = host_copy(tensor)
         return name
 
-    return {
-        "is_of_model": isinstance(call, ModelCall),
-        "batch": _plain(call.batch, put),
-        "ambient": as_plain(call.ambient, put),
-        "returns_loss": call.returns_loss,
-        "is_alone": call.has_backward is False,
-        "held": {str(place): put(held) for place, held in call.held.items()},
-    }
+    return line_of(
+        SavedCall,
+        is_of_model=isinstance(call, ModelCall),
+        batch=_plain(call.batch, put),
+        ambient=as_plain(call.ambient, put),
+        returns_loss=call.returns_loss,
+        is_alone=call.has_backward is False,
+        held={str(place): put(held) for place, held in call.held.items()},
+    )
 
 
-def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
+def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
     """A batch as JSON; of a tensor its name, of what cannot be saved its type.
 
     No code of the value's type runs when it is read: what comes back as another type
     has the name of its own one.
     """
+    return line_of(SavedValue, **_fields_of(value, put))
+
+
+def _fields_of(value: Any, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if not is_readable(value):
-            return {"lost": type(value).__name__}
+            return {"lost": kind.__name__}
         is_wanted = value.requires_grad and value.is_floating_point()
         return {"tensor": put(value), "requires_grad": is_wanted}
     was = {} if kind in _PLAIN else {"was": kind.__name__}
     if isinstance(value, float) and not math.isfinite(value):
-        return {"float": value, **was}  # JSON has it as a string
+        return {"number": value, **was}  # JSON has it as a string
     if isinstance(value, str) and not _is_unicode(value):
         return {"lost": kind.__name__}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -107,10 +110,11 @@ def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> Any:
         pairs = [(_plain(k, put), _plain(each, put)) for k, each in value.items()]
         if all(type(key) is str and _is_unicode(key) for key in value):
             named = zip(value, (each for _, each in pairs), strict=True)
-            return {"dict": dict(named), **was}
-        return {"items": pairs, **was}
+            return {"by_key": dict(named), **was}
+        return {"pairs": pairs, **was}
     if kind in (list, tuple):  # others would come back as another type
-        return {kind.__name__: [_plain(each, put) for each in value]}
+        name = "listed" if kind is list else "tupled"
+        return {name: [_plain(each, put) for each in value]}
     fields = getattr(kind, "_fields", None)
     if isinstance(value, tuple) and isinstance(fields, tuple):
         each = zip(fields, value, strict=False)
@@ -164,7 +168,6 @@ class SavedStep:
         path = self._folder / STEP
         try:
             from ..guard.files.schema import decode_document
-            from .step_schema import SavedStepFile
 
             return decode_document(read_bytes(path), SavedStepFile, SCHEMA)
         except FileNotFoundError:
@@ -260,7 +263,11 @@ class SavedStep:
             raise UnreadableStepError(f"{self._folder / TENSORS} has no {name!r}")
         return self._tensors[name]
 
-    def _value(self, saved: Value, device: torch.device, at: str = "") -> Any:
+    def _value(self, found: Any, device: torch.device, at: str = "") -> Any:
+        from ..guard.files.schema import convert
+
+        is_read = isinstance(found, SavedValue)  # the outermost one, with its call
+        saved = found if is_read else convert(found, SavedValue)
         if isinstance(saved.lost, str):
             raise UnreadableStepError(
                 f"an argument of the step could not be saved: batch{at} was a "
@@ -276,7 +283,7 @@ class SavedStep:
             )
         return value
 
-    def _made_of(self, saved: Value, device: torch.device, at: str) -> Any:
+    def _made_of(self, saved: SavedValue, device: torch.device, at: str) -> Any:
         if isinstance(saved.tensor, str):
             tensor = self._tensor(saved.tensor).to(device)
             return tensor.requires_grad_() if saved.requires_grad else tensor

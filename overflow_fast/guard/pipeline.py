@@ -59,7 +59,7 @@ from .watching.watch import ModelWatch
 if TYPE_CHECKING:
     from .learning import Learning
     from .optimizers.device_flags import DeviceFlags
-    from .optimizers.updates import KeptStep
+    from .optimizers.updates import UndoableStep
     from .report.coverage import GuardCoverage
     from .watching.evaluation import Evaluation
 
@@ -310,7 +310,7 @@ class Pipeline:
 
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
-    ) -> KeptStep | None:
+    ) -> UndoableStep | None:
         """The way to undo a step that may overflow though its gradients are finite."""
         doubts, self._doubts = self._doubts, False
         if not self.agreement.is_needed:

@@ -49,11 +49,12 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # same             returns the values that it was given, each where it was
 # softmax          weighs scores, all of which may be masked
 # tells            tells of a tensor, and makes none: most of all calls
+# whole            makes whole numbers of whole numbers
 Trait = Literal[
     "adds", "bilinear", "casts", "commutes", "constant", "deviation", "difference",
     "divides", "each", "empty", "grows", "linear", "lookup", "measure", "moves",
     "nan_of_overflow", "normalizes", "of_labels", "overwrites", "pivots", "product",
-    "promotes", "random", "reinterprets", "root", "same", "softmax", "tells",
+    "promotes", "random", "reinterprets", "root", "same", "softmax", "tells", "whole",
 ]  # fmt: skip
 
 
@@ -127,13 +128,13 @@ _TABLE = (
     ("add", _op("commutes grows linear promotes", _TWO, sign="+")),
     ("sub", _op("grows difference promotes", _TWO, sign="-")),
     ("rsub", _op("grows difference promotes")),
-    ("mul", _op("bilinear commutes grows promotes", _TWO, sign="*")),
+    ("mul", _op("bilinear commutes grows promotes whole", _TWO, sign="*")),
     ("div", _op("divides each promotes", _TWO, sign="/")),
     ("rdiv", _op("each promotes")),
     ("floor_divide remainder fmod addcdiv", _op("divides promotes")),
     ("addcmul hypot ldexp", _op("grows promotes")),
     ("lerp", _op("grows")),
-    ("pow", _op("each promotes", "input exponent")),
+    ("pow", _op("each promotes", "input exponent", sign="**")),
     ("rpow", _op("promotes")),
     ("reciprocal", _op("each", **_need("other than 0", lambda x: x != 0))),
     # Of matrices.
@@ -184,7 +185,7 @@ _TABLE = (
     ("cat stack clamp_min clamp_max", _op("promotes")),
     ("igamma igammac special_zeta special_*_polynomial_*", _op("promotes")),
     # Of several numbers one.
-    ("sum", _op("adds grows linear measure", "input dim keepdim")),
+    ("sum", _op("adds grows linear measure whole", "input dim keepdim")),
     ("nansum", _op("adds grows")),
     ("cumsum", _op("adds grows linear", "input dim")),
     ("count_nonzero bincount", _op("adds")),
@@ -223,7 +224,7 @@ _TABLE = (
     ("scatter", _op("linear")),
     ("where", _op("linear promotes", "condition input other")),
     ("masked_fill", _op("linear promotes", "input mask value")),
-    ("clamp", _op("linear promotes", "input min max")),
+    ("clamp", _op("linear promotes whole", "input min max")),
     ("real imag view_as_real view_as_complex as_strided _neg_view indices values",
      _op("reinterprets")),
     # What makes tensors, or writes to all of one.

@@ -404,7 +404,7 @@ _NEVER_OPENED = (
 _IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
-class Layout(NamedTuple):
+class TypeLayout(NamedTuple):
     """The ways to look into the objects of a type; refers to no class.
 
     Attributes:
@@ -429,10 +429,10 @@ class Layout(NamedTuple):
     is_simple: bool
 
 
-_layouts: weakref.WeakKeyDictionary[type, Layout] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[type, TypeLayout] = weakref.WeakKeyDictionary()
 
 
-def layout(kind: type) -> Layout:
+def layout(kind: type) -> TypeLayout:
     """Returns how objects of a type are looked into; computed once for a type."""
     try:
         return _layouts[kind]
@@ -443,14 +443,14 @@ def layout(kind: type) -> Layout:
         return _examined(kind)
 
 
-def _examined(kind: type) -> Layout:
+def _examined(kind: type) -> TypeLayout:
     names = {name for base in kind.__mro__ for name in vars(base)}
     is_closed = issubclass(kind, _NEVER_OPENED) or _is_of_numpy(kind)
     is_partial = issubclass(kind, functools.partial)
     is_open = not is_closed and not is_partial and "__next__" not in names
     has_dict, slots, wraps = _has_dict(kind), tuple(_slots(kind)), _wraps(kind)
     has_others = bool(slots or wraps) or issubclass(kind, _WITH_ITEMS)
-    return Layout(
+    return TypeLayout(
         is_plain=kind in _PLAIN,
         is_open=is_open,
         may_hide=not is_closed and kind not in _PLAIN,

@@ -139,6 +139,19 @@ def test_each_name_that_code_compares_is_one_of_torch():
     assert [name for name in sorted(found) if not is_of_torch(name)] == []
 
 
+def test_what_is_known_of_operations_stands_in_the_table_alone():
+    """No other tuple, set or dict is of three names of operators or more."""
+    found = []
+    for path in {*PACKAGE.rglob("*.py")} - {PACKAGE / "scanner/torch_ops.py"}:
+        for node in ast.walk(ast.parse(path.read_text())):
+            own = getattr(node, "elts", None) or getattr(node, "keys", None)
+            own = own if isinstance(own, list) else []
+            texts = [each.value for each in own if isinstance(each, ast.Constant)]
+            if len(texts) == len(own) > 2 and set(texts) <= ATEN:
+                found.append(f"{path.name}:{node.lineno}: {texts}")
+    assert found == []
+
+
 def test_names_of_one_operation_have_one_row():
     """A function that runs an operator and nothing else is that operator."""
 
@@ -331,6 +344,7 @@ def test_what_some_traits_say_is_so():
         "divides": lambda f: not f(*(x,) * (2 + (f is torch.addcdiv))).isfinite().all(),
         "bilinear": lambda f: torch.equal(f(2 * x, x), 2 * f(x, x)),
         "commutes": lambda f: torch.equal(f(x, 3 * x), f(3 * x, x)),
+        "whole": lambda f: not (f(x.ceil() * 3, 1) % 1).any(),
         "deviation": lambda f: any(each.isnan().all() for each in (*f(x[:1], 0),)),
     }
     for name, trait in itertools.product(NAMES, is_so):

@@ -11,7 +11,7 @@ namespace overflow_fast::cpu {
 
 namespace {
 
-constexpr int kMaxTasks = 256;
+constexpr int kMaxTasks = 256;  // their slots lie on the stack, 8 KiB
 
 // Walks elements [begin, end) of a layout, counted in the layout's own order.
 class Walk {

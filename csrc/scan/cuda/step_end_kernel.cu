@@ -5,7 +5,7 @@
 namespace overflow_fast::cuda {
 
 constexpr int kWarp = 32;
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 1024;  // of a block, on each GPU
 
 // Runs as one block: only then a thread knows when everything is written, and a step rarely has
 // more slots than a block has threads. The scans that wrote the slots are earlier work of the

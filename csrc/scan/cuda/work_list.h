@@ -20,7 +20,7 @@ namespace overflow_fast::cuda {
 #define OF_CUDA_EVICT_FIRST 0
 #endif
 
-constexpr int kVectorBytes = 16;
+constexpr int kVectorBytes = 16;  // the widest load of a thread
 // A chunk is one unrolled iteration of a block: 16 KiB of a dense tensor.
 constexpr int kThreads = OF_CUDA_THREADS;
 constexpr int kUnroll = OF_CUDA_UNROLL;

@@ -101,9 +101,6 @@ class Rule:
         return has_gradient and is_clamp is not None and self.when is not _counts
 
 
-_KEEP_COUNTS = ("sum", "clamp", "mul")
-
-
 def is_count(of: Any) -> bool:
     """True for what counts: an integer, or made of integers and booleans."""
     if not isinstance(of, Value):
@@ -111,7 +108,7 @@ def is_count(of: Any) -> bool:
     if not of.dtype.is_floating_point:
         return True
     made = of.call
-    if made is None or not (has(made.name, "moves") or made.name in _KEEP_COUNTS):
+    if made is None or not (has(made.name, "moves") or has(made.name, "whole")):
         return False
     return all(map(is_count, made.inputs))
 

@@ -85,7 +85,7 @@ class _Widening(TorchCalls):
         given = tensors_among((args, kwargs))
         device = given[0].device.type if given else "cpu"
         with torch.autocast(device, enabled=False):
-            if _draws(name):
+            if has(name, "random"):
                 return _widened_all(self._random(name, own, func, args, kwargs))
             if own in _CASTS:
                 func = torch.Tensor.double
@@ -113,13 +113,6 @@ class _Widening(TorchCalls):
         less, named = pytree.tree_map(narrowed, (args, kwargs))
         result = func(*less, **named)
         return args[0].copy_(result) if own.endswith("_") else result
-
-
-def _draws(name: str) -> bool:
-    return name in _DROPOUTS or has(name, "random") or name in _FILLS
-
-
-_FILLS = ("normal", "uniform", "exponential", "bernoulli", "random", "log_normal")
 
 
 def _widened(each: Any) -> Any:
@@ -154,7 +147,7 @@ def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
         table: Its operations.
     """
     drawing = {row.torch_call for row in table.rows if has(base_of(row.name), "random")}
-    own = [call for call in calls if _draws(call.name)]
+    own = [call for call in calls if has(call.name, "random")]
     if not drawing <= set(own):  # within a larger call, or none of the program's
         return None
     return InFloat64(tuple(call.dtype for call in own if call.inputs))

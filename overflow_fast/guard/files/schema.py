@@ -8,8 +8,11 @@ error.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import operator
+import re
 import types
 import typing
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -23,7 +26,7 @@ except ImportError as _error:
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from . import fields
-from .fields import ABSENT, REQUIRED, Written, fields_of
+from .fields import ABSENT, REQUIRED, Written, fields_of, written
 from .reading import FileError
 
 __all__ = [
@@ -105,6 +108,54 @@ def struct_of(cls: Any) -> type[Struct]:
     tag = {"tag_field": "kind", "tag": cls.KIND} if is_line and cls.KIND else {}
     bases = (cls, Struct) if is_line else (Struct,)
     return msgspec.defstruct(cls.__name__, own, bases=bases, kw_only=True, **tag)
+
+
+_MEANING = re.compile(r"^    (\w+): (.*(?:\n      .*)*)", re.MULTILINE)
+
+
+@functools.cache
+def written_as(cls: Any, **others: Any) -> Any:
+    """The declaration of what `asdict()` writes of a dataclass, as it and its docstring
+    say it.
+
+    No field is required: files of older releases lack some.
+
+    Args:
+        cls: The dataclass.
+        **others: By the names of classes in its fields what stands for these.
+    """
+    hints = typing.get_type_hints(cls, localns=others)
+    meanings = dict(_MEANING.findall(inspect.cleandoc(cls.__doc__ or "")))
+    own: dict[str, Any] = {"__annotations__": {}}
+    for each in dataclasses.fields(cls):
+        if each.repr:  # else it is not written
+            default = each.default
+            if isinstance(each.default_factory, type):
+                default = each.default_factory()
+            is_plain = default is None or isinstance(default, _PLAIN)
+            text = " ".join(meanings.get(each.name, "").split()).rstrip(".")
+            text = text[:1].lower() + text[1:]
+            own[each.name] = written(text, default if is_plain else ABSENT)
+            own["__annotations__"][each.name] = _as_written(hints[each.name], cls)
+    return types.new_class(cls.__name__, (Written,), exec_body=lambda n: n.update(own))
+
+
+_PLAIN = (bool, int, float, str, list, dict, tuple)
+
+
+def _as_written(kind: Any, within: type[Any]) -> Any:
+    """A type of a dataclass's field as `asdict()` and `to_plain()` write it."""
+    if kind in (int, float):
+        return StepNumber if kind is int else Number
+    if kind is within:
+        return dict[str, Any]
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return written_as(kind)
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is None or origin is Literal:
+        return kind
+    read = tuple(each if each is ... else _as_written(each, within) for each in parts)
+    return functools.reduce(operator.or_, read) if origin in _UNIONS else origin[read]
 
 
 class Head(Struct):

@@ -38,7 +38,7 @@ from .scaler_hook import scaler_of
 from .wrapped import innermost, stepper_of
 
 if TYPE_CHECKING:
-    from .updates import KeptStep
+    from .updates import UndoableStep
 
 # Steps with a closure: judged inside of it, left from there if they are skipped.
 
@@ -340,7 +340,7 @@ class StepJudge(Protocol):
 
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
-    ) -> KeptStep | None:
+    ) -> UndoableStep | None:
         """The way to undo a step that may overflow though its gradients are finite."""
 
     def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
@@ -406,7 +406,7 @@ class OptimizerHook:
         self._step: Any = None
         self._is_running = False
         self._before: OptimizerSnapshot | None = None  # a step with a closure
-        self._doubted: KeptStep | None = None  # a step that may overflow
+        self._doubted: UndoableStep | None = None  # a step that may overflow
         self._last: Any = None  # what the last step returned, without values
         self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(

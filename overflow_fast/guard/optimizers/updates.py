@@ -87,7 +87,7 @@ def _share_of_square(optimizer: Optimizer) -> float:
 # What a doubtful step has come to.
 
 
-class KeptStep:
+class UndoableStep:
     """The way to undo a step, where there is one, and what was finite before it.
 
     That of an engine cannot: its gradients are used up, and its counters have risen.
@@ -118,7 +118,7 @@ class KeptStep:
             self._snapshot.restore()
 
 
-def kept_step(hook: OptimizerHook, before: OptimizerSnapshot | None) -> KeptStep:
+def kept_step(hook: OptimizerHook, before: OptimizerSnapshot | None) -> UndoableStep:
     """Keeps what a step may make non-finite.
 
     Args:
@@ -127,11 +127,11 @@ def kept_step(hook: OptimizerHook, before: OptimizerSnapshot | None) -> KeptStep
     """
     optimizer = hook.layers[1]
     if hook.is_of_engine:
-        return KeptStep(hook.optimizer, None)
+        return UndoableStep(hook.optimizer, None)
     try:
-        return KeptStep(optimizer, before or OptimizerSnapshot(optimizer))
+        return UndoableStep(optimizer, before or OptimizerSnapshot(optimizer))
     except torch.OutOfMemoryError:
-        return KeptStep(optimizer, None)
+        return UndoableStep(optimizer, None)
 
 
 def judge_update(

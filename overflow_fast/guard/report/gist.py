@@ -19,12 +19,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...scanner.text import capitalized, counted
+from ...scanner.torch_ops import op_of
 from .causes import ROUNDING, UNDERFLOW, Cause
 
 if TYPE_CHECKING:
     from .explanation import Explanation, Op
 
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "pow": "**"}
 _LONGEST_CALL = 40  # characters of an expression that a line names in code
 _LONGEST_REASON = 150
 
@@ -103,7 +103,7 @@ def _numbers_text(op: Op) -> str:
         return _call_text(op)
     ran = plain_name(op.derivative or op.name)
     texts = [_number(each) for each in op.operands]
-    sign = _INFIX.get(ran)
+    sign = op_of(ran).sign
     if sign and len(texts) == 2:
         left, right = (f"({each})" if each[0] == "-" else each for each in texts)
         numbers = f"{texts[0] if sign != '**' else left} {sign} {right}"

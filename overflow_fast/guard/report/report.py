@@ -5,9 +5,8 @@ Their words are in `wording.py`, which is loaded where one is asked for.
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..files.json_text import SCHEMA, dumps, to_plain
@@ -144,11 +143,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as a dict of strings, finite numbers, lists and dicts."""
-        plain = to_plain(dataclasses.asdict(self))
+        found, plain = self.explanation, asdict(replace(self, explanation=None))
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = self.verdict.first.place
-        text = self._text
-        texts = {"summary": text.summary(), "sentences": text.sentences()}
+        plain = to_plain({**plain, "explanation": found and found.to_dict()})
+        texts = {"summary": self._text.summary(), "sentences": self.sentences()}
         return {"schema": SCHEMA, "kind": "report", **plain, **texts}
 
     def to_json(self) -> str:

@@ -94,7 +94,7 @@ class Access(NamedTuple):
     replace: Callable[[Any, list[Any]], None]
 
 
-class Contents:
+class ObjectContents:
     """The contents of an object, by identity.
 
     Attributes:
@@ -222,7 +222,7 @@ class KeptObjects:
     @property
     def num_items(self) -> int:
         """The number of values that all containers hold together."""
-        return sum(len(e.before) for e in self.kept if isinstance(e, Contents))
+        return sum(len(e.before) for e in self.kept if isinstance(e, ObjectContents))
 
     def restore(self) -> list[tuple[str, str]]:
         """Makes all objects hold what they held.
@@ -233,7 +233,7 @@ class KeptObjects:
         return restore_all(self.kept)
 
     def _keep(self, name: str, value: Any, access: Access) -> list[Any]:
-        contents = Contents(name, value, access)
+        contents = ObjectContents(name, value, access)
         self.kept.append(contents)
         return contents.before
 

@@ -21,7 +21,7 @@ Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
 _Owners = Mapping[str, tuple[ModelWatch, int]]
 
 
-class Kept(NamedTuple):
+class KeptValue(NamedTuple):
     """A non-finite value that a module keeps from call to call.
 
     Attributes:
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 
 def nonfinite_state(
     origin: Origin, first: BadFrame, bad: Bad, calls: Calls
-) -> list[Kept]:
+) -> list[KeptValue]:
     """Lists the non-finite values that the code which made the first may have read.
 
     A weight that no call can have written is the first bad value itself. Others are
@@ -80,7 +80,7 @@ def nonfinite_state(
 
 
 def _may_be_read(
-    kept: Kept,
+    kept: KeptValue,
     watch: ModelWatch,
     index: int,
     origin: Origin,
@@ -107,7 +107,7 @@ def checks_weights(watch: ModelWatch, calls: Calls) -> bool:
     return watch.wanted.weights and calls.has_any(watch)
 
 
-def _weights(bad: Bad, calls: Calls, owners: _Owners) -> Iterator[Kept]:
+def _weights(bad: Bad, calls: Calls, owners: _Owners) -> Iterator[KeptValue]:
     """Yields the weights that were bad in a call, or that are, and were not checked."""
     seen, end = set[str](), _C.Recorder.num_frames() + 1
     for frame in bad.values():
@@ -121,11 +121,11 @@ def _weights(bad: Bad, calls: Calls, owners: _Owners) -> Iterator[Kept]:
             seen.add(name)
             was_bad = frame.watch.recorder.last_peak(entry.place) is None
             how = "which was non-finite too"
-            yield Kept("weight", name, f"the weight {name}, {how}", was_bad)
+            yield KeptValue("weight", name, f"the weight {name}, {how}", was_bad)
     for name in _unchecked(calls, owners):
         if name not in seen:
             how = "which is non-finite now and was not checked"
-            yield Kept("weight", name, f"the weight {name}, {how}")
+            yield KeptValue("weight", name, f"the weight {name}, {how}")
 
 
 def _unchecked(calls: Calls, owners: _Owners) -> Iterator[str]:
@@ -147,7 +147,7 @@ def _unchecked(calls: Calls, owners: _Owners) -> Iterator[str]:
                 yield name
 
 
-def _buffers(bad: Bad, calls: Calls) -> Iterator[Kept]:
+def _buffers(bad: Bad, calls: Calls) -> Iterator[KeptValue]:
     """Yields the bad buffers; not those that hold nothing worse than -inf: masks."""
     found: dict[str, bool] = {}
     for watch in calls.watches:
@@ -162,13 +162,13 @@ def _buffers(bad: Bad, calls: Calls) -> Iterator[Kept]:
                 found[entry.label.name] = was_finite is None
     for name, was_bad in found.items():
         words = f"the buffer {name}, which is non-finite too"
-        yield Kept("buffer", name, words, was_bad)
+        yield KeptValue("buffer", name, words, was_bad)
 
 
 _NUMBERS = (bool, int, float, str)  # most attributes
 
 
-def _attributes(owners: _Owners) -> Iterator[Kept]:
+def _attributes(owners: _Owners) -> Iterator[KeptValue]:
     """Yields the attributes that hold a nan or an inf in what is no buffer."""
     for owner, (watch, index) in owners.items():
         module = watch.module_at(index)
@@ -179,7 +179,7 @@ def _attributes(owners: _Owners) -> Iterator[Kept]:
             if worst:
                 name = f"{owner}.{key}".lstrip(".")
                 words = f"a value kept in {name}, which holds {worst}"
-                yield Kept("attribute", name, words)
+                yield KeptValue("attribute", name, words)
 
 
 def _worst(tensors: list[torch.Tensor]) -> list[str]:

@@ -28,8 +28,8 @@ from .stage import (
     ExaminationSettings,
     Finding,
     Pair,
-    Site,
     Stage,
+    StageSite,
     hosts_of,
     named,
     odd_ones,
@@ -61,7 +61,7 @@ class Digests:
     again: dict[str, int]
 
 
-def _run_arithmetic(site: Site) -> Digests:
+def _run_arithmetic(site: StageSite) -> Digests:
     site.note("products with known results")
     wrong = [
         dtype_name(dtype) for dtype in _LARGEST if not is_exact(dtype, site.device)
@@ -87,7 +87,7 @@ def _integers(most: int, number: int) -> torch.Tensor:
     return torch.randint(-most, most + 1, (_SIDE, _SIDE), generator=chance)
 
 
-def _digests(site: Site) -> dict[str, int]:
+def _digests(site: StageSite) -> dict[str, int]:
     operations: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "product": lambda x: x @ x.T,
         "exp": torch.exp,
@@ -287,7 +287,7 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes // size} {unit}"
 
 
-def _run_sizes(site: Site) -> Iterator[Wrong]:
+def _run_sizes(site: StageSite) -> Iterator[Wrong]:
     """All-reduces and broadcasts of all sizes, as far as the time goes."""
     world, begin, last, before = len(site.members), time.monotonic(), 0.0, 0
     go_on = torch.ones(1, device=site.device)
@@ -327,7 +327,7 @@ def _first_wrong(received: torch.Tensor, expected: torch.Tensor) -> str:
     )
 
 
-def _run_alone(site: Site) -> Iterator[Wrong]:
+def _run_alone(site: StageSite) -> Iterator[Wrong]:
     """Sends each rank's part alone: what differs then is the rank's own doing."""
     world = len(site.members)
     if not 1 < world <= _MOST_ALONE:
@@ -349,7 +349,7 @@ def _run_alone(site: Site) -> Iterator[Wrong]:
             yield _ALONE, short, site.position, text
 
 
-def _run_collectives(site: Site) -> tuple[list[Wrong], list[str]]:
+def _run_collectives(site: StageSite) -> tuple[list[Wrong], list[str]]:
     """Runs all; returns the wrong results of this rank, and what cannot be run."""
     wrong, unsupported = list[Wrong](), list[str]()
     world, rank = len(site.members), site.position
@@ -549,7 +549,7 @@ class GuardSummary:
     weights: int
 
 
-def _run_fault_injection(site: Site) -> GuardSummary:
+def _run_fault_injection(site: StageSite) -> GuardSummary:
     site.note("the agreement of guards")
     torch.manual_seed(0)
     model = nn.Linear(4, 1).to(site.device)
@@ -628,7 +628,7 @@ class BarrierResult:
     network: str = ""
 
 
-def _run_first_barrier(site: Site) -> BarrierResult:
+def _run_first_barrier(site: StageSite) -> BarrierResult:
     site.note("a barrier")
     if site.device.type == "cuda":
         dist.barrier(device_ids=[site.device.index])
@@ -680,7 +680,7 @@ class StorageResult:
     unseen: int | None = None
 
 
-def _run_storage(site: Site) -> StorageResult:
+def _run_storage(site: StageSite) -> StorageResult:
     found = StorageResult(site.hosts[site.rank])
     site.note("memory")
     with _noted(found, "memory"):
@@ -713,7 +713,7 @@ def _fill(device: torch.device) -> None:
         raise RuntimeError("memory does not hold what was written to it")
 
 
-def _write_and_read(site: Site, folder: Path, found: StorageResult) -> None:
+def _write_and_read(site: StageSite, folder: Path, found: StorageResult) -> None:
     """Writes a file of one's own, and reads it and that of the rank before."""
     members, place = list(site.members), site.position
     before = members[place - 1]

@@ -50,10 +50,10 @@ from .stage import (
     UNJUDGED,
     ExaminationSettings,
     Finding,
-    Site,
     Stage,
     StageOutcome,
     StageResult,
+    StageSite,
     hosts_of,
     named,
 )
@@ -496,7 +496,7 @@ def _site(
     members: Sequence[int],
     hosts: Mapping[int, str],
     log: Path | None,
-) -> Site:
+) -> StageSite:
     device = device_of_rank()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -504,13 +504,13 @@ def _site(
     def note(text: str) -> None:
         pipe.send(("note", text))
 
-    return Site(
+    return StageSite(
         *(address.rank, members, hosts, device, settings, note, address.session),
         lambda: network_in(_text_of(log)),
     )
 
 
-def _make_group(site: Site, address: Address, generation: int) -> None:
+def _make_group(site: StageSite, address: Address, generation: int) -> None:
     site.note("the making of the process group")
     store: Any = connect(address.host, address.port, is_host=False)
     backend = backend_of(site.device, site.settings.backend)

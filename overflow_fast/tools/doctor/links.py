@@ -21,8 +21,8 @@ from .stage import (
     ExaminationSettings,
     Finding,
     Pair,
-    Site,
     Stage,
+    StageSite,
     hosts_of,
     named,
 )
@@ -216,7 +216,7 @@ class Measured:
     product: list[list[float]] = field(default_factory=list)
 
 
-def _run(site: Site) -> Measured:
+def _run(site: StageSite) -> Measured:
     kind = site.device.type
     found = Measured(site.hosts[site.rank], kind, _LARGE[kind], _num_cores())
     rounds = rounds_of(site.members, site.hosts, site.settings.samples)
@@ -250,7 +250,7 @@ def _measured_by(
     return {other: each for other, each in seconds.items() if rank < other}
 
 
-def _time_messages(site: Site, other: int, num_bytes: int) -> list[float]:
+def _time_messages(site: StageSite, other: int, num_bytes: int) -> list[float]:
     """Times messages there and back; the first one, uncounted, waits for the other."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=site.device)
     to, leads = list(site.members).index(other), site.rank < other
@@ -262,7 +262,7 @@ def _time_messages(site: Site, other: int, num_bytes: int) -> list[float]:
     return _times(there_and_back, site, site.settings.repeats)
 
 
-def _time_product(site: Site) -> list[float]:
+def _time_product(site: StageSite) -> list[float]:
     side = _SIDE[site.device.type]
     dtype = torch.float32 if site.device.type == "cpu" else torch.bfloat16
     matrix = torch.ones(side, side, dtype=dtype, device=site.device)
@@ -271,7 +271,9 @@ def _time_product(site: Site) -> list[float]:
     return _times(lambda: torch.mm(matrix, matrix, out=result), site, repeats)
 
 
-def _times(function: Callable[[], object], site: Site, repeats: int) -> list[float]:
+def _times(
+    function: Callable[[], object], site: StageSite, repeats: int
+) -> list[float]:
     """The seconds of each repetition but a first one, which warms up."""
     seconds = []
     for _ in range(repeats + 1):

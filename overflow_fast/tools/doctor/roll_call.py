@@ -25,8 +25,8 @@ from .stage import (
     WARNING,
     ExaminationSettings,
     Finding,
-    Site,
     Stage,
+    StageSite,
     hosts_of,
     named,
     odd_ones,
@@ -196,7 +196,7 @@ NAME = "roll call"
 _MOST_TAKEN = 0.1  # of a GPU's memory, before a run begins
 
 
-def _run(site: Site) -> RankFacts:
+def _run(site: StageSite) -> RankFacts:
     return facts_of(site.device, site.settings.backend)
 
 

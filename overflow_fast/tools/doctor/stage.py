@@ -64,7 +64,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Site:
+class StageSite:
     """The place where a stage runs: one rank, in a process that may be given up.
 
     Attributes:
@@ -108,7 +108,7 @@ class Stage:
     """
 
     name: str
-    run: Callable[[Site], Any]
+    run: Callable[[StageSite], Any]
     judge: Judge
     needs_group: bool = True
 

@@ -1,111 +1,62 @@
-"""The schemas of evidence that pages show: docs/formats.md.
+"""The fields of evidence's files, docs/formats.md.
 
-A field that a page does not show is left out here. Of those it shows none is required:
-older reports lack some.
+A report is written as its dataclasses are, so they declare most; here is what
+`to_dict()` adds, or writes in another way.
 """
 
 from __future__ import annotations
 
-from ...guard.files.schema import (
-    UNSET,
-    Count,
-    Number,
-    StepNumber,
-    Struct,
-    UnsetType,
-    field,
-)
+from typing import Any
+
+from ...guard.files.fields import ABSENT, StepNumber, Written, written
+from ...guard.files.schema import written_as
+from ...guard.report.explanation import Explanation, Remedy
+from ...guard.report.report import Report
+from ...guard.verdict.verdict import BadEntry, Verdict
 
 
-class Marker(Struct):
-    """`overflow_fast.json`."""
+class Marker(Written, kind="evidence"):
+    """`overflow_fast.json`: the folder is of a bad step."""
 
-    step: StepNumber
-
-
-class OpTensor(Struct):
-    """A tensor of the operation that failed."""
-
-    name: str = ""
-    dtype: str = ""
-    shape: list[Count] = field(default_factory=list)
-    abs_min: Number | None = None
-    abs_max: Number | None = None
-    num_nan: Count | None = None
-    num_inf: Count | None = None
+    schema: int = written("the version of the format", ABSENT)
+    run: str = written("the id of the run", ABSENT)
+    step: StepNumber = written("the number of the step")
 
 
-class SavedOp(Struct):
-    """The operation that failed."""
-
-    name: str = ""
-    file: str | None = None
-    line: Count | None = None
-    code: str = ""
-    called_from: str = ""
-    inputs: list[OpTensor] = field(default_factory=list)
-    outputs: list[OpTensor] = field(default_factory=list)
+class _First(Written, of=written_as(BadEntry)):
+    place: str = written("the name of its module, or of the tensor", ABSENT)
 
 
-class SavedRemedy(Struct):
-    """A change that was tried on the step."""
-
-    text: str = ""
-    code: str = ""
-    tried: bool = True
-    why: str = ""
-    is_finite: bool = False
-    is_recommended: bool = True
-    outcome: str = ""
-    loss: Number | None = None
-    file: str = ""
-    line: Count = 0
+class _Remedy(Written, of=written_as(Remedy)):
+    outcome: str = written("what became of the step with it, in words", "")
+    is_recommended: bool = written("whether it helps, and breaks nothing", True)
 
 
-class SavedExplanation(Struct):
-    """`explanation.json`, or the explanation of a report."""
-
-    cause: str | UnsetType = UNSET
-    phase: str = ""
-    module: str | UnsetType = UNSET
-    tensor: str = ""
-    op: SavedOp | None = None
-    sample: Count | None = None
-    num_samples: Count = 0
-    dataset_index: StepNumber | None = None
-    sample_outlier: str = ""
-    rank: Count | None = None
-    chain: list[str] = field(default_factory=list)
-    evidence: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    remedies: list[SavedRemedy] = field(default_factory=list)
+_VERDICT = written_as(Verdict, BadEntry=_First)
+_EXPLANATION = written_as(Explanation, Remedy=_Remedy, Sample=int)
 
 
-class SavedFirst(Struct):
-    """The first bad entry of a verdict."""
+class SavedExplanation(Written, kind="explanation", of=_EXPLANATION):
+    """`explanation.json`, and the explanation of a report."""
 
-    kind: str = ""
-    fqn: str = ""
-    class_name: str = ""
-    label: str = ""
-
-
-class SavedVerdict(Struct):
-    """Verdict on the frames of a step."""
-
-    first: SavedFirst | None = None
-    source: str | None = None
-    maker: str | None = None
+    schema: int = written("the version of the format", ABSENT)
+    dataset_index: StepNumber | None = written("of `sample`: that in the dataset", None)
+    sample_outlier: str = written(
+        "of `sample`: how much larger its values are than the others', in words", ""
+    )
 
 
-class SavedReport(Struct):
+_REPORT = written_as(Report, Verdict=_VERDICT, Explanation=SavedExplanation)
+
+
+class SavedReport(Written, kind="report", of=_REPORT):
     """`report.json`."""
 
-    summary: str = ""
-    sentences: list[str] | UnsetType = UNSET
-    verdict: SavedVerdict | None = None
-    explanation: SavedExplanation | None = None
-    not_covered: list[str] | None = None
-    frames: list[str] | None = None
-    evidence: str | None = None
-    page: str | None = None
+    schema: int = written("the version of the format", ABSENT)
+    summary: str = written("its text without the frames", "")
+    sentences: list[str] = written(
+        "its sentences, without the explanation and the cost", ABSENT
+    )
+
+
+KINDS: tuple[Any, ...] = (Marker, SavedReport, SavedExplanation)

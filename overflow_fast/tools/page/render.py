@@ -507,7 +507,7 @@ class Sources:
                     "step": incident.step,
                     "sentence": next(iter(incident.sentences), ""),
                     "cause": incident.explanation.get("cause"),
-                    "module": incident.explanation.get("module"),
+                    "module": incident.explanation.get("module") or None,
                     "folder": incident.folder and str(incident.folder),
                 }
                 for incident in self.incidents

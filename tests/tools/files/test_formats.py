@@ -1,11 +1,10 @@
 """Formats follow from the declarations of their fields: what is written and read."""
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import get_args
 
-import msgspec
 import pytest
 import torch
 from flight_records import step_line
@@ -13,22 +12,30 @@ from guarding import INF, batches, make, plant, train_step
 from pages import ROOT
 
 import overflow_fast
-from overflow_fast import Explanation, Op, OverflowGuard, Report
+from overflow_fast import Explanation, OverflowGuard
+from overflow_fast.explainer import step_schema
 from overflow_fast.guard.files.fields import (
+    ABSENT,
     FIRST_RELEASE,
     REQUIRED,
+    Number,
     Written,
     fields_of,
     line_of,
     written,
 )
 from overflow_fast.guard.files.reading import FileError
-from overflow_fast.guard.files.schema import decode
+from overflow_fast.guard.files.schema import (
+    decode,
+    decode_document,
+    kinds_of,
+    written_as,
+)
 from overflow_fast.guard.record import record_lines
 from overflow_fast.guard.record.record_lines import RecordStep
 from overflow_fast.guard.record.thinning import fold
 from overflow_fast.guard.report import log_lines
-from overflow_fast.guard.report.explanation import Remedy, TensorSummary
+from overflow_fast.guard.report.explanation import Remedy
 from overflow_fast.tools.compare import recording_schema
 from overflow_fast.tools.page import evidence_schema
 from overflow_fast.tools.record.table import FlightRecord
@@ -37,6 +44,12 @@ FORMATS = {
     "run.ofr": record_lines,
     "guard.jsonl": log_lines,
     "recording/rank-0.jsonl": recording_schema,
+}
+DOCUMENTS = {
+    "overflow_fast.json": evidence_schema.Marker,
+    "report.json": evidence_schema.SavedReport,
+    "explanation.json": evidence_schema.SavedExplanation,
+    "replay.json": step_schema.SavedStepFile,
 }
 RELEASES = sorted(path.name for path in (ROOT / "tests" / "files").iterdir())
 PARTS = {
@@ -70,6 +83,26 @@ def folder(tmp_path_factory):
     with overflow_fast.recording(where / "recording", model):
         train_step(model, optimizer, batches(1)[0])
     return where
+
+
+class _Exponential(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).abs().exp()
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory):
+    """A folder of evidence that a run writes now."""
+    model = _Exponential(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    where = tmp_path_factory.mktemp("evidence")
+    with OverflowGuard(model, optimizer, "skip", evidence=where):
+        for size in (1.0, 1e4):
+            model(torch.full((3, 2), size)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (marker,) = where.rglob("overflow_fast.json")
+    return marker.parent
 
 
 def parts_of(kind, lines):
@@ -132,21 +165,75 @@ def test_a_step_that_lacks_a_field_has_its_default_also_if_it_is_folded(name):
     assert [getattr(step, name) for step in record.steps] == [field.default] * 3
 
 
-@pytest.mark.parametrize(
-    "read, made",
-    [
-        (evidence_schema.SavedOp, Op),
-        (evidence_schema.OpTensor, TensorSummary),
-        (evidence_schema.SavedRemedy, Remedy),
-        (evidence_schema.SavedExplanation, Explanation),
-        (evidence_schema.SavedReport, Report),
-    ],
-)
-def test_what_pages_read_of_evidence_is_what_a_report_has(read, made):
-    added = {"outcome", "dataset_index", "sample_outlier", "summary", "sentences"}
-    added |= {"is_recommended"}
-    names = {each.name for each in dataclasses.fields(made)} | added
-    assert {each.name for each in msgspec.structs.fields(read)} <= names
+# Files of one object: evidence.
+
+
+def fields_within(kind, found, at=""):
+    """Yields each declaration of a file, with an object that it declares."""
+    yield kind, found, at
+    kinds = kinds_of(kind)
+    for name, each in fields_of(kind).items():
+        value = found.get(each.name or name)
+        parts = value if isinstance(value, list) else [value]
+        for inner in parts_in(kinds[name]):
+            for part in parts:
+                if isinstance(part, dict):
+                    yield from fields_within(inner, part, f"{at}.{name}")
+
+
+def parts_in(kind):
+    """The declarations in a type."""
+    if isinstance(kind, type) and not get_args(kind) and fields_of(kind):
+        return [kind]
+    return [part for each in get_args(kind) for part in parts_in(each)]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_what_is_declared_of_evidence_is_written_and_nothing_else(name, evidence):
+    found = json.loads((evidence / name).read_text())
+    names = []
+    for kind, part, at in fields_within(DOCUMENTS[name], found):
+        declared = {each.name or key for key, each in fields_of(kind).items()}
+        written_now = part.keys() - ({"kind"} if not at else set())
+        if kind is step_schema.SavedValue:  # it has one of them
+            assert written_now <= declared
+        else:
+            assert written_now | ({"schema"} & declared) == declared, at
+        names.append(at)
+    more = {"report.json": ".explanation.op.inputs", "replay.json": ".calls.batch"}
+    assert more.get(name, "") in names
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_evidence_of_a_release_is_read_also_if_fields_are_missing(name, release):
+    (path,) = (ROOT / "tests" / "files" / release).rglob(name)
+    whole = json.loads(path.read_text())
+    assert decode_document(path.read_bytes(), DOCUMENTS[name], 1)
+    parts = list(fields_within(DOCUMENTS[name], whole))
+    assert len(parts) > 3 or name == "overflow_fast.json"
+    for kind, part, at in parts:
+        for key, field in fields_of(kind).items():
+            own = field.name or key
+            if own not in part or kind is step_schema.SavedValue:
+                continue
+            value = part.pop(own)
+            data = json.dumps(whole).encode()
+            if field.default is REQUIRED:
+                with pytest.raises(FileError, match="required"):
+                    decode_document(data, DOCUMENTS[name], 1)
+            else:
+                assert decode_document(data, DOCUMENTS[name], 1), (at, key)
+            part[own] = value
+
+
+def test_a_dataclass_declares_what_is_written_of_it():
+    declared = fields_of(written_as(Remedy))
+    assert declared["is_near"].default is True and declared["text"].default is ABSENT
+    assert declared["loss"].meaning == "the loss that came out; None if it is not known"
+    assert kinds_of(written_as(Remedy))["losses"] == tuple[Number, Number] | None
+    assert all(each.meaning for each in declared.values())
+    assert "artifacts" not in fields_of(written_as(Explanation))
 
 
 # The declarations themselves.
