@@ -50,6 +50,7 @@ from .patches import (
     WithoutNumber,
 )
 from .rule_attempts import (
+    cancelled_trials,
     divisor_trials,
     empty_row_trials,
     exact_trials,
@@ -480,6 +481,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield float32_trials(failure, trials, in_words=True)
         yield _try_smaller_weights(failure, trials)
     elif "calls" in cause.remedies:
+        yield cancelled_trials(failure, trials)
         yield exact_trials(failure, trials, IN_LOGARITHMS)
         yield float64_trials(failure, trials)
         yield mask_trials(failure, trials)
