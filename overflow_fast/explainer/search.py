@@ -68,6 +68,9 @@ def find(
     """
     call = replayer.calls[place]
     size = batch_size(call)
+    if len(replayer.calls) > 1 and found.phase in _COMPUTED:
+        of = len(replayer.calls)
+        found.evidence.append(f"it is of forward {place + 1} of the step's {of}")
     if size is None or found.phase == "weights":
         why = why_whole(call)
         if why:

@@ -291,7 +291,7 @@ class Trials:
     @property
     def is_over(self) -> bool:
         """True if enough has helped, or the budget is spent."""
-        helped = [e for e in self.remedies if e.is_recommended and not e.hides]
+        helped = [e for e in self.remedies if e.keeps_running and not e.hides]
         enough = 1 if self.applied.trials else _ENOUGH
         # One that is told in words is worth less than a line.
         has_code = any(each.code for each in helped) or len(helped) > enough
