@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -42,6 +42,7 @@ class Followed:
 
     Attributes:
         text: The remedy.
+        is_recommended: Whether it is; else it is named as the nearest.
         is_finite: Whether the run with it is finite all along; None where it is told in
             words, which no program can follow.
         lasts: Whether it is for 50 further steps; None where the run that is cured by
@@ -60,6 +61,7 @@ class Followed:
 
     text: str
     is_finite: bool | None
+    is_recommended: bool = True
     lasts: bool | None = None
     healthy: float | None = None
     announced: float | None = None
@@ -81,12 +83,16 @@ def can_be_remedied(failure: Failure) -> bool:
 
 
 def followed(failure: Failure) -> list[Followed]:
-    """Follows each remedy that the guard recommends for a failure."""
+    """Follows each remedy that the guard recommends for a failure, or the nearest."""
     found = _explanation(failure)
     if found is None:
         return []
     good = [each for each in found.remedies if each.is_recommended]
-    return [_followed(each, failure) for each in good]
+    shown = [*filter(None, [found.nearest]), *good]
+    return [
+        replace(_followed(each, failure), is_recommended=each.is_recommended)
+        for each in shown
+    ]
 
 
 def _explanation(failure: Failure) -> Any:
@@ -126,15 +132,17 @@ def _run_with(remedy: Any, failure: Failure) -> Followed:
         true = _last_loss(in_float64(failure))
         last = build()
         is_finite(last)
+    more = None if plain is None else max(0.0, _difference(changed, plain) or 0.0)
+    unlike = None if own is None or wanted is None else _difference(own, wanted)
     return Followed(
         str(remedy),
         is_all,
-        lasts,
-        max(0.0, _difference(changed, plain) or 0.0) if plain is not None else None,
-        _announced(remedy),
-        None if own is None or wanted is None else abs(_difference(own, wanted) or 0.0),
-        _is_true(own, true, remedy),
-        _has_finite_state(last),
+        lasts=lasts,
+        healthy=more,
+        announced=_announced(remedy),
+        like_cured=None if unlike is None else abs(unlike),
+        is_true=_is_true(own, true, remedy),
+        state_lasts=_has_finite_state(last),
     )
 
 

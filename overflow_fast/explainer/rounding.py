@@ -36,6 +36,8 @@ _NEAREST = 12
 _CHEAP = 2**18  # elements: operations on fewer, up to the first on more, come first
 _NOISE = 0.01  # of a value; rounding is at most 0.004, in bfloat16
 
+NO_HELP = "; a wider dtype would not help"
+
 
 # Operations that are run again in float64.
 
@@ -450,7 +452,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
     if lost.as_they_were:
         on += f", but for {', '.join(lost.as_they_were)}"
     if lost.row is None:
-        is_sure = "; a wider dtype would not help" * lost.is_whole
+        is_sure = NO_HELP * lost.is_whole
         found.evidence[1:2] = [f"{on}, it is {lost.value:g} as well{is_sure}"]
         return
     found.cause = lost.cause

@@ -268,6 +268,7 @@ class Search:
         try:
             if found.is_overflow:
                 self._test_growth(found)
+            self._name_forward(found, place)
             within_step = traced.is_clean
             others = find_sample(
                 *(found, root_op, self.replayer, place, self.may_run, within_step)
@@ -330,6 +331,14 @@ class Search:
         if lost is not None:
             explain_lost(lost, found)
             self._lost = lost.row
+
+    def _name_forward(self, found: Explanation, place: int) -> None:
+        """Names which forward of the step it is of, such as that of a micro-batch."""
+        dropped = self.incident.num_dropped  # the first ones
+        num = len(self.replayer.calls) + dropped
+        if num > 1 and found.phase in COMPUTED:
+            text = f"it is of forward {place + dropped + 1} of the step's {num}"
+            found.evidence.append(text)
 
     def _find_sentinel(self, found: Explanation, place: int) -> None:
         """Finds a number of the failing sample that looks like a placeholder."""

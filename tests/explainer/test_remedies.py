@@ -111,6 +111,52 @@ LINES |= {
         torch.eye(2),
     ),
 }
+# Of public reports, in a line.
+LINES |= {
+    "deviation of one advantage": (
+        "((x - (x * w).mean()) / ((x * w)[0, :1].std() + 1e-8) + x * w).mean()",
+        torch.ones(3, 2),
+    ),
+    "standardized weight of one input": (
+        "((x * w) / ((x * w)[:, :1].std(1, keepdim=True) + 1e-5)).mean()",
+        torch.ones(3, 2),
+    ),
+    "dispersion of a dead unit": ("torch.lgamma(x * w).mean()", torch.zeros(3, 2)),
+    "digamma of 0": ("(x * w).digamma().mean()", torch.zeros(3, 2)),
+    "Bessel function of a sure angle": (
+        "torch.special.i0(x * w).log().mean()",
+        torch.full((3, 2), 300.0),
+    ),
+    "sigmoid by hand": (
+        "((x * w).exp() / (1 + (x * w).exp())).mean()",
+        torch.full((3, 2), 200.0),
+    ),
+    "tanh by hand": (
+        "(((x * w).exp() - (-(x * w)).exp())"
+        " / ((x * w).exp() + (-(x * w)).exp())).mean()",
+        torch.full((3, 2), 200.0),
+    ),
+    "relative error of 0": ("((x * w - 1) / x).abs().mean()", torch.eye(2)),
+    "potential at the origin": ("(1 / (x * w)).mean()", torch.eye(2)),
+    "gamma of a negative pixel": ("((x * w) ** 0.45).mean()", -torch.ones(3, 2)),
+    "power that is learned": (
+        "((x * w) ** (1 / w.exp().sum())).mean()",
+        torch.zeros(3, 2),
+    ),
+    "isolated node": ("(x * w).sum(1).pow(-0.5).mean()", torch.eye(3)[:, :2]),
+    "odds of a sure answer": (
+        "torch.log1p(-torch.exp(x * w)).mean()",
+        torch.zeros(3, 2),
+    ),
+    "cosine of nothing": (
+        "((x * w).sum(1) / ((x * w).norm(dim=1) * w.norm())).mean()",
+        torch.zeros(3, 2),
+    ),
+    "deviation by a difference of squares": (
+        "(((x * w) ** 2).mean() - (x * w).mean() ** 2).sqrt()",
+        1000 + torch.rand(3, 2, generator=torch.Generator().manual_seed(6)) / 2,
+    ),
+}
 HELPED = [name for name in LINES if name != "attention"]  # torch gives 0 there: log(0)
 SOURCE = """import torch
 import torch.nn.functional as F

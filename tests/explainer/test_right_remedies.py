@@ -455,3 +455,63 @@ def test_a_value_at_the_edge_of_a_distribution_is_clamped_where_it_is_asked_for(
     assert first.is_right and first.code.count(clamp) == 1 and first.line == 5
     fresh, _ = module_of(tmp_path, edited(path, first))
     assert fresh.loss_of(x, Holder().w).item() == pytest.approx(first.loss)
+
+
+def test_a_zero_that_was_drawn_is_said_to_be():
+    model = Holder()
+
+    def noisy(x):
+        torch.manual_seed(0)
+        noise = torch.rand_like(x.bfloat16())
+        return (x * model.w * -noise.log()).mean()
+
+    found = explain(model, torch.ones(400, 2), noisy)
+    drawn = "`torch.rand_like(x.bfloat16())` drew that 0, which uniform numbers include"
+    assert found.evidence[1] == drawn
+
+
+def test_an_underflow_over_many_operations_is_seen_in_the_whole_step():
+    model = Holder()
+
+    def likelihood(x):
+        product = model.w.sum() / 6
+        for _ in range(400):
+            product = product * 0.5
+        return -(product * x.mean()).log()
+
+    found = explain(model, torch.ones(3, 2), likelihood)
+    told = [each for each in found.evidence if each.startswith("the whole step in")]
+    assert found.cause == "undefined" and len(told) == 1
+    true = 400 * math.log(2) - (model.w.sum() / 6).log().item()
+    assert told[0].endswith(f"its loss is {true:.4g}")
+    assert not any("wider dtype" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize("num", [3, 12])
+def test_the_forward_of_several_in_a_step_is_named(num):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = OverflowGuard(model, optimizer, explain=True)
+    for place in range(num):
+        x = torch.full((4, 2), float(place != num - 2))
+        guard.run(lambda x=x: (model(x) / x).mean()).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    text = f"evidence  it is of forward {num - 1} of the step's {num}"
+    assert text in str(error.value)
+    guard.remove()
+
+
+def test_an_exception_spends_no_line_on_what_is_far_off_beside_what_is_right():
+    model = nn.Linear(3, 3)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor([0.0, 1e4, 0.0]))
+    y = torch.tensor([0, 2])
+    found = explain(
+        model, torch.randn(2, 3), lambda x: F.nll_loss(model(x).softmax(1).log(), y)
+    )
+    assert any(each.is_far for each in found.remedies)
+    short, whole = found.words.remedy_rows(), found.words.rows()
+    assert not any(row.startswith("did not help") for row in short)
+    assert any(row.startswith("did not help: clamp") for row in whole)

@@ -19,6 +19,7 @@ from overflow_fast.explainer.remedies.call_patch import (
 from overflow_fast.explainer.remedies.patterns import matched, parsed
 from overflow_fast.explainer.remedies.rule_text import NotWrittenError, rule_edits
 from overflow_fast.explainer.remedies.rules import (
+    CANCELLED,
     DIVISORS,
     EMPTY_ROWS,
     EXACT,
@@ -350,9 +351,13 @@ def test_a_guarded_rule_makes_a_failing_call_finite(rule, tmp_path):
     assert any(helped), code
 
 
+FAR = torch.tensor([[1000.1, 1000.1], [1000.2, 1000.3], [1000.4, 1000.1]])
 OF_OTHERS = {
     MASKS[0]: ("x.masked_fill(x == 0, float('-inf')).softmax(-1)", ZERO),
     ROUNDED[0]: ("x / (x + 1e-9).float()", ZERO.half()),
+    CANCELLED[0]: ("((x ** 2).mean(0) - x.mean(0) ** 2).sqrt()", FAR),
+    CANCELLED[1]: ("((x ** 2).mean() - x.mean() ** 2).sqrt()", FAR),
+    CANCELLED[2]: ("(x.square().mean(0) - x.mean(0).square()).sqrt()", FAR),
     LOST[0]: ("x.exp().log()", -LARGE),
     DIVISORS[0]: ("((x * 1e10) / (x * 1e-12)).square()", LARGE),
     EMPTY_ROWS[0]: (f"{MASKED}.logsumexp(-1)", ZERO),

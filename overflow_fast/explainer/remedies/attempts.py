@@ -30,6 +30,7 @@ from ..explain_origin import explain_root_op
 from ..keep_in_fp32 import has_forward
 from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, StepPart
+from ..rounding import NO_HELP
 from ..sentinel import Sentinel, outlier_in
 from ..tensor_kinds import bad_names
 from ..trace_back import ForwardRows, RootOp
@@ -46,6 +47,7 @@ from .patches import (
     WithoutNumber,
 )
 from .rule_attempts import (
+    cancelled_trials,
     divisor_trials,
     empty_row_trials,
     exact_trials,
@@ -57,6 +59,7 @@ from .rule_attempts import (
     rounded_trials,
     value_trials,
 )
+from .rule_text import short_text
 from .rules import EXACT, IN_LOGARITHMS
 from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
 from .true_step import distance
@@ -283,7 +286,8 @@ def find_remedies(
     if "calls" in Cause.of(found.cause).remedies and not failure.is_meant:
         trials.find_truth()
     if trials.truth is not None:
-        _note_rounding(failure)
+        _note_rounding(failure, trials.truth.loss)
+    _note_drawn(failure)
     _try_all(failure, trials)
     if not trials.found_remedy:
         trials.renew()
@@ -308,7 +312,7 @@ def find_remedies(
 _OPEN = (UNDEFINED.name, SINGULAR_GRADIENT.name)
 
 
-def _note_rounding(failure: Failure) -> None:
+def _note_rounding(failure: Failure, true_loss: float) -> None:
     """Corrects a cause by the whole step in float64, which is finite.
 
     No operation of complex numbers is run again in float64 for itself, nor is one that
@@ -323,6 +327,24 @@ def _note_rounding(failure: Failure) -> None:
             "the whole step in float64 is finite: a number before it was rounded "
             f"away{dtype}"
         ]
+    elif found.cause == UNDEFINED.name:
+        found.evidence = [each.removesuffix(NO_HELP) for each in found.evidence]
+        loss = f"its loss is {true_loss:.4g}"
+        found.evidence.append(f"the whole step in float64 is finite: {loss}")
+
+
+_UNIFORM = ("rand", "rand_like", "uniform")
+
+
+def _note_drawn(failure: Failure) -> None:
+    """Adds that a 0 was drawn, which uniform numbers include: often in bfloat16."""
+    op = failure.found.op
+    is_zero = op is not None and 0.0 in op.operands
+    made = [value.call for call in failure.failing_calls[:1] for value in call.inputs]
+    drawn = [call for call in made if call is not None and call.name in _UNIFORM]
+    if is_zero and drawn and failure.found.cause == UNDEFINED.name:
+        text = f"`{short_text(drawn[0])}` drew that 0, which uniform numbers include"
+        failure.found.evidence.insert(1, text)
 
 
 def _rank(remedy: Remedy) -> tuple[Any, ...]:
@@ -476,6 +498,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield float32_trials(failure, trials, in_words=True)
         yield _try_smaller_weights(failure, trials)
     elif "calls" in cause.remedies:
+        yield cancelled_trials(failure, trials)
         yield exact_trials(failure, trials, IN_LOGARITHMS)
         yield float64_trials(failure, trials)
         yield mask_trials(failure, trials)

@@ -29,6 +29,7 @@ from .rule_text import (
     shown_at,
 )
 from .rules import (
+    CANCELLED,
     DIVISORS,
     EMPTY_ROWS,
     GUARDS,
@@ -208,6 +209,11 @@ def mask_trials(failure: Failure, trials: Trials) -> Attempts:
 def rounded_trials(failure: Failure, trials: Trials) -> Attempts:
     """A number that the dtype holds, in a sum before the call that failed."""
     yield from _on(ROUNDED, _up_to(failure), failure, trials)
+
+
+def cancelled_trials(failure: Failure, trials: Trials) -> Attempts:
+    """Another form of a difference before the call that failed, whose terms cancel."""
+    yield from _on(CANCELLED, _up_to(failure), failure, trials)
 
 
 def lost_trials(failure: Failure, trials: Trials) -> Attempts:

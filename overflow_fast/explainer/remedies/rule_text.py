@@ -108,7 +108,8 @@ def short_text(call: TorchCall, place: int | None = None) -> str:
     node = node_at(call.sites[0])
     with contextlib.suppress(NotWrittenError):
         node = node if place is None else operand_of(call, place, node)
-    text = call.name if node is None else ast.unparse(node)
+    file = SourceFile.of(call.sites[0].file)
+    text = call.name if node is None else file.text_of(node)
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 4]} ..."
 
 

@@ -92,7 +92,8 @@ class Rule:
     @property
     def is_exact(self) -> bool:
         """True if it is equal in exact arithmetic, where the call has a value."""
-        return (self in EXACT or self in IN_LOGARITHMS) and not self.has_chosen
+        is_equal = self in EXACT or self in IN_LOGARITHMS or self in CANCELLED
+        return is_equal and not self.has_chosen
 
     def stops_gradient(self, call: TorchCall) -> bool:
         """True if what it clamps in place of a call has a gradient."""
@@ -139,8 +140,8 @@ def _max_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def _is_below_one(call: TorchCall) -> bool:
-    return _is_by_number(call) and bool(call.operands[1] < 1)
+def _may_be_below_one(call: TorchCall) -> bool:
+    return not _is_by_number(call) or bool(call.operands[1] < 1)
 
 
 def _has_weights(call: TorchCall) -> bool:
@@ -265,9 +266,9 @@ GUARDS = _rules(
     ("reciprocal(x)", f"1 / {_AT_LEAST}", _TO_LEAST),
     ("reciprocal(x)", "1 / (x + EPS)", _TO_DIVISOR),
     ("addcdiv(x, y, z)", "x + value * y / (z + EPS)", _TO_DIVISOR),
-    ("y ** n", "(y + EPS) ** n", "add EPS to the base of the power", _is_below_one),
+    ("y ** n", "(y + EPS) ** n", "add EPS to the base of the power", _may_be_below_one),
     ("y ** n", "y.clamp(min=EPS) ** n", "clamp the base to at least EPS",
-     _is_below_one),
+     _may_be_below_one),
     ("norm(y, 2, None)", "(y.square().sum() + EPS).sqrt()", _IN_NORM),
     ("norm(y, 2, d, k)", "(y.square().sum(d, k) + EPS).sqrt()", _IN_NORM),
     ("std(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
@@ -329,6 +330,12 @@ MASKS = _rules(("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low))
 # Of a sum before a call, one of whose terms is a number that its dtype does not hold.
 ROUNDED = _rules(
     ("y + n", "y + EPS", "add EPS, which the dtype holds", _rounds_to_zero))
+# Of a difference of squares before a call, in which rounding has left a negative one.
+_OF_SQUARES = "use var, which subtracts the mean before it squares"
+CANCELLED = _rules(
+    ("mean(x ** 2, d) - mean(x, d) ** 2", "x.var(d, correction=0)", _OF_SQUARES),
+    ("mean(x ** 2, None) - mean(x, None) ** 2", "x.var(correction=0)", _OF_SQUARES),
+    ("mean(square(x), d) - square(mean(x, d))", "x.var(d, correction=0)", _OF_SQUARES))
 # Of what made a value that became 0.
 LOST = _rules(("*", "CALL().clamp(min=EPS)", "clamp the result to at least EPS"))
 # Of a quotient before a call that overflows.
@@ -346,6 +353,7 @@ RULES = (
     *GUARDS,
     *MASKS,
     *ROUNDED,
+    *CANCELLED,
     *LOST,
     *DIVISORS,
     *EMPTY_ROWS,

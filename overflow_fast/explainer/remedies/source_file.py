@@ -220,9 +220,9 @@ def _call_span(node: ast.AST) -> Span | None:
 def _in_one_line(text: str, node: ast.AST) -> str:
     if "\n" not in text:
         return text
-    return ast.unparse(
-        expression_of(f"({text}\n)") if isinstance(node, ast.expr) else module_of(text)
-    )
+    is_expression = isinstance(node, ast.expr)
+    parsed = expression_of(f"({text}\n)") if is_expression else module_of(text)
+    return ast.unparse(parsed).replace("e-0", "e-")  # 1e-6, as programs write it
 
 
 def _is_bare(text: str) -> bool:

@@ -291,7 +291,7 @@ class Trials:
     @property
     def is_over(self) -> bool:
         """True if enough has helped, or the budget is spent."""
-        helped = [e for e in self.remedies if e.is_recommended and not e.hides]
+        helped = [e for e in self.remedies if e.keeps_running and not e.hides]
         enough = 1 if self.applied.trials else _ENOUGH
         # One that is told in words is worth less than a line.
         has_code = any(each.code for each in helped) or len(helped) > enough
@@ -355,8 +355,9 @@ class Trials:
             if not self.notes:  # loss and backward were not replayed
                 name = name_outside(self.replayer.calls)
                 why = f" ({outside_text(name)})" if name else f": use `{USE_RUN}`"
+                code = remedy.code.partition("\n")[0]
                 self.notes.append(
-                    f"Tried: {remedy.text} (`{remedy.code}`): the forward is finite; "
+                    f"Tried: {remedy.text} (`{code}`): the forward is finite; "
                     f"loss and backward could not be tried{why}."
                 )
             return False

@@ -136,10 +136,18 @@ class ExplanationText:
             yield "", f"{' ' * begin}{'^' * (end - begin)}"
 
     def _attempts(self, most: int = 0) -> Iterator[tuple[str, str]]:
-        """Attempts that failed, and those not made where nothing helped."""
+        """Attempts that failed, and those not made where nothing helped.
+
+        With `most` no line is spent on those that are far off, beside one that is not.
+        """
         remedies = self.found.remedies
         told = [*self._helped, self.found.nearest]
-        failed = [each for each in remedies if each.tried and each not in told]
+        is_short = bool(most and self._helped)
+        failed = [
+            each
+            for each in remedies
+            if each.tried and each not in told and not (is_short and each.is_far)
+        ]
         if failed:
             labels = [f"{self._label(e)}{e.harm and f' ({e.harm})'}" for e in failed]
             yield "did not help:", _listed(labels, most)

@@ -420,7 +420,8 @@ class Explanation:
         own = [each for each in self.remedies if not each.is_of_data]
         if any(each.is_recommended for each in own):
             return None
-        return next((each for each in own if each.keeps_running), None)
+        left = [each for each in own if each.keeps_running]
+        return min(left, key=lambda each: not each.code, default=None)
 
     @property
     def is_transient(self) -> bool:
