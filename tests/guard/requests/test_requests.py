@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -516,3 +517,31 @@ def test_a_replay_waits_for_forwards_of_other_threads_and_holds_up_new_ones():
         again = report_of(lambda: net(torch.full((1, 4), NAN)))
     assert again.explanation.cause == "bad data"
     assert len(outputs) == 1
+
+
+def test_a_forward_that_ends_while_a_replay_waits_for_it_is_not_held_up():
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if threading.current_thread() is other:
+                entered.set()
+                while guard._parts.requests._gate._owner is None:
+                    time.sleep(0.001)
+            return self.lin(x)
+
+    net, entered = Waits().eval(), threading.Event()
+
+    def run():
+        with torch.no_grad():
+            net(torch.ones(1, 4))
+
+    other = threading.Thread(target=run)
+    with OverflowGuard(net) as guard:
+        other.start()
+        assert entered.wait(30)
+        report = report_of(lambda: net(torch.full((1, 4), NAN)))
+        other.join()
+    assert report.explanation.cause == "bad data"
