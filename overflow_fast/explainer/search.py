@@ -430,7 +430,10 @@ class Search:
             found.notes.append(_BEHIND)
             return found
         found = explain_root_op(root_op, rows, in_gradients, call)
-        if is_seen and found.phase == "forward" and not traced.is_forward:
+        roots = {prefix.rstrip(".") for prefix in self._replayer.models}
+        ends_bad = is_seen and incident is not None and incident.module in roots
+        is_hidden = found.phase == "forward" and not traced.is_forward
+        if is_seen and is_hidden and not ends_bad:
             is_read = traced.is_in_gradients
             end = "loss" if call.returns_loss else "model's output"
             text = _ENDS_FINITE.format(end)

@@ -633,10 +633,13 @@ class Requests:
                 if explainer is None:
                     return with_note(step, _BUSY)
                 seen: Step = explainer.look_again(step)
-            if request.zeroed and seen.frames == step.frames:
+            is_same = seen.frames == step.frames
+            if request.zeroed and is_same:
                 request.zeroed = []  # it was there before
                 return self._looked_again(step, request)
-            return seen
+            # Behind the models, where modules show nothing.
+            is_outside = is_same and request.function is not None
+            return step if is_outside else seen
         except Exception as error:
             return with_note(step, f"The step was not run again: {error_line(error)}.")
 

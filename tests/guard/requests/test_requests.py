@@ -545,3 +545,30 @@ def test_a_forward_that_ends_while_a_replay_waits_for_it_is_not_held_up():
         report = report_of(lambda: net(torch.full((1, 4), NAN)))
         other.join()
     assert report.explanation.cause == "bad data"
+
+
+def test_outputs_that_are_minus_inf_are_not_said_to_be_left_out():
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor(12.0))
+
+        def forward(self, x):
+            return x * self.log_scale.exp()
+
+    net = Scores().half().eval()
+    with OverflowGuard(net) as guard:
+        report = report_of(lambda: net(-torch.ones(2, 4).half()))
+    assert report.explanation.cause == "range overflow"
+    assert not any("ends finite" in each for each in report.explanation.notes)
+    assert guard.last_report is report
+
+
+def test_a_tripwire_says_nothing_of_models_that_a_pooling_behind_them_follows():
+    net = make_net()
+    with OverflowGuard(net, watch="tripwire", on_overflow="warn") as guard:
+        with torch.no_grad():
+            guard.run(lambda: net(torch.ones(2, 4)) / torch.tensor(0.0) * 0)
+    report = guard.last_report
+    assert report.explanation.cause in ("undefined", "product with inf")
+    assert "transient" not in str(report)
