@@ -434,6 +434,12 @@ class Search:
         ends_bad = is_seen and incident is not None and incident.module in roots
         is_hidden = found.phase == "forward" and not traced.is_forward
         if is_seen and is_hidden and not ends_bad:
+            if call.has_backward is False and isinstance(source, Row):
+                from .hidden import tell_hidden
+
+                told = tell_hidden(self._replayer, source, traced.table)
+                found.evidence.insert(1, told)
+                return found
             is_read = traced.is_in_gradients
             end = "loss" if call.returns_loss else "model's output"
             text = _ENDS_FINITE.format(end)
