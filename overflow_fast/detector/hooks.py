@@ -197,7 +197,7 @@ def outermost_call(is_watched: Callable[[nn.Module], bool]) -> tuple[int, nn.Mod
 
 def hook_of(owner: object, module: nn.Module) -> _C.FrameHook | None:
     """Returns the frame hook of an owner on a module, or None."""
-    for hook in forward_hooks(module).values():
+    for hook in list(forward_hooks(module).values()):  # another thread may move them
         if _is_partial_of(hook, _C.run_hook) and hook.args[0].owner is owner:
             found: _C.FrameHook = hook.args[0]
             return found

@@ -162,4 +162,6 @@ def explain(
     call = Call(function, batch, Ambient(model, devices_of([model])))
     call.returns_loss = loss is not None
     call.has_backward = True if loss is not None else None
+    if torch.is_inference_mode_enabled():  # its tensors are saved for no backward
+        call.has_backward = False
     return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)

@@ -5,16 +5,24 @@ An inf that is clamped, or of which a quotient makes 0, leaves one that looks so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..guard.report.explanation import Explanation
+from ..scanner.torch_ops import base_of, has, op_of, plain_name
 from .explain_origin import explain_root_op
 from .op_rows import Row
+from .op_table import OpTable
 from .remedies.nearness import NEAR, Nearness, Outputs
 from .replayer import Replayer, ReplayResult, StepPart
 from .trace_back import ForwardRows, RootOp
 from .users_lines import place_text
+
+_LARGE = 65504.0  # what half precision holds at most, and less than overflows
+_MOST = 16  # operations that are asked whether they overflowed; chosen
 
 
 class HiddenValues(NamedTuple):
@@ -46,22 +54,63 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     table = traced.table
     if table is None or traced.error is not None or not traced.is_clean:
         return None
-    bad = next((row for row in table.rows if row.makes_bad and not row.is_empty), None)
-    if bad is None:
+    all_bad = [row for row in table.rows if row.makes_bad and not row.is_empty]
+    if not all_bad:
         return None
+    rows, call = ForwardRows(table), replayer.calls[place]
+    explained = [
+        (bad, explain_root_op(RootOp(bad, [bad]), rows, False, call))
+        for bad in all_bad[:_MOST]
+    ]
+    # An inf that float32 has as well, as of log(0), does not set the output apart, nor
+    # one that tanh makes the 1 of that is near to what it makes of any large number.
+    overflows = [each for each in explained if each[1].is_overflow]
+    telling = (each for each in overflows if not _saturates(each[0], table.rows))
+    bad, found = next(telling, (overflows or explained)[0])
     root_op = RootOp(bad, [bad])
-    call = replayer.calls[place]
-    found = explain_root_op(root_op, ForwardRows(table), False, call)
-    hider = hidden_by(bad, table.rows)
-    where = f" by {hider.name}{place_text(hider.sites)}" if hider else ""
     distance = Nearness(replayer).distance(outputs)
-    far = "" if distance is None else f" and {100 * distance:.2g} % from float32"
-    found.evidence.insert(1, f"hidden{where}: the output is finite{far}")
+    found.evidence.insert(1, _told(bad, table.rows, distance))
     is_wrong = distance is not None and distance > NEAR
     if not is_wrong:
         told = "; ".join(map(str, found.evidence[:2]))
         found = Explanation(notes=[f"The forward is finite. Within it: {told}."])
     return HiddenValues(found, root_op, traced, is_wrong)
+
+
+def tell_hidden(replayer: Replayer, bad: Row, table: OpTable) -> str:
+    """Says what has hidden an operation's values, and how far off the output is.
+
+    Runs the forward as it is and in float32.
+
+    Args:
+        replayer: Runs the forward, which ends finite; it is entered.
+        bad: The operation.
+        table: The operations.
+    """
+    outputs = Outputs()
+    replayer.run(StepPart(), observers=[outputs])
+    return _told(bad, table.rows, Nearness(replayer).distance(outputs))
+
+
+def _told(bad: Row, rows: Sequence[Row], distance: float | None) -> str:
+    hider = hidden_by(bad, rows)
+    where = f" by {hider.name}{place_text(hider.sites)}" if hider else ""
+    far = "" if distance is None else f" and {100 * distance:.2g} % from float32"
+    return f"hidden{where}: the output is finite{far}"
+
+
+def _saturates(bad: Row, rows: Sequence[Row]) -> bool:
+    """True if what hides an operation's infs gives the same for large numbers."""
+    hider = hidden_by(bad, rows)
+    name = "" if hider is None else plain_name(base_of(hider.name))
+    function = getattr(torch, name, None)
+    if function is None or not op_of(name).never:
+        return False
+    try:
+        ends = function(torch.tensor([_LARGE, math.inf, -_LARGE, -math.inf]))
+    except (TypeError, RuntimeError):  # it takes more arguments
+        return False
+    return bool(ends[0] == ends[1] and ends[2] == ends[3])
 
 
 def hidden_by(bad: Row, rows: Sequence[Row]) -> Row | None:
@@ -74,7 +123,10 @@ def hidden_by(bad: Row, rows: Sequence[Row]) -> Row | None:
     carried = {bad}
     for row in rows[bad.index + 1 :]:
         if carried.intersection(row.read_from):
-            if not row.kinds:
+            name = base_of(row.name)
+            if name in ("isinf", "isnan", "isfinite"):
+                continue  # it looks at them
+            if not row.kinds and not has(name, "moves"):
                 return row
-            carried.add(row)
+            carried.add(row)  # what moves values is not scanned
     return None

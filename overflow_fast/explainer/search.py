@@ -297,7 +297,16 @@ class Search:
             found.notes.append(_BEHIND)
             return found
         found = explain_root_op(root_op, rows, in_gradients, call)
-        if is_seen and found.phase == "forward" and not traced.is_forward:
+        roots = {prefix.rstrip(".") for prefix in self._replayer.models}
+        ends_bad = is_seen and incident is not None and incident.module in roots
+        is_hidden = found.phase == "forward" and not traced.is_forward
+        if is_seen and is_hidden and not ends_bad:
+            if call.has_backward is False and isinstance(source, Row):
+                from .hidden import tell_hidden
+
+                told = tell_hidden(self._replayer, source, traced.table)
+                found.evidence.insert(1, told)
+                return found
             is_read = traced.is_in_gradients
             text = _ENDS_FINITE.format(
                 "loss" if call.returns_loss else "model's output"

@@ -216,7 +216,7 @@ _TABLE = (
     ("detach", _op("same")),
     ("__getitem__ T mT masked_select take_along_dim", _op("moves")),
     ("broadcast_tensors flip fliplr flipud rot90 roll", _op("moves")),
-    ("tile repeat repeat_interleave", _op("moves")),
+    ("tile repeat repeat_interleave _unsafe_view", _op("moves")),
     ("gather index_select", _op("lookup moves")),
     ("embedding* _embedding_bag* index gather_backward", _op("lookup")),
     ("index_add scatter_add", _op("grows linear")),

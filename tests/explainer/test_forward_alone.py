@@ -274,3 +274,29 @@ def test_an_inner_module_is_itself_again_without_the_outer_one():
     outer.remove()
     model[0].norm.half()
     assert model(torch.ones(2, 8).half()).dtype == torch.float16
+
+
+class Gated(nn.Module):
+    """Its scores overflow where a mask looks for it, and saturate in a tanh before."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        bias = torch.arange(16.0).log().clamp(min=0).half()
+        soft = torch.tanh(x * x)
+        y = (x * 1000 * x).view(-1, 16)
+        if y.isinf().any():
+            y = y.clamp(-64000, 64000)
+        return self.norm(y + soft + bias)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_of_several_hidden_infs_the_one_that_changes_the_output_is_named(mode):
+    torch.manual_seed(0)
+    with mode():
+        found = explain(Gated().half(), torch.randn(3, 16).half() * 300)
+    assert found.op.code.strip().startswith("y = (x * 1000 * x)")
+    assert "hidden by aten.clamp" in found.evidence[1]
+    assert "from float32" in found.evidence[1]

@@ -255,7 +255,9 @@ def test_switching_on_and_off_under_running_threads_blames_no_innocent_one(hurry
                 with torch.no_grad():
                     model(torch.full((2, 8), value))
             except Exception as error:
-                if number or not isinstance(error, NonFiniteError):
+                # Of a forward that raises, torch walks through the table of hooks that
+                # the guard is changing, and may raise that in its place.
+                if number or not isinstance(error, (NonFiniteError, RuntimeError)):
                     found.append(error)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]

@@ -263,6 +263,10 @@ _EAGERLY = (
     "Remedies were tried with compiled code run eagerly; with the compiled code itself "
     "they were not tried."
 )
+_NONE = "No remedy was found."
+_NONE_TRIED = (
+    "No remedy was tried: the budget of a replay, in forwards or in seconds, was spent."
+)
 _FEW_NAMES = 4
 _MOST_TOGETHER = 3  # changes that are needed at once
 
@@ -306,7 +310,7 @@ def find_remedies(
     found.notes += list(dict.fromkeys(trials.notes))
     is_of_code = "calls" in Cause.of(found.cause).remedies and not failure.is_meant
     if is_of_code and not (found.remedies or trials.notes):
-        found.notes.append("No remedy was found.")
+        found.notes.append(_NONE if trials.may_run() else _NONE_TRIED)
 
 
 _OPEN = (UNDEFINED.name, SINGULAR_GRADIENT.name)

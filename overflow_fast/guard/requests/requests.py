@@ -184,7 +184,8 @@ class Requests:
         self._keeper: StepKeeper | None = parts.keeper
         self._now = _Now()
         self._gate = Gate()
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # held while a request is judged
+        self._counts = threading.Lock()  # a forward needs it, and a replay waits for it
         self._states: weakref.WeakKeyDictionary[nn.Module, SmallState]
         self._states = weakref.WeakKeyDictionary()
         self._devices: weakref.WeakKeyDictionary[nn.Module, list[torch.device]]
@@ -289,7 +290,7 @@ class Requests:
         request, is_own = self._request_now()
         request.add(watch, batch, call)
         request.num_forwards += 1
-        with self._lock:
+        with self._counts:
             self.num_forwards += 1
             self.num_tokens += 0 if call is None else call.num_tokens
         waits = is_own and self._parts.config.sync != "lagged"
@@ -432,7 +433,7 @@ class Requests:
             watch._end_root(root)
 
     def _new(self, ids: Sequence[object] | None) -> Request:
-        with self._lock:
+        with self._counts:
             number = self.num_requests
             self.num_requests += 1
         return Request(number, ids)
@@ -632,10 +633,13 @@ class Requests:
                 if explainer is None:
                     return with_note(step, _BUSY)
                 seen: Step = explainer.look_again(step)
-            if request.zeroed and seen.frames == step.frames:
+            is_same = seen.frames == step.frames
+            if request.zeroed and is_same:
                 request.zeroed = []  # it was there before
                 return self._looked_again(step, request)
-            return seen
+            # Behind the models, where modules show nothing.
+            is_outside = is_same and request.function is not None
+            return step if is_outside else seen
         except Exception as error:
             return with_note(step, f"The step was not run again: {error_line(error)}.")
 

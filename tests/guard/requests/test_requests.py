@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -516,3 +517,58 @@ def test_a_replay_waits_for_forwards_of_other_threads_and_holds_up_new_ones():
         again = report_of(lambda: net(torch.full((1, 4), NAN)))
     assert again.explanation.cause == "bad data"
     assert len(outputs) == 1
+
+
+def test_a_forward_that_ends_while_a_replay_waits_for_it_is_not_held_up():
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if threading.current_thread() is other:
+                entered.set()
+                while guard._parts.requests._gate._owner is None:
+                    time.sleep(0.001)
+            return self.lin(x)
+
+    net, entered = Waits().eval(), threading.Event()
+
+    def run():
+        with torch.no_grad():
+            net(torch.ones(1, 4))
+
+    other = threading.Thread(target=run)
+    with OverflowGuard(net) as guard:
+        other.start()
+        assert entered.wait(30)
+        report = report_of(lambda: net(torch.full((1, 4), NAN)))
+        other.join()
+    assert report.explanation.cause == "bad data"
+
+
+def test_outputs_that_are_minus_inf_are_not_said_to_be_left_out():
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor(12.0))
+
+        def forward(self, x):
+            return x * self.log_scale.exp()
+
+    net = Scores().half().eval()
+    with OverflowGuard(net) as guard:
+        report = report_of(lambda: net(-torch.ones(2, 4).half()))
+    assert report.explanation.cause == "range overflow"
+    assert not any("ends finite" in each for each in report.explanation.notes)
+    assert guard.last_report is report
+
+
+def test_a_tripwire_says_nothing_of_models_that_a_pooling_behind_them_follows():
+    net = make_net()
+    with OverflowGuard(net, watch="tripwire", on_overflow="warn") as guard:
+        with torch.no_grad():
+            guard.run(lambda: net(torch.ones(2, 4)) / torch.tensor(0.0) * 0)
+    report = guard.last_report
+    assert report.explanation.cause in ("undefined", "product with inf")
+    assert "transient" not in str(report)
