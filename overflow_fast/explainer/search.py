@@ -297,14 +297,14 @@ class Search:
             found.notes.append(_BEHIND)
             return found
         found = explain_root_op(root_op, rows, in_gradients, call)
-        roots = {prefix.rstrip(".") for prefix in self._replayer.models}
+        roots = {prefix.rstrip(".") for prefix in self.replayer.models}
         ends_bad = is_seen and incident is not None and incident.module in roots
         is_hidden = found.phase == "forward" and not traced.is_forward
         if is_seen and is_hidden and not ends_bad:
             if call.has_backward is False and isinstance(source, Row):
                 from .hidden import tell_hidden
 
-                told = tell_hidden(self._replayer, source, traced.table)
+                told = tell_hidden(self.replayer, source, traced.table)
                 found.evidence.insert(1, told)
                 return found
             is_read = traced.is_in_gradients
