@@ -515,3 +515,12 @@ def test_an_exception_spends_no_line_on_what_is_far_off_beside_what_is_right():
     short, whole = found.words.remedy_rows(), found.words.rows()
     assert not any(row.startswith("did not help") for row in short)
     assert any(row.startswith("did not help: clamp") for row in whole)
+
+
+def test_a_difference_that_is_small_beside_usual_losses_is_not_far_off():
+    model, x = Holder(), torch.ones(3, 2)
+    found = explain(
+        model, x, lambda x: ((x * model.w - x * model.w) ** 2).sum(1).sqrt().mean()
+    )
+    best = found.remedies[0]
+    assert best.is_recommended and best.loss > 10 * abs(best.true_loss or 0.0)

@@ -158,6 +158,7 @@ def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
 
 _NEAR = 1e-2  # of the loss: what two ways to round seldom differ by
 _CANCELLED = 1e-4  # of the usual loss: rounding of larger terms is seen below that
+_SMALL = 1e-2  # of the usual loss: a change of a part of that moves no run; chosen
 _EPS = 4.0  # times the precision of the coarsest dtype, where that is more than either
 _OF_GRADIENTS = 5.0  # times as much, for each of their sums is rounded
 
@@ -228,7 +229,7 @@ class Truth:
         dtype = result.losses[0].dtype
         if abs(self.loss) > torch.finfo(dtype).max:  # which no remedy comes to
             return {"true_loss": self.loss, "misses": "loss"}
-        least = self.cancelled * (1.0 if usual is None else usual)
+        least = max(self.cancelled, _SMALL) * (1.0 if usual is None else usual)
         error = abs(remedy.loss - self.loss) / max(abs(self.loss), least)
         moved = distance(result.gradients, self.gradients, self.least)
         misses = error > self.near
