@@ -19,12 +19,11 @@ from ..guard.undo.step_start import StepStart
 from ..scanner.modules import step_of
 from ..scanner.tensors import devices_of
 from ..scanner.text import error_line
-from .bad_step import BadStep
+from .bad_step import ALL_BAD, BadStep
 from .calls import Call
 from .replay_ranks import NotJoined, RankCoordinator
 from .replayer import ReplayCheck
 from .search import Case, Search
-from .views import explain_behind, explain_forwards, explain_loss
 
 
 def investigate(
@@ -59,14 +58,11 @@ def investigate(
     case = Case(models, incident or BadStep(), start, *limits, replay_check)
     found, stopped = _searched(case, calls, ranks)
     if found is not ranks.result:  # the rank that led looks at all views of its own
-        if stopped and ranks.is_alone and any(call.forwards for call in calls):
+        has_forwards = ranks.is_alone and any(call.forwards for call in calls)
+        stopped = stopped if has_forwards else ""
+        if stopped:
             calls = [each for call in calls for each in call.forwards or [call]]
-            found = explain_forwards(case, calls, stopped)
-        elif _asks_for_loss(found, calls):
-            is_alone = ranks.is_alone and world_size() == 1
-            found = explain_loss(case, calls, found, may_run=is_alone)
-        if world_size() == 1:
-            found = explain_behind(case, calls, found)
+        found = _by_other_views(case, calls, found, stopped, ranks)
     own = found.artifacts
     if artifact_bytes and calls:
         own += _saved(models, calls, start, artifact_bytes, found)
@@ -92,6 +88,36 @@ def _searched(
     except Exception as error:
         found.notes.append(f"The explanation ended early: {error_line(error)}.")
     return found, ""
+
+
+def _by_other_views(
+    case: Case,
+    calls: Sequence[Call],
+    found: Explanation,
+    stopped: str,
+    ranks: RankCoordinator,
+) -> Explanation:
+    """Explains by further views of the step what the kept calls have left open.
+
+    Args:
+        case: The step.
+        calls: Its calls.
+        found: What was found by these.
+        stopped: The effect before which a function was ended, whose forwards they are.
+        ranks: The ranks.
+    """
+    asks = not stopped and _asks_for_loss(found, calls)
+    if not (stopped or asks or ALL_BAD in found.notes):
+        return found
+    from . import views  # with the program's own lines, which few steps need
+
+    is_one = world_size() == 1
+    if stopped:
+        found = views.explain_forwards(case, calls, stopped)
+    elif asks:
+        may_run = ranks.is_alone and is_one
+        found = views.explain_loss(case, calls, found, may_run=may_run)
+    return views.explain_behind(case, calls, found) if is_one else found
 
 
 def _asks_for_loss(found: Explanation, calls: Sequence[Call]) -> bool:

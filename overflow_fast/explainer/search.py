@@ -32,7 +32,6 @@ from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
 from .replay_ranks import BEGIN, GIVEN, NotJoined, RankCoordinator
 from .replayer import Difference, ReplayCheck, Replayer, ReplayResult, StepPart, Tail
-from .rounding import explain_lost, lost_value, nearest_first
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
 from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
@@ -329,8 +328,12 @@ class Search:
         assert table is not None
         calls = table.undefined.get(row, []) if isinstance(row, Row) else []
         table.undefined.clear()
+        if not calls:
+            return
+        from .rounding import explain_lost, lost_value, nearest_first  # of few failures
+
         lost = None
-        for some in nearest_first(calls) if calls else ():
+        for some in nearest_first(calls):
             if not self._has_time():
                 break
             with no_dispatch(), torch.no_grad():

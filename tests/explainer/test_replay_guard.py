@@ -153,31 +153,19 @@ def test_what_happens_once_is_not_reproducible():
     assert "0 of 3 replays" in str(found)
 
 
-def flip_exponent(gradient):
-    """Sets the exponent of one value in [1, 2) to ones; returns its index."""
-    index = int(((gradient.abs() >= 1) & (gradient.abs() < 2)).flatten().nonzero()[0])
-    gradient.view(-1).numpy().view("int32")[index] ^= 1 << 30
-    return index
-
-
-@pytest.mark.parametrize("clips", [True, False])
-def test_a_bit_that_flips_in_a_gradient(clips):
+def test_a_bit_that_flips_in_a_gradient():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = OverflowGuard(model, optimizer)
     x = torch.randn(4, 8)
     guard.run(lambda: (model(x) - 2).pow(2).sum()).backward()
-    index = flip_exponent(model[0].weight.grad)
-    if clips:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert all(p.grad.isnan().all() for p in model.parameters())
+    model[0].weight.grad[0, 0] = NAN
     with pytest.raises(NonFiniteError) as error:
         optimizer.step()
     found = error.value.report.explanation
     assert place(found) == ("backward", "not reproducible", None, "0")
     assert found.tensor == "0.weight"
-    assert (f"at {index}" in str(found)) == clips
 
 
 def test_an_epsilon_that_is_0_in_float16():
