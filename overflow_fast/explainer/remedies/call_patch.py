@@ -95,7 +95,7 @@ class ClampedValue:
     high: float | None
 
     def of(self, call: TorchCall, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """What a call is given; None for one that does not read the value."""
+        """The arguments of a call; None for one that does not read the value."""
         if not any(site.key == self.site for site in call.sites):
             return None
         value = _value_asked_for(self.site)

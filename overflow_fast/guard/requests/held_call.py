@@ -131,7 +131,7 @@ class HeldCall:
         self._copies = copies
         self.ambient = Ambient(module, devices)
         self.output: Any = None
-        self.state: ModelStart | None = None
+        self.state: ForwardStart | None = None
         self._tensors = self._given()
         for copy in copies:
             items = copy if isinstance(copy, list) else copy.values()
@@ -167,7 +167,7 @@ class HeldCall:
                 yield tensor
 
     def left_bad(self) -> _Pairs:
-        """What it was given, or holds as a buffer, was written to and is bad now.
+        """Lists inputs and buffers that were written to and are non-finite now.
 
         Incurs a CPU-GPU sync for each tensor on a device that was written to.
 
@@ -187,15 +187,15 @@ class HeldCall:
         values = (*self.args, *self.kwargs.values())
         return [value for value in values if isinstance(value, torch.Tensor)]
 
-    def start(self, zeroed: _Pairs) -> ModelStart:
+    def start(self, zeroed: _Pairs) -> ForwardStart:
         """The state that a replay rewinds to: the model's small state, and counters.
 
         Args:
             zeroed: See `left_bad()`.
         """
-        state = ModelStart([], []) if self.state is None else self.state
+        state = ForwardStart([], []) if self.state is None else self.state
         pairs = [*state.pairs(), *self.counters, *zeroed]
-        return ModelStart(state.attributes, pairs)
+        return ForwardStart(state.attributes, pairs)
 
     def kept(self, zeroed: _Pairs) -> KeptCall:
         """The call as one that can be made again, with its arguments as they were.
@@ -246,7 +246,7 @@ def _fill(container: Any, items: Any) -> None:
 # What a model keeps from forward to forward: counters, flags, small buffers.
 
 
-class ModelStart:
+class ForwardStart:
     """A model's small state when a forward began, as a replay rewinds to it.
 
     It has the form of `undo.step_start.ModelStart`, of which a replay reads these.
@@ -278,7 +278,7 @@ class ModelStart:
         return [buffer for buffer, before, after in triples if before != after]
 
     @property
-    def starts(self) -> list[ModelStart]:
+    def starts(self) -> list[ForwardStart]:
         """This one, as the start of the models of a replay."""
         return [self]
 
@@ -321,7 +321,7 @@ class SmallState:
         self._versions: list[int] = []
         self._copies: list[torch.Tensor] = []
 
-    def before(self, model: nn.Module) -> ModelStart:
+    def before(self, model: nn.Module) -> ForwardStart:
         """Keeps it as a forward begins."""
         self._num += 1
         is_full = self._num in _FULL
@@ -336,9 +336,9 @@ class SmallState:
         modules = modules_in(model) if is_full else list(self._changing.values())
         kept = list(map(KeptAttributes, filter(KeptAttributes.are_kept, modules)))
         pairs = list(zip(self._buffers, self._copies, strict=True))
-        return ModelStart(kept, pairs, (self._all, _C.versions_of(self._all)))
+        return ForwardStart(kept, pairs, (self._all, _C.versions_of(self._all)))
 
-    def after(self, start: ModelStart) -> None:
+    def after(self, start: ForwardStart) -> None:
         """Notes which modules a forward has changed."""
         for kept in start.attributes:
             module = kept.module()

@@ -41,7 +41,7 @@ from ..verdict.verdict import BadFrame
 from ..watching.step_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .gate import Gate
-from .held_call import HeldCall, Layout, ModelStart, SmallState
+from .held_call import HeldCall, Layout, ForwardStart, SmallState
 
 if TYPE_CHECKING:
     from ..parts import GuardParts
@@ -752,7 +752,7 @@ class _Kept:
     had_gradients = False
     left_over: Mapping[str, int] = {}
 
-    def __init__(self, calls: list[KeptCall], start: ModelStart | None) -> None:
+    def __init__(self, calls: list[KeptCall], start: ForwardStart | None) -> None:
         self.calls, self.start = calls, start
 
 
