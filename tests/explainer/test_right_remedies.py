@@ -430,6 +430,7 @@ def test_what_no_line_leaves_out_is_told_in_words():
 ASKED = {
     "Beta": ("Beta(w.sum() + x[:, 1], 0.7{})", ".clamp(1e-6, 1 - 1e-6))"),
     "Dirichlet": ("Dirichlet(w.flatten()[:2] * 0.7{})", ".clamp(min=1e-30))"),
+    "LogNormal": ("LogNormal(w.sum(), 1.0{})", ".clamp(min=1e-30))"),
     "tanh": (
         "TransformedDistribution(D.Normal(w.sum(), 1.0), [D.TanhTransform()]{})",
         ".clamp(1e-6 - 1, 1 - 1e-6))",
@@ -443,7 +444,7 @@ def test_a_value_at_the_edge_of_a_distribution_is_clamped_where_it_is_asked_for(
 ):
     made, clamp = ASKED[name]
     made = made.format(", validate_args=False")
-    value = "x" if name == "Dirichlet" else "x[:, 0]"
+    value = {"Dirichlet": "x", "LogNormal": "x[:, 1]"}.get(name, "x[:, 0]")
     module, path = module_of(
         tmp_path,
         "import torch\nimport torch.distributions as D\n"
@@ -527,3 +528,14 @@ def test_a_difference_that_is_small_beside_usual_losses_is_not_far_off():
     )
     best = found.remedies[0]
     assert best.is_recommended and best.loss > 1000 * best.true_loss > 0
+
+
+def test_a_value_of_a_distribution_without_an_edge_is_left_as_it_is(tmp_path):
+    module, _ = module_of(
+        tmp_path,
+        "import torch\nimport torch.distributions as D\ndef loss_of(x, w):\n"
+        "    made = D.Normal(x, (w.sum() * 0).abs(), validate_args=False)\n"
+        "    return -made.log_prob(-x).mean()\n",
+    )
+    found = explained(module.loss_of, torch.ones(3, 2))
+    assert found.remedies and not any("the value" in e.text for e in found.remedies)

@@ -93,7 +93,9 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                     break
 
 
-_UNIT = ("beta", "kumaraswamy", "continuous_bernoulli", "relaxed_bernoulli")
+# Files of torch's distributions whose values are within the unit interval, or above 0.
+_UNIT = {"beta", "kumaraswamy", "continuous_bernoulli", "relaxed_bernoulli"}
+_ABOVE = {"dirichlet", "gamma", "inverse_gamma", "exponential", "weibull", "pareto"}
 
 
 def value_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -110,13 +112,17 @@ def value_trials(failure: Failure, trials: Trials) -> Attempts:
             continue
         numbers = named_numbers(failed.dtype)
         wide, least = numbers["WIDE"], numbers["LEAST"]
-        low, high, code, words = least, None, "min=LEAST", "to at least LEAST"
+        files = {Path(site.file).stem for site in failed.sites[:-1]}
         if failed.name == "atanh":
             low, high, code = wide - 1, 1 - wide, "WIDE - 1, 1 - WIDE"
             words = "to a magnitude of 1 - WIDE"
-        elif Path(asked.file).stem in _UNIT:
+        elif files & _UNIT:
             low, high, code = wide, 1 - wide, "WIDE, 1 - WIDE"
             words = "between WIDE and 1 - WIDE"
+        elif files & _ABOVE or (failed.name == "log" and "transforms" in files):
+            low, high, code, words = least, None, "min=LEAST", "to at least LEAST"
+        else:  # it has no edge
+            continue
         parts = Operand(given[0], False), with_numbers(f".clamp({code})", numbers)
         edits = (Edit(line.file, given[0], parts),)
         text = with_numbers(f"clamp the value {words}", numbers)
