@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -150,13 +150,14 @@ class _Now(threading.local):
         is_in: It has passed the gate.
         entry: The module that it has called without the model around it.
         seconds: What the guard has taken since the last request that was judged.
+        begin: When the guard's hooks before or behind the forward began; 0 between.
         layout: The arguments of the one before.
     """
 
     request: Request | None = None
     call: HeldCall | None = None
     watch: ModelWatch | None = None
-    seconds = 0.0
+    seconds = begin = 0.0
     is_in = False
     entry: nn.Module | None = None
     layout: Layout | None = None
@@ -203,6 +204,8 @@ class Requests:
         for watch in parts.watches:
             watch.inputs.capture = self
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained
+            if not parts.hooks and watch.on_forward_end is not None:
+                watch.on_forward_end = _of_training(watch.on_forward_end)
 
     def __deepcopy__(self, memo: object) -> Requests:
         return self  # that of a copied guard is made anew with its first request
@@ -218,7 +221,7 @@ class Requests:
             if self._keeper is not None:
                 self._keeper.begin(module, args, kwargs, has_stand_ins)
             return
-        begin = time.perf_counter()
+        begin = now.begin or time.perf_counter()
         if not self._has_looked:
             self._look_at_buffers()
         if args is None:
@@ -235,6 +238,7 @@ class Requests:
             state = self._states[module] = SmallState(module)
         now.call.state = state.before(module)
         now.seconds += time.perf_counter() - begin
+        now.begin = 0.0
 
     def _watch_of(self, module: nn.Module) -> ModelWatch | None:
         """The watch of a model; None for a module within one."""
@@ -247,14 +251,13 @@ class Requests:
             if self._keeper is not None:
                 self._keeper.end(output, loss)
             return
-        begin = time.perf_counter()
+        now.begin = time.perf_counter()
         now.call.output = output
         state = self._states.get(now.call.module)
         if state is not None and now.call.state is not None:
             state.after(now.call.state)
         if self._parts.config.is_tripwire and now.watch is not None:
             now.watch.record(*_recorded(named_outputs(output)))
-        now.seconds += time.perf_counter() - begin
 
     def leave(self) -> None:
         """Notes that an exception has left it."""
@@ -275,6 +278,7 @@ class Requests:
     def pass_in(self) -> None:
         """Lets a forward begin, once no other thread runs one again."""
         if not self._now.is_in:
+            self._now.begin = time.perf_counter()
             self._gate.enter()
             self._now.is_in = True
 
@@ -286,7 +290,8 @@ class Requests:
 
     def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
         """Judges a forward that has ended, or leaves it to the request it is of."""
-        begin, call = time.perf_counter(), self._leave()
+        begin, call = self._now.begin or time.perf_counter(), self._leave()
+        self._now.begin = 0.0
         request, is_own = self._request_now()
         request.add(watch, batch, call)
         request.num_forwards += 1
@@ -742,6 +747,17 @@ def _is_left_alone() -> bool:
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return True
     return _C.is_unwatched()
+
+
+def _of_training(function: Callable[[ModelWatch], None]) -> Callable[..., None]:
+    """A function that looks at all modules, for forwards that belong to a step."""
+
+    def call(watch: ModelWatch) -> None:
+        model = watch.model
+        if torch.is_grad_enabled() or (model is not None and model.training):
+            function(watch)
+
+    return call
 
 
 class _Kept:
