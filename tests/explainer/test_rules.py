@@ -160,6 +160,8 @@ OF_LOG = {
     "y ** n": "(x.sigmoid() ** 3).log()",
     "sqrt(y)": "x.exp().sqrt().log()",
     "square(y)": "x.exp().square().log()",
+    "diag(y)": "(x.T @ x).exp().diag().log()",
+    "y + z": "(x.exp() + (2 * x).exp().sum(-1, keepdim=True)).log()",
 }
 OF_LOG |= {
     f"{name}, moved": code
@@ -424,7 +426,7 @@ CALLS = {
 PLAIN = (
     *("sqrt", "rsqrt", "log", "log2", "log10", "log1p", "exp", "expm1", "exp2", "sinh"),
     *("cosh", "tanh", "square", "erfinv", "reciprocal", "prod", "mean", "median"),
-    *("logit", "std", "var", "logdet"),
+    *("logit", "std", "var", "logdet", "diag"),
 )
 CALLS |= {name: [f"torch.{name}(x)", f"x.{name}()"] for name in PLAIN}
 CALLS["i0"] = ["torch.i0(x)", "x.i0()", "torch.special.i0(x)"]

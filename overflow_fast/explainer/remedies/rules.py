@@ -65,6 +65,8 @@ LOGS = {
     "y ** n": ("n * LOG(y)", ""),
     "sqrt(y)": ("LOG(y) / 2", ""),
     "square(y)": ("2 * LOG(y)", ""),
+    "diag(y)": ("LOG(y).diagonal()", ""),
+    "y + z": ("torch.logaddexp(LOG(y), LOG(z))", "use logaddexp"),
 }
 # fmt: on
 
