@@ -41,7 +41,7 @@ from ..verdict.verdict import BadFrame
 from ..watching.step_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .gate import Gate
-from .held_call import HeldCall, Layout, ForwardStart, SmallState
+from .held_call import ForwardStart, HeldCall, Layout, SmallState
 
 if TYPE_CHECKING:
     from ..parts import GuardParts
