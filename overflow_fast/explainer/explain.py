@@ -136,7 +136,7 @@ def _saved(
     found: Explanation,
 ) -> list[Artifact]:
     """The files of the step, or a note on why there are none."""
-    from .saved_step import saved_step  # for runs that keep evidence alone
+    from .written_step import saved_step  # for runs that keep evidence alone
 
     try:
         pairs = [] if start is None else start.pairs()
