@@ -54,16 +54,18 @@ def test_wrong_models_are_told(model, error, message):
 
 
 @pytest.mark.parametrize("optimizer", [3, "adam", [None], nn.ReLU()])
-def test_wrong_optimizers_are_told(optimizer):
-    with pytest.raises(TypeError, match="optimizer must be a torch"):
+def test_wrong_optimizers_are_told(optimizer, as_kept):
+    with pytest.raises(TypeError) as raised:
         OverflowGuard(nn.ReLU(), optimizer)
+    as_kept(raised.value)
 
 
-def test_a_wrong_record_is_told():
+def test_a_wrong_record_is_told(as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(TypeError, match=r"loss must be a torch.Tensor, got float"):
+        with pytest.raises(TypeError) as raised:
             guard.record(loss=1.0)
+        as_kept(raised.value)
 
 
 # What is looked at.
@@ -91,7 +93,6 @@ def test_modules_are_chosen_by_patterns():
     guard = OverflowGuard(model, optimizer, include=["blocks.*"], exclude=["*.act"])
     coverage = guard.coverage()
     assert (coverage.modules_watched, coverage.modules) == (9, 16)
-    assert "7 of 16 modules were left out." in str(coverage)
     hooked = [name for name, m in model.named_modules() if m._forward_hooks]
     assert hooked == [
         "",  # where a forward begins and ends
@@ -230,8 +231,7 @@ def test_between_watched_steps_no_module_has_a_hook():
                 train_step(model, optimizer, batch)
             model.load_state_dict(make()[0].state_dict())
     assert seen == [False, True, False, False, True, False, False, True]
-    assert guard.coverage().steps_watched == 3
-    assert "5 of 8 steps were not watched." in str(guard.coverage())
+    assert (guard.coverage().steps, guard.coverage().steps_watched) == (8, 3)
 
 
 def test_a_guard_with_a_budget_plans_by_what_it_measures(monkeypatch):
@@ -342,17 +342,17 @@ def test_the_loop_of_the_example_needs_nothing_else():
     guard.remove()
 
 
-def test_an_optimizer_of_another_model_is_told_of(caplog):
+def test_an_optimizer_of_another_model_is_told_of(caplog, as_kept):
     model, optimizer = make()
     other, strangers = make(width=4)
     OverflowGuard(model, optimizer).remove()
     OverflowGuard([model, other], [optimizer, strangers]).remove()
     assert not caplog.records
     OverflowGuard(model, strangers).remove()
-    assert "The AdamW that the guard was given has none of" in caplog.text
+    as_kept(caplog.messages)
 
 
-def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
+def test_a_guard_that_never_judges_says_so(caplog, monkeypatch, as_kept):
     monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
     model, optimizer = make()
     with OverflowGuard(model) as guard:
@@ -365,7 +365,7 @@ def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
         for batch in batches(4):
             train_step(model, optimizer, batch)
     (record,) = caplog.records
-    assert "5 forwards ran, and none was judged." in record.getMessage()
+    as_kept(record.getMessage())
 
 
 def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
@@ -378,18 +378,19 @@ def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["StepLR", "ReduceLROnPlateau"])
-def test_a_scheduler_is_refused_as_an_optimizer(kind):
+def test_a_scheduler_is_refused_as_an_optimizer(kind, as_kept):
     model, optimizer = make()
     arguments = (1,) if kind == "StepLR" else ()
     scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
-    with pytest.raises(TypeError, match=f"the scheduler {kind}: give the optimizer"):
+    with pytest.raises(TypeError) as raised:
         OverflowGuard(model, scheduler)
+    as_kept(raised.value)
     with pytest.raises(TypeError, match=f"the scheduler {kind}"):
         OverflowGuard(model, [optimizer, scheduler])
     assert hooks_of(model, optimizer) == 0
 
 
-def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog):
+def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog, as_kept):
     file = tmp_path / "file"
     file.write_text("")
     model, optimizer = make()
@@ -400,9 +401,9 @@ def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog):
         return "\n".join(record.getMessage() for record in caplog.records)
 
     assert "leave no module" in said(exclude=["*"])
-    assert f"log={file / 'log'} cannot be written" in said(log=file / "log")
-    assert f"record={tmp_path} cannot be written" in said(record=tmp_path)
-    assert f"evidence={file} cannot be written" in said(evidence=file)
+    as_kept(said(log=file / "log"))
+    as_kept(said(record=tmp_path))
+    as_kept(said(evidence=file))
     assert "Headroom()" in said(nn.ReLU(), monitors=[Headroom()])
 
 

@@ -56,14 +56,10 @@ def script(tmp_path):
     return path
 
 
-def test_runs_a_script_as_python_would(script):
+def test_runs_a_script_as_python_would(script, as_kept):
     done = command("run", str(script), "3", "--debug", "underflow_overflow")
     assert done.returncode == 3
-    assert done.stdout.splitlines() == [
-        "overflow_fast.integrations.transformers __main__ "
-        "['3', '--debug', 'underflow_overflow']",
-        "found the neighbour",
-    ]
+    as_kept(done.stdout.splitlines())
 
 
 def test_runs_a_module_as_python_would(script):
@@ -254,10 +250,9 @@ def test_a_file_to_write_has_one_name_in_all_commands(name):
     assert ["-o", "--output"] in options
 
 
-def test_help_of_run_has_defaults_and_no_python():
+def test_help_of_run_has_defaults_and_no_python(as_kept):
     text = " ".join(commands()["run"].format_help().split())
-    assert "such as `h.*.mlp*` (default: all)" in text and "(default: 8)" in text
-    assert "None" not in text
+    as_kept(text)
 
 
 @pytest.mark.parametrize("name", ["watch", "include", "exclude", "checkpoints"])
