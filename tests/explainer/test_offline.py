@@ -114,21 +114,22 @@ def broken(tmp_path, name, text):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    "spoil",
     [
-        (lambda d: (d / "replay.json").unlink(), "replay.json is missing"),
-        (lambda d: (d / "replay.safetensors").unlink(), "holds the step's batch"),
-        (lambda d: broken(d, "replay.json", "{"), "replay.json cannot be read"),
-        (lambda d: broken(d, "replay.safetensors", "x"), "safetensors cannot be read"),
-        (lambda d: broken(d, "replay.json", '{"schema": 99}'), "has schema 99"),
+        lambda d: (d / "replay.json").unlink(),
+        lambda d: (d / "replay.safetensors").unlink(),
+        lambda d: broken(d, "replay.json", "{"),
+        lambda d: broken(d, "replay.safetensors", "x"),
+        lambda d: broken(d, "replay.json", '{"schema": 99}'),
     ],
 )
-def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, says):
+def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, as_kept):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
     spoil(tmp_path)
-    with pytest.raises(UnreadableStepError, match=says):
+    with pytest.raises(UnreadableStepError) as raised:
         explain_folder(tmp_path, Net())
+    as_kept(raised.value)
 
 
 @pytest.mark.tries_remedies

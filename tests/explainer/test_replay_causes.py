@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from kept_texts import errors_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -381,16 +382,11 @@ def test_a_loss_that_raises():
     assert "ZeroDivisionError" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((1, 2), "model must be a torch.nn.Module"),
-        ((Net(), 1, 2), "loss must be a call"),
-    ],
-)
-def test_wrong_arguments(arguments, error):
-    with pytest.raises(TypeError, match=error):
+def test_wrong_arguments(as_kept):
+    def call(arguments):
         explain(*arguments)
+
+    as_kept(errors_of(call, [(1, 2), (Net(), 1, 2)]))
 
 
 @pytest.mark.tries_remedies
@@ -433,18 +429,16 @@ class Held(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    "function",
     [
-        (lambda x, low: (x + low) - low, "it is -inf - -inf at [0, 0]"),
-        (lambda x, low: (x + low).sub_(low), "it is -inf - -inf at [0, 0]"),
-        (lambda x, low: low + -low + x, "it is -inf + inf at [0]"),
-        (lambda x, low: x + low * low.exp(), "it is -inf * 0 at [0]"),
-        (lambda x, low: x + low / low, "it is -inf / -inf at [0]"),
+        lambda x, low: (x + low) - low,
+        lambda x, low: (x + low).sub_(low),
+        lambda x, low: low + -low + x,
+        lambda x, low: x + low * low.exp(),
+        lambda x, low: x + low / low,
     ],
 )
-def test_infs_that_make_a_nan_are_told_with_where_they_are_from(
-    function, said, as_kept
-):
+def test_infs_that_make_a_nan_are_told_with_where_they_are_from(function, as_kept):
     torch.manual_seed(0)
     net = Held(function)
     found = explain(net, torch.ones(3, 4), lambda x: net(x).sum())

@@ -21,16 +21,9 @@ def explained(batch, model=None):
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (LARGEST, ", float32's largest number"),
-        (-LARGEST, ", float32's lowest number"),
-        (9.969209968386869e36, ", as programs write for a missing value"),
-        (1e20, ", as programs write for a missing value"),
-        (3e25, ""),
-    ],
+    "number", [LARGEST, -LARGEST, 9.969209968386869e36, 1e20, 3e25]
 )
-def test_a_number_of_one_row_that_is_like_no_other(number, text, as_kept):
+def test_a_number_of_one_row_that_is_like_no_other(number, as_kept):
     batch = torch.ones(4, 3)
     batch[2, 1] = number
     found = explained(batch)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
+from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
@@ -13,44 +14,41 @@ from overflow_fast.guard.watching import watch as model_watch
 from overflow_fast.guard.watching.step_tensors import ScanLevel
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"on_overflow": "stop"}, ValueError, "on_overflow must be .* got 'stop'"),
-        ({"on_overflow": None}, ValueError, "on_overflow must be .* got None"),
-        ({"watch": "weights"}, TypeError, "watch must be a list of .* got 'weig"),
-        ({"watch": []}, ValueError, "watch must hold at least one name, got none"),
-        ({"watch": ["grads"]}, ValueError, "watch must hold names out of .*'grads'"),
-        ({"watch": ["tripwir"]}, ValueError, r"'tripwir': did you mean tripwire\?"),
-        ({"watch": ["grad_outputs"]}, ValueError, "must hold 'activations' where"),
-        ({"include": "head"}, TypeError, "include must be a list .* got 'head'"),
-        ({"include": ["tail"]}, ValueError, "include must hold .*'tail' matches none"),
-        ({"exclude": None}, TypeError, "exclude must be a list .* got None"),
-        ({"exclude": ["x.*"]}, ValueError, r"exclude must hold .*'x\.\*' matches none"),
-        ({"sync": "never"}, ValueError, "sync must be 'step' or 'lagged', got 'never'"),
-        ({"max_consecutive_skips": -1}, ValueError, "max_consecutive_skips must be"),
-        ({"process_group": True}, TypeError, "process_group must be .* got bool"),
-    ],
-)
-def test_wrong_arguments_are_told(arguments, error, message):
+def test_wrong_arguments_are_told(as_kept):
     model, optimizer = make()
-    with pytest.raises(error, match=message):
+
+    def call(arguments):
         OverflowGuard(model, optimizer, **arguments)
+
+    as_kept(
+        errors_of(
+            call,
+            [
+                {"on_overflow": "stop"},
+                {"on_overflow": None},
+                {"watch": "weights"},
+                {"watch": []},
+                {"watch": ["grads"]},
+                {"watch": ["tripwir"]},
+                {"watch": ["grad_outputs"]},
+                {"include": "head"},
+                {"include": ["tail"]},
+                {"exclude": None},
+                {"exclude": ["x.*"]},
+                {"sync": "never"},
+                {"max_consecutive_skips": -1},
+                {"process_group": True},
+            ],
+        )
+    )
     assert hooks_of(model, optimizer) == 0
 
 
-@pytest.mark.parametrize(
-    "model, error, message",
-    [
-        (None, TypeError, "model must be a torch.nn.Module, .* got NoneType"),
-        ([nn.ReLU(), 3], TypeError, "model must be a torch.nn.Module, .* got int"),
-        ([], ValueError, "model must hold at least one torch.nn.Module"),
-        ({}, ValueError, "model must hold at least one torch.nn.Module"),
-    ],
-)
-def test_wrong_models_are_told(model, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_models_are_told(as_kept):
+    def call(model):
         OverflowGuard(model)
+
+    as_kept(errors_of(call, [None, [nn.ReLU(), 3], [], {}]))
 
 
 @pytest.mark.parametrize("optimizer", [3, "adam", [None], nn.ReLU()])

@@ -100,13 +100,10 @@ def test_wrong_arguments_are_told(tmp_path, as_kept):
 
 
 @pytest.mark.parametrize(
-    "name, library, needed",
-    [
-        ("tensorboard", "tensorboard", "torch.utils.tensorboard"),
-        ("prometheus", "prometheus_client", "prometheus_client"),
-    ],
+    "name, needed",
+    [("tensorboard", "torch.utils.tensorboard"), ("prometheus", "prometheus_client")],
 )
-def test_missing_libraries_are_told(name, library, needed, monkeypatch, as_kept):
+def test_missing_libraries_are_told(name, needed, monkeypatch, as_kept):
     module = f"overflow_fast.integrations.{name}"
     __import__(module)
     monkeypatch.delitem(sys.modules, module)

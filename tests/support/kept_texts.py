@@ -103,3 +103,13 @@ class AsKept:
 def name_of(section):
     """The name of the test that a section is of."""
     return re.split(r"[\[ ]", section)[0]
+
+
+def errors_of(call, cases):
+    """The errors that a call raises for what it cannot use, a line for each case."""
+    found = []
+    for case in cases:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call(case)
+        found.append(f"{type(raised.value).__name__}: {raised.value}")
+    return found

@@ -1,6 +1,7 @@
 """Guards of eight simulated ranks come through the incidents of `bench_ranks.py`."""
 
 import logging
+import re
 
 import pytest
 from simulated_ranks import SCENARIOS, Network, Script, files_of, play
@@ -45,7 +46,8 @@ def test_all_say_what_the_bad_rank_has_found(tmp_path, as_kept):
 def test_of_many_bad_ranks_one_is_told_and_writes(tmp_path, as_kept):
     seen, _ = played("most ranks bad", tmp_path)
     assert len({each.headline for each in seen}) == 1
-    as_kept(seen[0].headline)
+    # Whichever came first.
+    as_kept(re.sub(r"rank \d", "rank R", seen[0].headline))
     assert len(list((tmp_path / "evidence" / "overflow_fast").iterdir())) == 1
 
 

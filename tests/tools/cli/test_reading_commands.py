@@ -221,23 +221,16 @@ def wrong_files(folder):
 
 
 @pytest.mark.parametrize("command", ["watch", "export", "log"])
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("missing", "No such file"),
-        ("folder", "Is a directory"),
-        ("notes.txt", "is no "),
-        ("newer", "pip install -U overflow_fast"),
-    ],
-)
-def test_what_cannot_be_read_is_one_sentence(command, name, why, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["missing", "folder", "notes.txt", "newer"])
+def test_what_cannot_be_read_is_one_sentence(command, name, tmp_path, capsys, as_kept):
     wrong_files(tmp_path)
     if name == "newer":
         name = "newer.jsonl" if command == "log" else "newer.ofr"
     more = ["-o", str(tmp_path / "o.csv")] if command == "export" else []
     assert main([command, str(tmp_path / name), *more]) == 2
     shown = capsys.readouterr().err
-    assert why in shown and shown.count("\n") == 1
+    assert shown.count("\n") == 1
+    as_kept(shown)
     assert not (tmp_path / "o.csv").exists()
 
 
@@ -268,20 +261,15 @@ def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys, as_kept):
     assert "is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("place", "why"),
-    [
-        ("build", "replay.json cannot be read: Object missing required field"),
-        ("model", "--model must name a function that takes no arguments and returns"),
-    ],
-)
-def test_explain_names_what_it_cannot_use(place, why, tmp_path, capsys):
+@pytest.mark.parametrize("place", ["build", "model"])
+def test_explain_names_what_it_cannot_use(place, tmp_path, capsys, as_kept):
     (tmp_path / "replay.json").write_text("{}")
     path = tmp_path / "made.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\nbuild = model.float")
     assert main(["explain", str(tmp_path), "--model", f"{path}:{place}"]) == 2
     shown = capsys.readouterr().err
-    assert why in shown and shown.count("\n") == 1
+    assert shown.count("\n") == 1
+    as_kept(shown)
 
 
 def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys, as_kept):
@@ -337,24 +325,24 @@ def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    "arguments",
     [
-        (["watch", "-n", "0"], "must be a number from 1 on, got 0"),
-        (["watch", "-n=-3"], "must be a number from 1 on, got -3"),
-        (["watch", "--interval", "0"], "must be above 0 and at most 86400, got 0"),
-        (["watch", "--interval", "nan"], "must be above 0 and at most 86400, got nan"),
-        (["watch", "--interval", "1e300"], "at most 86400, got 1e300"),
-        (["log", "--step", "x"], "must be N or A:B, got x"),
-        (["log", "--step", "5:3"], "5:3 has no step"),
-        (["demo", "--rounds", "0"], "must be a number from 1 on, got 0"),
-        (["demo", "--batch-size", "0"], "must be a number from 1 on, got 0"),
+        ["watch", "-n", "0"],
+        ["watch", "-n=-3"],
+        ["watch", "--interval", "0"],
+        ["watch", "--interval", "nan"],
+        ["watch", "--interval", "1e300"],
+        ["log", "--step", "x"],
+        ["log", "--step", "5:3"],
+        ["demo", "--rounds", "0"],
+        ["demo", "--batch-size", "0"],
     ],
 )
-def test_a_number_that_cannot_be_used_is_named(arguments, why, capsys):
+def test_a_number_that_cannot_be_used_is_named(arguments, capsys, as_kept):
     with pytest.raises(SystemExit) as status:
         main([*arguments, *([] if arguments[0] == "demo" else ["run.ofr"])])
     assert status.value.code == 2
-    assert why in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
 def test_a_filter_that_leaves_no_line_says_so(tmp_path, capsys):
@@ -388,19 +376,9 @@ def test_a_missing_file_is_named_without_numbers_of_the_system(
     as_kept(shown)
 
 
-@pytest.mark.parametrize(
-    ("folder", "why"),
-    [
-        ("nope", "nope does not exist"),
-        ("made.py", "made.py is no folder"),
-        (
-            "evidence",
-            "give the folder of a step: {}/run/step-00000003, or one of 1 more",
-        ),
-    ],
-)
+@pytest.mark.parametrize("folder", ["nope", "made.py", "evidence"])
 def test_explain_says_which_folder_before_it_makes_a_model(
-    folder, why, tmp_path, capsys
+    folder, tmp_path, capsys, as_kept
 ):
     for number in (3, 4):
         step = tmp_path / f"evidence/run/step-0000000{number}"
@@ -410,7 +388,7 @@ def test_explain_says_which_folder_before_it_makes_a_model(
     path.write_text("def build():\n    raise AssertionError")
     where = str(tmp_path / folder)
     assert main(["explain", where, "--model", f"{path}:build"]) == 2
-    assert why.format(where) in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
 def test_a_function_that_takes_arguments_makes_no_model(tmp_path, capsys, as_kept):

@@ -81,17 +81,11 @@ def test_options_are_the_guards_arguments(tmp_path):
     assert (tmp_path / "log.jsonl").read_text().count('"kind": "step"') == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (("--every", "0"), "every must be at least 1, got 0"),
-        (("--watch", "wights"), "watch must hold names out of"),
-    ],
-)
-def test_a_wrong_option_is_named_before_the_script_runs(tmp_path, options, why):
+@pytest.mark.parametrize("options", [("--every", "0"), ("--watch", "wights")])
+def test_a_wrong_option_is_named_before_the_script_runs(tmp_path, options, as_kept):
     done = run(tmp_path, PLAIN, "-1", options=options)
     assert (done.returncode, done.stdout) == (2, "")
-    assert why in done.stderr
+    as_kept(done.stderr)
 
 
 GAN = """
@@ -149,22 +143,16 @@ def test_a_script_with_a_detector_of_its_own_has_no_guard(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    "script",
     [
-        ("print('hello')", "it made no torch.optim.Optimizer in this process"),
-        (
-            f"{MODEL}\noptimizer = torch.optim.SGD(model.parameters())\nmodel(torch."
-            "ones(1, 4))",
-            "its optimizers made no step",
-        ),
-        (
-            "import torch\nw = torch.ones(2, requires_grad=True)\n"
-            "optimizer = torch.optim.SGD([w])\nw.sum().backward()\noptimizer.step()",
-            "no torch.nn.Module holds the parameters of SGD",
-        ),
+        "print('hello')",
+        f"{MODEL}\noptimizer = torch.optim.SGD(model.parameters())\nmodel(torch."
+        "ones(1, 4))",
+        "import torch\nw = torch.ones(2, requires_grad=True)\n"
+        "optimizer = torch.optim.SGD([w])\nw.sum().backward()\noptimizer.step()",
     ],
 )
-def test_a_run_without_a_guarded_step_says_why(tmp_path, script, why, as_kept):
+def test_a_run_without_a_guarded_step_says_why(tmp_path, script, as_kept):
     done = run(tmp_path, script)
     assert done.returncode == 0
     as_kept(said_by_us(done))

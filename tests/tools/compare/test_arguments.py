@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compared_models import batch, tower
+from kept_texts import errors_of
 
 import overflow_fast
 
@@ -30,23 +31,26 @@ def test_models_side_by_side_must_be_modules(as_kept):
     as_kept(raised.value)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"threshold": float("nan")}, "threshold must be"),
-        ({"threshold": -1.0}, "threshold must be"),
-        ({"threshold": "1"}, "threshold must be"),
-        ({"cosine": 1.5}, "cosine must be"),
-        ({"cosine": float("nan")}, "cosine must be"),
-        ({"names": ["a"]}, "names must be"),
-        ({"names": {"(": "x"}}, "names has"),
-        ({"names": {"a": r"\1"}}, "names has 'a': .*, which is wrong: invalid group"),
-        ({"names": {"a": r"\g<b>"}}, "names has 'a': .*, which is wrong: unknown"),
-    ],
-)
-def test_what_a_comparison_cannot_use_is_refused(tmp_path, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_what_a_comparison_cannot_use_is_refused(tmp_path, as_kept):
+    def call(options):
         overflow_fast.compare(tmp_path, tmp_path, **options)
+
+    as_kept(
+        errors_of(
+            call,
+            [
+                {"threshold": float("nan")},
+                {"threshold": -1.0},
+                {"threshold": "1"},
+                {"cosine": 1.5},
+                {"cosine": float("nan")},
+                {"names": ["a"]},
+                {"names": {"(": "x"}},
+                {"names": {"a": r"\1"}},
+                {"names": {"a": r"\g<b>"}},
+            ],
+        )
+    )
 
 
 def test_a_schema_that_is_no_number_is_an_error(tmp_path, as_kept):

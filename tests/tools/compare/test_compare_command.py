@@ -43,16 +43,11 @@ def test_it_maps_names(folders, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--map", "head"], "--map must be OLD=NEW"),
-        (["-o", "diff.txt"], "FILE must end with"),
-        (["--map", "(=x"], "cannot be compared"),
-    ],
+    "arguments", [["--map", "head"], ["-o", "diff.txt"], ["--map", "(=x"]]
 )
-def test_it_returns_2_for_what_cannot_be_used(folders, capsys, arguments, message):
+def test_it_returns_2_for_what_cannot_be_used(folders, capsys, arguments, as_kept):
     assert main(["compare", folders["run"], folders["same"], *arguments]) == 2
-    assert message in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
 def test_it_returns_2_where_there_is_no_recording(tmp_path, capsys):

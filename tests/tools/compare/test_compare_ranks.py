@@ -125,4 +125,4 @@ def test_a_missing_rank_is_said(tmp_path, as_kept):
     data = (folder() / "fsdp" / "rank-0.jsonl").read_bytes()
     (tmp_path / "part" / "rank-0.jsonl").write_bytes(data)
     diff = overflow_fast.compare(tmp_path / "part", folder() / "one")
-    as_kept(diff.said[:3])
+    as_kept([each for each in diff.said if "parts of" in each or "ranks." in each][:2])

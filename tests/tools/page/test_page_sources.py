@@ -60,22 +60,22 @@ def wrong_files(folder):
 
 
 @pytest.mark.parametrize(
-    ("paths", "why"),
+    "paths",
     [
-        (["gone.ofr"], "gone.ofr: No such file or directory"),
-        (["no.ofr"], "no.ofr is no flight record"),
-        (["newer.ofr"], "schema 99"),
-        (["empty"], "empty is no folder of evidence"),
-        (["broken"], "report.json cannot be read"),
-        (["run.ofr", "again.ofr"], "one record a rank; got run.ofr, again.ofr"),
-        (["run.ofr", "-o", "notes.html"], "notes.html is no page of overflow_fast"),
+        ["gone.ofr"],
+        ["no.ofr"],
+        ["newer.ofr"],
+        ["empty"],
+        ["broken"],
+        ["run.ofr", "again.ofr"],
+        ["run.ofr", "-o", "notes.html"],
     ],
 )
-def test_what_cannot_be_done_is_said(paths, why, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_done_is_said(paths, tmp_path, capsys, monkeypatch, as_kept):
     wrong_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["report", *paths]) == 2
-    assert why in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
     assert not Path("run.html").exists()
 
 
