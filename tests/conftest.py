@@ -21,6 +21,7 @@ import pytest
 import torch
 from emulation import VARIANTS, emulated_device, emulation
 from gpus import GPUS, Cuda, Emulated, Sealed
+from kept_texts import TEXTS, AsKept
 from processes import serve_from_here
 from sealed import sealed_device
 
@@ -104,6 +105,9 @@ def pytest_addoption(parser):
         "--release", action="store_true", help="compile the packed sources, a minute"
     )
     parser.addoption(
+        "--renew", action="store_true", help="keep the texts of tests as they are today"
+    )
+    parser.addoption(
         "--sealed",
         action="store_true",
         help="run the tests of the simulated device, and no others",
@@ -152,6 +156,21 @@ def pytest_runtest_setup(item):
     if item.config.getoption("--require-cuda"):
         pytest.fail("--require-cuda was given, and torch sees no GPU", pytrace=False)
     pytest.skip("needs a GPU")
+
+
+@pytest.fixture(scope="session")
+def renews(request):
+    """The tests whose texts were written anew; None without --renew."""
+    return set() if request.config.getoption("--renew") else None
+
+
+@pytest.fixture
+def as_kept(request, renews):
+    """Compares texts with those that are kept for the test: see kept_texts.py."""
+    torch.manual_seed(0)
+    name = request.node.originalname
+    parameters = request.node.name.removeprefix(name)
+    return AsKept(TEXTS / f"{request.path.stem}.txt", name, parameters, renews)
 
 
 @pytest.fixture

@@ -346,7 +346,7 @@ def test_what_is_nested_too_deep_is_counted_in_compiled_code(depth):
     assert opaque == ({"list (nested too deep)": 2} if depth == 17 else {})
 
 
-def test_attributes_beside_the_items_of_a_dict_are_listed_only_if_bad():
+def test_attributes_beside_the_items_of_a_dict_are_listed_only_if_bad(as_kept):
     class Beside(collections.UserDict):
         pass
 
@@ -367,7 +367,7 @@ def test_attributes_beside_the_items_of_a_dict_are_listed_only_if_bad():
     compiled = frames(in_place, **IN_ONE_GRAPH)
     assert compiled == frames(eager)
     assert compiled[0] == "output.beside[0]"
-    assert "2.00e+00 2.00e+00 output[('a', 1)]" in compiled[1]
+    as_kept(compiled[1])
 
 
 def test_a_tensor_that_is_written_to_is_scanned_again():
@@ -489,14 +489,14 @@ def no_other_hooks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_hooks_that_come_late_take_effect(form, caplog, no_other_hooks):
+def test_hooks_that_come_late_take_effect(form, caplog, no_other_hooks, as_kept):
     model, optimizer = make()
     compiled = form(model, backend="eager")
     x, y = batches(1)[0]
     compiled(x, y=y)
     with caplog.at_level(logging.INFO, "overflow_fast"):
         guard = OverflowGuard(model, optimizer, "warn", explain=False)
-    assert "compiled again at its next call" in caplog.text
+    as_kept(caplog.messages)
     with plant(model.blocks[0].fc1, INF):
         train_step(compiled, optimizer, (x, y))
     assert guard.last_report.verdict.maker == "blocks.0.fc1"
@@ -763,7 +763,7 @@ class Between(nn.Module):
 
 @pytest.mark.parametrize("form", [eager, wrapped, in_place])
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_who_made_it_is_known_through_a_wrapper(form, is_warm):
+def test_who_made_it_is_known_through_a_wrapper(form, is_warm, as_kept):
     model = Between()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = form(model, backend="eager")
@@ -773,4 +773,4 @@ def test_who_made_it_is_known_through_a_wrapper(form, is_warm):
             optimizer.step()
     verdict = guard.last_report.verdict
     assert verdict.origin == "passed_on"
-    assert verdict.maker == "the model, between the calls of its submodules"
+    as_kept(verdict.maker)

@@ -112,12 +112,13 @@ def test_frame_raises_from_the_hook_of_the_bad_module():
 
 
 @pytest.mark.parametrize("sync", ["step", "lagged"])
-def test_what_is_on_its_way_is_judged_when_watching_ends(emulated, sync):
+def test_what_is_on_its_way_is_judged_when_watching_ends(emulated, sync, as_kept):
     emulated.state.holds_events = True
     model = nn.Linear(4, 4)
     detector = watch(model, sync=sync)
     text, detected = printed(lambda: (model(BAD), detector.remove()))
-    assert detected and "Detected inf/nan during batch_number=0" in text
+    assert detected
+    as_kept(text)
 
     def block():
         with watch(model, sync=sync):
@@ -231,7 +232,7 @@ def captured(emulated, model, static, **options):
 
 @by_every_step_end
 @pytest.mark.parametrize("sync", SYNCS)
-def test_a_replay_is_judged_by_check(emulated, sync, variant):
+def test_a_replay_is_judged_by_check(emulated, sync, variant, as_kept):
     static = CLEAN.clone()
     model = nn.Linear(4, 4)
     detector = captured(emulated, model, static, sync=sync)
@@ -241,9 +242,8 @@ def test_a_replay_is_judged_by_check(emulated, sync, variant):
     static[1, 2] = torch.nan
     emulated.replay()
     text, detected = printed(detector.check)
-    assert detected and "*** Starting batch number=1 ***" in text
-    assert "Detected inf/nan during batch_number=1" in text
-    assert "nan      nan input[0]" in text
+    assert detected
+    as_kept(text)
     static.fill_(1.0)
     emulated.replay()
     detector.check()
@@ -292,21 +292,21 @@ def test_a_captured_scan_is_not_taken_from_what_was_scanned_before(emulated):
     assert printed(detector.check)[1]
 
 
-def test_graphs_that_are_not_replayed_say_nothing(emulated):
+def test_graphs_that_are_not_replayed_say_nothing(emulated, as_kept):
     static = CLEAN.clone()
     detector = captured(emulated, nn.Linear(4, 4), static, trace_batch_nums=[1])
     assert printed(detector.check) == ("", False)
     emulated.replay()
-    assert "*** Starting batch number=1 ***" in printed(detector.check)[0]
+    as_kept(printed(detector.check)[0].splitlines()[0])
 
 
-def test_a_capture_without_a_forward_before_says_why(emulated, caplog):
+def test_a_capture_without_a_forward_before_says_why(emulated, caplog, as_kept):
     model = nn.Linear(4, 4)
     detector = watch(model)
     with emulated.capture():
         model(CLEAN)
-    why = "no slots left while a graph is captured: run one forward before the capture"
-    assert detector.coverage.not_scanned == {why: 4}
+    assert list(detector.coverage.not_scanned.values()) == [4]
+    as_kept(list(detector.coverage.not_scanned))
 
 
 def test_memory_that_a_graph_writes_to_outlives_the_detector(emulated):
@@ -326,7 +326,9 @@ def test_memory_that_a_graph_writes_to_outlives_the_detector(emulated):
 # What may go wrong.
 
 
-def test_a_launch_that_fails_is_reported_and_the_program_goes_on(emulated, caplog):
+def test_a_launch_that_fails_is_reported_and_the_program_goes_on(
+    emulated, caplog, as_kept
+):
     model = nn.Linear(4, 4)
     detector = watch(model)
     emulated.state.fails_scans = True
@@ -336,7 +338,7 @@ def test_a_launch_that_fails_is_reported_and_the_program_goes_on(emulated, caplo
     emulated.state.fails_scans = False
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "launch failed" in caplog.text and "with details" not in caplog.text
-    assert "not scanned output: launch failed" in detector.frames[-1]
+    as_kept(detector.frames[-1])
     coverage = detector.coverage
     assert coverage.not_scanned == {"launch failed": 12}
     assert (coverage.tensors_listed, coverage.tensors_scanned) == (12, 0)
@@ -401,7 +403,7 @@ def test_memory_that_cannot_be_had_is_reported_and_asked_for_in_the_next_step(
         model(BAD)
 
 
-def test_a_step_that_is_ended_while_a_frame_is_recorded():
+def test_a_step_that_is_ended_while_a_frame_is_recorded(as_kept):
     class Ends(Mapping):
         __slots__ = ()
 
@@ -429,11 +431,11 @@ def test_a_step_that_is_ended_while_a_frame_is_recorded():
     model = Model()
     detector = watch(model)
     model(CLEAN)
-    why = "another thread ended the step meanwhile"
-    assert f"not scanned output[0]: {why}" in detector.frames[-1]
+    assert "not scanned output[0]: " in detector.frames[-1]
+    as_kept(list(detector.coverage.not_scanned))
 
 
-def test_a_slot_that_nobody_wrote_is_not_clean(emulated):
+def test_a_slot_that_nobody_wrote_is_not_clean(emulated, as_kept):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     detector = watch(model)
     model(CLEAN)
@@ -443,7 +445,7 @@ def test_a_slot_that_nobody_wrote_is_not_clean(emulated):
     emulated.library.emulated_drop_node()
     emulated.replay()
     detector.check()
-    assert set(detector.coverage.not_scanned) == {"its scan did not run"}
+    as_kept(list(detector.coverage.not_scanned))
 
 
 @by_every_step_end
@@ -536,6 +538,7 @@ def test_events_are_recorded_again(emulated, variant):
     assert emulated.state.num_events == made
 
 
-def test_wrong_sync():
-    with pytest.raises(ValueError, match="sync must be 'step', 'lagged' or 'frame'"):
+def test_wrong_sync(as_kept):
+    with pytest.raises(ValueError) as raised:
         DebugUnderflowOverflow(nn.Linear(1, 1), sync="never")
+    as_kept(raised.value)

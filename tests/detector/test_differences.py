@@ -98,14 +98,14 @@ def test_keyword_inputs_are_all_listed_on_request():
     assert "1.00e+00 1.00e+00 input.hidden" in detector.frames[-1]
 
 
-def test_tuples_and_lists_among_the_inputs_are_looked_at():
+def test_tuples_and_lists_among_the_inputs_are_looked_at(as_kept):
     def make():
         return Returns(lambda pair: torch.ones(1))
 
     original, ours, strict = run_both(make, once((torch.ones(1), [INF])))
     assert original == strict == ("", None)
     assert ours[0].startswith("input[0][1][0] has infs\n")
-    assert "     not a tensor input[0]\n1.00e+00      inf input[0][1][0]" in ours[0]
+    as_kept(ours[0])
 
 
 def test_an_additive_mask_is_no_alarm_unless_passed_by_position():
@@ -159,13 +159,13 @@ def test_the_smallest_integer_has_its_magnitude():
     assert detector.frames[-1].endswith("5.00e+00 2.15e+09 output")
 
 
-def test_a_bad_root_is_reported_in_its_own_batch():
+def test_a_bad_root_is_reported_in_its_own_batch(as_kept):
     def make():
         return Returns(lambda x: x / 0)
 
     original, ours, strict = run_both(make, once(torch.ones(1)))
     assert original == strict
-    assert "Detected inf/nan during batch_number=1" in original[0]
+    as_kept(original[0])
     assert ours[0] == original[0].replace("batch_number=1", "batch_number=0")
 
 
@@ -238,12 +238,11 @@ def drive_with_an_exception(model, detector):
     model(torch.ones(2, 4))
 
 
-def test_a_forward_that_raises_ends_its_batch():
+def test_a_forward_that_raises_ends_its_batch(as_kept):
     original, ours, strict = run_both(Raises, drive_with_an_exception)
     assert original == strict
     assert "batch_number=0" in original[0] and "batch_number=1 " not in original[0]
-    assert "Detected inf/nan during batch_number=1\n" in ours[0]
-    assert ours[0].count("*** Starting batch number=1 ***") == 1
+    as_kept(ours[0])
 
 
 class Tied(nn.Module):
@@ -315,7 +314,7 @@ def test_recomputed_frames_are_whole_and_marked():
     assert "(recomputed)" not in second and "child.0 Linear" in second
 
 
-def test_an_inf_in_a_recomputed_frame_is_reported_in_its_batch(capsys):
+def test_an_inf_in_a_recomputed_frame_is_reported_in_its_batch(capsys, as_kept):
     model = Checkpointed()
     DebugUnderflowOverflow(model)
     loss = model(torch.randn(2, 4))
@@ -323,8 +322,7 @@ def test_an_inf_in_a_recomputed_frame_is_reported_in_its_batch(capsys):
     with pytest.raises(ValueError, match=DETECTED):
         loss.backward()
     out = capsys.readouterr().out
-    assert "Detected inf/nan during batch_number=0\n" in out
-    assert "child.0 Linear (recomputed)" in out
+    as_kept(out)
 
 
 def test_the_scan_saves_nothing_for_backward():
@@ -371,12 +369,11 @@ def test_replicas_do_not_crash():
     assert detector.model is model
 
 
-def test_inside_a_transform_nothing_is_scanned_and_said_so():
+def test_inside_a_transform_nothing_is_scanned_and_said_so(as_kept):
     model = nn.Linear(4, 4)
     detector = DebugUnderflowOverflow(model)
     torch.func.vmap(model)(torch.randn(3, 4))
-    why = "not scanned input[0]: inside a torch.func transform"
-    assert why in detector.frames[-1]
+    as_kept(detector.frames[-1])
 
 
 def test_remove_and_the_context_manager():

@@ -41,7 +41,7 @@ class Small(nn.Module):
     [(t, b) for t in ("vmap", "grad", "jvp") for b in (None, "aot_eager")][:-1],
 )
 def test_transforms_of_functions_are_not_scanned_and_said_so(
-    transform, backend, caplog
+    transform, backend, caplog, as_kept
 ):
     model = Small()
     detector = DebugUnderflowOverflow(model)
@@ -58,7 +58,7 @@ def test_transforms_of_functions_are_not_scanned_and_said_so(
     torch.testing.assert_close(function(torch.ones(3, 4)), expected)
     reasons = detector.coverage.not_scanned
     assert reasons.get("inside a torch.func transform", 0) > 0
-    assert "inside a torch.func transform" in caplog.text
+    as_kept(caplog.messages)
 
 
 # What becomes of modules after attaching.
@@ -119,12 +119,12 @@ def test_a_copy_of_a_watched_model_can_be_compiled():
 # Parts that run without Python, or hold no ordinary weights.
 
 
-def test_scripted_modules_are_not_seen_and_said_so(caplog):
+def test_scripted_modules_are_not_seen_and_said_so(caplog, as_kept):
     model, optimizer = make()
     model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
     with caplog.at_level(logging.WARNING, "overflow_fast"):
         guard = OverflowGuard(model, optimizer, "warn")
-    assert "3 scripted modules are not checked" in caplog.text
+    as_kept(caplog.messages)
     with guard:
         train(model, optimizer, batches(1))
         assert guard.last_report is None
@@ -136,9 +136,10 @@ def test_scripted_modules_are_not_seen_and_said_so(caplog):
 
 
 @pytest.mark.parametrize("watch", [DebugUnderflowOverflow, OverflowGuard])
-def test_a_scripted_model_is_refused(watch):
-    with pytest.raises(TypeError, match="watch the model before it is scripted"):
+def test_a_scripted_model_is_refused(watch, as_kept):
+    with pytest.raises(TypeError) as raised:
         watch(torch.jit.script(nn.Linear(2, 2)))
+    as_kept(raised.value)
 
 
 def test_a_traced_copy_runs_without_hooks():
@@ -162,13 +163,12 @@ def test_dynamically_quantized_layers(caplog):
     assert "not scanned" not in "".join(frames)
 
 
-def test_torchaos_quantized_weights_are_not_scanned_and_said_so(caplog):
+def test_torchaos_quantized_weights_are_not_scanned_and_said_so(caplog, as_kept):
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     frames = frames_of(model, torch.ones(1, 32))
-    assert "not scanned weight: tensor subclass" in frames[0]
-    assert "output" in frames[0]
+    as_kept(frames[0])
     assert "tensor subclass" in caplog.text
 
 
@@ -241,7 +241,7 @@ def test_a_device_map_of_accelerate():
 # Autograd that is compiled.
 
 
-def test_compiled_autograd_is_reported_where_it_leaves_gradients_out(caplog):
+def test_compiled_autograd_is_reported_where_it_leaves_gradients_out(caplog, as_kept):
     def run(is_compiled):
         torch._dynamo.reset()
         model = nn.Linear(2, 2)
@@ -259,7 +259,7 @@ def test_compiled_autograd_is_reported_where_it_leaves_gradients_out(caplog):
         return guard.coverage().not_scanned
 
     assert run(is_compiled=False) == {}
-    assert "compiled autograd runs no hook of ours" in run(is_compiled=True)
+    as_kept(run(is_compiled=True))
     assert "compiled autograd" in caplog.text
 
 

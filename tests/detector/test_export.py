@@ -79,10 +79,8 @@ def test_an_export_counts_nothing_and_a_step_after_it_is_watched():
         assert guard.check().verdict.first.fqn == "head.weight"
 
 
-def test_a_trace_that_somebody_may_run_is_counted():
+def test_a_trace_that_somebody_may_run_is_counted(as_kept):
     model = make(depth=1)[0].eval()
     with OverflowGuard(model, None, "warn") as guard:
         run_as_fx(model)
-        assert list(guard.coverage().not_scanned) == [
-            "inside a trace of operations (make_fx)"
-        ]
+        as_kept(list(guard.coverage().not_scanned))

@@ -20,16 +20,12 @@ class OwnParameters(nn.Module):
         return x
 
 
-def test_a_module_that_cannot_be_walked_is_listed_as_not_scanned():
+def test_a_module_that_cannot_be_walked_is_listed_as_not_scanned(as_kept):
     model = OwnParameters(RuntimeError("no way\nat all"))
     detector = DebugUnderflowOverflow(model)
     model(torch.ones(2))
     lines = detector.frames[-1].splitlines()[-3:]
-    assert lines == [
-        "      not scanned parameters: RuntimeError: no way",
-        "1.00e+00 1.00e+00 input[0]",
-        "1.00e+00 1.00e+00 output",
-    ]
+    as_kept(lines)
 
 
 def test_an_interrupt_inside_a_hook_is_the_users():
@@ -57,11 +53,11 @@ class Broken(torch.Tensor):
         raise RuntimeError("not this one")
 
 
-def test_a_tensor_that_cannot_be_read_is_listed_as_not_scanned():
+def test_a_tensor_that_cannot_be_read_is_listed_as_not_scanned(as_kept):
     model = nn.Identity()
     detector = DebugUnderflowOverflow(model)
     model(Broken())
-    assert detector.frames[-1].count("not scanned input[0]: Broken: ") == 1
+    as_kept(detector.frames[-1])
 
 
 class Log(TorchDispatchMode):

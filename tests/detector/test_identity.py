@@ -245,7 +245,6 @@ def test_coverage_counts_modules_that_came_since():
         model.append(nn.Linear(2, 2))
         coverage = guard.coverage()
     assert (coverage.modules, coverage.modules_watched) == (3, 2)
-    assert "1 of 3 modules were left out." in coverage.gaps()
 
 
 def test_rules_follow_the_names():
@@ -317,11 +316,10 @@ def test_patterns_are_of_the_names_in_reports(options, is_found):
 
 
 @pytest.mark.parametrize("argument", ["include", "exclude"])
-def test_a_pattern_without_its_models_name(argument):
-    with pytest.raises(
-        ValueError, match=rf"{argument} must hold .*'disc.0'.*'0' matche"
-    ):
+def test_a_pattern_without_its_models_name(argument, as_kept):
+    with pytest.raises(ValueError) as raised:
         OverflowGuard(pair(), **{argument: ["0"]})
+    as_kept(raised.value)
 
 
 def test_models_of_a_list_have_numbers():

@@ -118,12 +118,12 @@ def test_values(dtype, value):
     check_parity(lambda: nn.Sequential(nn.Identity()), drive)
 
 
-def test_a_frame_with_infs_and_nans():
+def test_a_frame_with_infs_and_nans(as_kept):
     def drive(model, detector):
         model(torch.tensor([1.0, math.nan, math.inf]))
 
     out, _ = check_parity(lambda: nn.Sequential(nn.Identity()), drive)
-    assert out.startswith("input[0] has nans\ninput[0] has infs\noutput has nans\n")
+    as_kept(out)
 
 
 class TwoUses(nn.Module):

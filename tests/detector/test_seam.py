@@ -143,8 +143,8 @@ def test_labels_are_equal_by_role_and_parts(watch):
         assert [label == other for other in again] == [i == j for j in range(5)]
 
 
-def test_frames_of_gradients_are_not_known_by_their_text():
-    assert "Last 1 forward frames:" in frames_text(0, ["b (backward) Linear"])
+def test_frames_of_gradients_are_not_known_by_their_text(as_kept):
+    as_kept(frames_text(0, ["b (backward) Linear"]))
     assert "Last 1 frames:" in frames_text(0, [BackwardFrame("b Linear")])
 
 
@@ -160,28 +160,24 @@ def test_a_report_that_was_pickled_says_the_same():
     assert other.to_json() == report.to_json()
 
 
-def test_the_training_loop_is_no_module_of_that_name():
+def test_the_training_loop_is_no_module_of_that_name(as_kept):
     first = BadEntry("input", "head", "Linear", "input[0]", "float32", 1, 0, 4)
     found = {"first": first, "origin": "passed_on", "source": "caller"}
     name = "the training loop"
     of_loop = Verdict(**found, maker=name, candidates=[NonModuleOrigin(name)])
     of_module = replace(of_loop, candidates=[name])
-    assert "from the training loop." in who_made_it(first, of_loop)
-    assert "from the training loop." in who_made_it(
-        first, pickle.loads(pickle.dumps(of_loop))
-    )
-    assert "code in module the training loop itself produced it." in who_made_it(
-        first, of_module
-    )
+    as_kept(who_made_it(first, of_loop))
+    as_kept(who_made_it(first, pickle.loads(pickle.dumps(of_loop))))
+    as_kept(who_made_it(first, of_module))
 
 
-def test_settings_are_not_known_by_their_text():
+def test_settings_are_not_known_by_their_text(as_kept):
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=INF)
     remarks = bad_settings([optimizer])
-    assert remarks == ["It may come from lr=inf of param_groups[0] of SGD."]
-    assert nonfinite_settings(remarks) == ["lr of param_groups[0] of SGD"]
+    as_kept(remarks)
+    as_kept(nonfinite_settings(remarks))
     assert nonfinite_settings([str(each) for each in remarks]) == []
     report = Report(0, "warn", Verdict(remarks=remarks))
     remarks = pickle.loads(pickle.dumps(report)).verdict.remarks
-    assert nonfinite_settings(remarks) == ["lr of param_groups[0] of SGD"]
+    as_kept(nonfinite_settings(remarks))

@@ -262,7 +262,7 @@ def test_a_bad_value_in_each_kind_of_container_is_an_alarm(kind):
         assert first.label == f"{begin}{container.path}"
 
 
-def test_a_bad_value_in_an_object_has_its_line_behind_that_of_the_object():
+def test_a_bad_value_in_an_object_has_its_line_behind_that_of_the_object(as_kept):
     class Makes(nn.Module):
         def forward(self, x):
             return [types.SimpleNamespace(a=x / 0, b=x), 1]
@@ -271,7 +271,7 @@ def test_a_bad_value_in_an_object_has_its_line_behind_that_of_the_object():
     with OverflowGuard(model, None, "warn", explain=False) as guard:
         model(T)
         text = str(guard.check())
-    assert "     not a tensor output\n     inf      inf output[0].a\n" in text
+    as_kept(text)
 
 
 def test_gradients_of_attributes_of_plain_objects_are_not_recorded():
@@ -306,7 +306,6 @@ def test_what_is_not_looked_into_is_counted_and_logged_once_for_each_type(caplog
         assert guard.coverage().failures == 0
     # As input and as output, of the root and of its part.
     assert opaque == {"set": 12, "list_iterator": 12, "generator": 12}
-    assert str(guard.coverage()).count("12 values of type set") == 1
     logged = [text for text in caplog.messages if "not looked into" in text]
     assert len(logged) == 2
     assert "list_iterator" in logged[0]
@@ -332,7 +331,7 @@ def test_code_of_others_that_raises_makes_a_value_opaque():
     assert list(listed(Broken())[1]) == [tree.type_name(Broken)]
 
 
-def test_an_object_that_leads_to_the_whole_program_is_cut():
+def test_an_object_that_leads_to_the_whole_program_is_cut(as_kept):
     class Trainer:
         def __init__(self):
             self.first = T
@@ -343,7 +342,7 @@ def test_an_object_that_leads_to_the_whole_program_is_cut():
     check((value, T), {})
     entries, opaque = listed(value)
     assert tensors_of(entries, "input") == [("input[0].first", 1.0)]
-    assert "tuple (behind too many values)" in opaque
+    as_kept(opaque)
     many = [[T] for _ in range(20_000)]
     assert len(tensors_of(listed(many)[0], "output")) == 20_000
     far = Object([*range(200_000), T])

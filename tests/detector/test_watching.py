@@ -211,14 +211,14 @@ def test_the_step_after_an_interrupted_one_is_whole(error):
     assert not detector.recorder.in_step
 
 
-def test_a_deferred_verdict_of_a_forward_that_raises_is_printed(capsys):
+def test_a_deferred_verdict_of_a_forward_that_raises_is_printed(capsys, as_kept):
     model = Interrupted()
     DebugUnderflowOverflow(model, _defer=True)
     spoil(model)
     model.error = RuntimeError("the user's")
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="the user's"):
         model(torch.ones(1, 4))
-    assert "Detected inf/nan during batch_number=0" in capsys.readouterr().out
+    as_kept(capsys.readouterr().out)
 
 
 def test_clean_steps_print_nothing(capsys):

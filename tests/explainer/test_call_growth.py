@@ -23,15 +23,13 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("factor", [2.0, 10.0])
-def test_the_growth_of_a_recurrence(factor):
+def test_the_growth_of_a_recurrence(factor, as_kept):
     model = Recurrent(factor)
     found = explain(model, torch.ones(4, 3), lambda x: model(x).sum())
     assert found.cause == "range overflow"
     num = {2.0: 128, 10.0: 39}[factor]
-    assert found.evidence[1].endswith(
-        f"it is call {num} at this line, and the largest result grew by a factor of "
-        f"{factor:.3g} a call since call 1"
-    )
+    assert f"call {num} " in found.evidence[1]
+    as_kept(found.evidence[1])
 
 
 def test_one_large_step_is_no_growth():
@@ -71,7 +69,7 @@ def test_growth_begins_where_it_begins():
     assert 50 <= int(since) <= 63
 
 
-def test_the_growth_of_what_an_operation_was_given():
+def test_the_growth_of_what_an_operation_was_given(as_kept):
     model = Recurrent(2.0)
 
     def loss(x):
@@ -81,10 +79,7 @@ def test_the_growth_of_what_an_operation_was_given():
 
     found = explain(model, torch.ones(4, 3), loss)
     assert found.op.name == "aten.pow.Tensor_Scalar"
-    assert "the largest result of aten.mm" in found.evidence[1]
-    assert found.evidence[1].endswith(
-        "by a factor of 2 a call over the 100 calls before"
-    )
+    as_kept(found.evidence[1])
 
 
 class Folded(nn.Module):
@@ -103,12 +98,11 @@ class Folded(nn.Module):
 
 @pytest.mark.tries_remedies
 @pytest.mark.parametrize("factor", [2.0, 7.0])
-def test_a_gradient_that_explodes_through_time(factor):
+def test_a_gradient_that_explodes_through_time(factor, as_kept):
     model = Folded(factor)
     found = explain(model, torch.rand(4, 3), lambda x: model(x).sum())
     assert (found.cause, found.phase) == ("gradient explosion", "backward")
-    assert f"grew by a factor of {factor:g} a call back through" in found.evidence[0]
-    assert "gradient explosion (float32) in backward" in str(found)
+    as_kept(found.evidence[0], found.words.gist())
     assert "by their norm" in found.notes[-1]
     (remedy,) = found.remedies
     assert remedy.is_recommended
@@ -136,7 +130,7 @@ def test_one_large_derivative_is_no_explosion():
     assert found.cause != "gradient explosion" and "grew" not in str(found.evidence)
 
 
-def test_a_gradient_that_explodes_through_modules():
+def test_a_gradient_that_explodes_through_modules(as_kept):
     class Block(nn.Module):
         def __init__(self, line):
             super().__init__()
@@ -151,7 +145,7 @@ def test_a_gradient_that_explodes_through_modules():
     model = nn.Sequential(nn.Linear(3, 3), *(Block(i) for i in range(12)))
     found = explain(model, torch.rand(4, 3), lambda x: model(x).sum())
     assert found.cause == "gradient explosion"
-    assert "a factor of 1e+04 a module over" in found.evidence[0]
+    as_kept(found.evidence[0])
     assert found.evidence[0].endswith("from 12 on")
 
 

@@ -9,6 +9,7 @@ from remedied_files import module_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.report.causes import ONLY_COMPILED
 
 SOURCE = """import torch
 from torch import nn
@@ -150,5 +151,5 @@ def only_compiled(graph, inputs):
 def test_what_fails_in_compiled_code_alone_has_no_remedy(norms):
     module, _ = norms
     found = explanation_of(module.Norm(), region, only_compiled, torch.ones(3, 4))
-    assert found.cause == "only in compiled code", found
+    assert found.cause == ONLY_COMPILED.name, found
     assert found.remedies == []

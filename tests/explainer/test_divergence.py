@@ -61,10 +61,10 @@ def order_of(found):
 
 
 @pytest.mark.parametrize("at", [0, 5, 40])
-def test_an_update_that_grows_alone_is_named_first(at):
+def test_an_update_that_grows_alone_is_named_first(at, as_kept):
     found = diverged(at, divides=1e-5)
     assert found.cause == "divergence"
-    assert order_of(found)[0] == "the weights, by the update or other code,", found
+    as_kept(order_of(found)[0])
 
 
 @pytest.mark.parametrize("at", [3, 40])
@@ -74,7 +74,7 @@ def test_a_batch_that_makes_the_loss_grow_is_named_first(at):
     assert order_of(found)[0] == "the loss", found
 
 
-def test_growth_that_began_before_the_first_known_step_has_no_first():
+def test_growth_that_began_before_the_first_known_step_has_no_first(as_kept):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
@@ -86,7 +86,7 @@ def test_growth_that_began_before_the_first_known_step_has_no_first():
             optimizer.step()
             optimizer.zero_grad()
     found = raised.value.report.explanation
-    assert "within the last 16 steps" in found.evidence[0]
+    as_kept(found.evidence[0])
     assert found.cause == "divergence" and order_of(found) == []
     guard.remove()
 

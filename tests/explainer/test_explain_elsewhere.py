@@ -69,12 +69,11 @@ def test_the_files_are_there(left):
     assert found["remedies"][0]["is_finite"]
 
 
-def test_the_command_explains_it(left):
+def test_the_command_explains_it(left, as_kept):
     folder, path, _ = left
     done = command(folder, "--model", f"{path}:build", "--loss", f"{path}:loss")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("sqrt(-0.688) at model.py:12 is undefined.\n")
-    assert "\ntried  " in done.stdout and "(model.py:12): finite" in done.stdout
+    as_kept(done.stdout)
     whole = ("--model", f"{path}:build", "--loss", f"{path}:loss", "--json")
     found = json.loads(command(folder, *whole).stdout)
     assert found["module"] == ""

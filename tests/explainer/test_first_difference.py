@@ -44,7 +44,7 @@ DATA = (torch.ones(4, 8) * torch.arange(1, 5)[:, None], torch.zeros(4, 1))
 
 
 @pytest.mark.parametrize("defer", [False, True])
-def test_the_first_frame_that_differs_is_named(defer):
+def test_the_first_frame_that_differs_is_named(defer, as_kept):
     """A large finite value goes on through two blocks before it overflows."""
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer, _defer=defer)
@@ -52,8 +52,7 @@ def test_the_first_frame_that_differs_is_named(defer):
     found = failing_step(model, optimizer, guard, *DATA)
     assert found.cause == "not reproducible"
     assert found.module == "blocks.0.fc1"
-    text = "output of blocks.0.fc1 is the first that differs: largest magnitude 3e+38"
-    assert any(text in sentence for sentence in found.evidence), found
+    as_kept(found.evidence)
 
 
 def test_a_step_that_repeats_has_no_difference():
@@ -67,7 +66,7 @@ def test_a_step_that_repeats_has_no_difference():
     assert "differs" not in str([*found.notes, *found.evidence])
 
 
-def test_a_difference_is_named_where_both_are_bad():
+def test_a_difference_is_named_where_both_are_bad(as_kept):
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)
     with torch.no_grad():
@@ -76,16 +75,16 @@ def test_a_difference_is_named_where_both_are_bad():
     found = failing_step(model, optimizer, guard, *DATA)
     assert found.module in ("head", "")
     notes = [note for note in found.notes if "not the same as the step" in note]
-    assert "output of blocks.1.fc2 is the first that differs" in notes[0]
+    as_kept(notes[0])
 
 
-def test_a_count_that_differs():
+def test_a_count_that_differs(as_kept):
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)
     flip_once(model.blocks[2].act, 3, float("nan"))
     found = failing_step(model, optimizer, guard, *DATA)
     assert found.module == "blocks.2.act"
-    assert any("1 nan in the step, 0 in" in each for each in found.evidence)
+    as_kept(found.evidence)
 
 
 def test_a_flipped_gradient():

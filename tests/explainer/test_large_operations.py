@@ -55,7 +55,7 @@ def explained(size, function):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_part_has_the_cause_of_the_whole(monkeypatch, case):
+def test_the_part_has_the_cause_of_the_whole(monkeypatch, case, as_kept):
     size, function, cause = CASES[case]
     monkeypatch.setattr("overflow_fast.explainer.tape._MOST_NUMEL", 0)
     whole = explained(size, function)
@@ -64,7 +64,7 @@ def test_the_part_has_the_cause_of_the_whole(monkeypatch, case):
     assert whole.cause.startswith(cause)
     assert (part.cause, part.op.name) == (whole.cause, whole.op.name)
     assert "alone" not in whole.evidence[1]
-    assert f"in float64 at {list(part.op.first_index)} alone" in part.evidence[1]
+    as_kept(part.evidence[1])
 
 
 def test_the_value_is_that_of_its_place(monkeypatch):

@@ -60,7 +60,7 @@ def test_layers_take_turns_and_agree(caplog):
 
 
 @pytest.mark.parametrize("is_steady", [True, False])
-def test_other_bits_are_told(is_steady, caplog, monkeypatch):
+def test_other_bits_are_told(is_steady, caplog, monkeypatch, as_kept):
     model, guard, audit = make()
     calls = []
     original = nn.functional.linear
@@ -81,10 +81,9 @@ def test_other_bits_are_told(is_steady, caplog, monkeypatch):
     (message,) = caplog.messages
     assert audit.num_different == 1
     if is_steady:
-        assert "head returned 1 of 4 values with other bits than 3" in message
-        assert "cpu of host" in message
+        as_kept(message)
     else:
-        assert "head gives other bits each time" in message
+        as_kept(message)
 
 
 def test_the_step_is_the_same_bit_for_bit():

@@ -148,12 +148,11 @@ UNDEFINED = {
 
 
 @pytest.mark.parametrize("case", UNDEFINED)
-def test_what_is_undefined_in_float64_too(case):
+def test_what_is_undefined_in_float64_too(case, as_kept):
     model = model_of(1.0)
     found = explain(model, torch.ones(4, 2), lambda x: UNDEFINED[case](model(x)))
     assert (found.cause, found.lost_by) == ("undefined", None)
-    assert "computed in float64 from aten.addmm" in found.evidence[1]
-    assert found.evidence[1].endswith("as well; a wider dtype would not help")
+    as_kept(found.evidence[1])
 
 
 # What float64 loses, too: of finite numbers the result is never exactly 0 or 1.
@@ -173,14 +172,12 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("case", BEYOND)
-def test_a_value_that_float64_loses_too(case):
+def test_a_value_that_float64_loses_too(case, as_kept):
     function, op, cause = BEYOND[case]
     model = model_of(1.0)
     found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
     assert (found.cause, found.lost_by.name) == (cause, f"aten.{op}")
-    verb = "underflowed to 0" if cause == "underflow" else "was rounded to 1"
-    assert f"{verb}, in float64 as well" in found.evidence[1]
-    assert "it is finite" in found.evidence[2]
+    as_kept(found.evidence[1:])
 
 
 # Results of exactly 0 and 1 that are no loss.
@@ -242,16 +239,16 @@ def test_the_element_that_was_lost_is_named_and_no_other(far):
     assert "became 1" in found.evidence[1]
 
 
-def test_random_numbers_are_taken_as_they_were():
+def test_random_numbers_are_taken_as_they_were(as_kept):
     model = model_of(-150)
     loss = lambda x: F.dropout(model(x), 0.5).exp().log().mean()  # noqa: E731
     torch.manual_seed(0)
     found = explain(model, torch.ones(4, 2), loss)
     assert (found.cause, found.lost_by.name) == ("underflow", "aten.exp")
-    assert "a wider dtype would not help" not in str(found.evidence)
+    as_kept(found.evidence)
 
 
-def test_a_value_that_is_not_computed_in_float64_is_not_claimed():
+def test_a_value_that_is_not_computed_in_float64_is_not_claimed(as_kept):
     model = model_of(-150)
 
     def loss(x):
@@ -260,7 +257,7 @@ def test_a_value_that_is_not_computed_in_float64_is_not_claimed():
 
     found = explain(model, torch.ones(4, 2), loss)
     assert found.cause == "undefined"
-    assert "the divisor is the number 0" in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
 # What is outside of an operation's domain.
@@ -313,25 +310,25 @@ def test_the_input_outside_of_the_domain(case):
     assert text in found.evidence[0]
 
 
-def test_a_negative_running_variance():
+def test_a_negative_running_variance(as_kept):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()
     model[1].running_var[2] = -0.5
     found = explain(model, torch.ones(4, 2), lambda x: model(x).sum())
-    assert "running_var is -0.5 at [2]" in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
-def test_class_weights_of_zero_are_not_ignored_labels():
+def test_class_weights_of_zero_are_not_ignored_labels(as_kept):
     model = model_of(1.0)
     weight = torch.tensor([1.0, 1.0, 0.0])
     labels = torch.tensor([2, 2, -100, 2])
     loss = lambda x: F.cross_entropy(model(x), labels, weight=weight)  # noqa: E731
     found = explain(model, torch.ones(4, 2), loss)
     assert found.cause == "undefined"
-    assert found.evidence[1].endswith("weights, which is 0: 0 of class 2")
+    as_kept(found.evidence[1])
 
 
 @pytest.mark.tries_remedies
-def test_labels_that_are_all_ignored():
+def test_labels_that_are_all_ignored(as_kept):
     model = model_of(1.0)
     labels = torch.full((4,), -100)
     loss = lambda x: F.cross_entropy(model(x), labels)  # noqa: E731
@@ -339,10 +336,10 @@ def test_labels_that_are_all_ignored():
     assert found.cause == "empty reduction"
     assert "all are ignored" in found.evidence[1]
     first = next(each for each in found.remedies if each.is_finite)
-    assert first.text == "divide the sum by a count of at least 1"
+    as_kept(first.text)
 
 
-def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
+def test_a_nan_that_a_masks_infs_made_is_what_is_explained(as_kept):
     class Attention(nn.Linear):
         def forward(self, x):
             scores = super().forward(x)
@@ -355,7 +352,7 @@ def test_a_nan_that_a_masks_infs_made_is_what_is_explained():
     found = explain(model, torch.ones(4, 2), lambda x: model(x).sum())
     assert found.op.name == "aten.sub_.Tensor"
     assert found.op.first_index == (2, 0)
-    assert "it is nan as well" in found.evidence[1]
+    as_kept(found.evidence[1])
 
 
 def test_what_ran_last_is_kept_where_there_is_not_room_for_all(monkeypatch):
@@ -436,7 +433,7 @@ STEADY = {
 
 @pytest.mark.parametrize("case", STEADY)
 def test_the_nearest_operations_suffice_where_rounding_does_not_matter(
-    monkeypatch, case
+    monkeypatch, case, as_kept
 ):
     kept, find = [], rounding.lost_value
 
@@ -450,4 +447,4 @@ def test_the_nearest_operations_suffice_where_rounding_does_not_matter(
         model, torch.ones(4, 2), lambda x: STEADY[case](passed_on(model(x)))
     )
     assert (found.cause, found.lost_by, kept) == ("undefined", None, [12])
-    assert "computed in float64 from aten.mul" in found.evidence[1]
+    as_kept(found.evidence[1])

@@ -78,37 +78,35 @@ def test_a_step_of_the_model_is_explained_from_its_folder(tmp_path):
     assert again.remedies[0].loss == found.remedies[0].loss  # the same dropout
 
 
-def test_a_step_of_a_function_needs_its_loss(tmp_path):
+def test_a_step_of_a_function_needs_its_loss(tmp_path, as_kept):
     model = Net()
     x, mask = batch()
     call = run_call(model, {"x": x, "mask": mask}, lambda b: model(**b)["loss"])
     found = left_by(tmp_path, model, call)
-    with pytest.raises(
-        UnreadableStepError, match="takes the model and a dict of x, mask"
-    ):
+    with pytest.raises(UnreadableStepError) as raised:
         explain_folder(tmp_path, Net())
+    as_kept(raised.value)
     loss = lambda model, b: model(b["x"], b["mask"])["loss"]  # noqa: E731
     again = explain_folder(tmp_path, Net(), loss)
     assert (again.cause, again.module) == (found.cause, found.module)
 
 
 @pytest.mark.tries_remedies
-def test_weights_of_another_step_are_refused(tmp_path):
+def test_weights_of_another_step_are_refused(tmp_path, as_kept):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
     other = Net()
     with torch.no_grad():
         other.layer.weight[0, 0] += 1
         other.norm.running_var[1] = 2
-    with pytest.raises(
-        UnreadableStepError,
-        match=r"2 weights and buffers are not those of the step: layer.weight, norm.r",
-    ):
+    with pytest.raises(UnreadableStepError) as raised:
         explain_folder(tmp_path, other)
+    as_kept(raised.value)
     found = explain_folder(tmp_path, other, any_weights=True)
-    assert "not those of the step" in found.notes[0]
-    with pytest.raises(UnreadableStepError, match="not those of the step"):
+    as_kept(found.notes[0])
+    with pytest.raises(UnreadableStepError) as raised:
         explain_folder(tmp_path, nn.Linear(2, 2))
+    as_kept(raised.value)
 
 
 def broken(tmp_path, name, text):
@@ -116,41 +114,41 @@ def broken(tmp_path, name, text):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    "spoil",
     [
-        (lambda d: (d / "replay.json").unlink(), "replay.json is missing"),
-        (lambda d: (d / "replay.safetensors").unlink(), "holds the step's batch"),
-        (lambda d: broken(d, "replay.json", "{"), "replay.json cannot be read"),
-        (lambda d: broken(d, "replay.safetensors", "x"), "safetensors cannot be read"),
-        (lambda d: broken(d, "replay.json", '{"schema": 99}'), "has schema 99"),
+        lambda d: (d / "replay.json").unlink(),
+        lambda d: (d / "replay.safetensors").unlink(),
+        lambda d: broken(d, "replay.json", "{"),
+        lambda d: broken(d, "replay.safetensors", "x"),
+        lambda d: broken(d, "replay.json", '{"schema": 99}'),
     ],
 )
-def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, says):
+def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, as_kept):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
     spoil(tmp_path)
-    with pytest.raises(UnreadableStepError, match=says):
+    with pytest.raises(UnreadableStepError) as raised:
         explain_folder(tmp_path, Net())
+    as_kept(raised.value)
 
 
 @pytest.mark.tries_remedies
-def test_another_torch_is_noted(tmp_path):
+def test_another_torch_is_noted(tmp_path, as_kept):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
     step = json.loads((tmp_path / "replay.json").read_text())
     step["torch"] = "2.9.1"
     broken(tmp_path, "replay.json", json.dumps(step))
-    assert "ran with torch 2.9.1" in explain_folder(tmp_path, Net()).notes[0]
+    as_kept(explain_folder(tmp_path, Net()).notes[0])
 
 
-def test_an_argument_that_cannot_be_saved_is_named(tmp_path):
+def test_an_argument_that_cannot_be_saved_is_named(tmp_path, as_kept):
     model = Net()
     call = model_call(model, *batch(), extra={"cache": object()})
     left_by(tmp_path, model, call)
-    with pytest.raises(
-        UnreadableStepError, match=r"\['extra'\]\['cache'\] was a object"
-    ):
+    with pytest.raises(UnreadableStepError) as raised:
         explain_folder(tmp_path, Net())
+    as_kept(raised.value)
 
 
 def test_what_is_too_large_is_left_out(tmp_path):
@@ -185,13 +183,13 @@ def test_the_operation_fails_alone(name, tmp_path):
         exec(compile(script.read_text(), str(script), "exec"), spec)
 
 
-def test_the_script_runs_by_itself(tmp_path):
+def test_the_script_runs_by_itself(tmp_path, as_kept):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
     done = python(str(tmp_path / "repro.py"))
     assert done.returncode == 1
     assert "AssertionError: not finite" in done.stderr
-    assert "torch.float32: 1 of 1 values not finite" in done.stdout
+    as_kept(done.stdout)
 
 
 Point = collections.namedtuple("Point", "x mask")
@@ -205,7 +203,7 @@ class Mixed(Net):
 
 
 @pytest.mark.tries_remedies
-def test_types_that_are_not_json_come_back_or_are_named(tmp_path):
+def test_types_that_are_not_json_come_back_or_are_named(tmp_path, as_kept):
     x, mask = batch()
     options = collections.OrderedDict(scale=1.0)
     model = Mixed()
@@ -214,10 +212,7 @@ def test_types_that_are_not_json_come_back_or_are_named(tmp_path):
     found = explain_folder(tmp_path, Mixed())
     assert place(found) == place(here) and found.op is not None
     notes = " ".join(found.notes)
-    assert "batch[0][0] was a Point in the step; it is a plain named tuple" in notes
-    assert (
-        "batch[1]['options'] was a OrderedDict in the step; it is a plain dict" in notes
-    )
+    as_kept(notes)
 
 
 @pytest.mark.parametrize(
@@ -231,14 +226,15 @@ def test_types_that_are_not_json_come_back_or_are_named(tmp_path):
         {"items": [[{"value": 1}]]},
     ],
 )
-def test_a_made_up_type_is_damage(made_up, tmp_path):
+def test_a_made_up_type_is_damage(made_up, tmp_path, as_kept):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
     step = json.loads((tmp_path / "replay.json").read_text())
     step["calls"][0]["batch"] = made_up
     broken(tmp_path, "replay.json", json.dumps(step))
-    with pytest.raises(UnreadableStepError, match=r"is damaged|cannot be read"):
+    with pytest.raises(UnreadableStepError) as raised:
         explain_folder(tmp_path, Net())
+    as_kept(str(raised.value).partition(": ")[0])
 
 
 class Wide(nn.Module):

@@ -54,7 +54,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("make", "name", "value"), SETTINGS)
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_a_setting_that_was_not_finite(make, name, value, is_kept):
+def test_a_setting_that_was_not_finite(make, name, value, is_kept, as_kept):
     kept = {}
 
     def change(optimizer, step):
@@ -71,10 +71,8 @@ def test_a_setting_that_was_not_finite(make, name, value, is_kept):
     assert found.tensor == "weight"
     place = "[1]" if isinstance(value, tuple) else ""
     number = value[1] if isinstance(value, tuple) else value
-    assert found.evidence[0] == (
-        f"param_groups[0]['{name}']{place} was {number} in the last step of "
-        f"{make(nn.Linear(1, 1)).__class__.__name__}"
-    )
+    assert f"param_groups[0]['{name}']{place} was {number}" in found.evidence[0]
+    as_kept(found.evidence[0])
     is_told = f"param_groups[0]['{name}'] is {kept['own']} now" in found.evidence[1]
     assert is_told == (not is_kept and not place)
 
@@ -105,7 +103,7 @@ def test_a_setting_that_did_no_harm_is_not_blamed():
     assert found.cause == "unknown"
 
 
-def test_a_write_by_other_code_is_told_apart():
+def test_a_write_by_other_code_is_told_apart(as_kept):
     def write(optimizer, step, model):
         if step == 1:
             with torch.no_grad():
@@ -113,7 +111,7 @@ def test_a_write_by_other_code_is_told_apart():
 
     found = run(sgd, after=write)
     assert found.cause == "unknown"
-    assert found.evidence[1].startswith("code outside of the optimizer's step has writ")
+    as_kept(found.evidence[1])
     assert found.evidence[1].endswith("risen by 1")
 
 
@@ -129,7 +127,7 @@ def test_a_step_alone_is_no_write_of_others():
     assert "code outside" not in str(found.evidence)
 
 
-def test_a_state_that_a_checkpoint_has_brought_is_named():
+def test_a_state_that_a_checkpoint_has_brought_is_named(as_kept):
     def made(model):
         optimizer = adamw(model)
         model(torch.ones(2, 4)).mean().backward()
@@ -142,9 +140,7 @@ def test_a_state_that_a_checkpoint_has_brought_is_named():
 
     found = run(made)
     assert (found.cause, found.tensor) == ("unknown", "weight")
-    said = "the state of AdamW holds, there too: ['exp_avg_sq'] 1 nan of 8 values"
-    assert found.evidence[1] == said
-    assert "in which the optimizer's state is finite as well" in str(found)
+    as_kept(found.evidence, found.notes)
 
 
 def test_a_finite_state_is_not_blamed():

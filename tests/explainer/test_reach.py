@@ -230,7 +230,7 @@ def test_the_line_of_a_loss_loses_nothing_to_a_replay(make, is_run, tmp_path):
 # Of a function that was stopped, the models' forwards are replayed alone.
 
 
-def test_the_forward_within_a_function_that_is_stopped_is_explained(tmp_path):
+def test_the_forward_within_a_function_that_is_stopped_is_explained(tmp_path, as_kept):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     log = (tmp_path / "log").open("w")
@@ -246,8 +246,7 @@ def test_the_forward_within_a_function_that_is_stopped_is_explained(tmp_path):
         found = guard.last_report.explanation
     assert found.cause == "undefined"
     assert "torch.log(x.mean(1, keepdim=True))" in found.op.code
-    assert found.notes[0].startswith("Not replayed: loss writes to a file, test_reach")
-    assert "; the models' forwards within that function were." in found.notes[0]
+    as_kept(found.notes[0])
     assert log.tell() == 1
     log.close()
 
@@ -276,18 +275,18 @@ def write_of(folder):
     return write, path
 
 
-def test_the_tripwire_looks_again_under_the_same_rule(tmp_path):
+def test_the_tripwire_looks_again_under_the_same_rule(tmp_path, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "skip", watch="tripwire") as guard:
         guard.run(lambda: model(torch.full((4, 6), BAD)).mean()).backward()
         optimizer.step()
-        assert "writes to a file" in str(guard.last_report)
+        as_kept(guard.last_report.sentences())
     assert path.read_text() == "x"
 
 
-def test_masked_ops_says_once_that_steps_are_not_replayed(tmp_path, caplog):
+def test_masked_ops_says_once_that_steps_are_not_replayed(tmp_path, caplog, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -298,9 +297,7 @@ def test_masked_ops_says_once_that_steps_are_not_replayed(tmp_path, caplog):
                 model(torch.ones(4, 6)).mean().backward()
                 optimizer.step()
     assert path.read_text() == "xxx"
-    assert (
-        caplog.text.count("clean steps are not replayed: write writes to a file") == 1
-    )
+    as_kept(caplog.messages)
 
 
 def test_explain_names_it(tmp_path):
@@ -314,29 +311,32 @@ def test_explain_names_it(tmp_path):
 STOP = f"write writes to a file, test_reach.py:{write_of.__code__.co_firstlineno + 4}."
 
 
-def test_a_self_test_says_it(tmp_path):
+def test_a_self_test_says_it(tmp_path, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(RuntimeError, match="writes to a file"):
+        with pytest.raises(RuntimeError) as raised:
             guard.self_test(torch.ones(4, 6))
+        as_kept(raised.value)
     assert not path.exists()
 
 
-def test_advice_on_precision_says_it(tmp_path):
+def test_advice_on_precision_says_it(tmp_path, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write)
-    with pytest.raises(ValueError, match="writes to a file"):
+    with pytest.raises(ValueError) as raised:
         overflow_fast.advise_precision(model, [torch.ones(4, 6)])
+    as_kept(raised.value)
     assert path.read_text() == "x"  # the first run is the one that was asked for
 
 
-def test_a_shadow_says_it(tmp_path):
+def test_a_shadow_says_it(tmp_path, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write).bfloat16()
-    with pytest.raises(ValueError, match="writes to a file"):
+    with pytest.raises(ValueError) as raised:
         overflow_fast.shadow(model, torch.ones(4, 6).bfloat16())
+    as_kept(raised.value)
     assert path.read_text() == "x"
 
 
@@ -357,7 +357,7 @@ def test_what_a_step_prints_is_printed_once(is_run, capfd, caplog):
         optimizer.step()
         assert guard.last_report.explanation.cause == "undefined"
     assert capfd.readouterr().out.count("a step\n") == 1
-    assert caplog.text.count("a step is logged") == 1
+    assert caplog.messages.count("a step is logged") == 1
 
 
 # On several ranks.
@@ -377,11 +377,11 @@ def one_rank_waits():
         return guard.last_report.explanation.notes
 
 
-def test_all_ranks_are_told_by_the_one_that_stopped():
+def test_all_ranks_are_told_by_the_one_that_stopped(as_kept):
     notes = on_ranks(2, one_rank_waits)
     assert notes[0] == notes[1]
     (note,) = notes[0]
-    assert note.startswith("Not replayed: take takes from a queue")
+    as_kept(note)
     assert note.endswith("(rank 1).")
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -298,14 +299,14 @@ def test_an_exp_that_is_used_in_no_ratio_keeps_its_maximum(line, tmp_path):
     assert not any("maximum" in each.text for each in found.remedies), found
 
 
-def test_an_augmented_assignment(tmp_path):
+def test_an_augmented_assignment(tmp_path, as_kept):
     text = SOURCE.replace(
         "    return {}", "    y = x * w\n    y **= 0.5\n    return y.sum()"
     )
     module, path = module_of(tmp_path, text)
     found = explained(module.loss_of, -torch.ones(3, 2))
     good = recommended(found)
-    assert [remedy.code for remedy in good] == ["y = y.clamp(min=1e-8) ** 0.5"]
+    as_kept([remedy.code for remedy in good])
     fresh, _ = module_of(tmp_path, edited(path, good[0]))
     assert fresh.loss_of(-torch.ones(3, 2), torch.ones(2)).isfinite()
 
@@ -361,7 +362,7 @@ def test_a_line_does_what_was_tried(name, tmp_path):
         assert loss.item() == remedy.loss and model.w.grad.isfinite().all(), remedy
 
 
-def test_a_change_that_could_not_be_made_is_not_said_to_be_tried(tmp_path):
+def test_a_change_that_could_not_be_made_is_not_said_to_be_tried(tmp_path, as_kept):
     """What it reads is written to before the call."""
     module, _ = module_of(
         tmp_path,
@@ -370,11 +371,11 @@ def test_a_change_that_could_not_be_made_is_not_said_to_be_tried(tmp_path):
     )
     found = explained(module.loss_of, torch.full((3, 2), 200.0))
     texts = [each.text for each in found.remedies]
-    assert "clamp the argument to 20" in texts
+    as_kept(texts)
     assert not any("exp itself" in text for text in texts)
 
 
-def test_what_has_a_name_elsewhere_alone_is_told_in_words(tmp_path):
+def test_what_has_a_name_elsewhere_alone_is_told_in_words(tmp_path, as_kept):
     module, _ = module_of(
         tmp_path,
         "import torch\ndef entropy(p):\n    return -(p * torch.log(p)).sum()\n"
@@ -384,7 +385,7 @@ def test_what_has_a_name_elsewhere_alone_is_told_in_words(tmp_path):
     line, words = found.remedies[:2]
     assert line.is_recommended and line.code and words.is_recommended
     assert words.code == "" and words.line == 3
-    assert words.text.startswith("use log_softmax of `x * w * 10000.0` (remedied_")
+    as_kept(words.text)
     assert words.text.endswith(":5) in `torch.log(p)`")
 
 
@@ -428,13 +429,13 @@ def test_functions_within_functions(name, tmp_path):
     assert getattr(fresh, name)(torch.zeros(3, 2), torch.ones(2)).isfinite()
 
 
-def test_of_a_file_that_is_not_what_runs_no_line_is_shown(tmp_path):
+def test_of_a_file_that_is_not_what_runs_no_line_is_shown(tmp_path, as_kept):
     code, x = LINES["sqrt"]
     module, path = module_of(tmp_path, SOURCE.format(code))
     path.write_text(SOURCE.format(code).replace("y = 1", "y = 2"))
     found = explained(module.loss_of, x)
     assert [each.code for each in recommended(found)] == [""]
-    assert found.remedies[0].text.startswith("add 1e-8 inside the sqrt")
+    as_kept(found.remedies[0].text)
 
 
 # Precision.
@@ -494,7 +495,7 @@ def test_the_fewest_modules_run_in_float32():
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_autocast_in_bfloat16():
+def test_autocast_in_bfloat16(as_kept):
     model = make_wide()
 
     def loss(x):
@@ -503,21 +504,22 @@ def test_autocast_in_bfloat16():
 
     found = explain(model, torch.ones(3, 4) * 8, loss)
     texts = [each.text for each in found.remedies if each.is_recommended]
-    assert texts == ["run body.1 in float32", "use bfloat16 for autocast"]
+    as_kept(texts)
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16  # torch's own default
 
 
 @pytest.mark.parametrize("name", ["half", "to float16"])
-def test_a_cast_of_the_programs_own_is_none_of_autocasts(name, tmp_path):
+def test_a_cast_of_the_programs_own_is_none_of_autocasts(name, tmp_path, as_kept):
     code, x = LINES[name]
     module, _ = module_of(tmp_path, SOURCE.format(code))
     found = explained(module.loss_of, x)
     cast, clamp = found.remedies
-    assert cast.text == "cast to float32 instead of float16" and cast.is_right
+    assert cast.is_right
+    as_kept(cast.text)
     assert ".clamp(-65504, 65504)" in clamp.code and clamp.misses == "loss"
 
 
-def test_a_smaller_loss_scale():
+def test_a_smaller_loss_scale(as_kept):
     model = nn.Linear(4, 1).half()
     x = torch.ones(3, 4).half() * 100
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -527,18 +529,19 @@ def test_a_smaller_loss_scale():
         (loss * 1024).backward()
         optimizer.step()
     good = [e for e in error.value.report.explanation.remedies if e.is_recommended]
-    assert "use a loss scale of 64 instead of 1024" in [each.text for each in good]
+    as_kept([each.text for each in good])
 
 
 # Data and weights.
 
 
-def test_samples_that_are_bad_are_left_out():
+def test_samples_that_are_bad_are_left_out(as_kept):
     model, x = nn.Linear(4, 1), torch.randn(6, 4)
     x[2, 1] = x[4, 0] = NAN
     found = explain(model, (x,), lambda batch: model(batch[0]).pow(2).mean())
     (remedy,) = found.remedies
-    assert remedy.is_recommended and "2 of 6 samples" in remedy.text
+    assert remedy.is_recommended
+    as_kept(remedy.text)
     wanted = model(x[[0, 1, 3, 5]]).pow(2).mean()
     assert remedy.loss == pytest.approx(wanted.item())
 
@@ -549,7 +552,7 @@ def save(path, model, key=None):
     return path
 
 
-def test_a_checkpoint_that_is_finite_is_found(tmp_path):
+def test_a_checkpoint_that_is_finite_is_found(tmp_path, as_kept):
     model = nn.Linear(4, 1)
     files = [
         save(tmp_path / "first.pt", model),
@@ -566,9 +569,7 @@ def test_a_checkpoint_that_is_finite_is_found(tmp_path):
     assert [each.is_recommended for each in found.remedies] == [True, True]
     assert "good.pt" in found.remedies[0].text
     assert model.weight.data_ptr() == pointer and model.weight.isnan().any()
-    notes = " ".join(found.notes)
-    assert "bad.pt is not finite either" in notes
-    assert "missing.pt was not read" in notes and "text.pt was not read" in notes
+    as_kept([re.sub(r"Error: .*", "Error", each) for each in found.notes])
     exec(found.remedies[0].code, {"torch": torch, "model": model})
     assert model(x).isfinite().all()
 
@@ -593,12 +594,13 @@ def test_a_run_that_diverges_may_go_back_to_a_checkpoint(rate, tmp_path):
     assert (model(x) - 1).pow(2).mean().item() == pytest.approx(found.remedies[0].loss)
 
 
-def test_without_a_loss_the_output_is_all_that_counts():
+def test_without_a_loss_the_output_is_all_that_counts(as_kept):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     x = torch.ones(3, 4)
     x[1] = NAN
     (remedy,) = explain(model, x).remedies
-    assert remedy.is_recommended and "drop the 1 of 3 samples" in remedy.text
+    assert remedy.is_recommended
+    as_kept(remedy.text)
 
 
 def test_nothing_of_the_users_changes(tmp_path):
@@ -732,24 +734,22 @@ def explain_last_sample(layer):
     return found
 
 
-def test_a_remedy_that_changes_other_samples_says_so():
+def test_a_remedy_that_changes_other_samples_says_so(as_kept):
     found = explain_last_sample(Warp())
     exact, bound = (each for each in found.remedies if each.losses)
-    assert exact.text == "write log expm1 x as x + log(-expm1(-x))"
     assert exact.is_recommended and not bound.is_recommended
     assert not exact.changes_others
-    assert "the other samples stay as they are, within 0.1 %" in str(exact)
-    assert bound.text == "clamp the argument to 20"
-    before, after = bound.losses
+    as_kept(exact)
+    _, after = bound.losses
     others = torch.tensor([1.0, 30.0, 60.0, 1.0])  # the first stands in for the last
     bounded = others.clamp(max=20).expm1().log()
     assert after == pytest.approx((bounded - others).square().mean().item(), rel=1e-3)
-    assert f"loss is {after:.4g} instead of {before:.4g}" in str(bound)
+    as_kept(bound)
 
 
-def test_a_remedy_that_changes_no_other_sample_comes_first():
+def test_a_remedy_that_changes_no_other_sample_comes_first(as_kept):
     remedies = recommended(explain_last_sample(Bounded()))
     assert [each.changes_others for each in remedies] == sorted(
         each.changes_others for each in remedies
     )
-    assert remedies[0].text != "clamp the argument to 20"
+    as_kept(remedies[0].text)

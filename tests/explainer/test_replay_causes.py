@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from kept_texts import errors_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -381,42 +382,37 @@ def test_a_loss_that_raises():
     assert "ZeroDivisionError" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((1, 2), "model must be a torch.nn.Module"),
-        ((Net(), 1, 2), "loss must be a call"),
-    ],
-)
-def test_wrong_arguments(arguments, error):
-    with pytest.raises(TypeError, match=error):
+def test_wrong_arguments(as_kept):
+    def call(arguments):
         explain(*arguments)
+
+    as_kept(errors_of(call, [(1, 2), (Net(), 1, 2)]))
 
 
 @pytest.mark.tries_remedies
-def test_a_matrix_that_is_singular_in_its_dtype_alone():
+def test_a_matrix_that_is_singular_in_its_dtype_alone(as_kept):
     """Its factorization ends at a pivot of 0: no value in it was too large."""
     matrix = torch.tensor([[3, 1], [1, 1 / 3]])  # a third is rounded up
     net = Net(lambda x: x + torch.logdet(matrix))
     found = explain(net, torch.ones(2, 4), lambda x: net(x).mean())
     assert (found.cause, found.op.name) == ("rounding", "aten._linalg_slogdet")
-    assert "in float32 the matrix is singular" in found.evidence[1]
+    as_kept(found.evidence[1])
     assert found.remedies[0].is_right and ".double()" in found.remedies[0].code
 
 
-def test_a_number_just_outside_of_a_domain_is_shown_to_be_there():
+def test_a_number_just_outside_of_a_domain_is_shown_to_be_there(as_kept):
     above = torch.tensor([0.5, 1 + 2.0**-23])
     net = Net(lambda x: x + torch.acos(above).sum())
     found = explain(net, torch.ones(2, 4), lambda x: net(x).mean())
-    assert "its input is 1.0000001 at [1]; acos needs one" in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
-def test_an_empty_batch_has_no_labels_that_are_ignored():
+def test_an_empty_batch_has_no_labels_that_are_ignored(as_kept):
     net = nn.Linear(4, 3)
     batch = (torch.ones(0, 4), torch.zeros(0, dtype=torch.long))
     found = explain(net, batch, lambda b: F.cross_entropy(net(b[0]), b[1]))
     assert found.cause == "empty reduction"
-    assert "the batch is empty" in found.evidence[1]
+    as_kept(found.evidence[1])
 
 
 class Held(nn.Module):
@@ -433,31 +429,31 @@ class Held(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    "function",
     [
-        (lambda x, low: (x + low) - low, "it is -inf - -inf at [0, 0]"),
-        (lambda x, low: (x + low).sub_(low), "it is -inf - -inf at [0, 0]"),
-        (lambda x, low: low + -low + x, "it is -inf + inf at [0]"),
-        (lambda x, low: x + low * low.exp(), "it is -inf * 0 at [0]"),
-        (lambda x, low: x + low / low, "it is -inf / -inf at [0]"),
+        lambda x, low: (x + low) - low,
+        lambda x, low: (x + low).sub_(low),
+        lambda x, low: low + -low + x,
+        lambda x, low: x + low * low.exp(),
+        lambda x, low: x + low / low,
     ],
 )
-def test_infs_that_make_a_nan_are_told_with_where_they_are_from(function, said):
+def test_infs_that_make_a_nan_are_told_with_where_they_are_from(function, as_kept):
     torch.manual_seed(0)
     net = Held(function)
     found = explain(net, torch.ones(3, 4), lambda x: net(x).sum())
     made = found.evidence[0]
     assert found.cause == UNDEFINED
     assert " with 1 -inf, else in magnitude " in made or "with 3 -inf, else" in made
-    assert f"; {said}; its infs are those that `log_variance` holds" in made
+    as_kept(made)
 
 
-def test_a_scaled_sum_of_infs_is_not_told_as_a_plain_one():
+def test_a_scaled_sum_of_infs_is_not_told_as_a_plain_one(as_kept):
     torch.manual_seed(0)
     net = Held(lambda x, low: torch.add(low, low, alpha=-1) + x)
     found = explain(net, torch.ones(3, 4), lambda x: net(x).sum())
     assert found.cause == UNDEFINED
-    assert "it is -inf + -inf" not in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
 @pytest.mark.parametrize(

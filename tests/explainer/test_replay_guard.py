@@ -12,6 +12,7 @@ from pairs import pairs
 from torch import nn
 
 from overflow_fast import Explain, Explanation, NonFiniteError, OverflowGuard
+from overflow_fast.guard.report.causes import ONLY_COMPILED
 
 INF, NAN = float("inf"), float("nan")
 
@@ -142,7 +143,7 @@ def test_a_callable_policy_is_given_the_explanation():
     assert isinstance(seen[0], Explanation)
 
 
-def test_what_happens_once_is_not_reproducible():
+def test_what_happens_once_is_not_reproducible(as_kept):
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)
     step(guard, model, optimizer, data())
@@ -150,7 +151,7 @@ def test_what_happens_once_is_not_reproducible():
     found = explained(guard, model, optimizer, data())
     assert place(found) == ("forward", "not reproducible", None, "1")
     assert found.replays == 4
-    assert "0 of 3 replays" in str(found)
+    as_kept(found.evidence)
 
 
 def test_a_bit_that_flips_in_a_gradient():
@@ -168,7 +169,7 @@ def test_a_bit_that_flips_in_a_gradient():
     assert found.tensor == "0.weight"
 
 
-def test_an_epsilon_that_is_0_in_float16():
+def test_an_epsilon_that_is_0_in_float16(as_kept):
     model = nn.Linear(4, 1).half()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     guard = OverflowGuard(model, optimizer)
@@ -178,7 +179,7 @@ def test_an_epsilon_that_is_0_in_float16():
     found = explained(guard, model, optimizer, x)
     assert place(found) == ("optimizer", "range overflow", "aten.addcdiv_", "")
     assert found.tensor == "weight"
-    assert "eps=1e-08 is 0 there" in str(found)
+    as_kept(found.evidence)
 
 
 @pytest.mark.parametrize("rate", [3.0, 1e30])
@@ -252,7 +253,7 @@ def test_what_compiled_code_alone_gives():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
     found = explained(guard, model, optimizer, data())
-    assert (found.phase, found.cause) == ("forward", "only in compiled code")
+    assert (found.phase, found.cause) == ("forward", ONLY_COMPILED.name)
 
 
 # What it does not say.
@@ -274,7 +275,7 @@ def test_a_loss_that_cannot_be_replayed_is_not_blamed_on_anything(nan):
     assert "guard.run(lambda: loss)" in str(found)
 
 
-def test_a_batch_that_was_written_to_is_told():
+def test_a_batch_that_was_written_to_is_told(as_kept):
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)
     x = data()
@@ -287,7 +288,7 @@ def test_a_batch_that_was_written_to_is_told():
         optimizer.step()
     found = error.value.report.explanation
     assert (found.cause, found.phase) == ("unknown", "")
-    assert "the batch was written to" in str(found)
+    as_kept(found.notes)
 
 
 def test_what_a_module_does_once_it_does_in_a_replay_too():
@@ -305,7 +306,7 @@ def test_what_a_module_does_once_it_does_in_a_replay_too():
     assert not model[1].is_first
 
 
-def test_a_forward_that_was_not_kept_is_not_said_to_be_finite():
+def test_a_forward_that_was_not_kept_is_not_said_to_be_finite(as_kept):
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)
     FAULT["factor"] = NAN
@@ -315,10 +316,10 @@ def test_a_forward_that_was_not_kept_is_not_said_to_be_finite():
         optimizer.step()
     found = error.value.report.explanation
     assert found.cause == "unknown"
-    assert "2 earlier forwards of the step were not kept" in str(found)
+    as_kept(found.notes)
 
 
-def test_a_replay_that_raises_is_a_sentence():
+def test_a_replay_that_raises_is_a_sentence(as_kept):
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)
     once = [None]
@@ -329,16 +330,16 @@ def test_a_replay_that_raises_is_a_sentence():
         optimizer.step()
     found = error.value.report.explanation
     assert found.cause == "unknown"
-    assert "The replay raised IndexError: pop from empty list" in str(found)
+    as_kept(found.notes)
 
 
-def test_nothing_is_replayed_where_other_ranks_would_not_join(monkeypatch):
+def test_nothing_is_replayed_where_other_ranks_would_not_join(monkeypatch, as_kept):
     monkeypatch.setattr("overflow_fast.explainer.questions.world_size", lambda: 2)
     model, optimizer = make()
     model[1].factor = NAN
     found = explained(OverflowGuard(model, optimizer), model, optimizer, data())
     assert (found.cause, found.replays) == ("unknown", 0)
-    assert "there are several ranks" in str(found)
+    as_kept(found.notes)
 
 
 @pytest.mark.parametrize("budget", [2, 3, 8])
@@ -483,9 +484,10 @@ def test_run_sees_a_loss_whose_gradients_are_finite():
     assert error.value.report.explanation.phase == "forward"
 
 
-def test_run_takes_a_function():
-    with pytest.raises(TypeError, match="function must be callable, got Tensor"):
+def test_run_takes_a_function(as_kept):
+    with pytest.raises(TypeError) as raised:
         OverflowGuard(*make()).run(torch.ones(1))
+    as_kept(raised.value)
 
 
 # What a function reads is what it read in the step.
@@ -550,7 +552,7 @@ def test_a_loop_that_has_gone_on_does_not_change_the_replay(way, tmp_path):
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
 def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_out(
-    watch,
+    watch, as_kept
 ):
     """Rows of 0 over their norm: nan that a finite loss masks, and backward meets."""
 
@@ -573,4 +575,4 @@ def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_o
     named = found.phase, found.cause, found.module, found.op.name
     assert named == ("forward", "undefined", "1", "aten.div.Tensor")
     assert "in backward" not in str(found)
-    assert any("is finite all the same" in note for note in found.notes)
+    as_kept(found.notes)

@@ -11,6 +11,7 @@ from remedied_files import module_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
+from overflow_fast.guard.report.causes import ONLY_COMPILED
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -86,12 +87,12 @@ class Spoils(torch.optim.SGD):
                 parameter.data += (-parameter.grad.abs()).sqrt()
 
 
-def test_a_weight_that_an_update_has_spoiled_was_not_bad_before():
+def test_a_weight_that_an_update_has_spoiled_was_not_bad_before(as_kept):
     model, x = net(), data()
     optimizer = Spoils(model.parameters(), lr=0.0)
     found = explained(model, lambda: model(x).pow(2).mean(), optimizer, steps=2)
     assert (found.phase, found.cause, found.tensor) == ("", "unknown", "0.weight")
-    assert "was finite when the step before was judged" in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
 def test_a_forward_that_compiled_code_alone_gets_wrong():
@@ -113,7 +114,7 @@ def test_a_forward_that_compiled_code_alone_gets_wrong():
     torch.manual_seed(0)
     model, x = torch.compile(Model(), backend=backend), 1e3 * data()
     found = explained(model, lambda: model(x).pow(2).mean(), runs=False)
-    assert (found.phase, found.cause) == ("forward", "only in compiled code")
+    assert (found.phase, found.cause) == ("forward", ONLY_COMPILED.name)
 
 
 def test_what_called_the_guard_is_no_line_of_the_model():
@@ -149,24 +150,24 @@ def test_a_loss_of_minus_inf_is_found_in_the_forward(end):
     assert found.cause in ("range overflow", "undefined")
 
 
-def test_a_step_without_a_backward_is_not_said_to_be_finite():
+def test_a_step_without_a_backward_is_not_said_to_be_finite(as_kept):
     x = torch.randn(6, 4)
     for loss in (None, lambda model, batch: None):
         found = explain(nn.Linear(4, 2), x, loss)
         assert found.cause == "unknown"
-        assert "Backward was not run" in str(found)
+        as_kept(found.notes)
 
 
-def test_an_output_with_minus_inf_is_not_said_to_be_finite():
+def test_an_output_with_minus_inf_is_not_said_to_be_finite(as_kept):
     model = nn.Linear(4, 2)
     model.bias.data.fill_(-torch.inf)
     found = explain(model, torch.randn(6, 4))
     assert found.cause != "not reproducible"
-    assert "the step is finite" not in str(found)
+    as_kept(found.notes)
 
 
 @pytest.mark.tries_remedies
-def test_gradients_that_were_there_before_the_first_step():
+def test_gradients_that_were_there_before_the_first_step(as_kept):
     model, x = net(nn.Linear(4, 1)), data()
     model[0].weight.grad = torch.full((4, 3), torch.nan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -176,7 +177,7 @@ def test_gradients_that_were_there_before_the_first_step():
         optimizer.step()
     found = error.value.report.explanation
     assert (found.phase, found.cause, found.module) == ("", "unknown", "")
-    assert "clear them where a step is skipped" in found.notes[0]
+    as_kept(found.notes[0])
 
 
 def test_gradients_that_a_skipped_step_has_left():
@@ -246,7 +247,7 @@ def test_an_overflow_that_the_loss_hides_is_explained_in_either_direction(sign, 
 
 @pytest.mark.tries_remedies
 @pytest.mark.parametrize("is_in_run", [True, False])
-def test_a_flag_that_the_loop_sets_between_forwards(is_in_run):
+def test_a_flag_that_the_loop_sets_between_forwards(is_in_run, as_kept):
     """A replay runs without it, so a finite one tells nothing of the step."""
 
     class Model(nn.Module):
@@ -274,12 +275,12 @@ def test_a_flag_that_the_loop_sets_between_forwards(is_in_run):
     found = caught.value.report.explanation
     assert found.cause == "unknown", found
     (note,) = found.notes
-    assert "the program set `is_last` in the step" in note
+    as_kept(note)
     assert not model.linear.weight.isnan().any() and model.is_last
 
 
 @pytest.mark.tries_remedies
-def test_what_a_model_draws_from_is_not_said_to_be_set_by_the_program():
+def test_what_a_model_draws_from_is_not_said_to_be_set_by_the_program(as_kept):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -299,11 +300,11 @@ def test_what_a_model_draws_from_is_not_said_to_be_set_by_the_program():
     found = guard.last_report.explanation
     assert found.cause == "unknown"
     assert "the program set" not in str(found)
-    assert any("forward takes from an iterator" in note for note in found.notes), found
+    as_kept(found.notes)
     assert repr(model.count) == "count(2)"
 
 
-def test_infinities_that_the_loop_computed_are_no_mask():
+def test_infinities_that_the_loop_computed_are_no_mask(as_kept):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "skip") as guard:
@@ -314,7 +315,7 @@ def test_infinities_that_the_loop_computed_are_no_mask():
     found = guard.last_report.explanation
     assert found.tensor == "y"
     assert "mask" not in str(found)
-    assert "(its last operation: Log)" in str(found)
+    as_kept(found.evidence)
 
 
 class Directions(nn.Module):
@@ -330,7 +331,7 @@ class Directions(nn.Module):
 
 
 @pytest.mark.tries_remedies
-def test_a_remedy_is_not_said_to_fail_where_its_result_is_not_used():
+def test_a_remedy_is_not_said_to_fail_where_its_result_is_not_used(as_kept):
     """The loss is computed of an output from outside, whatever a replay changes."""
     model = Directions()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -343,11 +344,11 @@ def test_a_remedy_is_not_said_to_fail_where_its_result_is_not_used():
     found = caught.value.report.explanation
     assert (found.cause, found.sample) == ("undefined", 1)
     assert "did not help" not in str(found)
-    assert "No remedy could be tried: `output` was computed outside" in str(found)
+    as_kept(found.notes)
 
 
 @pytest.mark.tries_remedies
-def test_a_loss_of_an_output_from_outside_is_run_again():
+def test_a_loss_of_an_output_from_outside_is_run_again(as_kept):
     """Its graph was freed by the step's own backward, and is not needed."""
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -359,7 +360,7 @@ def test_a_loss_of_an_output_from_outside_is_run_again():
             optimizer.step()
     found = caught.value.report.explanation
     assert "a second time" not in str(found)
-    assert any("`h` was computed outside" in note for note in found.notes), found
+    as_kept(found.notes)
 
 
 class Undefined(nn.Module):
@@ -502,7 +503,7 @@ def test_no_line_is_shown_of_a_file_that_has_another_text_now(edit, is_old, tmp_
 
 
 @pytest.mark.parametrize("hides", ["in the loss", "by a division"])
-def test_what_arises_in_the_forward_is_not_said_to_be_of_backward(hides):
+def test_what_arises_in_the_forward_is_not_said_to_be_of_backward(hides, as_kept):
     model, labels = net(), torch.tensor([0, 1, 2, 0])
     with torch.no_grad():
         model[0].bias[3] = -150.0 if hides == "in the loss" else 150.0
@@ -515,11 +516,7 @@ def test_what_arises_in_the_forward_is_not_said_to_be_of_backward(hides):
 
     found = explained(model, loss)
     assert found.op.name == ("aten.log" if hides == "in the loss" else "aten.exp")
-    text = "in the forward, seen in backward"
-    if hides == "in the loss":  # its derivative fails as well
-        assert any("result in the forward is non-finite" in e for e in found.notes)
-    else:
-        assert text in str(found)
+    as_kept(found.words.short_rows(), found.notes)  # a derivative fails as well
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
@@ -596,7 +593,7 @@ def written_by_numpy(mean, h):
 
 @pytest.mark.parametrize("runs", [True, False])
 @pytest.mark.parametrize("how", WRITES)
-def test_what_the_forward_writes_to_is_not_said_to_be_bad_before_it(how, runs):
+def test_what_the_forward_writes_to_is_not_said_to_be_bad_before_it(how, runs, as_kept):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -614,8 +611,7 @@ def test_what_the_forward_writes_to_is_not_said_to_be_bad_before_it(how, runs):
         optimizer.step()
     report = guard.last_report
     assert report.explanation.cause in ("unknown", "undefined")
-    assert "when the model received it" not in str(report)
-    assert "before the forward" not in str(report)
+    as_kept(report.sentences())
 
 
 COUNTED = """
@@ -702,7 +698,7 @@ def add_hook(model):
 
 
 @pytest.mark.parametrize("change", [change_class, add_hook])
-def test_a_model_that_was_changed_behind_backward_may_be_why(change):
+def test_a_model_that_was_changed_behind_backward_may_be_why(change, as_kept):
     class Logarithm(nn.Sequential):
         def forward(self, x):
             return self[0](x) + x.mean(1, keepdim=True).log()
@@ -711,4 +707,4 @@ def test_a_model_that_was_changed_behind_backward_may_be_why(change):
     loss = lambda: model(-torch.ones(4, 3)).mean()  # noqa: E731
     found = explained(model, loss, between=lambda: change(model))
     assert found.cause == "unknown"
-    assert "changed the class or the hooks" in found.notes[0]
+    as_kept(found.notes[0])

@@ -36,15 +36,14 @@ def explained(model, loss, optimizer=None, steps=1):
     return error.value.report.explanation
 
 
-def test_a_hook_on_a_parameter_s_gradient_is_no_code_of_its_module():
+def test_a_hook_on_a_parameter_s_gradient_is_no_code_of_its_module(as_kept):
     model = net()
     model[0].weight.register_hook(lambda g: g / (g.norm() * 0))
     found = explained(model, lambda: model(x()).mean())
     assert (found.phase, found.cause, found.module) == ("backward", "undefined", "")
     assert found.tensor == "0.weight"
     made, computed = found.evidence[:2]
-    assert made.startswith("16 infinite of 16 values; inputs finite: ")
-    assert made.endswith("; the divisor is 0; it ran in a hook that backward called")
+    as_kept(made)
     assert computed.startswith("computed in float64")
     assert found.op.code.startswith("model[0].weight.register_hook")
 
@@ -95,14 +94,14 @@ def guarded_log(y):
 
 
 @pytest.mark.tries_remedies
-def test_gradients_that_reach_no_parameter():
+def test_gradients_that_reach_no_parameter(as_kept):
     torch.manual_seed(0)
     last = nn.Linear(4, 1)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fn(guarded_log), last)
     found = explained(model, lambda: model(x()).mean())
     assert (found.phase, found.cause) == ("backward", "singular gradient")
     assert (found.op.name, found.module) == ("aten.log", "2")
-    assert any("all parameters are finite all the same" in e for e in found.notes)
+    as_kept(found.notes)
     codes = [each.code for each in found.remedies if each.is_finite]
     assert any("y.clamp(min=" in code for code in codes)
 
@@ -218,7 +217,7 @@ def test_an_operation_within_vmap():
     assert found.op.code.startswith("return (found / (found * 0))")
 
 
-def test_values_of_numpy_are_told_from_operations():
+def test_values_of_numpy_are_told_from_operations(as_kept):
     import numpy
 
     model = net()
@@ -227,15 +226,15 @@ def test_values_of_numpy_are_told_from_operations():
         return model(x()).mean() * torch.from_numpy(numpy.float32([NAN])).sum()
 
     found = explained(model, loss)
-    assert found.evidence[1].startswith("the code makes this tensor of values")
+    as_kept(found.evidence[1])
 
 
-def test_a_learning_rate_that_is_no_number():
+def test_a_learning_rate_that_is_no_number(as_kept):
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=NAN)
     found = explained(model, lambda: model(x()).mean(), optimizer, steps=2)
     assert (found.phase, found.tensor) == ("optimizer", "weight")
-    assert "param_groups[0]['lr'] was nan in the last step of SGD" in found.evidence
+    as_kept(found.evidence)
 
 
 def test_a_sparse_gradient_is_looked_at():
@@ -254,7 +253,7 @@ def test_a_matrix_exponential_beyond_float64():
 
 
 @pytest.mark.tries_remedies
-def test_a_number_of_python_that_is_zero():
+def test_a_number_of_python_that_is_zero(as_kept):
     model, count = net(), 0
 
     def loss():
@@ -263,21 +262,22 @@ def test_a_number_of_python_that_is_zero():
     found = explained(model, loss)
     codes = [each.code for each in found.remedies if each.is_recommended]
     assert any("max(count, 1)" in code for code in codes)
-    assert "where the divisor is 0" not in str(found)  # it raises
+    as_kept([each.text for each in found.remedies])
 
 
 @pytest.mark.tries_remedies
 @pytest.mark.parametrize("lengths", [[2, 0, 3], [[0, 2, 0, 4]]])
-def test_a_tensor_of_whole_numbers_that_is_zero(lengths):
+def test_a_tensor_of_whole_numbers_that_is_zero(lengths, as_kept):
     model, lengths = net(4), torch.tensor(lengths)
     lengths = lengths if lengths.dim() > 1 else lengths[:, None]
     found = explained(model, lambda: (model(x()) / lengths).mean())
     first, *others = found.remedies
-    assert first.text == "divide by a count of at least 1" and first.is_recommended
+    assert first.is_recommended
+    as_kept(first.text)
     assert all(each.tried for each in others if each.kind == "code")
 
 
-def test_a_sum_that_is_0_is_not_said_to_count_a_mask():
+def test_a_sum_that_is_0_is_not_said_to_count_a_mask(as_kept):
     model = net()
 
     def loss():
@@ -285,7 +285,7 @@ def test_a_sum_that_is_0_is_not_said_to_count_a_mask():
         return (guess * target).sum() / (guess + target).sum()
 
     found = explained(model, loss)
-    assert "a sum that is 0, such as" in found.evidence[1]
+    as_kept(found.evidence[1])
 
 
 @pytest.mark.tries_remedies
@@ -353,14 +353,13 @@ def in_one_memory(model):
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.bias", "2.weight"])
-def test_a_weight_in_a_flat_buffer_has_its_own_name(name):
+def test_a_weight_in_a_flat_buffer_has_its_own_name(name, as_kept):
     model = in_one_memory(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
     with torch.no_grad():
         model.get_parameter(name).view(-1)[1] = NAN
     found = explain(model, torch.ones(2, 4), lambda x: model(x).sum())
     assert (found.cause, found.tensor) == ("bad weights", name)
-    size = model.get_parameter(name).numel()
-    assert f"{name} held 1 nan of {size} values" in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
 def test_a_large_weight_in_a_flat_buffer_has_its_own_name():
@@ -394,7 +393,7 @@ def test_what_shares_memory_with_an_input_is_not_called_the_input():
     assert found.cause != "bad data"
 
 
-def test_a_partition_has_the_name_of_its_weight():
+def test_a_partition_has_the_name_of_its_weight(as_kept):
     """As in ZeRO-3: partitions lie in a flat buffer, and are gathered in forwards."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     weights = list(model.parameters())
@@ -417,7 +416,7 @@ def test_a_partition_has_the_name_of_its_weight():
 
     found = explain(model, torch.ones(2, 4), loss)
     assert (found.cause, found.tensor) == ("bad weights", "1.weight")
-    assert "1.weight held 1 nan of 16 values" in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the columns are not known")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from overflow_fast import Explain, NonFiniteError, OverflowGuard
+from overflow_fast.guard.report.explanation import OVERWRITTEN
 
 INF = float("inf")
 
@@ -45,7 +46,7 @@ def test_a_batch_that_the_forward_writes_to_is_written_to_once():
     report = explained(Writes(), x)
     assert torch.equal(x, torch.full((3, 4), 2.0))
     assert report.explanation.cause == "undefined"
-    assert "The batch was written to" in str(report.explanation)
+    assert OVERWRITTEN in report.explanation.notes
 
 
 def test_writes_through_numpy_are_seen():
@@ -53,11 +54,11 @@ def test_writes_through_numpy_are_seen():
     model = Writes(in_place=False)
     model.register_forward_hook(lambda *_: values.fill(5.0))
     report = explained(model, torch.from_numpy(values))
-    assert "The batch was written to" in str(report.explanation)
+    assert OVERWRITTEN in report.explanation.notes
 
 
 @pytest.mark.parametrize("watch", ["tripwire", ("activations", "loss", "gradients")])
-def test_what_must_not_run_twice_runs_once(watch):
+def test_what_must_not_run_twice_runs_once(watch, as_kept):
     source = iter(range(10))
     report = explained(
         Writes(source, False),
@@ -66,8 +67,7 @@ def test_what_must_not_run_twice_runs_once(watch):
         watch=watch,
     )
     assert next(source) == 1
-    said = "The step was not replayed: `Explain(replay_safe=False)` was given."
-    assert report.explanation.notes == [said]
+    as_kept(report.explanation.notes)
 
 
 def test_weights_are_explained_without_a_replay():
@@ -79,6 +79,7 @@ def test_weights_are_explained_without_a_replay():
     assert report.explanation.replays == 0
 
 
-def test_it_has_to_be_a_bool():
-    with pytest.raises(TypeError, match="replay_safe must be a bool, got int"):
+def test_it_has_to_be_a_bool(as_kept):
+    with pytest.raises(TypeError) as raised:
         OverflowGuard(nn.Linear(1, 1), explain=Explain(replay_safe=1))
+    as_kept(raised.value)

@@ -156,7 +156,7 @@ def test_a_count_of_zero_counts_as_one():
     assert found.remedies[0].is_right
 
 
-def test_what_makes_the_optimizers_state_inf_is_no_remedy():
+def test_what_makes_the_optimizers_state_inf_is_no_remedy(as_kept):
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -169,7 +169,7 @@ def test_what_makes_the_optimizers_state_inf_is_no_remedy():
     broken = [each for each in found.remedies if each.breaks]
     assert all(each.usual is None for each in broken)  # no step was before
     assert broken and not any(each.is_recommended for each in broken)
-    assert "exp_avg_sq of weight becomes inf" in broken[0].outcome
+    as_kept(broken[0].outcome)
     assert optimizer.state == {} or all(
         value.isfinite().all() for value in optimizer.state[model.weight].values()
     )
@@ -199,15 +199,17 @@ def test_the_same_form_a_line_below_is_changed_with_it(tmp_path):
     assert math.isfinite(alone.remedies[0].loss)
 
 
-def test_a_clamp_says_that_no_gradient_goes_through_where_it_acts():
+def test_a_clamp_says_that_no_gradient_goes_through_where_it_acts(as_kept):
     model = Holder()
     x = torch.tensor([[0.0, 1.0], [0.0, 2.0]])
     found = explain(model, x, lambda x: (x * model.w).log().mean())
     (clamp,) = [each for each in found.remedies if "clamp" in each.text][:1]
-    assert clamp.stops_gradient and "no gradient where it acts" in clamp.outcome
+    assert clamp.stops_gradient
+    as_kept(clamp.outcome)
     found = explain(model, x * 0, lambda x: (x * model.w).log().mean())
     flat = found.remedies[0]
-    assert flat.is_flat and "all gradients are 0" in flat.outcome
+    assert flat.is_flat
+    as_kept(flat.outcome)
 
 
 def test_others_are_compared_in_the_batch_with_the_same_dropout():
@@ -271,16 +273,19 @@ def test_the_failing_sample_is_left_out_or_clamped_beside_changes_of_code():
     assert clamp.code in str(found) or drop.code in str(found)
 
 
-def test_a_failing_sample_that_is_no_larger_is_left_out_in_words():
+def test_a_failing_sample_that_is_no_larger_is_left_out_in_words(as_kept):
     model = nn.Linear(2, 1, bias=False)
     x = torch.ones(4, 2)
     x[2] = 0
     found = explain(model, x, lambda x: model(x).abs().log().mean())
     (drop,) = [each for each in found.remedies if each.is_of_data]
-    assert drop.text == "leave sample 2 out of this batch" and not drop.code
+    assert not drop.code
+    as_kept(drop.text)
 
 
-def test_a_derivative_of_complex_numbers_that_float64_has_is_not_called_singular():
+def test_a_derivative_of_complex_numbers_that_float64_has_is_not_called_singular(
+    as_kept,
+):
     torch.manual_seed(0)
     model, gain = nn.Linear(4, 4), torch.tensor([[1.0], [1e-25], [1.0]])
     x = torch.randn(3, 4)
@@ -288,28 +293,29 @@ def test_a_derivative_of_complex_numbers_that_float64_has_is_not_called_singular
         model, x, lambda x: torch.angle(torch.fft.rfft(gain * model(x))).mean()
     )
     assert (found.phase, found.cause) == ("backward", "rounding")
-    assert "the whole step in float64 is finite" in found.evidence[1]
+    as_kept(found.evidence[1])
     assert found.remedies[0].is_right and "angle" in found.remedies[0].text
 
 
-def test_a_whole_batch_of_another_size_is_compared_with_the_steps_before():
+def test_a_whole_batch_of_another_size_is_compared_with_the_steps_before(as_kept):
     torch.manual_seed(0)
     head = nn.Linear(20, 3)
     nn.init.normal_(head.weight)
     batches = [torch.rand(9, 20) * (2550 if step == 5 else 1) for step in range(6)]
     found = stopped(head, lambda m, x: -m(x).softmax(1).log().mean(), batches)
-    assert "times the largest of the last 5 steps" in found.evidence[0]
+    as_kept(found.evidence[0])
     alike = [torch.rand(9, 20) * 2550 for _ in range(2)]
     found = stopped(head, lambda m, x: -m(x).softmax(1).log().mean(), alike)
     assert not any("of the last" in text for text in found.evidence)
 
 
-def test_a_change_of_results_that_were_finite_is_said():
+def test_a_change_of_results_that_were_finite_is_said(as_kept):
     model, x = Holder(), torch.tensor([[0.0, 1e-9], [2e-8, 3e-8], [0.0, 1e-8]])
     found = explain(model, x, lambda x: ((x * model.w).square() + 1).sum().log() + (
         (x * model.w) ** 0.5).sum())  # fmt: skip
     moving = [e for e in found.remedies if e.moves_results and e.moves_results > 1e-3]
-    assert moving and "changes results that were finite" in moving[0].outcome
+    assert moving
+    as_kept(moving[0].outcome)
     clamp = explain(model, x, lambda x: ((x * model.w).log() * (x > 0)).sum()).remedies
     assert all((each.moves_results or 0) < 1e-6 for each in clamp if each.is_finite)
 

@@ -21,21 +21,14 @@ def explained(batch, model=None):
 
 
 @pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (LARGEST, ", float32's largest number"),
-        (-LARGEST, ", float32's lowest number"),
-        (9.969209968386869e36, ", as programs write for a missing value"),
-        (1e20, ", as programs write for a missing value"),
-        (3e25, ""),
-    ],
+    "number", [LARGEST, -LARGEST, 9.969209968386869e36, 1e20, 3e25]
 )
-def test_a_number_of_one_row_that_is_like_no_other(number, text):
+def test_a_number_of_one_row_that_is_like_no_other(number, as_kept):
     batch = torch.ones(4, 3)
     batch[2, 1] = number
     found = explained(batch)
     assert found.cause == "range overflow" and found.sample == 2
-    assert f"`batch` holds {number:.6g} at [2, 1]{text}; its other" in found.evidence[1]
+    as_kept(found.evidence[1])
     first = found.remedies[0]
     assert first.is_recommended
     space = {"batch": batch}
@@ -58,7 +51,7 @@ def test_the_change_of_a_part_of_the_batch_can_be_pasted(make):
     assert batch[0][2, 1] == 0 and float(batch[0].sum()) == 11
 
 
-def test_a_missing_value_that_is_not_large():
+def test_a_missing_value_that_is_not_large(as_kept):
     class Root(nn.Linear):
         def forward(self, x):
             return super().forward((x + 100).log())
@@ -66,7 +59,7 @@ def test_a_missing_value_that_is_not_large():
     batch = torch.ones(4, 3)
     batch[1, 0] = -9999
     found = explained(batch, Root(3, 1))
-    assert "holds -9999 at [1, 0], as programs write" in found.evidence[1]
+    as_kept(found.evidence[1])
 
 
 def test_large_numbers_in_all_rows_are_none():
@@ -83,7 +76,7 @@ class Logarithm(nn.Linear):
         return super().forward(x.log())
 
 
-def test_the_same_number_in_two_tensors_is_not_replaced():
+def test_the_same_number_in_two_tensors_is_not_replaced(as_kept):
     class Two(nn.Linear):
         def forward(self, batch):
             return super().forward(batch[0].pow(2) + batch[1])
@@ -91,7 +84,7 @@ def test_the_same_number_in_two_tensors_is_not_replaced():
     batch = torch.ones(4, 3), torch.ones(4, 3)
     batch[0][2, 1] = batch[1][2, 1] = 1e30
     found = explained(batch, Two(3, 1))
-    assert "holds 1e+30 at [2, 1]" in str(found.evidence)
+    as_kept(found.evidence)
     assert not any("1e+30" in each.text for each in found.remedies)
 
 
@@ -106,7 +99,7 @@ def test_labels_are_no_placeholders(most):
     assert "holds" not in str(found.evidence)
 
 
-def test_a_mask_is_named_and_not_removed():
+def test_a_mask_is_named_and_not_removed(as_kept):
     lowest = torch.finfo(torch.float32).min
     mask = torch.zeros(4, 3)
     mask[2, 1] = lowest
@@ -116,52 +109,52 @@ def test_a_mask_is_named_and_not_removed():
             return super().forward(torch.ones_like(mask)) + mask + 1e38 * mask.sign()
 
     found = explained(mask, Scores(3, 3))
-    assert "holds -3.40282e+38 at [2, 1], float32's lowest" in found.evidence[1]
-    assert found.evidence[1].endswith("its other numbers are 0")
+    as_kept(found.evidence[1])
     assert not any("0 for" in each.text for each in found.remedies)
 
 
 # Tables.
 
 
-def test_the_bad_row_of_an_embedding_and_its_place_in_the_batch():
+def test_the_bad_row_of_an_embedding_and_its_place_in_the_batch(as_kept):
     model = nn.Sequential(nn.Embedding(32, 4), nn.Linear(4, 1))
     with torch.no_grad():
         model[0].weight[[7, 30]] = torch.nan
     ids = torch.tensor([[1, 2], [3, 7]])
     found = explain(model, ids, lambda batch: model(batch).mean())
-    assert "8 nan of 128 values (all in rows 7 and 30)" in found.evidence[0]
-    assert found.evidence[1:] == ["`batch` holds 7 at [1, 1]"]
+    as_kept(found.evidence[0])
+    as_kept(found.evidence[1:])
     optimizer = torch.optim.SGD(model.parameters())
     with OverflowGuard(model, optimizer) as guard:
         with pytest.raises(NonFiniteError) as caught:
             loss = guard.run(lambda: model(ids).mean())
             loss.backward()
             optimizer.step()
-    assert "holds 7 at [1, 1]" in str(caught.value.report.explanation)
+    as_kept(caught.value.report.explanation)
 
 
-def test_a_weight_that_is_no_table_has_no_place_in_the_batch():
+def test_a_weight_that_is_no_table_has_no_place_in_the_batch(as_kept):
     model = nn.Linear(2, 32)
     with torch.no_grad():
         model.weight[1] = torch.nan
     found = explain(model, torch.ones(3, 2), lambda batch: model(batch).mean())
-    assert "(all in row 1)" in found.evidence[0] and len(found.evidence) == 1
+    assert len(found.evidence) == 1
+    as_kept(found.evidence[0])
 
 
 # Numbers and rates.
 
 
-def test_a_nan_that_torch_itself_gives_is_not_said_to_be_the_programs():
+def test_a_nan_that_torch_itself_gives_is_not_said_to_be_the_programs(as_kept):
     model = nn.Linear(3, 3, bias=False)
     model.weight.data = -torch.eye(3)
     loss = lambda batch: torch.logdet(model(batch))  # noqa: E731
     found = explain(model, torch.eye(3), loss)
     assert found.cause == "undefined"
-    assert "by the code of this line or by torch within it" in found.evidence[1]
+    as_kept(found.evidence[1])
 
 
-def test_a_negative_rate_is_clamped():
+def test_a_negative_rate_is_clamped(as_kept):
     model = nn.Linear(2, 2, bias=False)
     model.weight.data = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
 
@@ -169,7 +162,7 @@ def test_a_negative_rate_is_clamped():
         return F.poisson_nll_loss(model(batch), torch.ones(3, 2), log_input=False)
 
     found = explain(model, torch.ones(3, 2), loss)
-    assert found.remedies[0].text == "clamp the rate to at least 0"
+    as_kept(found.remedies[0].text)
     assert found.remedies[0].is_recommended
 
 

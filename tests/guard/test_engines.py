@@ -68,8 +68,7 @@ def test_an_attribute_may_have_the_name_of_a_method(name, policy, caplog):
     assert report.step == 2
     assert report.verdict.first.fqn == "0"
     assert "failed" not in str(report)
-    assert not [gap for gap in guard.coverage().gaps() if "failed" in gap]
-    assert "failed with the error" not in caplog.text
+    assert "failed" not in caplog.text and guard.coverage().failures == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -182,7 +181,7 @@ def train(model, optimizer, num_steps=6, bad=()):
     return results
 
 
-def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog):
+def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog, as_kept):
     model, optimizer = make_engine()
     guard = Unexplained(model, optimizer, "skip")
     results = train(model, optimizer, bad=[3])
@@ -193,7 +192,7 @@ def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog):
     assert results[3][0] == (False, None)  # what the loop unpacks
     assert optimizer.overflow is False  # of the last step
     assert optimizer.num_overflows == 0  # the engine was not asked
-    assert "none of the model's parameters" not in caplog.text
+    as_kept(caplog.messages)
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip", "raise"])
@@ -413,7 +412,7 @@ def test_what_fills_a_partition_up_is_no_gradient():
     assert [float(each[0]) for each in gradients] == [0.0, 1.0, 2.0]
 
 
-def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog):
+def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog, as_kept):
     class Hidden(EngineOptimizer):
         def backward(self, loss):
             super().backward(loss)
@@ -433,10 +432,11 @@ def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog):
     assert "was not checked" not in caplog.text
     train(model, optimizer, num_steps=3)
     said = [each for each in caplog.messages if "was not checked" in each]
-    assert len(said) == 1 and "Step 1 was not" in said[0]
+    assert len(said) == 1
+    as_kept(said[0])
 
 
-def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog):
+def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog, as_kept):
     def fail(watches):
         raise ValueError("broken")
 
@@ -445,13 +445,11 @@ def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog):
     guard = Unexplained(model, optimizer, "skip")
     train(model, optimizer, bad=[2])
     assert guard.num_skipped == 1
-    assert "The guard failed to add details (ValueError: broken)." in str(
-        guard.last_report
-    ).replace("\n  ", " ")
-    assert "failed with the error" in caplog.text
+    as_kept(str(guard.last_report).replace("\n  ", " "))
+    as_kept(caplog.messages)
 
 
-def test_a_backward_is_not_run_again_into_an_engines_gradients():
+def test_a_backward_is_not_run_again_into_an_engines_gradients(as_kept):
     class Adding(EngineOptimizer):
         def backward(self, loss):
             super().backward(loss)
@@ -465,8 +463,7 @@ def test_a_backward_is_not_run_again_into_an_engines_gradients():
     optimizer.weights[0].register_hook(lambda g: counts.append(1) or g * float("nan"))
     train(model, optimizer, num_steps=1)
     assert len(counts) == 1
-    said = " ".join(str(guard.last_report).split())
-    assert "a second backward would write to the gradients that the training" in said
+    as_kept(guard.last_report.explanation)
 
 
 # Remedies that are tried must leave an engine's hooks where they are.
@@ -636,10 +633,8 @@ def test_the_groups_of_an_engines_optimizer_are_those_of_its_ranks():
     assert first[:2] == (1, 3)
 
 
-@pytest.mark.parametrize(
-    "scale, is_half, is_noted", [(2.0**23, True, True), (1e30, False, False)]
-)
-def test_a_report_says_that_a_scale_is_not_known(scale, is_half, is_noted):
+@pytest.mark.parametrize("scale, is_half", [(2.0**23, True), (1e30, False)])
+def test_a_report_says_that_a_scale_is_not_known(scale, is_half, as_kept):
     engine = Hiding(scale)
     dtype = torch.float16 if is_half else torch.float32
     engine.net.to(dtype)
@@ -647,5 +642,4 @@ def test_a_report_says_that_a_scale_is_not_known(scale, is_half, is_noted):
     engine.weights[-1].register_hook(lambda gradient: gradient * 1e30)
     engine.backward(engine(torch.ones(3, 4, dtype=dtype)).square().mean())
     engine.step()
-    text = " ".join(str(guard.last_report).split())
-    assert ("No loss scale was found in Hiding" in text) == is_noted
+    as_kept(guard.last_report.sentences())

@@ -10,7 +10,6 @@ from guarding import (
     NAN,
     Net,
     batches,
-    flat,
     make,
     plant,
     train,
@@ -57,17 +56,17 @@ def test_a_module_that_made_it_is_named(name, value, at):
     assert first.dtype == "float32"
 
 
-def test_a_module_that_passed_it_on_is_told_from_its_caller():
+def test_a_module_that_passed_it_on_is_told_from_its_caller(as_kept):
     model, optimizer = make()
     model.blocks[1].factor = INF
     verdict = verdict_of(model, optimizer, batches(1)[0])
     assert verdict.first.fqn == "blocks.1.fc2"
     assert verdict.first.kind == "input"
     assert verdict.origin == "passed_on"
-    assert verdict.maker == "blocks.1, between the calls of its submodules"
+    as_kept(verdict.maker)
 
 
-def test_the_root_that_made_it_between_its_submodules_is_named():
+def test_the_root_that_made_it_between_its_submodules_is_named(as_kept):
     class Root(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,7 +81,7 @@ def test_the_root_that_made_it_between_its_submodules_is_named():
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.maker == "the model, between the calls of its submodules"
+    as_kept(verdict.maker)
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
@@ -132,7 +131,7 @@ def test_a_bad_buffer_alone_is_found():
     assert (verdict.first.kind, verdict.first.fqn) == ("buffer", "table")
 
 
-def test_a_bad_gradient_of_an_output_is_bracketed():
+def test_a_bad_gradient_of_an_output_is_bracketed(as_kept):
     model, optimizer = make()
     with plant(model.blocks[1].fc1, NAN, backward=True):
         verdict = verdict_of(model, optimizer, batches(1)[0])
@@ -140,27 +139,24 @@ def test_a_bad_gradient_of_an_output_is_bracketed():
     assert (first.kind, first.label) == ("grad_output", "grad_output")
     # The hook spoils what fc1's own hook is then given.
     assert first.fqn == "blocks.1.fc1"
-    assert verdict.maker == (
-        "code that used the output of blocks.1.fc1, or a hook on it; the gradient seen "
-        "last before it, of blocks.1.act, was finite"
-    )
+    as_kept(verdict.maker)
     assert verdict.after == "blocks.1.act"
     assert "blocks.1.fc1.weight" in verdict.dirty_gradients
     assert "blocks.1.fc2.weight" in verdict.clean_gradients
     assert "blocks.1.fc2.bias" not in verdict.clean_gradients  # not the nearest
 
 
-def test_the_backward_of_the_loss_is_named():
+def test_the_backward_of_the_loss_is_named(as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "warn") as guard:
         out = model(*batches(1)[0])["out"]
         (out.sum() * INF).backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.maker == "the backward of the loss"
+    as_kept(verdict.maker)
 
 
-def test_a_gradient_that_is_bad_by_itself():
+def test_a_gradient_that_is_bad_by_itself(as_kept):
     model, optimizer = make()
     x, y = batches(1)[0]
     with OverflowGuard(model, optimizer, "warn") as guard:
@@ -172,7 +168,7 @@ def test_a_gradient_that_is_bad_by_itself():
     assert verdict.dirty_gradients == ["head.weight"]
     assert verdict.clean_gradients == ["norm.bias", "head.bias"]
     assert verdict.candidates == []
-    assert "code that changed gradients after backward" in verdict.maker
+    as_kept(verdict.maker)
 
 
 def test_a_recorded_loss_is_seen():
@@ -265,7 +261,7 @@ def test_what_it_was_before_is_told():
     assert headroom.dtype == "float32"
 
 
-def test_what_came_near_the_end_of_its_dtype_is_told():
+def test_what_came_near_the_end_of_its_dtype_is_told(as_kept):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
     model[0].weight.data.fill_(3e4)
     model[0].bias.data.zero_()
@@ -275,14 +271,10 @@ def test_what_came_near_the_end_of_its_dtype_is_told():
         report = guard.check()
     assert report.least_headroom.where == "output of 0"
     assert report.least_headroom.abs_max == 6e4
-    assert (
-        "The finite value nearest to its dtype's maximum: output of 0, "
-        "which could grow 1.09-fold (0.1 bits) before float16 overflows."
-        in flat(report)
-    )
+    as_kept(report.sentences())
 
 
-def test_a_report_reads_as_text_and_as_json():
+def test_a_report_reads_as_text_and_as_json(as_kept):
     """The frames, and then the answer and all that it rests on."""
     model, optimizer = make()
     with plant(model.blocks[1].fc2, INF), pytest.raises(NonFiniteError) as raised:
@@ -291,14 +283,12 @@ def test_a_report_reads_as_text_and_as_json():
     report = raised.value.report
     frames, _, paragraph = str(report).rpartition("\n\n")
     assert paragraph.splitlines()[0] == str(raised.value).splitlines()[0]
-    assert report.headline().startswith(
-        "Step 0: `output` of blocks.1.fc2 (Linear) holds 1 inf. lift_fresh in `spoiled"
-    )
+    as_kept(report.headline())
     assert "Non-finite gradients: " in paragraph
     assert "Non-finite gradients: " not in str(raised.value)
     assert "produced it" not in paragraph  # the replay has named the operation
     assert "What to try: " not in paragraph  # nothing is known that helps
-    assert frames.startswith("Detected inf/nan during batch_number=0\nLast 7 forward")
+    as_kept(frames)
     data = json.loads(report.to_json())
     assert data == json.loads(json.dumps(report.to_dict()))
     assert data["verdict"]["first"]["fqn"] == "blocks.1.fc2"
@@ -384,7 +374,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
-def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword):
+def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword, as_kept):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -406,7 +396,7 @@ def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword):
     label = "input.mask" if by_keyword else "input[1]"
     assert report.verdict.maker == "attention"
     assert report.verdict.masks == [label]
-    assert f"Given to attention: -inf in {label}." in flat(report)
+    as_kept([each for each in report.sentences() if label in each])
 
 
 def test_names_that_never_repeat_do_not_fill_the_memory(caplog):

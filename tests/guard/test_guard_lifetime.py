@@ -17,7 +17,6 @@ from guarding import (
     NAN,
     assert_same,
     batches,
-    flat,
     hooks_of,
     make,
     plant,
@@ -266,7 +265,9 @@ def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(reentrant):
+def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(
+    reentrant, as_kept
+):
     class Fickle(nn.Module):
         """Overflows from its second call on."""
 
@@ -292,7 +293,7 @@ def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(reentrant)
         optimizer.step()
     verdict = guard.last_report.verdict
     assert (verdict.maker, verdict.is_recomputed) == ("1", True)
-    assert "arose when backward computed that again" in flat(guard.last_report)
+    as_kept(guard.last_report.sentences())
     assert any("(recomputed)" in frame for frame in guard.last_report.frames)
 
 
@@ -333,7 +334,7 @@ def test_two_guards_on_one_model_do_not_meet():
         assert second.num_skipped == 1
 
 
-def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog):
+def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog, as_kept):
     from overflow_fast.guard.watching.step_tensors import StepTensors
 
     def fail(*_):
@@ -349,8 +350,7 @@ def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog):
         results.append(state_of(model, optimizer))
         if guard is not None:
             assert guard.coverage().failures == 3
-            assert "The guard itself failed 3 times." in str(guard.coverage())
-            assert caplog.text.count("The guard failed with the error below") == 1
+            as_kept(caplog.messages)
             with plant(model.head, INF):
                 train_step(model, optimizer, batches(1)[0])
             assert guard.num_skipped == 1
@@ -400,13 +400,12 @@ def test_a_steps_number_is_an_int(number, error):
         assert guard.step == 0
 
 
-def test_a_guard_says_what_to_pickle_instead():
+def test_a_guard_says_what_to_pickle_instead(as_kept):
     model = nn.Linear(2, 2)
     with OverflowGuard(model) as guard:
-        with pytest.raises(
-            TypeError, match=r"Pickle the\n?\s*model, the optimizer and"
-        ):
+        with pytest.raises(TypeError) as raised:
             pickle.dumps(guard)
+        as_kept(raised.value)
         for copied in (copy.copy(guard), copy.deepcopy(guard)):
             assert type(copied) is OverflowGuard and copied is not guard
             assert copied.step == 0

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
+from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
@@ -13,57 +14,56 @@ from overflow_fast.guard.watching import watch as model_watch
 from overflow_fast.guard.watching.step_tensors import ScanLevel
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"on_overflow": "stop"}, ValueError, "on_overflow must be .* got 'stop'"),
-        ({"on_overflow": None}, ValueError, "on_overflow must be .* got None"),
-        ({"watch": "weights"}, TypeError, "watch must be a list of .* got 'weig"),
-        ({"watch": []}, ValueError, "watch must hold at least one name, got none"),
-        ({"watch": ["grads"]}, ValueError, "watch must hold names out of .*'grads'"),
-        ({"watch": ["tripwir"]}, ValueError, r"'tripwir': did you mean tripwire\?"),
-        ({"watch": ["grad_outputs"]}, ValueError, "must hold 'activations' where"),
-        ({"include": "head"}, TypeError, "include must be a list .* got 'head'"),
-        ({"include": ["tail"]}, ValueError, "include must hold .*'tail' matches none"),
-        ({"exclude": None}, TypeError, "exclude must be a list .* got None"),
-        ({"exclude": ["x.*"]}, ValueError, r"exclude must hold .*'x\.\*' matches none"),
-        ({"sync": "never"}, ValueError, "sync must be 'step' or 'lagged', got 'never'"),
-        ({"max_consecutive_skips": -1}, ValueError, "max_consecutive_skips must be"),
-        ({"process_group": True}, TypeError, "process_group must be .* got bool"),
-    ],
-)
-def test_wrong_arguments_are_told(arguments, error, message):
+def test_wrong_arguments_are_told(as_kept):
     model, optimizer = make()
-    with pytest.raises(error, match=message):
+
+    def call(arguments):
         OverflowGuard(model, optimizer, **arguments)
+
+    as_kept(
+        errors_of(
+            call,
+            [
+                {"on_overflow": "stop"},
+                {"on_overflow": None},
+                {"watch": "weights"},
+                {"watch": []},
+                {"watch": ["grads"]},
+                {"watch": ["tripwir"]},
+                {"watch": ["grad_outputs"]},
+                {"include": "head"},
+                {"include": ["tail"]},
+                {"exclude": None},
+                {"exclude": ["x.*"]},
+                {"sync": "never"},
+                {"max_consecutive_skips": -1},
+                {"process_group": True},
+            ],
+        )
+    )
     assert hooks_of(model, optimizer) == 0
 
 
-@pytest.mark.parametrize(
-    "model, error, message",
-    [
-        (None, TypeError, "model must be a torch.nn.Module, .* got NoneType"),
-        ([nn.ReLU(), 3], TypeError, "model must be a torch.nn.Module, .* got int"),
-        ([], ValueError, "model must hold at least one torch.nn.Module"),
-        ({}, ValueError, "model must hold at least one torch.nn.Module"),
-    ],
-)
-def test_wrong_models_are_told(model, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_models_are_told(as_kept):
+    def call(model):
         OverflowGuard(model)
+
+    as_kept(errors_of(call, [None, [nn.ReLU(), 3], [], {}]))
 
 
 @pytest.mark.parametrize("optimizer", [3, "adam", [None], nn.ReLU()])
-def test_wrong_optimizers_are_told(optimizer):
-    with pytest.raises(TypeError, match="optimizer must be a torch"):
+def test_wrong_optimizers_are_told(optimizer, as_kept):
+    with pytest.raises(TypeError) as raised:
         OverflowGuard(nn.ReLU(), optimizer)
+    as_kept(raised.value)
 
 
-def test_a_wrong_record_is_told():
+def test_a_wrong_record_is_told(as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(TypeError, match=r"loss must be a torch.Tensor, got float"):
+        with pytest.raises(TypeError) as raised:
             guard.record(loss=1.0)
+        as_kept(raised.value)
 
 
 # What is looked at.
@@ -91,7 +91,6 @@ def test_modules_are_chosen_by_patterns():
     guard = OverflowGuard(model, optimizer, include=["blocks.*"], exclude=["*.act"])
     coverage = guard.coverage()
     assert (coverage.modules_watched, coverage.modules) == (9, 16)
-    assert "7 of 16 modules were left out." in str(coverage)
     hooked = [name for name, m in model.named_modules() if m._forward_hooks]
     assert hooked == [
         "",  # where a forward begins and ends
@@ -230,8 +229,7 @@ def test_between_watched_steps_no_module_has_a_hook():
                 train_step(model, optimizer, batch)
             model.load_state_dict(make()[0].state_dict())
     assert seen == [False, True, False, False, True, False, False, True]
-    assert guard.coverage().steps_watched == 3
-    assert "5 of 8 steps were not watched." in str(guard.coverage())
+    assert (guard.coverage().steps, guard.coverage().steps_watched) == (8, 3)
 
 
 def test_a_guard_with_a_budget_plans_by_what_it_measures(monkeypatch):
@@ -342,17 +340,17 @@ def test_the_loop_of_the_example_needs_nothing_else():
     guard.remove()
 
 
-def test_an_optimizer_of_another_model_is_told_of(caplog):
+def test_an_optimizer_of_another_model_is_told_of(caplog, as_kept):
     model, optimizer = make()
     other, strangers = make(width=4)
     OverflowGuard(model, optimizer).remove()
     OverflowGuard([model, other], [optimizer, strangers]).remove()
     assert not caplog.records
     OverflowGuard(model, strangers).remove()
-    assert "The AdamW that the guard was given has none of" in caplog.text
+    as_kept(caplog.messages)
 
 
-def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
+def test_a_guard_that_never_judges_says_so(caplog, monkeypatch, as_kept):
     monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
     model, optimizer = make()
     with OverflowGuard(model) as guard:
@@ -365,7 +363,7 @@ def test_a_guard_that_never_judges_says_so(caplog, monkeypatch):
         for batch in batches(4):
             train_step(model, optimizer, batch)
     (record,) = caplog.records
-    assert "5 forwards ran, and none was judged." in record.getMessage()
+    as_kept(record.getMessage())
 
 
 def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
@@ -378,18 +376,19 @@ def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["StepLR", "ReduceLROnPlateau"])
-def test_a_scheduler_is_refused_as_an_optimizer(kind):
+def test_a_scheduler_is_refused_as_an_optimizer(kind, as_kept):
     model, optimizer = make()
     arguments = (1,) if kind == "StepLR" else ()
     scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
-    with pytest.raises(TypeError, match=f"the scheduler {kind}: give the optimizer"):
+    with pytest.raises(TypeError) as raised:
         OverflowGuard(model, scheduler)
+    as_kept(raised.value)
     with pytest.raises(TypeError, match=f"the scheduler {kind}"):
         OverflowGuard(model, [optimizer, scheduler])
     assert hooks_of(model, optimizer) == 0
 
 
-def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog):
+def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog, as_kept):
     file = tmp_path / "file"
     file.write_text("")
     model, optimizer = make()
@@ -400,9 +399,9 @@ def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog):
         return "\n".join(record.getMessage() for record in caplog.records)
 
     assert "leave no module" in said(exclude=["*"])
-    assert f"log={file / 'log'} cannot be written" in said(log=file / "log")
-    assert f"record={tmp_path} cannot be written" in said(record=tmp_path)
-    assert f"evidence={file} cannot be written" in said(evidence=file)
+    as_kept(said(log=file / "log"))
+    as_kept(said(record=tmp_path))
+    as_kept(said(evidence=file))
     assert "Headroom()" in said(nn.ReLU(), monitors=[Headroom()])
 
 

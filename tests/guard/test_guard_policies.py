@@ -145,24 +145,23 @@ def test_warn_lets_the_step_happen(caplog):
     assert guard.last_report.action == "warn"
     assert not guard.last_step_skipped
     assert model.head.weight.isnan().any()
-    assert "Step 0: the gradient `head.weight`" in caplog.text
+    assert guard.last_report.headline() in caplog.text
 
 
-def test_a_run_that_stays_bad_is_not_noisy(caplog):
+def test_a_run_that_stays_bad_is_not_noisy(caplog, as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "warn"):
         with caplog.at_level(logging.WARNING, "overflow_fast"):
             for batch in batches(20):
                 step_with_bad_gradient(model, optimizer, batch)
         assert len(caplog.records) == 5  # the 1st, 2nd, 4th, 8th and 16th
-        assert "16th non-finite step in a row" in caplog.records[-1].message
-        assert "forward frames" not in caplog.records[-1].message
+        as_kept(caplog.records[-1].message)
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip"])
 @pytest.mark.parametrize("kind", ["weight", "optimizer_state"])
 def test_a_state_that_stays_bad_is_a_fact_and_asks_for_a_checkpoint(
-    kind, policy, caplog
+    kind, policy, caplog, as_kept
 ):
     model, optimizer = make()
     watch = ["weights", "optimizer_state"]
@@ -177,11 +176,7 @@ def test_a_state_that_stays_bad_is_a_fact_and_asks_for_a_checkpoint(
             assert guard.last_report.is_beyond_repair
             assert guard.last_report.to_dict()["is_beyond_repair"]
     if policy == "warn":
-        full, short = (each.message for each in caplog.records[:2])
-        assert "2nd non-finite step in a row" in short
-        for text in (full, short):
-            assert "The optimizer step was made, and the" in text
-            assert "load a checkpoint in which" in " ".join(text.split())
+        as_kept(caplog.messages)
 
 
 def test_what_a_step_was_given_leaves_nothing_behind_if_it_is_skipped():
@@ -192,7 +187,9 @@ def test_what_a_step_was_given_leaves_nothing_behind_if_it_is_skipped():
 
 
 @pytest.mark.parametrize("is_in_row", [True, False])
-def test_repeated_alarms_of_one_place_are_logged_ever_more_rarely(caplog, is_in_row):
+def test_repeated_alarms_of_one_place_are_logged_ever_more_rarely(
+    caplog, is_in_row, as_kept
+):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "skip"):
         with caplog.at_level(logging.WARNING, "overflow_fast"):
@@ -202,12 +199,11 @@ def test_repeated_alarms_of_one_place_are_logged_ever_more_rarely(caplog, is_in_
                 if not is_in_row:
                     train_step(model, optimizer, batch)
         assert len(caplog.records) == 4  # the 1st, 2nd, 4th and 8th
-        what = "non-finite step in a row" if is_in_row else "alarm of this place"
-        assert f"8th {what}; the next one logged is the 16th" in caplog.text
+        as_kept(caplog.messages[-1])
         assert all("head.weight" in record.message for record in caplog.records)
 
 
-def test_too_many_skips_in_a_row_raise():
+def test_too_many_skips_in_a_row_raise(as_kept):
     model, optimizer = make()
     data = batches(7)
     with OverflowGuard(model, optimizer, "skip", max_consecutive_skips=2) as guard:
@@ -218,8 +214,9 @@ def test_too_many_skips_in_a_row_raise():
         assert guard.consecutive_skips == 0
         for batch in data[3:5]:
             step_with_bad_gradient(model, optimizer, batch)
-        with pytest.raises(NonFiniteError, match="3 steps in a row are bad"):
+        with pytest.raises(NonFiniteError) as raised:
             step_with_bad_gradient(model, optimizer, data[5])
+        as_kept(raised.value)
         assert guard.num_skipped == 4
 
 
@@ -289,7 +286,7 @@ def test_an_action_may_be_of_an_enum(policy, tmp_path):
     with OverflowGuard(model, optimizer, policy, log=log) as guard:
         step_with_bad_gradient(model, optimizer, batches(1)[0])
     assert guard.num_skipped == 1
-    assert "The optimizer step was skipped." in str(guard.last_report)
+    assert guard.last_report.action == Choice.SKIP
     assert '"action": "skip"' in log.read_text()
 
 
@@ -374,7 +371,6 @@ def test_frozen_unused_and_unset_gradients_are_fine():
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
     assert guard.coverage().without_gradient == 2
-    assert "2 parameters had no gradient." in str(guard.coverage())
 
 
 def test_parameters_of_no_watched_model_are_judged():

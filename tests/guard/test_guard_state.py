@@ -40,7 +40,7 @@ SPOILED = {
 
 @pytest.mark.parametrize("message, spoil", SPOILED.items(), ids=SPOILED)
 @pytest.mark.parametrize("by_guard", [False, True])
-def test_what_is_not_finite_is_named(message, spoil, by_guard):
+def test_what_is_not_finite_is_named(message, spoil, by_guard, as_kept):
     model, optimizer = trained()
     guard = OverflowGuard(model, optimizer, watch=["gradients"])
     arguments = () if by_guard else (model, optimizer)
@@ -50,20 +50,17 @@ def test_what_is_not_finite_is_named(message, spoil, by_guard):
     with pytest.raises(NonFiniteError, match=message) as caught:
         check(*arguments)
     assert caught.value.report.step == 0
-    assert "Do not save this state." in str(caught.value)
+    as_kept(caught.value)
     assert not guard.coverage().steps_watched
 
 
-def test_all_that_is_not_finite_is_named():
+def test_all_that_is_not_finite_is_named(as_kept):
     model, optimizer = trained()
     for spoil in SPOILED.values():
         spoil(model, optimizer)
     with pytest.raises(NonFiniteError) as caught:
         assert_finite_state(model, optimizer)
-    assert (
-        "All non-finite tensors: weight blocks.1.fc1.weight, buffer norm.running_mean, "
-        "optimizer state head.bias.exp_avg."
-    ) in caught.value.report.sentences()
+    as_kept(caught.value.report.sentences())
 
 
 def test_several_models_and_optimizers_are_looked_at():
@@ -86,7 +83,7 @@ def test_other_models_than_the_guards_can_be_asked_for():
         guard.assert_finite_state(average)
 
 
-def test_masks_and_what_is_allowed_are_fine():
+def test_masks_and_what_is_allowed_are_fine(as_kept):
     model, optimizer = trained()
     model.register_buffer("mask", torch.tensor([-INF, 0.0]))
     assert_finite_state(model, optimizer)
@@ -94,8 +91,9 @@ def test_masks_and_what_is_allowed_are_fine():
     allow = {"norm:buffer.running_mean": "inf"}
     assert_finite_state(model, optimizer, allow=allow)
     OverflowGuard(model, optimizer, allow=allow).assert_finite_state()
-    with pytest.raises(ValueError, match="allow must have keys"):
+    with pytest.raises(ValueError) as raised:
         assert_finite_state(model, allow={"norm": "inf"})
+    as_kept(raised.value)
 
 
 def test_asking_changes_nothing():
@@ -123,7 +121,7 @@ def test_wrong_arguments_are_told(arguments, message):
         OverflowGuard(nn.Linear(1, 1)).assert_finite_state(*arguments)
 
 
-def test_a_state_in_lists_is_looked_at():
+def test_a_state_in_lists_is_looked_at(as_kept):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.LBFGS(model.parameters())
 
@@ -136,11 +134,12 @@ def test_a_state_in_lists_is_looked_at():
     optimizer.step(closure)
     assert_finite_state(model, optimizer)
     next(iter(optimizer.state.values()))["old_dirs"][0][1] = NAN
-    with pytest.raises(NonFiniteError, match=r"`weight\.old_dirs\.0` holds 1 nan"):
+    with pytest.raises(NonFiniteError) as raised:
         assert_finite_state(model, optimizer)
+    as_kept(raised.value)
 
 
-def test_a_quantized_state_is_looked_at():
+def test_a_quantized_state_is_looked_at(as_kept):
     optim = pytest.importorskip("torchao.optim")
     model = nn.Linear(128, 64)
     optimizer = optim.AdamW8bit(model.parameters())
@@ -149,25 +148,24 @@ def test_a_quantized_state_is_looked_at():
         optimizer.step()
     assert_finite_state(model, optimizer)
     optimizer.state[model.weight]["exp_avg"].scale[0] = NAN
-    with pytest.raises(NonFiniteError, match=r"`weight\.exp_avg\.scale` holds 1 nan"):
+    with pytest.raises(NonFiniteError) as raised:
         assert_finite_state(model, optimizer)
+    as_kept(raised.value)
 
 
-def test_what_is_not_looked_at_is_logged_once(caplog):
+def test_what_is_not_looked_at_is_logged_once(caplog, as_kept):
     state_check._warned.clear()
     model = nn.Linear(2, 2)
     model.register_buffer("ghost", torch.zeros(2, device="meta"))
     for _ in range(2):
         assert_finite_state(model)
-    assert caplog.messages == [
-        "[overflow_fast] 1 tensors of the state were not checked: meta tensor. "
-        "Logged once."
-    ]
+    as_kept(caplog.messages)
 
 
-def test_a_state_dict_is_no_model():
-    with pytest.raises(TypeError, match="give the model, and not its state_dict"):
+def test_a_state_dict_is_no_model(as_kept):
+    with pytest.raises(TypeError) as raised:
         assert_finite_state(nn.Linear(1, 1).state_dict())
+    as_kept(raised.value)
 
 
 def test_a_sparse_state_is_looked_at():

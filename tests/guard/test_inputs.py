@@ -41,7 +41,7 @@ def test_what_has_one_entry_has_none_to_name(shape):
     assert samples(None, True) == ""
 
 
-def test_an_entry_is_named_if_some_of_it_is_bad():
+def test_an_entry_is_named_if_some_of_it_is_bad(as_kept):
     x = torch.ones(2, 3)
     x[1, 2] = math.inf
-    assert samples(x, True) == ", sample 1 of 2 (from 0)"
+    as_kept(samples(x, True))

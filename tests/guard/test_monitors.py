@@ -85,18 +85,15 @@ def step_with(model, optimizer, num_dead):
     optimizer.step()
 
 
-def test_a_monitor_of_ones_own_warns(tmp_path, caplog):
+def test_a_monitor_of_ones_own_warns(tmp_path, caplog, as_kept):
     model, optimizer = dying()
     log = tmp_path / "guard.jsonl"
     with OverflowGuard(model, optimizer, log=log, monitors=[DeadUnits()]) as guard:
         for num_dead in (0, 4, 4, 6):
             step_with(model, optimizer, num_dead)
     first, second = messages(caplog)
-    assert first == (
-        "Step 1 is finite, but DeadUnits: 50% of the units of 0 get no gradient. The "
-        "optimizer step was made."
-    )
-    assert second.startswith("Step 3 is finite, but DeadUnits: 75% of the units of 0")
+    as_kept(first)
+    as_kept(second)
     assert guard.num_skipped == 0 and guard.metrics()["spikes_total"] == 0
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     notices = [line for line in lines if line["kind"] == "notice"]
@@ -104,7 +101,7 @@ def test_a_monitor_of_ones_own_warns(tmp_path, caplog):
         (1, None, "DeadUnits"),
         (3, None, "DeadUnits"),
     ]
-    assert notices[0]["text"] == "50% of the units of 0 get no gradient"
+    as_kept(notices[0]["text"])
 
 
 def test_each_guard_has_a_copy_of_its_own(caplog):
@@ -178,7 +175,7 @@ def test_a_step_tells_loss_norm_and_magnitudes():
             assert any("output of head" in name for name in magnitudes)
 
 
-def test_a_monitor_may_skip(tmp_path, caplog):
+def test_a_monitor_may_skip(tmp_path, caplog, as_kept):
     model, optimizer = make()
     states, path = [], tmp_path / "run.ofr"
     with OverflowGuard(
@@ -191,22 +188,20 @@ def test_a_monitor_may_skip(tmp_path, caplog):
     assert guard.num_skipped == 1 and guard.last_report is None
     assert_same(states[1], states[2])
     (text,) = messages(caplog)
-    assert text == (
-        "Step 1 is finite, but Skips: a step to leave out. The optimizer step was "
-        "skipped."
-    )
+    as_kept(text)
     actions = [step.action for step in read_record(path).steps]
     assert "spike" not in actions
 
 
-def test_who_may_not_skip_warns(caplog):
+def test_who_may_not_skip_warns(caplog, as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, monitors=[Skips(1, may_skip=False)]) as guard:
         train(model, optimizer, batches(3))
     assert guard.num_skipped == 0
-    assert "The optimizer step was made." in messages(caplog)[0]
-    with pytest.raises(ValueError, match="none that skips steps with sync='lagged'"):
+    as_kept(messages(caplog)[0])
+    with pytest.raises(ValueError) as raised:
         OverflowGuard(model, optimizer, sync="lagged", monitors=[Skips(1)])
+    as_kept(raised.value)
 
 
 def _skip_on_ranks():
@@ -237,7 +232,7 @@ class Broken(Monitor):
     begin_step = look = end_step = stop = metrics = fail
 
 
-def test_errors_of_a_monitor_do_not_reach_the_program(caplog):
+def test_errors_of_a_monitor_do_not_reach_the_program(caplog, as_kept):
     calls = []
     model, optimizer = make()
     monitors = [Broken(), Noted(calls), Spikes()]
@@ -247,14 +242,15 @@ def test_errors_of_a_monitor_do_not_reach_the_program(caplog):
         assert guard.coverage().failures > 0
     assert ("look", 1) in calls and calls[-1] == "stop"
     assert "broken monitor" in caplog.text
-    assert caplog.text.count("The monitor Broken failed with the error below") == 1
+    as_kept(caplog.messages)
 
 
-def test_what_is_written_next_to_a_monitor_is_checked():
+def test_what_is_written_next_to_a_monitor_is_checked(as_kept):
     class Twice(DeadUnits):
         pass
 
     model, optimizer = make()
     OverflowGuard(model, optimizer, monitors=[DeadUnits(), Twice()]).remove()
-    with pytest.raises(ValueError, match="one monitor of a kind, got two of DeadUnits"):
+    with pytest.raises(ValueError) as raised:
         OverflowGuard(model, optimizer, monitors=[DeadUnits(), DeadUnits()])
+    as_kept(raised.value)

@@ -508,12 +508,12 @@ def test_a_round_that_fails_to_end_stops_no_step(part, method, caplog):
         assert_same(a.detach(), b.detach())
 
 
-def test_a_rule_that_fails_stops_no_forward():
+def test_a_rule_that_fails_stops_no_forward(as_kept):
     model = nn.Sequential(nn.Linear(2, 2))
     with OverflowGuard(model, None, "warn", allow={"*:output": "nan"}) as guard:
         guard._parts.watches[0].recorder.set_rules(broken)
         model(X * INF)
-        assert "RuntimeError: a fault of the guard" in guard.coverage().not_scanned
+        as_kept(guard.coverage().not_scanned)
 
 
 # GradScaler.
@@ -636,7 +636,7 @@ def test_a_copy_of_a_model_with_a_guard_and_the_original_detector(is_first):
         assert guard.last_report is None
 
 
-def test_a_second_guard_says_so_and_both_work(caplog):
+def test_a_second_guard_says_so_and_both_work(caplog, as_kept):
     model, optimizer = make()
     with caplog.at_level(logging.WARNING, "overflow_fast"):
         with OverflowGuard(model, optimizer, "warn") as first:
@@ -644,7 +644,7 @@ def test_a_second_guard_says_so_and_both_work(caplog):
             with OverflowGuard(model, optimizer, "warn") as second:
                 said = [r for r in caplog.messages if "Another OverflowGuard" in r]
                 assert len(said) == 1
-                assert "already watches this Net" in said[0]
+                as_kept(said[0])
                 model(torch.ones(4, 8) * INF, y=torch.ones(4, 1))["loss"].backward()
                 optimizer.step()
                 assert first.last_report is not None
@@ -674,11 +674,11 @@ def test_one_guard_after_another_says_nothing(caplog):
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, None])
-def test_models_that_are_false_or_have_no_length(kind, caplog):
+def test_models_that_are_false_or_have_no_length(kind, caplog, as_kept):
     model = torch.compile(nn.Linear(2, 2)) if kind is None else kind()
     with OverflowGuard(model, None, "warn") as guard:
         with OverflowGuard(model, None, "warn"):
             pass
         assert guard.coverage().failures == 0
     assert "The guard failed" not in caplog.text
-    assert "Another OverflowGuard already watches this" in caplog.text
+    as_kept(caplog.messages)

@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 from guarding import batches, make, train_step
+from kept_texts import errors_of
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, flags
@@ -75,7 +76,7 @@ def large(batch):
 
 
 @pytest.mark.parametrize("device", [False, True], indirect=True)
-def test_a_flag_that_is_set_skips_the_step(device):
+def test_a_flag_that_is_set_skips_the_step(device, as_kept):
     model, optimizer = saturating()
     guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
     first, second, third = batches(3)
@@ -84,7 +85,7 @@ def test_a_flag_that_is_set_skips_the_step(device):
     train_step(model, optimizer, large(second))
     assert guard.last_step_skipped and torch.equal(model.head.weight, before)
     report = guard.last_report
-    assert report.headline() == "Step 1 has overflowed: the cpu overflow flag is set."
+    as_kept(report.headline())
     text = " ".join(str(report).split())
     assert SENTENCE in text and "non-finite." not in text
     assert is_of_flag(report.verdict)
@@ -105,7 +106,7 @@ def test_a_bad_tensor_is_named_before_the_flag(device):
 
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
-def test_the_replay_names_the_operation(device, watch):
+def test_the_replay_names_the_operation(device, watch, as_kept):
     model, optimizer = saturating()
     options = {} if watch is None else {"watch": watch}
     OverflowGuard(model, optimizer, **options)
@@ -118,10 +119,10 @@ def test_the_replay_names_the_operation(device, watch):
     assert found.op.name == "overflow_fast_tests.saturate"
     assert "return saturate(x)" in found.op.code
     assert found.module == "blocks.1.act"
-    assert "its result is finite: it overflowed inside" in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
-def test_a_flag_that_no_replay_sets_is_not_reproducible(device):
+def test_a_flag_that_no_replay_sets_is_not_reproducible(device, as_kept):
     model, optimizer = make()
     OverflowGuard(model, optimizer)
     batch = batches(1)[0]
@@ -132,10 +133,10 @@ def test_a_flag_that_no_replay_sets_is_not_reproducible(device):
         optimizer.step()
     found = caught.value.report.explanation
     assert found.cause == "not reproducible" and found.op is None
-    assert found.evidence == ["no operation of the replay sets the overflow flag"]
+    as_kept(found.evidence)
 
 
-def test_a_flag_that_cannot_be_read_is_given_up(device, caplog):
+def test_a_flag_that_cannot_be_read_is_given_up(device, caplog, as_kept):
     def fail():
         raise RuntimeError("Unsupported api")
 
@@ -145,7 +146,7 @@ def test_a_flag_that_cannot_be_read_is_given_up(device, caplog):
     for batch in batches(2):
         train_step(model, optimizer, batch)
     assert guard.step == 2 and guard.coverage().failures == 0
-    assert caplog.text.count("The overflow flag of cpu is no longer read") == 1
+    as_kept(caplog.messages)
 
 
 def test_the_scaler_is_left_its_flag(device):
@@ -173,18 +174,14 @@ def test_check_asks_too_and_other_devices_are_not_asked(device):
     assert other.num_read == other.num_cleared == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ((3, print, print), "device_type must be a str, got int"),
-        (("npu", None, print), "clear must be callable, got NoneType"),
-        (("npu", print, 1), "read must be callable, got int"),
-    ],
-)
-def test_what_cannot_be_registered_is_refused(arguments, match):
-    device_type, clear, read = arguments
-    with pytest.raises(TypeError, match=match):
+def test_what_cannot_be_registered_is_refused(as_kept):
+    def call(arguments):
+        device_type, clear, read = arguments
         flags.register(device_type, clear=clear, read=read)
+
+    as_kept(
+        errors_of(call, [(3, print, print), ("npu", None, print), ("npu", print, 1)])
+    )
     assert overflow_fast.flags is flags
 
 

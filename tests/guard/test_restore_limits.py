@@ -3,13 +3,13 @@
 import pytest
 import torch
 from buffers import BAD, LARGE, Stateful, X, everything, norm_net, step, watched
-from guarding import NAN, assert_same, flat
+from guarding import NAN, assert_same
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
 
-def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
+def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch, as_kept):
     from overflow_fast.guard.undo import buffers
 
     def fail(*_):
@@ -25,12 +25,10 @@ def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch):
         step(model, optimizer, BAD)
         assert weight.equal(model[0].weight)
         assert guard.last_step_skipped
-    text = str(guard.last_report)
-    assert "The buffer 1.running_mean could not be put back" in text
-    assert "no such kernel" in flat(text)
+    as_kept(guard.last_report.notes)
 
 
-def test_large_frozen_parameters_are_not_copied(monkeypatch):
+def test_large_frozen_parameters_are_not_copied(monkeypatch, as_kept):
     from overflow_fast.guard.undo import buffers
 
     monkeypatch.setattr(buffers, "_MAX_FROZEN", 2**16)
@@ -44,9 +42,7 @@ def test_large_frozen_parameters_are_not_copied(monkeypatch):
         assert all(k.copy is None for s in starts for k in s._known.values())
         model.write = lambda self, x: self.kept.add_(x.sum())
         step(model, optimizer, BAD)
-        assert "frozen parameter kept could not be put back (it is large" in str(
-            guard.last_report
-        )
+        as_kept(guard.last_report.notes)
 
 
 def test_functional_calls_leave_the_models_own_buffers_in_place():

@@ -79,13 +79,12 @@ def test_what_is_bad_holds_for_all_in_any_order(spoil, is_reversed):
         assert not any(map(guard.was_skipped, optimizers))
 
 
-def test_a_guard_knows_its_own_optimizers_alone():
+def test_a_guard_knows_its_own_optimizers_alone(as_kept):
     model, optimizers = split()
     with OverflowGuard(model, optimizers[:1], "skip") as guard:
-        with pytest.raises(
-            ValueError, match="optimizer must be one that the guard was"
-        ):
+        with pytest.raises(ValueError) as raised:
             guard.was_skipped(optimizers[1])
+        as_kept(raised.value)
 
 
 def test_gradients_that_are_left_from_before_are_no_alarm():
@@ -165,14 +164,17 @@ class Gan:
 
 
 @pytest.mark.parametrize("per_round", [1, 3])
-def test_a_critic_that_stays_bad_raises_though_the_generator_is_clean(per_round):
+def test_a_critic_that_stays_bad_raises_though_the_generator_is_clean(
+    per_round, as_kept
+):
     gan = Gan(per_round)
     guard = OverflowGuard(
         gan.models, list(gan.optimizers.values()), "skip", max_consecutive_skips=4
     )
-    with guard, pytest.raises(NonFiniteError, match="5 steps in a row are bad"):
+    with guard, pytest.raises(NonFiniteError) as raised:
         for _ in range(10):
             gan.round(BAD)
+    as_kept(raised.value)
     assert guard.num_skipped == 4
 
 
@@ -189,10 +191,10 @@ def test_a_bad_critic_alone_is_skipped_where_the_generator_stepped_before():
 
 
 @pytest.mark.parametrize("between", ["evaluation", "check", "bad evaluation"])
-def test_nothing_in_between_resets_the_count(between):
+def test_nothing_in_between_resets_the_count(between, as_kept):
     model, (optimizer, _) = split()
     guard = OverflowGuard(model, optimizer, "skip", max_consecutive_skips=3)
-    with guard, pytest.raises(NonFiniteError, match="4 steps in a row are bad"):
+    with guard, pytest.raises(NonFiniteError) as raised:
         for done in range(10):
             bad_forward(model)
             optimizer.step()
@@ -206,6 +208,7 @@ def test_nothing_in_between_resets_the_count(between):
                 done + 1,
                 True,
             )
+    as_kept(raised.value)
 
 
 def test_21_optimizers_in_one_round_are_one_skip():
@@ -280,14 +283,15 @@ def test_lbfgs_is_one_step_and_one_line(tmp_path):
     assert len([line for line in lines if "is_clean" in line]) == 1
 
 
-def test_steps_that_nobody_watches_reset_no_count():
+def test_steps_that_nobody_watches_reset_no_count(as_kept):
     model, (optimizer, _) = split()
     guard = OverflowGuard(model, optimizer, "skip", schedule=2, max_consecutive_skips=2)
-    with guard, pytest.raises(NonFiniteError, match="3 steps in a row are bad"):
+    with guard, pytest.raises(NonFiniteError) as raised:
         for i in range(10):
             optimizer.zero_grad()
             model(X if i % 2 else BAD).sum().backward()
             optimizer.step()
+    as_kept(raised.value)
 
 
 def test_an_optimizer_whose_step_cannot_be_replaced_is_judged_all_the_same():

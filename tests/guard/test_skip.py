@@ -158,15 +158,16 @@ def test_state_that_a_first_step_has_made_is_gone():
 
 
 @pytest.mark.parametrize("policy", ["skip", lambda report: "skip"])
-def test_a_weight_that_is_bad_already_raises(policy):
+def test_a_weight_that_is_bad_already_raises(policy, as_kept):
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, policy) as guard:
         run(model, optimizer)
         with torch.no_grad():
             model.weight[0, 2] = NAN
-        with pytest.raises(NonFiniteError, match="skipping steps cannot repair it"):
+        with pytest.raises(NonFiniteError) as raised:
             run(model, optimizer)
+        as_kept(raised.value)
         assert guard.num_skipped == 0
 
 

@@ -34,7 +34,7 @@ def test_a_sum_that_overflows_is_skipped(dtype, optimizer, watch):
         assert_same(state_of(model), before)
 
 
-def test_the_report_names_the_gradient_and_the_index():
+def test_the_report_names_the_gradient_and_the_index(as_kept):
     model = nn.Embedding(4, 3, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with OverflowGuard(model, optimizer):
@@ -47,7 +47,7 @@ def test_the_report_names_the_gradient_and_the_index():
     assert report.verdict.dirty_gradients == ["weight"]
     assert (explanation.phase, explanation.cause) == ("backward", "range overflow")
     assert explanation.tensor == "weight"
-    assert "2 rows of the index 3" in explanation.evidence[0]
+    as_kept(explanation.evidence[0])
     assert any("sparse" in note for note in report.notes)
 
 

@@ -53,16 +53,13 @@ def train(model, optimizer, guard, steps, large=()):
 
 
 @pytest.mark.parametrize("watch", ["tripwire", ("activations", "loss", "gradients")])
-def test_overflows_inside_of_a_module_are_told_once(watch, caplog):
+def test_overflows_inside_of_a_module_are_told_once(watch, caplog, as_kept):
     model, optimizer, guard = make(monitors=[MaskedOps(every=2)], watch=watch)
     with guard, caplog.at_level(logging.WARNING, "overflow_fast"):
         train(model, optimizer, guard, 8, large=(3, 4, 6))
         (message,) = caplog.messages
         assert guard.metrics()["hidden_failures_total"] == 1
-    assert "Step 4 is finite, but values inside of it were not" in message
-    assert "odds = torch.exp(scores) (aten.exp)" in message
-    assert "12 inf of 12 values" in message
-    assert "-inf" not in message
+    as_kept(message)
 
 
 def test_audits_change_no_bit():
@@ -107,19 +104,18 @@ def differing():
     return count, [text for text in messages if "replicas" in text]
 
 
-def test_replicas_are_compared():
+def test_replicas_are_compared(as_kept):
     for count, messages in ranks.on_ranks(2, differing):
         assert count == 1
         (message,) = messages
-        assert "Step 4: replicas of weights differ" in message
-        assert "bias differs between ranks 0 and 1" in message
+        as_kept(message)
 
 
-def test_replicas_that_are_not_there_are_told_once(caplog):
+def test_replicas_that_are_not_there_are_told_once(caplog, as_kept):
     model, optimizer, guard = make(monitors=[Replicas(every=2)])
     with guard:
         for _ in range(5):
             optimizer.zero_grad()
             model(torch.ones(3, 4)).mean().backward()
             optimizer.step()
-    assert caplog.text.count("Replicas() has nothing to compare") == 1
+    as_kept(caplog.messages)

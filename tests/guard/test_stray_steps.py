@@ -46,7 +46,7 @@ def test_compiled_steps(when):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, FirstDevice])
 @pytest.mark.parametrize("has_closure", [False, True])
-def test_a_method_that_was_taken_before(kind, has_closure):
+def test_a_method_that_was_taken_before(kind, has_closure, as_kept):
     if has_closure and kind is FirstDevice:
         pytest.skip("it ignores closures")
     model = nn.Linear(6, 1)
@@ -69,8 +69,9 @@ def test_a_method_that_was_taken_before(kind, has_closure):
         take(X)
         before = model.weight.detach().clone()
         if kind is FirstDevice:
-            with pytest.raises(RuntimeError, match="FirstDevice has to be skipped"):
+            with pytest.raises(RuntimeError) as raised:
                 take(BAD)
+            as_kept(raised.value)
         else:
             take(BAD)
         assert before.equal(model.weight)
@@ -106,7 +107,7 @@ def test_an_inner_optimizer_that_is_stepped_by_itself():
         assert (guard.step, guard.num_skipped) == (3, 1)
 
 
-def test_lbfgs_by_a_method_that_was_taken_before():
+def test_lbfgs_by_a_method_that_was_taken_before(as_kept):
     model = nn.Linear(6, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=4)
     taken, calls = optimizer.step, []
@@ -120,6 +121,7 @@ def test_lbfgs_by_a_method_that_was_taken_before():
 
     before = snapshot(model, optimizer)
     with OverflowGuard(model, optimizer, "skip"):
-        with pytest.raises(RuntimeError, match="No weight has changed"):
+        with pytest.raises(RuntimeError) as raised:
             taken(closure)
+        as_kept(raised.value)
     assert_same(snapshot(model, optimizer), before)

@@ -173,7 +173,7 @@ def test_modules_that_have_other_names_by_then_are_watched():
     assert guard.coverage().failures == 0
 
 
-def test_a_transient_fault_is_told_as_one():
+def test_a_transient_fault_is_told_as_one(as_kept):
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer, watch="tripwire")
     TRANSIENT.append("forward")
@@ -182,7 +182,7 @@ def test_a_transient_fault_is_told_as_one():
         optimizer.step()
     report = error.value.report
     assert report.verdict.first.kind == "recorded"
-    assert any("is finite: the fault was transient" in note for note in report.notes)
+    as_kept(report.notes)
     assert report.explanation.cause == "not reproducible"
 
 
@@ -196,7 +196,7 @@ def test_without_the_loss_it_says_what_was_not_run():
     assert "guard.run(lambda: loss)" in str(error.value.report)
 
 
-def test_what_no_hook_sees_in_a_forward_is_not_called_finite():
+def test_what_no_hook_sees_in_a_forward_is_not_called_finite(as_kept):
     """A value that the forward leaves in an attribute, and the loss adds."""
 
     class Net(nn.Module):
@@ -218,9 +218,7 @@ def test_what_no_hook_sees_in_a_forward_is_not_called_finite():
             optimizer.step()
         guard.disable()
     notes = " ".join(error.value.report.notes)
-    assert "were run again with every module watched: what modules receive" in notes
-    assert "receive and return is finite. The loss" in notes
-    assert "are finite" not in notes
+    as_kept(notes)
 
 
 def scanned_in_a_step(**recorded):
@@ -411,12 +409,14 @@ def test_weights_that_grew_are_told_as_divergence():
     assert error.value.report.explanation.cause == "divergence"
 
 
-def test_arguments_are_checked():
+def test_arguments_are_checked(as_kept):
     model, optimizer = make()
-    with pytest.raises(TypeError, match="watch must be a list of names, or 'tripwire'"):
+    with pytest.raises(TypeError) as raised:
         OverflowGuard(model, optimizer, watch="trip")
-    with pytest.raises(TypeError, match="checkpoints must be a list of paths"):
+    as_kept(raised.value)
+    with pytest.raises(TypeError) as raised:
         OverflowGuard(model, optimizer, explain=Explain(checkpoints="last.pt"))
+    as_kept(raised.value)
 
 
 class WithLoss(nn.Module):

@@ -30,7 +30,7 @@ def said_of(model, optimizer, caplog, steps=3, others=(), **asked):
     return lines, metrics
 
 
-def test_a_bfloat16_weight_that_a_small_rate_cannot_move_is_named(caplog):
+def test_a_bfloat16_weight_that_a_small_rate_cannot_move_is_named(caplog, as_kept):
     model = make(torch.bfloat16)
     nn.init.constant_(model[0].weight, 0.1)
     rates = [
@@ -39,12 +39,11 @@ def test_a_bfloat16_weight_that_a_small_rate_cannot_move_is_named(caplog):
     ]
     lines, metrics = said_of(model, torch.optim.SGD(rates), caplog)
     assert len(lines) == 1
-    assert "100% of 0.weight (bfloat16)" in lines[0]
-    assert "1e-06" in lines[0]
+    as_kept(lines[0])
     assert metrics["still_weights"] == 1
 
 
-def test_an_optimizer_that_changes_nothing_is_named(caplog):
+def test_an_optimizer_that_changes_nothing_is_named(caplog, as_kept):
     model = make()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     train(model, optimizer, 1)
@@ -52,7 +51,7 @@ def test_an_optimizer_that_changes_nothing_is_named(caplog):
         state["exp_avg_sq"].fill_(float("inf"))
     lines, _ = said_of(model, optimizer, caplog)
     assert len(lines) == 1
-    assert "changed none of 4 weights" in lines[0]
+    as_kept(lines[0])
 
 
 def test_an_update_that_is_larger_than_its_weight_is_named(caplog):

@@ -124,10 +124,11 @@ def test_mlflow_gets_metrics(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_library_is_named(name, monkeypatch):
+def test_a_missing_library_is_named(name, monkeypatch, as_kept):
     module = f"overflow_fast.integrations.{name}"
     __import__(module)
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=f"needs {name}: run `pip install {name}"):
+    with pytest.raises(ImportError) as raised:
         __import__(module)
+    as_kept(raised.value)

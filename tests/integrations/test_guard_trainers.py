@@ -95,18 +95,18 @@ def test_accelerate_is_guarded_as_usual(tmp_path):
     assert optimizer.step_was_skipped
 
 
-def test_wrong_set_ups_of_accelerate_are_told(tmp_path, monkeypatch):
+def test_wrong_set_ups_of_accelerate_are_told(tmp_path, monkeypatch, as_kept):
     from overflow_fast.integrations.accelerate import guard_with
 
-    with pytest.raises(
-        TypeError, match=r"accelerator must be an accelerate\.Acc.* got N"
-    ):
+    with pytest.raises(TypeError) as raised:
         guard_with(None, *make())
+    as_kept(raised.value)
     name = "overflow_fast.integrations.accelerate"
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match="needs accelerate: run `pip install acc"):
+    with pytest.raises(ImportError) as raised:
         __import__(name)
+    as_kept(raised.value)
 
 
 @pytest.fixture
@@ -195,7 +195,9 @@ def checkpoints(folder):
 
 
 @pytest.mark.parametrize("save", ["steps", "best"])
-def test_trainer_keeps_the_last_good_checkpoint(trainer, tmp_path, save, caplog):
+def test_trainer_keeps_the_last_good_checkpoint(
+    trainer, tmp_path, save, caplog, as_kept
+):
     from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     callback = TrainerGuardCallback(on_overflow="warn")
@@ -211,17 +213,17 @@ def test_trainer_keeps_the_last_good_checkpoint(trainer, tmp_path, save, caplog)
     trainer.add_callback(callback)
     trainer.train()
     assert checkpoints(tmp_path) == ["checkpoint-2"]
-    assert "No checkpoint was saved; the last good one stays." in caplog.text
-    assert "weight transformer.h.0.mlp.c_fc.weight" in caplog.text
+    as_kept(next(each for each in caplog.messages if "No checkpoint" in each))
 
 
-def test_trainer_is_stopped_where_it_would_save(trainer, tmp_path):
+def test_trainer_is_stopped_where_it_would_save(trainer, tmp_path, as_kept):
     from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     trainer = trainer(SpoilWeights(2), save_strategy="steps", save_steps=1)
     trainer.add_callback(TrainerGuardCallback(watch=["gradients"]))
-    with pytest.raises(NonFiniteError, match="Do not save this state"):
+    with pytest.raises(NonFiniteError) as raised:
         trainer.train()
+    as_kept(raised.value)
     assert checkpoints(tmp_path) == ["checkpoint-1"]
 
 
@@ -295,7 +297,7 @@ def test_what_trainers_log_shows_is_not_pointed_out(trainer, caplog):
     assert "logging_nan_inf_filter" not in caplog.text
 
 
-def test_names_of_modules_are_asked_for_when_training_begins(trainer):
+def test_names_of_modules_are_asked_for_when_training_begins(trainer, as_kept):
     from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     callback = TrainerGuardCallback(
@@ -303,8 +305,9 @@ def test_names_of_modules_are_asked_for_when_training_begins(trainer):
     )
     trainer(callback).train()
     assert callback.guard.step == 5
-    with pytest.raises(ValueError, match=r"no module's name matches '\*\.nlp'"):
+    with pytest.raises(ValueError) as raised:
         trainer(TrainerGuardCallback(allow={"*.nlp:output": "inf"})).train()
+    as_kept(raised.value)
 
 
 class Lit(lightning.LightningModule):
@@ -432,7 +435,7 @@ def test_lightnings_loggers_get_the_metrics(tmp_path):
         ("lightning", "LightningGuardCallback", "lightning"),
     ],
 )
-def test_wrong_set_ups_are_told(name, callback, library, monkeypatch):
+def test_wrong_set_ups_are_told(name, callback, library, monkeypatch, as_kept):
     import importlib
 
     module = importlib.import_module(f"overflow_fast.integrations.{name}")
@@ -441,8 +444,9 @@ def test_wrong_set_ups_are_told(name, callback, library, monkeypatch):
     monkeypatch.delitem(sys.modules, module.__name__)
     needed = {"transformers": "transformers", "lightning": "lightning.pytorch"}
     monkeypatch.setitem(sys.modules, needed[library], None)
-    with pytest.raises(ImportError, match=f"needs {library}: run `pip install"):
+    with pytest.raises(ImportError) as raised:
         importlib.import_module(module.__name__)
+    as_kept(raised.value)
 
 
 class Aside(torch.nn.Module):
@@ -495,7 +499,7 @@ def test_ranks_of_transformers_trainer_decide_together(tmp_path):
     assert torch.equal(first[1], second[1])
 
 
-def test_callbacks_learn(trainer):
+def test_callbacks_learn(trainer, as_kept):
     from overflow_fast.integrations.trainer import TrainerGuardCallback
 
     callback = TrainerGuardCallback(learn=3)
@@ -508,5 +512,6 @@ def test_callbacks_learn(trainer):
     assert callback.guard.rules == {
         "transformer.h.0.mlp.act:output": "-inf",
     }
-    with pytest.raises(ValueError, match="steps must be at least 1"):
+    with pytest.raises(ValueError) as raised:
         TrainerGuardCallback(learn=0)
+    as_kept(raised.value)

@@ -66,12 +66,12 @@ def test_trainer_attaches_ours_once_however_often_it_trains(tmp_path):
     assert len(detectors_on(model)) == 1
 
 
-def test_an_overflow_stops_the_training_with_the_report(tmp_path, capsys):
+def test_an_overflow_stops_the_training_with_the_report(tmp_path, capsys, as_kept):
     model = Regression()
     model.linear.weight.data.fill_(3e38)
     with install(), pytest.raises(ValueError, match="inf/nan detected"):
         trainer_of(model, tmp_path).train()
-    assert "Detected inf/nan during batch_number=0" in capsys.readouterr().out
+    as_kept(capsys.readouterr().out)
 
 
 def test_training_is_what_it_is_without(tmp_path):
@@ -119,14 +119,16 @@ def test_other_detectors_are_left_alone(tmp_path):
     assert len(detectors_on(model)) == 2 and mine in detectors_on(model)
 
 
-def test_transformers_is_missing(monkeypatch):
+def test_transformers_is_missing(monkeypatch, as_kept):
     monkeypatch.setitem(sys.modules, "transformers.debug_utils", None)
-    with pytest.raises(ImportError, match="run `pip install transformers`"):
+    with pytest.raises(ImportError) as raised:
         install()
+    as_kept(raised.value)
 
 
-def test_transformers_without_a_detector(monkeypatch):
+def test_transformers_without_a_detector(monkeypatch, as_kept):
     monkeypatch.delattr(transformers.debug_utils, "DebugUnderflowOverflow")
     version = transformers.__version__
-    with pytest.raises(ImportError, match=f"in version {version}: attach overflow"):
+    with pytest.raises(ImportError) as raised:
         install()
+    as_kept(str(raised.value).replace(version, "VERSION"))

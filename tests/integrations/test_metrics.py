@@ -51,7 +51,7 @@ def test_tensorboard_gets_scalars(tmp_path):
     assert found["overflow_fast/skipped_steps_total"] == [(0, 0), (2, 1)]
 
 
-def test_prometheus_is_given_counters_and_gauges():
+def test_prometheus_is_given_counters_and_gauges(as_kept):
     from prometheus_client import CollectorRegistry, generate_latest
 
     from overflow_fast.integrations.prometheus import PrometheusMetrics
@@ -62,11 +62,10 @@ def test_prometheus_is_given_counters_and_gauges():
     run(metrics)
     text = generate_latest(registry).decode()
     assert 'overflow_fast_bad_steps_total{rank="3"} 1.0' in text
-    assert "# TYPE overflow_fast_bad_steps_total counter" in text
-    assert "# TYPE overflow_fast_headroom_bits gauge" in text
+    as_kept([each for each in text.splitlines() if each.startswith("# TYPE")])
 
 
-def test_prometheus_is_served():
+def test_prometheus_is_served(as_kept):
     from prometheus_client import CollectorRegistry
 
     from overflow_fast.integrations.prometheus import PrometheusMetrics
@@ -79,37 +78,36 @@ def test_prometheus_is_served():
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         assert b"overflow_fast_steps_total 3.0" in answer.read()
     registry = CollectorRegistry()
-    with pytest.raises(OSError, match=f"port {port} cannot be served: give each"):
+    with pytest.raises(OSError) as raised:
         PrometheusMetrics(port, registry=registry)
+    as_kept(str(raised.value).replace(str(port), "PORT"))
     metrics.close()
     again = PrometheusMetrics(port, registry=registry)
     again.close()
     PrometheusMetrics(registry=registry).close()
 
 
-def test_wrong_arguments_are_told(tmp_path):
+def test_wrong_arguments_are_told(tmp_path, as_kept):
     from overflow_fast.integrations.prometheus import PrometheusMetrics
     from overflow_fast.integrations.tensorboard import TensorBoardMetrics
 
-    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+    with pytest.raises(ValueError) as raised:
         TensorBoardMetrics(tmp_path, every=0)
-    with pytest.raises(TypeError, match="port must be an int, got str"):
+    as_kept(raised.value)
+    with pytest.raises(TypeError) as raised:
         PrometheusMetrics("9400")
+    as_kept(raised.value)
 
 
 @pytest.mark.parametrize(
-    "name, library, needed",
-    [
-        ("tensorboard", "tensorboard", "torch.utils.tensorboard"),
-        ("prometheus", "prometheus_client", "prometheus_client"),
-    ],
+    "name, needed",
+    [("tensorboard", "torch.utils.tensorboard"), ("prometheus", "prometheus_client")],
 )
-def test_missing_libraries_are_told(name, library, needed, monkeypatch):
+def test_missing_libraries_are_told(name, needed, monkeypatch, as_kept):
     module = f"overflow_fast.integrations.{name}"
     __import__(module)
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, needed, None)
-    with pytest.raises(
-        ImportError, match=f"needs {library}: run `pip install {library}"
-    ):
+    with pytest.raises(ImportError) as raised:
         __import__(module)
+    as_kept(raised.value)

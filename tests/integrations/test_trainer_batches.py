@@ -64,7 +64,7 @@ def test_what_training_step_computes_is_not_the_batchs(tmp_path, compute):
     assert "training_step" in verdict.candidates
 
 
-def test_a_part_of_the_batch_that_is_gone_is_unclear(tmp_path):
+def test_a_part_of_the_batch_that_is_gone_is_unclear(tmp_path, as_kept):
     verdict = verdict_of(
         tmp_path,
         lambda m, b: m.layer(b["x"][1:]).mean(),
@@ -73,16 +73,16 @@ def test_a_part_of_the_batch_that_is_gone_is_unclear(tmp_path):
     )
     assert verdict.source == "unclear"
     assert verdict.candidates == ["the batch", "training_step"]
-    assert verdict.remarks == [f"The batch is non-finite: `batch['x']`{SAMPLE}."]
+    as_kept(verdict.remarks)
 
 
-def test_a_bad_label_is_pointed_out(tmp_path):
+def test_a_bad_label_is_pointed_out(tmp_path, as_kept):
     def compute(module, batch):
         return (module.layer(batch["x"]) * batch["y"]).mean()
 
     verdict = verdict_of(tmp_path, compute, {"y": NAN})
     assert verdict.source == "loss"
-    assert verdict.remarks == [f"The batch is non-finite: `batch['y']`{SAMPLE}."]
+    as_kept(verdict.remarks)
 
 
 def verdict_of(tmp_path, compute, values, **options):

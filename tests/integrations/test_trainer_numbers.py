@@ -61,7 +61,9 @@ class LoggingManual(Manual):
         (Logging, {"log_every_n_steps": 2, "max_steps": 3}),
     ],
 )
-def test_loggers_get_the_numbers_with_lightnings_own(tmp_path, module, arguments):
+def test_loggers_get_the_numbers_with_lightnings_own(
+    tmp_path, module, arguments, as_kept
+):
     logger = Rows()
     arguments = {"log_every_n_steps": 1, **arguments}
     callback = guard_callback()
@@ -73,8 +75,9 @@ def test_loggers_get_the_numbers_with_lightnings_own(tmp_path, module, arguments
     fit(tmp_path, callback, module=module(), count=9, logger=logger, **arguments)
     assert logger.steps_with("loss") == own
     assert logger.steps_with("overflow_fast/steps_total") == []
-    with pytest.raises(TypeError, match="to_loggers must be a bool, got int"):
+    with pytest.raises(TypeError) as raised:
         guard_callback(to_loggers=1)
+    as_kept(raised.value)
 
 
 def test_steps_under_lightning_have_its_numbers_also_after_a_resume(tmp_path):

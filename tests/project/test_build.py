@@ -40,23 +40,18 @@ def test_builds_without_cuda_where_torch_has_none(cuda):
     assert setup_py(cuda=cuda)[0] == 0
 
 
-def test_cuda_asked_for_in_vain():
+def test_cuda_asked_for_in_vain(as_kept):
     if torch.version.cuda is not None:
         pytest.skip("torch has CUDA")
     status, message = setup_py(cuda="1")
     assert status == 1
-    assert message == (
-        "overflow_fast: OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but torch "
-        f"{torch.__version__} was built without CUDA."
-    )
+    as_kept(message)
 
 
-def test_unknown_wish():
+def test_unknown_wish(as_kept):
     status, message = setup_py(cuda="yes")
     assert status == 1
-    assert message == (
-        "overflow_fast: OVERFLOW_FAST_CUDA must be auto, 0 or 1, got 'yes'."
-    )
+    as_kept(message)
 
 
 def test_without_the_extension_nothing_is_asked_for(tmp_path):
@@ -65,20 +60,17 @@ def test_without_the_extension_nothing_is_asked_for(tmp_path):
     assert setup_py_with_torch(tmp_path, broken, **wish)[0] == 0
 
 
-def test_unknown_wish_for_the_extension(tmp_path):
+def test_unknown_wish_for_the_extension(tmp_path, as_kept):
     wish = {"OVERFLOW_FAST_EXTENSION": "no"}
     status, lines = setup_py_with_torch(tmp_path, "", **wish)
     assert status == 1
-    assert lines[-1] == (
-        "overflow_fast: OVERFLOW_FAST_EXTENSION must be auto, 0 or 1, got 'no'."
-    )
+    as_kept(lines[-1])
 
 
-def test_no_compiler():
+def test_no_compiler(as_kept):
     status, message = setup_py(cxx="no-such-compiler -m64")
     assert status == 1
-    assert "no C++ compiler: `no-such-compiler -m64` was not found" in message
-    assert "apt install g++" in message
+    as_kept(message)
 
 
 def setup_py_with_torch(tmp_path, torch, cpp_extension="", **variables):
@@ -100,21 +92,17 @@ def setup_py_with_torch(tmp_path, torch, cpp_extension="", **variables):
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()
 
 
-def test_torch_is_too_old(tmp_path):
+def test_torch_is_too_old(tmp_path, as_kept):
     status, lines = setup_py_with_torch(tmp_path, "__version__ = '2.9.1+cu128'")
     assert status == 1
-    assert lines[-1] == (
-        "overflow_fast: torch >= 2.10 is needed, found 2.9.1+cu128. "
-        "Run `pip install 'torch>=2.10'`."
-    )
+    as_kept(lines[-1])
 
 
-def test_torch_is_missing(tmp_path):
+def test_torch_is_missing(tmp_path, as_kept):
     broken = "raise ImportError('no libtorch.so')"
     status, lines = setup_py_with_torch(tmp_path, broken)
     assert status == 1
-    assert "torch is not importable while building (no libtorch.so)" in lines[-1]
-    assert "pip install --no-build-isolation ." in lines[-1]
+    as_kept(lines[-1])
 
 
 HEADERS = ("cuda.h", "cuda_runtime.h", "cuda_runtime_api.h")
@@ -171,44 +159,39 @@ def test_the_architectures_cuda_is_built_for(tmp_path, torch_cuda, variables, ex
     assert "csrc/scan/cuda/cuda_device.cpp" in sources
 
 
-def test_a_toolkit_of_another_release(tmp_path):
+def test_a_toolkit_of_another_release(tmp_path, as_kept):
     status, lines = setup_with_cuda(tmp_path, "130", "12.4")
     assert status == 0
-    assert lines[0].startswith("overflow_fast: building without CUDA kernels: the")
-    assert "is 12.4 and torch was built with CUDA 13.0" in lines[0]
+    as_kept(lines[0])
 
 
-def test_a_toolkit_of_another_release_where_cuda_is_asked_for(tmp_path):
+def test_a_toolkit_of_another_release_where_cuda_is_asked_for(tmp_path, as_kept):
     wish = {"OVERFLOW_FAST_CUDA": "1"}
     status, lines = setup_with_cuda(tmp_path, "130", "12.4", **wish)
     assert status == 1
-    assert "OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but the toolkit" in lines[-1]
+    as_kept(lines[-1])
 
 
-def test_a_toolkit_without_its_headers(tmp_path):
+def test_a_toolkit_without_its_headers(tmp_path, as_kept):
     status, lines = setup_with_cuda(tmp_path, "130", "13.0", headers=())
     assert status == 0
-    assert lines[0] == (
-        "overflow_fast: building without CUDA kernels: the compiler does not find "
-        "cuda_runtime.h, which belongs to the CUDA toolkit 13.0 (install its headers, "
-        "or set CUDA_HOME to a whole toolkit)."
-    )
+    as_kept(lines[0])
 
 
-def test_a_toolkit_without_a_header_that_torchs_headers_include(tmp_path):
+def test_a_toolkit_without_a_header_that_torchs_headers_include(tmp_path, as_kept):
     (tmp_path / "torch" / "c10" / "cuda").mkdir(parents=True)
     exception = tmp_path / "torch" / "c10" / "cuda" / "CUDAException.h"
     exception.write_text("#include <cusparse.h>")
     variables = {"CPATH": str(tmp_path / "torch")}
     _, lines = setup_with_cuda(tmp_path, "130", "13.0", **variables)
-    assert "does not find cusparse.h, which belongs" in lines[0]
+    as_kept(lines[0])
 
 
-def test_a_toolkit_without_its_headers_where_cuda_is_asked_for(tmp_path):
+def test_a_toolkit_without_its_headers_where_cuda_is_asked_for(tmp_path, as_kept):
     wish = {"OVERFLOW_FAST_CUDA": "1"}
     status, lines = setup_with_cuda(tmp_path, "130", "13.0", headers=(), **wish)
     assert status == 1
-    assert "asks for the CUDA part, but the compiler does not find" in lines[-1]
+    as_kept(lines[-1])
 
 
 def test_headers_where_the_compiler_looks_by_itself(tmp_path):
@@ -273,25 +256,22 @@ def used_with_binaries(tmp_path, use, *names, checkout=False):
     return python(str(script), cwd=tmp_path)
 
 
-def test_a_checkout_that_is_not_built(tmp_path):
+def test_a_checkout_that_is_not_built(tmp_path, as_kept):
     status, message = package_with_binaries(tmp_path, checkout=True)
     assert status == 0
-    assert message.startswith("overflow_fast is not built: ")
-    assert f"run `pip install --no-build-isolation -e .` in {tmp_path}" in message
+    as_kept(message)
 
 
-def test_an_installation_without_its_extension(tmp_path):
+def test_an_installation_without_its_extension(tmp_path, as_kept):
     status, message = package_with_binaries(tmp_path)
     assert status == 0
-    assert message.startswith("overflow_fast is not built: ")
-    assert "pip install --force-reinstall --no-build-isolation" in message
+    as_kept(message)
 
 
-def test_an_extension_that_cannot_be_loaded(tmp_path):
+def test_an_extension_that_cannot_be_loaded(tmp_path, as_kept):
     status, message = package_with_binaries(tmp_path, f"{FOLDER}/_C{SUFFIX}")
     assert status == 1
-    assert message.startswith("overflow_fast's extension cannot be loaded: ")
-    assert "To build it again, run `pip install" in message
+    as_kept(message)
 
 
 def test_the_import_alone_asks_for_no_extension(tmp_path):
@@ -299,59 +279,50 @@ def test_the_import_alone_asks_for_no_extension(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_each_use_says_that_the_extension_cannot_be_loaded(tmp_path):
+def test_each_use_says_that_the_extension_cannot_be_loaded(tmp_path, as_kept):
     done = used_with_binaries(tmp_path, SECOND_USE, f"{FOLDER}/_C{SUFFIX}")
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert (
         len(said) == 8 and set(said[::2]) == {said[0]} and set(said[1::2]) == {said[1]}
     )
-    assert said[0].startswith("overflow_fast's extension cannot be loaded: ")
-    assert said[1].startswith("To build it again, run `pip install")
+    as_kept(said[0])
+    as_kept(said[1])
 
 
-def test_env_says_that_the_extension_cannot_be_loaded(tmp_path):
+def test_env_says_that_the_extension_cannot_be_loaded(tmp_path, as_kept):
     done = used_with_binaries(tmp_path, ENV, f"{FOLDER}/_C{SUFFIX}")
     assert done.returncode == 0, done.stderr
     kernels, torch_is = done.stdout.splitlines()[1:3]
-    assert kernels.startswith(
-        "kernels: error overflow_fast's extension cannot be loaded: "
-    )
-    assert ". To build it again, run `pip install" in kernels
+    as_kept(kernels)
     assert torch_is == f"torch: {torch.__version__}"
 
 
-def test_env_says_that_there_is_no_extension(tmp_path):
+def test_env_says_that_there_is_no_extension(tmp_path, as_kept):
     done = used_with_binaries(tmp_path, ENV)
     assert done.returncode == 0, done.stderr
-    assert "kernels: cpu torch operations, cuda False, mps False" in done.stdout
-    assert "overflow_fast is not built: there is no extension in" in done.stderr
+    as_kept([line for line in done.stdout.splitlines() if "kernels" in line])
+    as_kept(done.stderr)
 
 
-def test_an_extension_beside_the_package_is_not_loaded(tmp_path):
+def test_an_extension_beside_the_package_is_not_loaded(tmp_path, as_kept):
     status, message = package_with_binaries(tmp_path, f"../_C{SUFFIX}")
     assert status == 0
-    assert message.startswith("overflow_fast is not built: ")
+    as_kept(message)
 
 
-def test_extensions_for_other_torches(tmp_path):
+def test_extensions_for_other_torches(tmp_path, as_kept):
     others = [f"{folder}/_C{SUFFIX}" for folder in ("torch2_10", "torch2_9")]
     status, message = package_with_binaries(tmp_path, *others)
     assert status == 0
-    assert message.startswith(
-        f"overflow_fast has no extension for torch {torch.__version__}, only for torch "
-        "2.9, 2.10.\nInstall a release of overflow_fast or of torch that fits, or run"
-    )
+    as_kept(message)
 
 
-def test_an_extension_for_another_python(tmp_path):
+def test_an_extension_for_another_python(tmp_path, as_kept):
     others = f"{FOLDER}/_C.cpython-39-x.so"
     status, message = package_with_binaries(tmp_path, others)
     assert status == 0
-    assert message.startswith(
-        f"overflow_fast has no extension for this Python (_C{SUFFIX}), only "
-        "_C.cpython-39-x.so.\n"
-    )
+    as_kept(message)
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cu130", "2.13.0a0+git1234"])
@@ -375,16 +346,13 @@ def test_every_source_is_compiled_once():
     assert written - set(compiled) == {"csrc/scan/cuda/cuda_device.cpp"}
 
 
-def test_progress_is_shown_and_the_output_is_kept(capfd):
+def test_progress_is_shown_and_the_output_is_kept(capfd, as_kept):
     progress = runpy.run_path(str(ROOT / "setup.py"))["progress"]
     terminal = io.StringIO()
     with progress(terminal):
         os.write(1, b"Emitting ninja build file\n[1/2] c++ a\na.cpp:1: warning\n")
         os.write(1, b"[2/2] c++ b\n")
-    assert terminal.getvalue().splitlines() == [
-        "overflow_fast: compiled 1 of 2",
-        "overflow_fast: compiled 2 of 2",
-    ]
+    as_kept(terminal.getvalue().splitlines())
     assert capfd.readouterr().out.splitlines()[1:] == [
         "[1/2] c++ a",
         "a.cpp:1: warning",

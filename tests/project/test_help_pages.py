@@ -96,14 +96,13 @@ def test_a_run_without_someone_at_the_keyboard(code, tmp_path):
 
 @of_the_pages_torch
 @of_reading("in-a-program")
-def test_reading_in_a_program(code, tmp_path, capsys):
+def test_reading_in_a_program(code, tmp_path, capsys, as_kept):
     program = PROGRAMS[READING, "a-report"].code
     (tmp_path / "train.py").write_text(program)
     compiled = compile(program, tmp_path / "train.py", "exec")
     run(code, train=lambda: exec(compiled, {}))
     out = capsys.readouterr().out
-    assert "2 range overflow aten.pow.Tensor_Scalar 1\n" in out
-    assert "True run 1 in float32" in out
+    as_kept(out)
 
 
 @of_the_pages_torch

@@ -58,12 +58,14 @@ def test_each_name_is_what_its_module_has():
     assert isinstance(overflow_fast.flags, types.ModuleType)
 
 
-def test_another_name_is_not_there():
+def test_another_name_is_not_there(as_kept):
     assert not hasattr(overflow_fast, "nope")
-    with pytest.raises(AttributeError, match=r"^module 'overflow_fast' has no attr"):
+    with pytest.raises(AttributeError) as raised:
         overflow_fast.nope  # noqa: B018
-    with pytest.raises(ImportError, match="cannot import name 'nope'"):
+    as_kept(raised.value)
+    with pytest.raises(ImportError) as raised:
         from overflow_fast import nope  # noqa: F401
+    as_kept(raised.value)
 
 
 def test_names_are_the_same_after_a_reload():

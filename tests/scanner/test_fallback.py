@@ -120,12 +120,14 @@ TENSORS = [
 ]
 
 
-def test_what_a_backend_lacks_is_told_once_and_not_tried_again(backend, caplog):
+def test_what_a_backend_lacks_is_told_once_and_not_tried_again(
+    backend, caplog, as_kept
+):
     with caplog.at_level(logging.WARNING, "overflow_fast"):
         stats = [scan_with(TENSORS, _C.ScanBackend.DEVICE) for _ in range(3)]
     for low, half, high, byte in stats:
         assert (low.abs_max, high.abs_max) == (torch.inf, 3.0)
-        assert half.not_scanned == "Half on cpu: NotImplementedError: not implemented"
+        as_kept(half.not_scanned)
         assert "Char on cpu" in byte.not_scanned
     assert [r.getMessage().split(": ")[1] for r in caplog.records] == [
         "Half on cpu",

@@ -69,9 +69,8 @@ def said(tmp_path_factory):
     return json.loads(done.stdout) | {"warning": done.stderr}
 
 
-def test_what_is_missing_is_logged_once(said):
-    assert said["warning"].count("overflow_fast is not built") == 1
-    assert "`scan` and `assert_finite_state` work; the guard," in said["warning"]
+def test_what_is_missing_is_logged_once(said, as_kept):
+    as_kept(said["warning"])
 
 
 @pytest.mark.parametrize(
@@ -93,12 +92,8 @@ def test_what_is_meant_is_no_alarm(said, name):
 
 
 @pytest.mark.parametrize("name", ["guard", "detector"])
-def test_what_needs_the_extension_says_how_to_get_it(said, name):
-    assert said[name].startswith(
-        "ImportError: The guard, the detector and the replay of a step need "
-        "overflow_fast's extension.\noverflow_fast is not built: "
-    )
-    assert "run `pip install" in said[name]
+def test_what_needs_the_extension_says_how_to_get_it(said, name, as_kept):
+    as_kept(said[name])
 
 
 def test_wrappers_are_scanned_and_others_say_why(said):

@@ -21,25 +21,19 @@ def written():
     log.removeHandler(handler)
 
 
-def test_each_line_of_a_record_begins_with_the_name(written):
+def test_each_line_of_a_record_begins_with_the_name(written, as_kept):
     log.warning("Step %d\nis bad:\n\n%s", 3, "two\nlines")
-    assert written.getvalue().splitlines() == [
-        "WARNING [overflow_fast] Step 3",
-        "[overflow_fast] is bad:",
-        "[overflow_fast]",
-        "[overflow_fast] two",
-        "[overflow_fast] lines",
-    ]
+    as_kept(written.getvalue().splitlines())
 
 
-def test_each_line_of_a_traceback_does_too(written, caplog):
+def test_each_line_of_a_traceback_does_too(written, caplog, as_kept):
     try:
         raise KeyError("the cause")
     except KeyError:
         log.warning("failed", exc_info=True)
     lines = written.getvalue().splitlines()
     assert lines[0] == "WARNING [overflow_fast] failed"
-    assert lines[-1] == "[overflow_fast] KeyError: 'the cause'"
+    as_kept(lines[-1])
     assert all(line.startswith("[overflow_fast] ") for line in lines[1:])
     assert isinstance(caplog.records[0].exc_info[1], KeyError)  # for other handlers
 
@@ -50,9 +44,9 @@ def test_it_is_written_once_however_many_handlers_there_are(written, caplog):
     assert written.getvalue() == "WARNING [overflow_fast] 100%\n"
 
 
-def test_arguments_that_do_not_fit_are_left_to_logging(caplog, capsys):
+def test_arguments_that_do_not_fit_are_left_to_logging(caplog, capsys, as_kept):
     log.warning("%d steps", "no number")  # pytest's handler raises
-    assert "TypeError: %d format: a real number is required" in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
 def test_other_loggers_are_left_alone(caplog):

@@ -104,20 +104,16 @@ def failing_compiler(source):
 
 
 @pytest.mark.parametrize(
-    "compile_shader, why",
-    [
-        (failing_compiler, "RuntimeError: program_source:3: error: unknown type"),
-        (lambda source: object(), "AttributeError"),
-        (broken_library, "its results differ from the CPU's"),
-    ],
+    "compile_shader", [failing_compiler, lambda source: object(), broken_library]
 )
 def test_without_its_kernel_torch_scans_and_it_is_told_once(
-    compile_shader, why, caplog
+    compile_shader, caplog, as_kept
 ):
     with metal(MetalScan(compile_shader)), caplog.at_level(logging.WARNING):
         assert [scan([BAD])[0].abs_max for _ in range(3)] == [torch.inf] * 3
     (record,) = caplog.records
-    assert why in record.getMessage() and "details" not in record.getMessage()
+    assert "details" not in record.getMessage()
+    as_kept(record.getMessage())
 
 
 @pytest.mark.parametrize("has_mps", [True, False])

@@ -93,7 +93,7 @@ def test_a_line_of_a_cell_is_changed_in_a_trial(shell, tmp_path, expression):
     texts = [each.read_text() for each in kept if each.is_file()] + [str(report)]
     assert len(texts) > 3 and not any(file in text for text in texts)
     (page,) = (each.read_text() for each in kept if each.name == "page.html")
-    assert f"{cell}:12" in page and "A line of a notebook" in page
+    assert best.place in page and "A line of a notebook" in page
     shell.user_ns["guard"].remove()
 
 

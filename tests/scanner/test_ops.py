@@ -44,13 +44,17 @@ def test_both_operators_write_the_same_slots(device):
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
-def test_wrong_arguments(op):
+def test_wrong_arguments(op, as_kept):
     tensors = [torch.ones(2)]
-    with pytest.raises(TypeError, match="slots must be int64, got Float"):
+    with pytest.raises(TypeError) as raised:
         op(torch.zeros(4, 4), 0, tensors)
-    with pytest.raises(ValueError, match=r"slots must be contiguous and of shape"):
+    as_kept(raised.value)
+    with pytest.raises(ValueError) as raised:
         op(torch.zeros(4, 3, dtype=torch.int64), 0, tensors)
-    with pytest.raises(IndexError, match="first must leave room for 1 slots"):
+    as_kept(raised.value)
+    with pytest.raises(IndexError) as raised:
         op(empty_slots(4), 4, tensors)
-    with pytest.raises(TypeError, match="tensors must be strided"):
+    as_kept(raised.value)
+    with pytest.raises(TypeError) as raised:
         op(empty_slots(4), 0, [torch.ones(2).to_sparse()])
+    as_kept(raised.value)

@@ -255,7 +255,7 @@ def test_what_cannot_be_scanned_says_why():
         assert not stat.is_finite and not stat.is_empty
 
 
-def test_inside_vmap():
+def test_inside_vmap(as_kept):
     seen = []
 
     def function(x):
@@ -263,18 +263,19 @@ def test_inside_vmap():
         return x
 
     torch.vmap(function)(torch.ones(3))
-    assert seen == ["inside a torch.func transform"]
+    as_kept(seen)
 
 
-def test_wrong_arguments():
-    with pytest.raises(TypeError, match=r"tensors must be a list .* got one Tensor"):
+def test_wrong_arguments(as_kept):
+    with pytest.raises(TypeError) as raised:
         scan(torch.ones(1))
-    with pytest.raises(
-        TypeError, match=r"tensors must hold torch\.Tensor only, got int"
-    ):
+    as_kept(raised.value)
+    with pytest.raises(TypeError) as raised:
         scan([1])
-    with pytest.raises(ValueError, match="backend must be 'auto' or 'composite'"):
+    as_kept(raised.value)
+    with pytest.raises(ValueError) as raised:
         scan([], backend="cuda")
+    as_kept(raised.value)
 
 
 def test_scan_has_no_gradient_and_keeps_no_graph():

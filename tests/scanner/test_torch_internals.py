@@ -141,13 +141,13 @@ def test_the_extensions_room_uses_no_other_folder(path):
     assert named in (PACKAGE / "torch_internals" / "README.md").read_text()
 
 
-def test_a_missing_one_is_said_once_and_costs_one_feature(monkeypatch, caplog):
+def test_a_missing_one_is_said_once_and_costs_one_feature(monkeypatch, caplog, as_kept):
     monkeypatch.setattr(registry, "_missing", set())
     monkeypatch.delattr(torch._C, "_get_tracing_state")
     with caplog.at_level(logging.WARNING):
         assert [running.is_jit_tracing() for _ in range(2)] == [False, False]
     (message,) = caplog.messages
-    assert "torch has changed: torch._C._get_tracing_state" in message
+    as_kept(message)
 
 
 def test_what_is_called_directly_has_a_fallback(monkeypatch, caplog):
@@ -525,12 +525,10 @@ print(guard.coverage().failures)
 
 
 @pytest.mark.slow
-def test_eager_code_is_watched_where_torch_compile_has_changed():
+def test_eager_code_is_watched_where_torch_compile_has_changed(as_kept):
     done = python("-c", WITHOUT_DYNAMO, cwd=PACKAGE.parent)
     assert done.stdout.strip() == "0", done.stderr
-    said = "torch has changed: torch"
-    assert f"{said}.compile cannot trace hooks" in done.stderr
-    assert f"{said}._C._dynamo.eval_frame.set_eval_frame" in done.stderr
+    as_kept(done.stderr)
 
 
 def test_the_table_beside_the_code_is_this_one():

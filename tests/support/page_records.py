@@ -86,12 +86,13 @@ class Parsed(html.parser.HTMLParser):
         addresses: What it would load, or leads to.
         payloads: The data that it carries, inflated, by name.
         tags: The names of its elements.
+        sections: The text below each heading of the second level.
     """
 
     def __init__(self, page):
         super().__init__()
         self.text, self.tables, self.addresses, self.payloads = "", {}, [], {}
-        self.tags = []
+        self.tags, self.sections = [], {"": ""}
         self._inside, self._caption, self._name = "", "", None
         self.feed(page)
         self.close()
@@ -118,6 +119,10 @@ class Parsed(html.parser.HTMLParser):
         if self._inside in ("script", "style"):
             return
         self.text += data
+        if self._inside == "h2":
+            self.sections[data] = ""
+        else:
+            self.sections[[*self.sections][-1]] += data
         if self._inside == "caption":
             self._caption += data
         elif self._caption in self.tables and self._inside in ("td", "th", "code"):

@@ -13,7 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from guarding import INF, flat, plant, state_of, train_step
+from guarding import INF, plant, state_of, train_step
 from ranks import device
 from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_ways
 from torch import nn
@@ -81,7 +81,7 @@ def one_rank_skips():
     inner.is_bad = dist.get_rank() == 1
     train_step(model, optimizer, data()[0])
     is_same = all(torch.equal(a, b) for a, b in pairs(before["model"], model))
-    return guard.num_skipped, is_same, str(guard.last_report)
+    return guard.num_skipped, is_same, guard.last_report.where
 
 
 def pairs(state, model):
@@ -490,34 +490,23 @@ all_of = functools.partial(ranks.all_of, "test_agreement")
 
 
 @pytest.mark.parametrize(
-    "scenario, rank, module",
-    [
-        ("raise", 2, "blocks.1.fc1"),
-        ("two", 3, "blocks.0.fc1"),
-        ("fsdp2", 3, "blocks.2.act"),
-        ("fsdp2 and tp", 3, "blocks.2.act"),
-        ("mesh", 1, "blocks.0.fc2"),
-        ("group", 1, "blocks.0.fc2"),
-        ("gradients", 2, "blocks.1.fc1"),
-    ],
+    "scenario", ["raise", "two", "fsdp2", "fsdp2 and tp", "mesh", "group", "gradients"]
 )
-def test_all_ranks_raise_what_one_has_found(scenario, rank, module):
+def test_all_ranks_raise_what_one_has_found(scenario, as_kept):
     first, *others = all_of(scenario)
-    assert f" on rank {rank} of 4 (" in flat(first), first
-    assert f"of {module} (" in flat(first)
+    as_kept(first.splitlines()[0])
     assert all(other == first for other in others)
 
 
-def test_all_ranks_skip_what_no_gradient_tells_of():
-    for num_skipped, is_same, report in all_of("skip"):
+def test_all_ranks_skip_what_no_gradient_tells_of(as_kept):
+    for num_skipped, is_same, where in all_of("skip"):
         assert (num_skipped, is_same) == (1, True)
-        assert "on rank 1 of 4" in flat(report)
+        as_kept(where)
 
 
-def test_a_flag_of_one_ranks_device_skips_on_all():
+def test_a_flag_of_one_ranks_device_skips_on_all(as_kept):
     for headline, num_skipped, is_same in all_of("flag"):
-        assert "Step 1 has overflowed on rank 1 of 4 (" in headline
-        assert headline.endswith(f": the {device_type()} overflow flag is set.")
+        as_kept(headline)
         assert (num_skipped, is_same) == (1, True)
 
 
@@ -542,10 +531,10 @@ def test_without_a_group_each_rank_decides_for_itself():
     ]
 
 
-def test_lagged_verdicts_are_agreed_on_in_the_same_step():
+def test_lagged_verdicts_are_agreed_on_in_the_same_step(as_kept):
     first, *others = all_of("lagged")
     assert [bool(message) for message in first] == [False, False, True], first
-    assert "Step 1 on rank 3 of 4" in first[2]
+    as_kept(first[2])
     assert all(other == first for other in others)
 
 
@@ -553,10 +542,10 @@ def test_ranks_that_watch_different_steps_wait_for_nobody():
     assert all_of("budgets") == [6] * 4
 
 
-def test_ranks_at_different_steps_are_told_of():
+def test_ranks_at_different_steps_are_told_of(as_kept):
     for messages, failures in all_of("steps"):
         assert failures == 1
-        assert "the ranks judge different steps, from 0 to 3" in messages[0]
+        as_kept(messages[0])
 
 
 def test_a_rank_that_runs_out_of_batches_keeps_nobody_waiting():
@@ -568,11 +557,10 @@ def test_ranks_without_batches_go_on_deciding():
 
 
 @pytest.mark.parametrize("scenario", ["joined, bad", "joined alone"])
-def test_ranks_without_batches_raise_with_the_others(scenario):
+def test_ranks_without_batches_raise_with_the_others(scenario, as_kept):
     found = all_of(scenario)
     assert all(each == found[0] for each in found), found
-    assert "Step 4 on rank 3 of 4 (" in found[0][3]
-    assert "of head (Linear)" in found[0][3]
+    as_kept(found[0][3].splitlines()[0])
 
 
 def test_ranks_without_batches_count_what_others_skip():
@@ -582,21 +570,21 @@ def test_ranks_without_batches_count_what_others_skip():
     assert [each[0] for each in found] == [5] * 4
 
 
-def test_the_model_comes_before_the_guard():
+def test_the_model_comes_before_the_guard(as_kept):
     for message in all_of("joined the wrong way"):
-        assert "Join must be given the model before the guard" in message
+        as_kept(message)
 
 
-def test_join_without_the_guard_is_told_of():
+def test_join_without_the_guard_is_told_of(as_kept):
     for messages in all_of("join alone"):
         assert len(messages) == 1
-        assert "Use `with Join([model, guard.joinable]):`" in messages[0]
+        as_kept(messages[0])
 
 
-def test_a_rank_that_leaves_a_layer_out_waits_for_nobody():
+def test_a_rank_that_leaves_a_layer_out_waits_for_nobody(as_kept):
     for step, messages in all_of("a layer"):
         assert messages[:4] == [None] * 4
-        assert "Step 4 on rank 2 of 4 (" in messages[4]
+        as_kept(messages[4].splitlines()[0])
         assert step == 5
 
 
@@ -605,11 +593,10 @@ def test_what_one_rank_has_learned_all_know():
     assert all_of("learned") == [rules] * 4
 
 
-def test_all_ranks_refuse_a_state_that_is_bad_on_one():
+def test_all_ranks_refuse_a_state_that_is_bad_on_one(as_kept):
     first, *others = all_of("state")
     assert first[0] is None
-    assert "not finite on rank 3 of 4 (" in first[1]
-    assert "weight `blocks.0.fc1.weight`" in first[1]
+    as_kept(first[1].splitlines()[0])
     assert all(other == first for other in others)
 
 
@@ -620,9 +607,9 @@ def test_a_state_may_be_asked_for_on_one_rank():
 
 
 @pytest.mark.parametrize("scenario", ["state, warn", "state, alone"])
-def test_a_joint_state_is_joint_whatever_the_policy(scenario):
+def test_a_joint_state_is_joint_whatever_the_policy(scenario, as_kept):
     first, *others = all_of(scenario)
-    assert "on rank 1 of 4 (" in first and "weight `head.weight`" in first
+    as_kept(first.splitlines()[0])
     assert all(other == first for other in others)
 
 
@@ -648,9 +635,9 @@ def test_a_callable_that_fails_keeps_nobody_waiting(what, error):
     assert all(error in text for text in others), others
 
 
-def test_a_lagged_guard_cannot_be_joined():
+def test_a_lagged_guard_cannot_be_joined(as_kept):
     for message in all_of("joined, lagged"):
-        assert "joinable needs a guard with sync='step'" in message
+        as_kept(message)
 
 
 def test_the_self_test_works_on_ranks():
@@ -668,10 +655,11 @@ def test_each_rank_writes_to_files_of_its_own():
         assert "-rank0-" in runs[0]
 
 
-def test_without_ranks_there_is_nothing_to_join():
+def test_without_ranks_there_is_nothing_to_join(as_kept):
     model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError, match="joinable needs a guard whose ranks"):
+    with pytest.raises(RuntimeError) as raised:
         _ = OverflowGuard(model).joinable
+    as_kept(raised.value)
 
 
 def test_a_callable_is_asked_on_one_rank():

@@ -115,7 +115,7 @@ def test_a_replicated_modules_class_is_its_authors(mesh, wrap):
         assert "0 Linear\n" in detector.frames[0]
 
 
-def test_the_state_of_a_shard_is_looked_at(mesh):
+def test_the_state_of_a_shard_is_looked_at(mesh, as_kept):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = small_model()
@@ -128,5 +128,7 @@ def test_the_state_of_a_shard_is_looked_at(mesh):
         state["exp_avg"].view(-1)[0] = torch.inf
         name = next(n for n, p in model.named_parameters() if p is parameter)
         for look in (guard.assert_finite_state, optimizer.step):
-            with pytest.raises(NonFiniteError, match=f"`{name}.exp_avg` holds 1 inf"):
+            with pytest.raises(NonFiniteError) as raised:
                 look()
+            assert name in str(raised.value)
+            as_kept(raised.value)

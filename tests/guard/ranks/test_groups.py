@@ -81,7 +81,7 @@ def one_bad(models, make_optimizer=None, policy="skip", bad_rank=BAD_RANK, **arg
     return {
         "skipped": guard.num_skipped,
         "changed": changed,
-        "report": str(guard.last_report),
+        "where": guard.last_report and guard.last_report.where,
         "logged": [
             text for text in messages if " decide" in text and "Step " not in text
         ],
@@ -214,7 +214,7 @@ def accumulated():
         model(x * INF if is_bad else x, y=y)["loss"].backward()
     model(x, y=y)["loss"].backward()
     optimizer.step()
-    return guard.num_skipped, guard.last_report.answer()[:60]
+    return guard.num_skipped, guard.last_report.where
 
 
 def with_closures(make_optimizer):
@@ -367,10 +367,10 @@ TOGETHER = {
         *("replicate", "replicate, fsdp", "zero"),
     ],
 )
-def test_all_ranks_that_groups_connect_skip_what_one_has_found(scenario):
+def test_all_ranks_that_groups_connect_skip_what_one_has_found(scenario, as_kept):
     for found in all_of(scenario):
         assert {name: found[name] for name in TOGETHER} == TOGETHER
-        assert " on rank 3 of 4" in found["report"]
+        as_kept(found["where"])
 
 
 def test_a_rank_whose_guard_fails_decides_with_the_others():
@@ -380,32 +380,28 @@ def test_a_rank_whose_guard_fails_decides_with_the_others():
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])
-def test_ranks_that_share_no_group_decide_together_through_others(bad_rank):
+def test_ranks_that_share_no_group_decide_together_through_others(bad_rank, as_kept):
     *connected, alone = all_of(f"chain, {bad_rank}")
     for found in connected:
         assert (found["skipped"], found["failures"]) == (1, 0)
         assert found["changed"] == [True, False, True]
-        assert f" on rank {bad_rank} of 4" in found["report"]
         [line] = found["logged"]
-        assert "Ranks 0 to 2 of 4 decide together" in line
+        as_kept(found["where"], line)
     assert (alone["skipped"], alone["failures"]) == (0, 0)
 
 
-def test_stages_decide_separately_and_say_so():
+def test_stages_decide_separately_and_say_so(as_kept):
     first, second = all_of("stages")[:2], all_of("stages")[2:]
     assert [found["skipped"] for found in [*first, *second]] == [0, 0, 1, 1]
-    for members, stage in (("0 and 1", first), ("2 and 3", second)):
-        for found in stage:
-            [line] = found["logged"]
-            assert f"Ranks {members} of 4 decide together" in line
-            assert "Pass process_group=torch.distributed.group.WORLD" in line
+    for found in [*first, *second]:
+        [line] = found["logged"]
+        as_kept(line)
 
 
-def test_a_rank_that_decides_alone_says_so_once():
+def test_a_rank_that_decides_alone_says_so_once(as_kept):
     for rank, found in enumerate(all_of("alone")):
         [line] = found["logged"]
-        assert f"Rank {rank} of 4 decides alone" in line
-        assert "Pass process_group=torch.distributed.group.WORLD" in line
+        as_kept(line)
         assert found["skipped"] == 0
         assert ("raised" in found["changed"]) == (rank == BAD_RANK)
 
@@ -419,9 +415,9 @@ def test_what_replicates_at_the_first_forward_can_be_joined_before():
     assert all_of("replicate, joined") == [True] * 4
 
 
-def test_sharding_shows_between_forward_and_backward():
+def test_sharding_shows_between_forward_and_backward(as_kept):
     first, *others = all_of("forward")
-    assert "on rank 3 of 4" in first
+    as_kept(first)
     assert others == [first] * 3
 
 
@@ -453,20 +449,20 @@ def test_a_joined_zero_skips_on_all_ranks(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_joined_zero_raises_on_all_ranks(order):
+def test_a_joined_zero_raises_on_all_ranks(order, as_kept):
     for found in all_of(f"join {order}, raise"):
-        assert "Step 2 on rank 3 of 4" in found["message"]
+        as_kept(found["message"].splitlines()[0])
 
 
-def test_the_optimizer_comes_after_the_guard():
+def test_the_optimizer_comes_after_the_guard(as_kept):
     for found in all_of("join zero, guard"):
-        assert "Join must be given the optimizer after the guard" in found["message"]
+        as_kept(found["message"])
 
 
-def test_a_bad_microbatch_of_one_rank_is_skipped_by_all():
-    for num_skipped, report in all_of("accumulated"):
+def test_a_bad_microbatch_of_one_rank_is_skipped_by_all(as_kept):
+    for num_skipped, where in all_of("accumulated"):
         assert num_skipped == 1
-        assert "on rank 3 of 4" in report
+        as_kept(where)
 
 
 @pytest.mark.parametrize("scenario", ["closure", "lbfgs"])

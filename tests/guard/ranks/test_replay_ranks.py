@@ -379,7 +379,7 @@ def on_two():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_replay_and_name_who_made_it(name):
+def test_all_ranks_replay_and_name_who_made_it(name, as_kept):
     _, bad, fails_in = CASES[name][:3]
     expected = (
         ("forward", "undefined", "aten.div.Tensor")
@@ -392,39 +392,39 @@ def test_all_ranks_replay_and_name_who_made_it(name):
         assert sample == 2, text
         assert is_same
         assert numbers == (None, 1, 1)
-        assert ("on rank 1 alone" in text) == (bad == ONE)
+        as_kept(text.splitlines()[0])
         # Rules of torch calls are data: each rank changes its own calls.
         added = "the divisor" if fails_in == "forward" else "inside the sqrt"
         assert added in text.partition("tried  ")[2], text
 
 
 @pytest.mark.parametrize("name", ["explain=False", "nothing kept"])
-def test_a_rank_that_keeps_nothing_has_all_skip_the_replay(name):
+def test_a_rank_that_keeps_nothing_has_all_skip_the_replay(name, as_kept):
     for found, skipped in (each[name] for each in on_two()):
         assert skipped == 1
         if name == "nothing kept":  # the rank whose report it is does not ask
             assert found is None
             continue
         text, replays = found
-        assert "rank 1 keeps no steps (explain, replay_safe or sync)" in text
+        as_kept(text)
         assert replays == 0
 
 
-def test_a_rank_that_cannot_import_the_explainer_has_all_skip_the_replay():
+def test_a_rank_that_cannot_import_the_explainer_has_all_skip_the_replay(as_kept):
     for (text, replays), skipped in (each["no explainer"] for each in on_two()):
-        assert "rank 1 failed (ImportError: overflow_fast.explainer" in text
+        as_kept(text)
         assert (replays, skipped) == (0, 1)
 
 
-def test_a_rank_whose_replay_raises_ends_that_of_all():
+def test_a_rank_whose_replay_raises_ends_that_of_all(as_kept):
     for text, skipped in (each["raising"] for each in on_two()):
-        assert "RuntimeError: the program was called again" in text
+        as_kept(text)
         assert skipped == 1
 
 
-def test_what_one_rank_alone_writes_ends_the_replay_of_all():
+def test_what_one_rank_alone_writes_ends_the_replay_of_all(as_kept):
     for [note], skipped in (each["writing"] for each in on_two()):
-        assert "Not replayed: compute writes to a file, test_replay_ranks.py:" in note
+        as_kept(note)
         assert skipped == 1
 
 
@@ -450,10 +450,10 @@ def test_what_happens_once_on_one_rank_is_not_reproducible():
         assert each["transient"] == ("forward", "not reproducible", 4)
 
 
-def test_what_ddps_reduction_makes_is_no_transient():
+def test_what_ddps_reduction_makes_is_no_transient(as_kept):
     for cause, text in (each["reduced in half"] for each in on_two()):
         assert cause == "unknown"
-        assert "DDP's reduction, communication hooks) was not replayed" in text
+        as_kept(text)
 
 
 def test_the_stages_of_a_pipeline_are_replayed_one_by_one():
@@ -529,7 +529,7 @@ def _replay(rank, folder, wrap, fate, are_others_done):
 @pytest.mark.parametrize(
     ("wrap", "fate"), [(own_buffers, "dies"), (fsdp2, "dies"), (own_buffers, "is late")]
 )
-def test_no_rank_waits_for_one_that_does_not_come(wrap, fate):
+def test_no_rank_waits_for_one_that_does_not_come(wrap, fate, as_kept):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         is_done = context().Event()
@@ -549,5 +549,4 @@ def test_no_rank_waits_for_one_that_does_not_come(wrap, fate):
             error, text = torch.load(folder / str(rank))
             # It says what it saw, and the run ends: nobody knows where the other is.
             assert error == "NonFiniteError", text
-            assert "rank 1 did not join it" in text
-            assert "blocks.1" in text
+            as_kept(text)

@@ -1,6 +1,7 @@
 """Guards of eight simulated ranks come through the incidents of `bench_ranks.py`."""
 
 import logging
+import re
 
 import pytest
 from simulated_ranks import SCENARIOS, Network, Script, files_of, play
@@ -35,17 +36,18 @@ def test_quiet_ranks_join_one_collective_of_64_bytes_a_step(tmp_path):
     }
 
 
-def test_all_say_what_the_bad_rank_has_found(tmp_path):
+def test_all_say_what_the_bad_rank_has_found(tmp_path, as_kept):
     seen, _ = played("one bad rank", tmp_path)
     assert len({(each.headline, each.cause, each.weights) for each in seen}) == 1
-    assert seen[0].headline.startswith("Step 1 on rank 4 of 8 (")
+    as_kept(seen[0].headline)
     assert {each.num_skipped for each in seen} == {1} and seen[0].cause == "bad data"
 
 
-def test_of_many_bad_ranks_one_is_told_and_writes(tmp_path):
+def test_of_many_bad_ranks_one_is_told_and_writes(tmp_path, as_kept):
     seen, _ = played("most ranks bad", tmp_path)
     assert len({each.headline for each in seen}) == 1
-    assert "Step 1 on rank " in seen[0].headline
+    # Whichever came first.
+    as_kept(re.sub(r"rank \d", "rank R", seen[0].headline))
     assert len(list((tmp_path / "evidence" / "overflow_fast").iterdir())) == 1
 
 
@@ -69,11 +71,11 @@ def test_a_rank_that_is_a_step_behind_is_a_failure_on_all_and_ends_none(tmp_path
     assert network.joined == [3] * WORLD
 
 
-def test_a_restart_with_other_ranks_does_not_tell_again(tmp_path):
+def test_a_restart_with_other_ranks_does_not_tell_again(tmp_path, as_kept):
     first, _ = played("one bad rank", tmp_path)
     assert {each.repeats for each in first} == {""}
     network = Network(WORLD // 2)
     again = play(Script(bad={3}), network, tmp_path)
     (earlier,) = {each.repeats for each in again}
     assert "-rank0-" in earlier and network.joined[0] > 3
-    assert "on rank 3 of 4 (" in again[0].headline
+    as_kept(again[0].headline)

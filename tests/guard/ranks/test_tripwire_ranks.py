@@ -71,7 +71,7 @@ def all_of_them():
     }
 
 
-def test_all_ranks_see_what_one_has_made():
+def test_all_ranks_see_what_one_has_made(as_kept):
     one, other = ranks.on_ranks(2, all_of_them)
     for name in one:
         a, b = one[name], other[name]
@@ -79,8 +79,9 @@ def test_all_ranks_see_what_one_has_made():
         assert a["changed"] == b["changed"]
         assert all(map(torch.equal, a["weights"], b["weights"]))
     kind, _, where = one["raise"]["first"]
-    assert kind in ("output", "input") and "rank 1 of 2" in where
+    assert kind in ("output", "input")
+    as_kept(where)
     assert one["raise"]["found"][:2] == ("undefined", "aten.div.Tensor")
     assert one["skip"]["changed"] == [True, False, True]
     notes = " ".join(one["transient"]["notes"])
-    assert "is finite: the fault was transient" in notes
+    as_kept(notes)

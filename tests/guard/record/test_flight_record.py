@@ -303,25 +303,24 @@ def test_training_is_bit_identical_with_a_record(path):
         assert one.equal(two)
 
 
-def test_a_second_run_has_a_file_of_its_own_and_says_so(path, caplog):
+def test_a_second_run_has_a_file_of_its_own_and_says_so(path, caplog, as_kept):
     recorded(path)
     before = path.read_bytes()
     with caplog.at_level(logging.WARNING, "overflow_fast"):
         recorded(path, steps=1)
     assert path.read_bytes() == before
     other = path.with_name("run.2.ofr")
-    assert f"is there already: this run's flight record is {other}." in caplog.text
+    as_kept(caplog.messages)
     assert len(read_record(other)) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog):
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog, as_kept):
     (tmp_path / "file").touch()
     model, optimizer = make()
     with OverflowGuard(model, optimizer, record=tmp_path / "file" / "run.ofr"):
         losses = train(model, optimizer, batches(3))
     assert len(losses) == 3
-    assert caplog.text.count("Steps of the flight record") == 1
-    assert "run.ofr are lost: " in caplog.text
+    as_kept(caplog.messages)
 
 
 def _train_here_and_in_a_fork(path):
@@ -378,8 +377,9 @@ def test_a_dataframe_has_the_same_rows(path):
     ]
 
 
-def test_without_pandas_a_sentence_says_what_to_install(path, monkeypatch):
+def test_without_pandas_a_sentence_says_what_to_install(path, monkeypatch, as_kept):
     record = recorded(path, steps=1)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="run `pip install pandas`"):
+    with pytest.raises(ImportError) as raised:
         record.to_dataframe()
+    as_kept(raised.value)

@@ -60,13 +60,13 @@ def write_record(path, steps):
     return read_record(path)
 
 
-def test_a_record_is_a_picture_in_a_notebook(tmp_path):
+def test_a_record_is_a_picture_in_a_notebook(tmp_path, as_kept):
     record = write_record(tmp_path / "run.ofr", 7)
     assert record.to_image().shape == (3, 4, 7)
     data = re.search(r"base64,([^\"]+)", record._repr_html_())[1]
     assert base64.b64decode(data).startswith(b"\x89PNG")
-    assert "7 lines of steps of 4 entries" in record._repr_html_()
-    assert "0 lines of steps" in write_record(tmp_path / "no.ofr", 0)._repr_html_()
+    as_kept(record._repr_html_())
+    as_kept(write_record(tmp_path / "no.ofr", 0)._repr_html_())
 
 
 def test_tensorboard_takes_the_picture(tmp_path):
@@ -95,8 +95,8 @@ def test_reports_and_headroom_are_escaped_html():
         assert "&lt;b&gt;" in html and "<b>" not in html and "<script>" not in html
 
 
-def test_a_record_that_is_printed_says_what_it_has(tmp_path):
+def test_a_record_that_is_printed_says_what_it_has(tmp_path, as_kept):
     path = tmp_path / "run.ofr"
     lines = [step_line(i, high=[1.0] * 4) for i in range(3)]
     path.write_bytes(head_lines(models=["Net"]) + b"".join(map(line_bytes, lines)))
-    assert str(read_record(path)) == f"{path}: Net, 3 steps of 4 entries"
+    as_kept(read_record(path))

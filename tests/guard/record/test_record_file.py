@@ -165,7 +165,7 @@ def test_a_full_disk_costs_steps_and_nothing_else(tmp_path):
     assert not record.is_truncated and not record.num_damaged
 
 
-def test_a_file_that_cannot_be_thinned_stops_at_its_size(tmp_path):
+def test_a_file_that_cannot_be_thinned_stops_at_its_size(tmp_path, as_kept):
     (tmp_path / "to").mkdir()
     file = record_file(tmp_path / "run.ofr")
     append_step(file, 0)
@@ -178,8 +178,9 @@ def test_a_file_that_cannot_be_thinned_stops_at_its_size(tmp_path):
             if file._thread is not None:
                 file._thread.join()
 
-    with pytest.raises(OSError, match=r"full and cannot be thinned: .* was moved"):
+    with pytest.raises(OSError) as raised:
         fill()
+    as_kept(raised.value)
     file.close()
     assert (tmp_path / "run.ofr").read_text() == "the user's"
     assert (tmp_path / "to" / "run.ofr").stat().st_size <= SMALL
@@ -310,11 +311,12 @@ def test_an_empty_file_is_a_record_of_no_steps(tmp_path):
 @pytest.mark.parametrize(
     "text", [b"hello", b"hello\n", b"{}\n", b"\x80\x04K.\n", b"[]\n"]
 )
-def test_another_file_is_named_as_such(tmp_path, text):
+def test_another_file_is_named_as_such(tmp_path, text, as_kept):
     path = tmp_path / "run.ofr"
     path.write_bytes(text)
-    with pytest.raises(RecordError, match="is no flight record of overflow_fast"):
+    with pytest.raises(RecordError) as raised:
         read_record(path)
+    as_kept(raised.value)
 
 
 def test_a_newer_schema_says_what_to_do(tmp_path):

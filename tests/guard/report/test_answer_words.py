@@ -29,28 +29,28 @@ class Gated(nn.Module):
         return self.down(self.up(x).abs() / 0)
 
 
-def test_the_reader_and_the_code_that_produced_it_are_told_apart():
+def test_the_reader_and_the_code_that_produced_it_are_told_apart(as_kept):
     model = nn.Sequential(nn.Linear(3, 3), Gated())
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer, explain=False)
     model(torch.ones(2, 3)).mean().backward()
-    said = flat(raised(optimizer.step))
-    text = "Module 1.down received it; code in module 1 itself, after 1.up, produced it"
-    assert text in said
+    as_kept(raised(optimizer.step))
     guard.remove()
 
 
-def test_infinities_of_both_signs_are_counted_together():
+def test_infinities_of_both_signs_are_counted_together(as_kept):
     model = nn.Linear(2, 2)
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer, explain=False)
     model(torch.ones(2, 2)).mean().backward()
     model.weight.grad[0] = torch.tensor([float("inf"), -float("inf")])
-    assert "holds 2 infinite values." in flat(raised(optimizer.step))
+    as_kept(raised(optimizer.step))
     guard.remove()
 
 
-def test_a_loss_that_was_not_replayed_is_named_instead_of_all_who_read_the_output():
+def test_a_loss_that_was_not_replayed_is_named_instead_of_all_who_read_the_output(
+    as_kept,
+):
     model = nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1), nn.Sigmoid())
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer)
@@ -58,16 +58,11 @@ def test_a_loss_that_was_not_replayed_is_named_instead_of_all_who_read_the_outpu
     first, second = model(next(batches)), model(next(batches))
     loss = (first - first.detach()).sqrt().mean() + second.mean()
     loss.backward()
-    said = flat(raised(optimizer.step))
-    assert "It came from the code that computes the loss from the model's output" in (
-        said
-    )
-    assert "is not known: code that used the output" not in said
-    assert "guard.run(lambda:" in said
+    as_kept(raised(optimizer.step))
     guard.remove()
 
 
-def test_a_row_of_scores_that_is_minus_inf_throughout_is_named():
+def test_a_row_of_scores_that_is_minus_inf_throughout_is_named(as_kept):
     model = nn.Linear(4, 4)
     hidden = torch.zeros(3, 4, dtype=torch.bool)
     hidden[1] = True
@@ -76,12 +71,14 @@ def test_a_row_of_scores_that_is_minus_inf_throughout_is_named():
         return model(x).masked_fill(hidden, -torch.inf).softmax(-1).mean()
 
     found = explain(model, torch.ones(3, 4), loss_of)
-    assert "all 4 scores at [1, :] are -inf" in found.evidence[0]
+    as_kept(found.evidence[0])
     hidden[1, 0] = False
     assert explain(model, torch.ones(3, 4), loss_of).cause == "not reproducible"
 
 
-def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_do():
+def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_do(
+    as_kept,
+):
     model = nn.Linear(4, 1)
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer)
@@ -92,10 +89,7 @@ def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_d
     optimizer.zero_grad()
     loss = guard.run(lambda: model(torch.ones(2, 4)).abs().exp().mean())
     loss.backward()
-    lines = str(raised(optimizer.step)).splitlines()
-    assert ". Divergence: " in lines[0] and " in the step before" in lines[0]
-    assert any("grew tenfold first: the loss in the step before" in e for e in lines)
-    assert not [line for line in lines if line.startswith("not tried")]
+    as_kept(raised(optimizer.step))
     guard.remove()
 
 
@@ -118,7 +112,7 @@ def test_a_quotient_beyond_float16_is_computed_in_float32(loss_of):
     assert held and not any(each.is_recommended for each in held)
 
 
-def test_a_divisor_that_is_too_small_is_made_larger():
+def test_a_divisor_that_is_too_small_is_made_larger(as_kept):
     weight = nn.Linear(1, 1)
     x = torch.tensor([[1.0], [1e-39]])
 
@@ -126,37 +120,33 @@ def test_a_divisor_that_is_too_small_is_made_larger():
         return (weight.weight / x).mean()
 
     found = explain(weight, x, loss_of)
-    assert "magnitude of at least" in found.nearest.text  # for 1e39 is beyond float32
+    as_kept(found.nearest.text)  # for 1e39 is beyond float32
     assert "x.abs().clamp(min=" in found.nearest.code
 
 
-def test_an_operation_that_a_replay_has_found_is_not_laid_at_the_batch_as_well():
+def test_an_operation_that_a_replay_has_found_is_not_laid_at_the_batch_as_well(as_kept):
     model, x = nn.Linear(3, 1), torch.ones(4, 3)
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer)
     guard.run(lambda: model((x - x) / (x - x)).mean()).backward()
-    said = flat(raised(optimizer.step))
-    assert "cause undefined" in said and "aten.div.Tensor" in said
-    assert "the batch or from the training loop" not in said
+    as_kept(raised(optimizer.step))
     guard.remove()
 
 
-def test_evidence_counts_infs_by_their_sign():
+def test_evidence_counts_infs_by_their_sign(as_kept):
     model, x = nn.Linear(3, 1), torch.ones(4, 3)
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer)
     guard.run(lambda: (model(x) * 0).relu().log().mean()).backward()
-    assert "evidence 4 -inf of 4 values" in flat(raised(optimizer.step))
+    as_kept(raised(optimizer.step))
     optimizer.zero_grad()
     x[0, 0], x[1, 1], x[2, 2] = torch.inf, -torch.inf, torch.nan
     guard.run(lambda: model(x).mean()).backward()
-    said = flat(raised(optimizer.step))
-    assert "`x` held 1 nan and 2 infinite of 12 values before the forward" in said
-    assert "the batch or from the training loop" in said  # which the replay leaves open
+    as_kept(raised(optimizer.step))
     guard.remove()
 
 
-def test_what_the_loop_has_computed_is_not_called_the_batch():
+def test_what_the_loop_has_computed_is_not_called_the_batch(as_kept):
     """A target of a teacher, in a loop that keeps its gradients for two batches."""
     model, teacher = nn.Linear(3, 2), nn.Linear(3, 2)
     optimizer = sgd(model)
@@ -165,24 +155,20 @@ def test_what_the_loop_has_computed_is_not_called_the_batch():
             with torch.no_grad():
                 target = teacher(torch.ones(4, 3)) / scale / scale * scale
             guard.run(lambda y=target: (model(torch.ones(4, 3)) * y).mean()).backward()
-        said = flat(raised(optimizer.step))
-    assert "Bad data: `y` held 8 nan of 8 values before the forward" in said
-    assert "of the batch" not in said
+        as_kept(raised(optimizer.step))
 
 
-def test_an_input_of_a_later_forward_says_that_the_loop_has_called_the_model():
+def test_an_input_of_a_later_forward_says_that_the_loop_has_called_the_model(as_kept):
     model, x = nn.Sequential(nn.Linear(3, 1)), torch.ones(4, 3)
     optimizer = sgd(model)
     with OverflowGuard(model, optimizer) as guard:
         guard.run(lambda: model(torch.ones(4, 3)).mean()).backward()
         x[1, 1] = torch.nan
         guard.run(lambda: model(x).mean()).backward()
-        said = flat(raised(optimizer.step))
-    where = "the batch or from the training loop, which had called the model before: "
-    assert f"it came from {where}`input[0]`, sample 1 of 4 (from 0)" in said
+        as_kept(raised(optimizer.step))
 
 
-def test_a_value_far_from_an_overflow_is_not_said_to_be_near_one():
+def test_a_value_far_from_an_overflow_is_not_said_to_be_near_one(as_kept):
     model = nn.Linear(3, 1)
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer, explain=False)
@@ -192,6 +178,6 @@ def test_a_value_far_from_an_overflow_is_not_said_to_be_near_one():
         model.weight[0, 0] = torch.nan
     model(torch.ones(2, 3)).mean().backward()
     said = flat(raised(optimizer.step))
-    assert "When it was last seen finite, its largest magnitude was" in said
+    as_kept(said)
     assert "-fold" not in said.split("When it was last seen finite")[1].split(". ")[0]
     guard.remove()

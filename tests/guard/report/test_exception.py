@@ -154,23 +154,16 @@ def explained(remedies, **named):
 
 
 @pytest.mark.parametrize("num_notes", [0, 2, 9])
-def test_the_text_ends_with_the_remedy(num_notes):
+def test_the_text_ends_with_the_remedy(num_notes, as_kept):
     words = [f"note {each}" for each in range(num_notes)]
     report = explained([FAILED, HELPED], notes=words, evidence=words, chain=words)
     report.frames, report.moment = ["        1 Linear"], "before"
     text = str(NonFiniteError(report))
     lines = text.splitlines()
     assert lines[0].startswith("Step 3: ")
-    assert "mul at train.py:13 is undefined" in lines[0]
-    assert lines[2:4] == [
-        "code      y = x * x",
-        "cause     undefined: aten.mul.Tensor in 1",
-    ]
-    assert lines[-3:] == [
-        "did not help: 1 in float32",
-        "tried     bfloat16: finite, loss 1.5",
-        "    model.to(torch.bfloat16)",
-    ]
+    as_kept(lines[0])
+    as_kept(lines[2:4])
+    as_kept(lines[-3:])
     assert len(lines) <= 12
     assert str(report).startswith("Detected inf/nan") and "Linear\n" in str(report)
     assert str(report).endswith("\n".join(lines[-3:])) and repr(report) == str(report)

@@ -122,7 +122,7 @@ def test_two_reports_of_one_step_are_both_kept(tmp_path):
 # What cannot be kept.
 
 
-def test_what_is_not_finite_comes_first_where_room_is_short(tmp_path):
+def test_what_is_not_finite_comes_first_where_room_is_short(tmp_path, as_kept):
     model = torch.nn.Linear(1024, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # Room for the gradient or for the batch.
@@ -135,7 +135,7 @@ def test_what_is_not_finite_comes_first_where_room_is_short(tmp_path):
     tensors = load_file(folder / "tensors.safetensors")
     assert tensors["['gradient of weight']"].isnan().sum() == 1
     left_out = (folder / "left_out.txt").read_text()
-    assert "batch[0][0]: 1024000 bytes are too many" in left_out
+    as_kept(left_out)
 
 
 def test_of_a_call_the_bad_output_comes_first(tmp_path):
@@ -150,7 +150,7 @@ class Grumpy:
         raise RuntimeError("no")
 
 
-def test_what_cannot_be_copied_leaves_the_rest(tmp_path):
+def test_what_cannot_be_copied_leaves_the_rest(tmp_path, as_kept):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -174,19 +174,15 @@ def test_what_cannot_be_copied_leaves_the_rest(tmp_path):
     assert_same(sorted(batch), ["[0][0]", "[0][3]"])
     assert_same(batch["[0][3]"], torch.tensor([1 - 2j]))
     left_out = (folder / "left_out.txt").read_text().splitlines()
-    assert "batch[0][1]: its memory has been freed" in left_out
-    assert "batch[0][2]: safetensors cannot hold complex128" in left_out
-    kind = f"{__name__}.Grumpy"
-    assert f"batch[0][4]: no tensor was found in a {kind}" in left_out
+    as_kept(left_out)
 
 
 @pytest.mark.parametrize("size", [0, 120, 500])
-def test_a_full_disk_stops_nothing_and_is_said_once(tmp_path, caplog, size):
+def test_a_full_disk_stops_nothing_and_is_said_once(tmp_path, caplog, size, as_kept):
     with no_file_beyond(size):
         guard, _ = bad_steps(tmp_path, count=3, keep=2)
     assert guard.num_skipped == 3 and guard.coverage().failures == 0
-    assert caplog.text.count("Not all evidence of step 0 was kept: ") == 1
-    assert caplog.text.count("Not all evidence of step") == 1
+    as_kept([each for each in caplog.messages if "evidence of" in each])
     if not size:  # not even the marker
         assert guard.last_report.evidence is None
         assert not list(tmp_path.glob("overflow_fast/*/step-*"))

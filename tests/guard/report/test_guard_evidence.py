@@ -57,15 +57,15 @@ def test_old_evidence_is_removed(tmp_path):
     assert len(list(run.iterdir())) == 2
 
 
-def test_what_is_too_large_is_left_out_and_listed(tmp_path):
+def test_what_is_too_large_is_left_out_and_listed(tmp_path, as_kept):
     bad_steps(tmp_path, mib=300 / 2**20)
     folder = step_folders(tmp_path)["step-00000000"]
     tensors = load_file(folder / "tensors.safetensors")
     assert sum(tensor.nbytes for tensor in tensors.values()) < 300
-    assert "bytes are too many" in (folder / "left_out.txt").read_text()
+    as_kept((folder / "left_out.txt").read_text())
 
 
-def test_what_is_no_plain_tensor_is_listed(tmp_path):
+def test_what_is_no_plain_tensor_is_listed(tmp_path, as_kept):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,9 +82,7 @@ def test_what_is_no_plain_tensor_is_listed(tmp_path):
         optimizer.step()
     folder = step_folders(tmp_path)["step-00000000"]
     left_out = (folder / "left_out.txt").read_text().splitlines()
-    assert "batch[0][1]: its layout is torch.sparse_coo" in left_out
-    assert "batch[0][2]: inf" in left_out
-    assert "batch[1]['name']: 'x'" in left_out
+    as_kept(left_out)
 
 
 def test_a_clean_run_leaves_nothing(tmp_path):
@@ -95,13 +93,13 @@ def test_a_clean_run_leaves_nothing(tmp_path):
     assert not (tmp_path / "bad").exists()
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, caplog, as_kept):
     blocked = tmp_path / "file"
     blocked.write_text("")
     with caplog.at_level(logging.WARNING, "overflow_fast"):
         guard, _ = bad_steps(blocked)
     assert guard.num_skipped == 1
-    assert "Not all evidence of step 0 was kept: [Errno 20]" in caplog.text
+    as_kept([each for each in caplog.messages if "evidence of" in each])
     assert guard.last_report.evidence is None
     assert "Evidence" not in str(guard.last_report)
 

@@ -122,11 +122,9 @@ def test_no_number_is_written_that_json_does_not_know(tmp_path, value):
         json.dumps(report.to_dict(), allow_nan=False)
 
 
-def test_what_is_not_finite_is_a_string():
+def test_what_is_not_finite_is_a_string(as_kept):
     text = dumps({"a": [INF, -INF, NAN, 1.5, True, None], 2: ("x", {"b": INF})})
-    assert text == (
-        '{"a": ["inf", "-inf", "nan", 1.5, true, null], "2": ["x", {"b": "inf"}]}'
-    )
+    as_kept(text)
     json.loads(dumps({"a path": "\udcff", "size": torch.Size([2])})).keys()
 
 
@@ -212,16 +210,18 @@ def test_the_log_is_written_through_a_link(tmp_path):
 
 @pytest.mark.parametrize("name", ["guard.jsonl.1", "guard.jsonl.3"])
 @pytest.mark.parametrize("text", ["mine", '{"loss": 1}\n', "[1]\n", "\n", "\x00\xff"])
-def test_older_files_that_are_no_logs_are_left_alone(tmp_path, caplog, name, text):
+def test_older_files_that_are_no_logs_are_left_alone(
+    tmp_path, caplog, name, text, as_kept
+):
     (tmp_path / name).write_text(text)
     run_of(tmp_path / "guard.jsonl", 20, **SMALL)
     assert (tmp_path / name).read_text() == text
     assert len(list(tmp_path.iterdir())) == 2
     assert len(lines_of(tmp_path / "guard.jsonl")) == 20
-    assert caplog.text.count("the log grows beyond log.mib") == 1
+    as_kept(caplog.messages)
 
 
-def test_a_file_that_is_no_log_is_left_alone(tmp_path, caplog):
+def test_a_file_that_is_no_log_is_left_alone(tmp_path, caplog, as_kept):
     path = tmp_path / "train.jsonl"
     path.write_text('{"loss": 1.5}\n')
     run_of(path, 2)
@@ -229,7 +229,7 @@ def test_a_file_that_is_no_log_is_left_alone(tmp_path, caplog):
     (other,) = (each for each in tmp_path.iterdir() if each != path)
     assert other.name.startswith("train.2") and other.suffix == ".jsonl"
     assert len(lines_of(other)) == 2
-    assert caplog.text.count("is left alone: the log is train.2") == 1
+    as_kept(caplog.messages)
 
 
 # Other writers.

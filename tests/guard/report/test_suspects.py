@@ -65,7 +65,7 @@ def test_what_another_device_has_in_the_same_step_is_no_sign_of_either():
     assert [each[2:5] for each in found] == [(1, 0, 1), (1, 0, 1)]
 
 
-def test_the_table_is_read_by_people_and_programs():
+def test_the_table_is_read_by_people_and_programs(as_kept):
     found = suspects_of([incident(5, cause="not reproducible")])
     head, row = str(found).splitlines()
     assert head.split() == [
@@ -77,9 +77,9 @@ def test_the_table_is_read_by_people_and_programs():
         "last",
     ]
     assert row.split()[:5] == ["n1", "cuda:1", "1", "1", "0"]
-    assert "step 5, 2001-09-09 01:46 UTC" in row
+    as_kept(row)
     assert json.loads(json.dumps(found.to_dict()))["rows"][0]["steps"] == [5]
-    assert str(suspects_of([])) == "No incident is in the log."
+    as_kept(suspects_of([]))
 
 
 def test_a_place_is_read_as_it_is_written():
@@ -108,7 +108,7 @@ def a_run(path, bad_step=None, first=0, **options):
     return guard, error
 
 
-def test_an_incident_that_comes_again_is_told_in_short(tmp_path, caplog):
+def test_an_incident_that_comes_again_is_told_in_short(tmp_path, caplog, as_kept):
     path = tmp_path / "guard.jsonl"
     a_run(path, bad_step=11, first=10, on_overflow="skip", explain=False)
     assert "Detected inf/nan" in caplog.text
@@ -117,8 +117,7 @@ def test_an_incident_that_comes_again_is_told_in_short(tmp_path, caplog):
     (line,) = [r.message for r in caplog.records if "Step 11: " in r.message]
     earlier = json.loads(path.read_text().splitlines()[0])["run"]
     assert guard.last_report.repeats == earlier
-    assert f"Run {earlier} came to the same" in " ".join(line.split())
-    assert "Detected inf/nan" not in line
+    as_kept(line)
     (row,) = guard.suspects().rows
     assert (row.incidents, row.steps, row.device) == (1, [11], "cpu")
     caplog.clear()
@@ -200,10 +199,11 @@ def test_logs_of_ranks_and_older_ones_are_read_and_nothing_else(tmp_path):
     assert read_incidents(tmp_path / "none" / "guard.jsonl") == []
 
 
-def test_suspects_need_a_log():
+def test_suspects_need_a_log(as_kept):
     model, optimizer = make()
-    with pytest.raises(RuntimeError, match="give the guard log="):
+    with pytest.raises(RuntimeError) as raised:
         OverflowGuard(model, optimizer).suspects()
+    as_kept(raised.value)
 
 
 def collected(folder, collect):
@@ -245,13 +245,13 @@ SCENARIOS = {"collected": all_collected}
 
 
 @pytest.mark.slow
-def test_few_ranks_write_and_all_know():
+def test_few_ranks_write_and_all_know(as_kept):
     writers = {"all": (0, 1, 2, 3), "node": (0, 2), "rank0": (0,)}
     for of_rank in all_of("test_suspects", "collected"):
         for collect, ranks in writers.items():
             incidents, device, where, names, runs = of_rank[collect]
             assert incidents == 1 and device.startswith(("cpu", "cuda"))
-            assert "rank 1 of 4" in where
+            as_kept(where)
             logs = [f"guard.rank{rank}.jsonl" for rank in ranks]
             records = [f"run.rank{rank}.ofr" for rank in ranks]
             assert names == ["evidence", *logs, *records]

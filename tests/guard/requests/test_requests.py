@@ -32,7 +32,7 @@ def report_of(function):
     return raised.value.report
 
 
-def test_a_forward_without_autograd_is_a_request():
+def test_a_forward_without_autograd_is_a_request(as_kept):
     net = make_net()
     with OverflowGuard(net) as guard:
         with torch.no_grad():
@@ -40,17 +40,17 @@ def test_a_forward_without_autograd_is_a_request():
         report = report_of(lambda: net(rows_bad(1)))
         with torch.no_grad():
             net(rows_bad())  # is served as if nothing had been
-        assert "bytes in 3 requests." in str(guard.coverage())
+        assert (guard.coverage().requests, guard.coverage().steps) == (3, 0)
     assert (report.step, report.rows, report.num_rows) == (1, [1], 3)
     assert report.requests is None
     assert report.explanation.cause == "bad data"
     text = str(report)
-    assert "drop the 1 of 3 samples" in text
+    as_kept(report.explanation)
     for word in ("the loss", "Step", "without autograd", "optimizer"):
         assert word not in text
 
 
-def test_rows_are_named_by_the_ids_of_a_request():
+def test_rows_are_named_by_the_ids_of_a_request(as_kept):
     net = make_net()
     with OverflowGuard(net) as guard, pytest.raises(NonFiniteError) as raised:
         with torch.inference_mode(), guard.request(ids=["a", "b", "c"]):
@@ -60,7 +60,7 @@ def test_rows_are_named_by_the_ids_of_a_request():
     report = raised.value.report
     assert report.requests == ["a", "c"]
     assert (report.forward, report.num_forwards) == (1, 3)
-    assert str(raised.value).startswith("Requests a, c, forward 1: ")
+    as_kept(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -202,14 +202,14 @@ class Cached(nn.Module):
         return self.lin(self.cache[slot].sum(0, keepdim=True))
 
 
-def test_a_slot_that_a_bad_request_has_left_is_named():
+def test_a_slot_that_a_bad_request_has_left_is_named(as_kept):
     net = Cached().eval()
     with OverflowGuard(net) as guard:
         with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
             with guard.request(ids=["first"]):
                 net(torch.full((4,), NAN), 1)
         assert raised.value.report.poisoned == {"cache": [1]}
-        assert "It has left `cache` in row 1 non-finite" in str(raised.value)
+        as_kept(raised.value)
         with torch.no_grad():
             net(torch.ones(4), 0)  # another slot
         with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
@@ -373,7 +373,7 @@ def test_an_exception_of_the_programs_own_has_the_report():
         assert "Request b" in raised.value.__notes__[0]
 
 
-def test_a_sample_tells_the_request_where_a_forward_has_returned_nothing():
+def test_a_sample_tells_the_request_where_a_forward_has_returned_nothing(as_kept):
     class Refuses(nn.Module):
         def forward(self, x):
             if not bool(torch.isfinite(x.log()).all()):
@@ -387,7 +387,7 @@ def test_a_sample_tells_the_request_where_a_forward_has_returned_nothing():
                 net(rows_bad(1))
     report = guard.last_report
     assert (report.rows, report.requests) == (None, ["b"])
-    assert "The program's own code raised ValueError in it." in str(report)
+    as_kept(report.sentences())
 
 
 def test_a_request_without_a_bad_value_keeps_its_own_exception():
@@ -487,7 +487,7 @@ def test_no_innocent_request_gets_an_error(hurry, num_threads, num_requests, exp
         assert guard.metrics()["requests_total"] == num_threads * num_requests
 
 
-def test_a_replay_waits_for_forwards_of_other_threads_and_holds_up_new_ones():
+def test_a_replay_waits_for_forwards_of_other_threads_and_holds_up_new_ones(as_kept):
     class Slow(nn.Module):
         def __init__(self):
             super().__init__()
@@ -513,7 +513,7 @@ def test_a_replay_waits_for_forwards_of_other_threads_and_holds_up_new_ones():
         report = report_of(lambda: net(torch.full((1, 4), NAN)))
         goes_on.set()
         slow.join()
-        assert "other threads ran the models" in report.explanation.notes[0]
+        as_kept(report.explanation.notes[0])
         again = report_of(lambda: net(torch.full((1, 4), NAN)))
     assert again.explanation.cause == "bad data"
     assert len(outputs) == 1

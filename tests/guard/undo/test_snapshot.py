@@ -42,7 +42,7 @@ class Reading(nn.Module):
         return self.linear(x).sum()
 
 
-def test_clean_steps_with_an_iterator_are_not_replayed(caplog):
+def test_clean_steps_with_an_iterator_are_not_replayed(caplog, as_kept):
     model = Reading()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -53,14 +53,13 @@ def test_clean_steps_with_an_iterator_are_not_replayed(caplog):
             model(torch.ones(2, 4)).backward()
             optimizer.step()
     assert model.last == 4
-    said = "clean steps are not replayed: forward takes from an iterator"
-    assert sum(said in message for message in caplog.messages) == 1
+    as_kept(caplog.messages)
 
 
-def test_a_report_names_the_line_that_takes_from_an_iterator():
+def test_a_report_names_the_line_that_takes_from_an_iterator(as_kept):
     model = Reading()
     report = failed(model, lambda: (model(torch.ones(2, 4)) - 1e9).sqrt())
-    assert report.explanation.notes[0].startswith("Not replayed: forward takes from an")
+    as_kept(report.explanation.notes[0])
     assert next(model.stream) == model.last + 1
 
 

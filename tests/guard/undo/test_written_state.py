@@ -75,7 +75,7 @@ def test_a_weight_that_the_forward_has_written_is_no_bad_weight(by_data, policy)
     assert "not known" not in str(report) and "initialize" not in str(report)
 
 
-def test_a_large_weight_that_the_forward_has_written_is_said_to_be_unknown():
+def test_a_large_weight_that_the_forward_has_written_is_said_to_be_unknown(as_kept):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), ActNorm(size=2**16))
     model[0].weight.data[2] = 0
@@ -83,18 +83,18 @@ def test_a_large_weight_that_the_forward_has_written_is_said_to_be_unknown():
     report = failed(model, lambda: model(x).mean())
     found = report.explanation
     assert found.cause == "unknown" and found.tensor == "1.log_scale"
-    assert "forward has written to 1.log_scale" in found.evidence[0]
-    assert "before the step is not held" in found.notes[0]
-    assert "The weight 1.log_scale could not be put back" in str(report)
+    as_kept(found.evidence[0])
+    as_kept(found.notes[0])
+    as_kept(report.notes)
 
 
-def test_a_weight_that_was_bad_before_the_step_is_one():
+def test_a_weight_that_was_bad_before_the_step_is_one(as_kept):
     model = nn.Sequential(nn.Linear(4, 4), ActNorm())
     model[1].is_done = True
     model[1].log_scale.data[0] = float("inf")
     found = failed(model, lambda: model(torch.ones(8, 4)).mean()).explanation
     assert found.cause == "bad weights"
-    assert "held 1 inf of 4 values before the step" in found.evidence[0]
+    as_kept(found.evidence[0])
 
 
 @pytest.mark.parametrize("size", [9, 2**13])  # copied in the first steps, and not

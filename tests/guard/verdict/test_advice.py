@@ -26,11 +26,11 @@ def of_weight(step):
     return guard.last_report
 
 
-def test_weights_that_were_bad_from_the_start_are_not_for_a_checkpoint():
+def test_weights_that_were_bad_from_the_start_are_not_for_a_checkpoint(as_kept):
     (text,) = advice_of(of_weight(0))
-    assert text == "What to try: initialize `head.weight` or load it again."
+    as_kept(text)
     (text,) = advice_of(of_weight(1))
-    assert text.endswith("load a checkpoint in which `head.weight` is finite.")
+    as_kept(text)
 
 
 def test_a_buffer_is_no_name_of_a_module():
@@ -43,18 +43,17 @@ def test_a_buffer_is_no_name_of_a_module():
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_bad_batch(value):
+def test_a_bad_batch(value, as_kept):
     model, optimizer = make()
     x, y = batches(1)[0]
     x[2, 3] = value
     report = warned(model, optimizer, (x, y))
-    assert report.verdict.batch_places == ["`input[0]`, sample 2 of 4 (from 0)"]
-    assert "sample    2 of 4 (counted from 0)" in str(report)
+    as_kept(report.verdict.batch_places, report.explanation)
     assert advice_of(report) == []  # a replay without the sample has answered
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_a_bad_batch_of_float8(dtype):
+def test_a_bad_batch_of_float8(dtype, as_kept):
     """float8 has no `isfinite`: the sample is found all the same."""
     model = nn.Sequential(Widened(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,9 +63,7 @@ def test_a_bad_batch_of_float8(dtype):
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(batch).sum().backward()
         optimizer.step()
-    assert guard.last_report.verdict.batch_places == [
-        "`input[0]`, sample 2 of 4 (from 0)"
-    ]
+    as_kept(guard.last_report.verdict.batch_places)
 
 
 class Widened(nn.Module):
@@ -115,7 +112,7 @@ def test_a_gradient_in_float16_says_nothing_of_scaling():
     assert advice_of(guard.last_report) == []
 
 
-def test_a_buffer_that_a_skip_puts_back_needs_no_checkpoint():
+def test_a_buffer_that_a_skip_puts_back_needs_no_checkpoint(as_kept):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,18 +123,17 @@ def test_a_buffer_that_a_skip_puts_back_needs_no_checkpoint():
     assert guard.last_report.verdict.source == "buffer"
     assert model[1].running_var.isfinite().all()
     (text,) = advice_of(guard.last_report)
-    assert "if `1.running_var` is still non-finite after this step, load a" in text
+    as_kept(text)
 
 
-def test_a_learning_rate_is_made_finite_before_a_checkpoint_is_loaded():
+def test_a_learning_rate_is_made_finite_before_a_checkpoint_is_loaded(as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "warn") as guard:
         for i, batch in enumerate(batches(3)):
             optimizer.param_groups[0]["lr"] = NAN if i else 0.1
             train_step(model, optimizer, batch)
     (text,) = advice_of(guard.last_report)
-    assert "set lr of param_groups[0] of " in text
-    assert "to a finite number first; load a checkpoint in which" in text
+    as_kept(text)
 
 
 @pytest.mark.parametrize("has_bad_gradient", [False, True])

@@ -96,11 +96,11 @@ class Outer(nn.Module):
         ("residual", "p.a", "p"),
     ],
 )
-def test_the_last_finite_gradient_before_a_bad_one_is_named(where, at, after):
+def test_the_last_finite_gradient_before_a_bad_one_is_named(where, at, after, as_kept):
     verdict = verdict_of(Outer(where), lambda m: m(inputs()).mean())
     assert (verdict.first.kind, verdict.first.fqn) == ("grad_output", at)
     assert verdict.after == after
-    assert f"seen last before it, of {after}, was finite" in verdict.maker
+    as_kept(verdict.maker)
     assert (verdict.origin, verdict.source) == ("unclear", "unclear")
 
 
@@ -138,7 +138,7 @@ def test_a_branch_between_that_is_not_connected_is_not_blamed():
     assert (verdict.origin, verdict.candidates) == ("unclear", [])
 
 
-def test_attention_computed_by_the_parent():
+def test_attention_computed_by_the_parent(as_kept):
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -153,7 +153,7 @@ def test_attention_computed_by_the_parent():
     verdict = verdict_of(model, lambda m: m(inputs(0, 2, 3, 4)).sum())
     assert verdict.first.fqn in ("1.q", "1.k")
     assert verdict.origin == "unclear"
-    assert verdict.maker.startswith(f"code that used the output of {verdict.first.fqn}")
+    as_kept(verdict.maker)
 
 
 class Heads(nn.Module):
@@ -187,7 +187,7 @@ def test_a_gradient_given_to_backward_is_not_a_modules():
     assert verdict.source == "loss" and "the loss" in verdict.candidates
 
 
-def test_a_hook_on_a_tensor_can_have_made_it():
+def test_a_hook_on_a_tensor_can_have_made_it(as_kept):
     def spoil(module, args, output):
         output.register_hook(lambda gradient: gradient / 0)
 
@@ -196,7 +196,7 @@ def test_a_hook_on_a_tensor_can_have_made_it():
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
     assert verdict.first.fqn == "0"
     assert verdict.origin == "unclear"
-    assert "code that used the output of 0, or a hook on it" in verdict.maker
+    as_kept(verdict.maker)
 
 
 def test_a_step_of_two_forwards_tells_their_nodes_apart():
@@ -253,7 +253,7 @@ def divide(model):
 
 
 @pytest.mark.parametrize("change", [[spoil, clip], [divide]])
-def test_all_gradients_bad_is_after_backward(change):
+def test_all_gradients_bad_is_after_backward(change, as_kept):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
@@ -263,18 +263,18 @@ def test_all_gradients_bad_is_after_backward(change):
         optimizer.step()
     verdict = guard.last_report.verdict
     assert verdict.source == "after_backward"
-    assert "clipping by a non-finite norm spreads to all" in verdict.maker
+    as_kept(verdict.maker)
     assert "its own backward" not in str(guard.last_report)
 
 
-def test_a_penalty_on_a_weight_may_have_made_a_gradient():
+def test_a_penalty_on_a_weight_may_have_made_a_gradient(as_kept):
     model = mlp()
     nn.init.zeros_(model[2].weight)
     verdict = verdict_of(
         model, lambda m: m(inputs()).mean() + m[2].weight.pow(2).sum().sqrt()
     )
     assert verdict.origin == "unclear"
-    assert "a term of the loss that is computed from weights" in verdict.maker
+    as_kept(verdict.maker)
 
 
 # The batch.
@@ -295,7 +295,7 @@ HANDED_OVER = ["the batch", "the training loop"]
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_bad_feature_was_handed_over(value):
+def test_a_bad_feature_was_handed_over(value, as_kept):
     x = inputs()
     x[3, 1] = value
     verdict = verdict_of(
@@ -304,15 +304,15 @@ def test_a_bad_feature_was_handed_over(value):
     assert (verdict.origin, verdict.source) == ("given", "unclear")
     assert verdict.candidates == HANDED_OVER
     (place,) = verdict.batch_places
-    assert place.startswith("`input.pixel_values`, sample 3 of 4")
+    as_kept(place)
 
 
-def test_a_bad_label_of_a_model_that_computes_its_loss():
+def test_a_bad_label_of_a_model_that_computes_its_loss(as_kept):
     labels = inputs(1, 4, 1)
     labels[2] = NAN
     verdict = verdict_of(Tabular(), lambda m: m(inputs(), labels=labels)["loss"])
     assert verdict.candidates == HANDED_OVER
-    assert verdict.batch_places == ["`input.labels`, sample 2 of 4 (from 0)"]
+    as_kept(verdict.batch_places)
 
 
 def test_a_bad_label_outside_of_the_model_may_be_the_batchs():
@@ -343,11 +343,11 @@ def test_a_mask_of_minus_inf_is_not_blamed():
     assert "a" in verdict.candidates
 
 
-def test_what_arises_between_two_models_is_not_the_batch():
+def test_what_arises_between_two_models_is_not_the_batch(as_kept):
     first, second = nn.Linear(3, 3), nn.Linear(3, 1)
     verdict = verdict_of([first, second], lambda m: m[1](m[0](inputs()) / 0).mean())
     assert (verdict.source, verdict.candidates) == ("caller", ["the training loop"])
-    assert verdict.maker == "the training loop, between 0 and 1"
+    as_kept(verdict.maker)
     # Autograd knows nothing of it.
     verdict = verdict_of(
         [nn.Linear(3, 3), nn.Linear(3, 1)],
@@ -411,12 +411,12 @@ def refilled_in_place(model):
     return model(static.div_(0))
 
 
-def test_minus_inf_in_a_feature_of_a_linear_layer_was_handed_over():
+def test_minus_inf_in_a_feature_of_a_linear_layer_was_handed_over(as_kept):
     x = inputs()
     x[3, 1] = -INF
     verdict = verdict_of(nn.Linear(3, 1), lambda m: m(x).mean())
     assert verdict.candidates == HANDED_OVER
-    assert verdict.batch_places == ["`input[0]`, sample 3 of 4 (from 0)"]
+    as_kept(verdict.batch_places)
 
 
 class Biased(nn.Module):
@@ -434,7 +434,7 @@ class Biased(nn.Module):
 
 @pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize("is_root", [False, True])
-def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner):
+def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner, as_kept):
     k = torch.arange(5)
     bias = -(k[:, None] - k).abs() * 0.1
     bias = bias.masked_fill(k > k[:, None], -INF)
@@ -446,7 +446,7 @@ def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner):
     assert verdict.origin == "unclear"
     name = "the model" if is_root else "attn"
     assert set(verdict.candidates) >= {name, *HANDED_OVER}
-    assert "which passed on -inf in `input[1]`" in verdict.maker
+    as_kept(verdict.maker)
 
 
 def test_a_function_that_holds_nothing_brings_no_value():
@@ -504,7 +504,9 @@ class Reads(nn.Module):
         *(lambda x: lambda: x, lambda x: {"x": lambda held=[x]: held[0]}),
     ],
 )
-def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keyword):
+def test_what_nobody_looked_into_is_not_called_finite(
+    wrap, has_layer, is_keyword, as_kept
+):
     x = inputs()
     x[2] = NAN
     batch = wrap(x) if wrap else NAN
@@ -514,8 +516,7 @@ def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keywor
     verdict = verdict_of(model, lambda m: m(*positional, **arguments).mean())
     assert verdict.origin == "unclear"
     assert set(verdict.candidates) == {"the model", *HANDED_OVER}
-    label = "input.d" if is_keyword else "input[0]"
-    assert f"{label} of the model was not searched" in verdict.maker
+    as_kept(verdict.maker)
     if is_keyword:
         return
     model = nn.Sequential(Reads(has_layer))
@@ -525,16 +526,14 @@ def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keywor
 
 @pytest.mark.parametrize("is_keyword", [False, True])
 @pytest.mark.parametrize("wrap", [Data, lambda x: UserDict(x=x)])
-def test_what_an_object_holds_is_searched(wrap, is_keyword):
+def test_what_an_object_holds_is_searched(wrap, is_keyword, as_kept):
     x = inputs()
     x[2] = NAN
     arguments = {"d": wrap(x)} if is_keyword else {}
     positional = () if is_keyword else (wrap(x),)
     verdict = verdict_of(Reads(True), lambda m: m(*positional, **arguments).mean())
-    label = "input.d" if is_keyword else "input[0]"
-    part = ".x" if wrap is Data else "['x']"
     assert verdict.origin == "given"
-    assert f"`{label}{part}`, sample 2 of" in verdict.maker
+    as_kept(verdict.maker)
 
 
 def test_an_object_that_the_model_made_is_searched():
@@ -606,17 +605,15 @@ class Ravels(nn.Module):
         (Ravels, (10,), []),
     ],
 )
-def test_an_index_is_not_called_a_sample_where_that_is_not_known(make, shape, others):
+def test_an_index_is_not_called_a_sample_where_that_is_not_known(
+    make, shape, others, as_kept
+):
     x = torch.ones(shape)
     x[7] = NAN
     verdict = verdict_of(make(), lambda m: m(x, *others)[0].sum())
-    place = "`input[0]`, index 7 of 10 in dimension 0 (from 0)"
-    assert verdict.batch_places == [place]
+    as_kept(verdict.batch_places)
     x[2] = NAN
-    assert (
-        "indices 2, 7 of 10"
-        in verdict_of(make(), lambda m: m(x, *others)[0].sum()).batch_places[0]
-    )
+    as_kept(verdict_of(make(), lambda m: m(x, *others)[0].sum()).batch_places[0])
 
 
 def test_a_batch_that_was_written_to_since_is_not_read_for_its_place():
@@ -642,7 +639,7 @@ class Doubles(nn.Module):
 
 
 @pytest.mark.parametrize("compute", [roll_out, frozen_teacher, refilled_in_place])
-def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute):
+def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute, as_kept):
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
@@ -652,8 +649,7 @@ def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute):
     assert report.verdict.source == "unclear"
     assert report.verdict.candidates == HANDED_OVER
     said = " ".join(report.sentences())
-    assert "It was non-finite when the model received it: it came from the" in said
-    assert "before the step" not in said and "data" not in said
+    as_kept(said)
 
 
 # Calls.
@@ -671,7 +667,7 @@ def test_a_module_that_writes_to_its_input_is_a_candidate():
     assert "1" in verdict.candidates
 
 
-def test_what_is_not_watched_within_is_said():
+def test_what_is_not_watched_within_is_said(as_kept):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -690,10 +686,10 @@ def test_what_is_not_watched_within_is_said():
     verdict = guard.last_report.verdict
     assert verdict.maker == "0"
     assert verdict.unwatched == ["0.fc1", "0.fc2"]
-    assert "not watched within it: 0.fc1, 0.fc2" in str(guard.last_report)
+    as_kept(guard.last_report.sentences())
 
 
-def test_a_module_whose_frames_are_printed_is_watched():
+def test_a_module_whose_frames_are_printed_is_watched(as_kept):
     class Returned:
         """An object whose parts are not scanned."""
 
@@ -716,8 +712,7 @@ def test_a_module_whose_frames_are_printed_is_watched():
         optimizer.step()
     assert guard.last_report.verdict.maker == "the model"
     text = " ".join(str(guard.last_report).split())
-    assert "body Body" in text and "not watched within it: body" not in text
-    assert "a part of what body was given or returned" in text
+    as_kept(text)
 
 
 def test_the_batch_is_not_blamed_for_what_is_not_watched():
@@ -744,7 +739,7 @@ def test_a_parent_that_was_not_called_is_not_blamed():
     assert verdict.candidates == ["the model"]
 
 
-def test_a_container_says_after_which_call():
+def test_a_container_says_after_which_call(as_kept):
     class Tail(nn.Module):
         def __init__(self):
             super().__init__()
@@ -760,7 +755,7 @@ def test_a_container_says_after_which_call():
         optimizer.step()
     assert guard.last_report.verdict.after == "1.qkv"
     said = flat(guard.last_report)
-    assert "code in module 1 itself, after 1.qkv, produced it." in said
+    as_kept(said)
 
 
 def test_running_statistics_of_training_are_not_what_made_it():
@@ -799,7 +794,7 @@ def test_weights_that_a_bad_step_has_written_do_not_come_first():
     ("settings", "said"),
     [({"lr": NAN}, "lr=nan"), ({"lr": 0.1, "weight_decay": INF}, "weight_decay=inf")],
 )
-def test_a_bad_setting_of_the_optimizer_is_looked_up(settings, said):
+def test_a_bad_setting_of_the_optimizer_is_looked_up(settings, said, as_kept):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
@@ -812,16 +807,16 @@ def test_a_bad_setting_of_the_optimizer_is_looked_up(settings, said):
         optimizer.step()
     verdict = guard.last_report.verdict
     assert verdict.source == "weight"
-    assert "an optimizer step since" in verdict.maker
+    as_kept(verdict.maker)
     assert said in " ".join(verdict.remarks)
 
 
-def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up():
+def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up(as_kept):
     model = nn.Linear(3, 1).half()
     optimizer = torch.optim.Adam(model.parameters(), eps=1e-8, foreach=False)
     model.weight.data[0, 0] = INF
     verdict = verdict_of(model, lambda m: m(torch.ones(2, 3).half()).sum(), optimizer)
-    assert "eps=1e-08, which is 0 in float16" in " ".join(verdict.remarks)
+    as_kept(verdict.remarks)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)
     model.weight.data[0, 0] = INF
@@ -831,12 +826,12 @@ def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up():
 # What else was seen.
 
 
-def test_a_negative_running_variance_is_mentioned():
+def test_a_negative_running_variance_is_mentioned(as_kept):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
     model[1].running_var[0] = -1.0
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
     assert verdict.maker == "1"
-    assert verdict.remarks == ["1 of 3 values of 1.running_var are negative."]
+    as_kept(verdict.remarks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -872,17 +867,17 @@ def test_a_hook_that_replaces_inputs_of_the_model_is_a_candidate(value):
     assert set(verdict.candidates) >= {"the model", *HANDED_OVER}
 
 
-def test_a_hook_that_replaces_an_output_later_is_a_candidate():
+def test_a_hook_that_replaces_an_output_later_is_a_candidate(as_kept):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model[0].register_forward_hook(lambda module, args, output: output / 0)
         model(inputs()).mean().backward()
         optimizer.step()
-    assert guard.last_report.verdict.unwatched == ["a forward hook on 0"]
+    as_kept(guard.last_report.verdict.unwatched)
 
 
-def test_an_output_that_was_not_scanned_may_hold_it():
+def test_an_output_that_was_not_scanned_may_hold_it(as_kept):
     class Hides(nn.Module):
         def forward(self, x):
             return Hidden((x / 0).detach())
@@ -896,8 +891,8 @@ def test_an_output_that_was_not_scanned_may_hold_it():
             return self.fc(self.hides(x).x)
 
     verdict = verdict_of(Net(), lambda m: m(inputs()).mean())
-    assert verdict.unwatched == ["a part of what hides was given or returned"]
-    assert "what it calls that is not watched" in verdict.maker
+    as_kept(verdict.unwatched)
+    as_kept(verdict.maker)
 
 
 @pytest.mark.parametrize("where", ["leaf", "between", "before", "residual"])
@@ -999,7 +994,7 @@ def test_statistics_in_a_parameter_are_not_what_was_there_before():
     assert (verdict.source, verdict.candidates) == ("weight", ["0.weight"])
 
 
-def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite():
+def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite(as_kept):
     model = mlp()
 
     def loss_of(model):
@@ -1009,12 +1004,11 @@ def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite():
 
     verdict = verdict_of(model, loss_of, record=False)
     assert verdict.origin == "unclear"
-    assert "no gradient of an output was checked" in verdict.maker
-    assert "a term of the loss" in verdict.maker
+    as_kept(verdict.maker)
 
 
 @pytest.mark.parametrize("is_called", [False, True])
-def test_gradients_that_torch_func_hides_are_not_called_finite(is_called):
+def test_gradients_that_torch_func_hides_are_not_called_finite(is_called, as_kept):
     model, x = mlp(), inputs()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -1032,9 +1026,9 @@ def test_gradients_that_torch_func_hides_are_not_called_finite(is_called):
     maker = guard.last_report.verdict.maker
     assert "outputs were finite" not in maker
     if is_called:
-        assert "watched outputs that could be scanned were finite" in maker
+        as_kept(maker)
     else:
-        assert "no gradient of an output was checked" in maker
+        as_kept(maker)
 
 
 def test_who_used_what_an_identity_returned_on_a_device():
@@ -1148,7 +1142,7 @@ def test_a_module_that_two_models_share_may_have_been_called_by_either():
 
 
 @pytest.mark.parametrize("is_global", [False, True])
-def test_a_hook_that_runs_before_an_output_is_looked_at_is_named(is_global):
+def test_a_hook_that_runs_before_an_output_is_looked_at_is_named(is_global, as_kept):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
 
     def spoil(module, args, output):
@@ -1165,10 +1159,10 @@ def test_a_hook_that_runs_before_an_output_is_looked_at_is_named(is_global):
     finally:
         handle.remove()
     assert (verdict.origin, verdict.candidates) == ("made", ["0"])
-    assert verdict.unwatched == ["a forward hook on it"]
+    as_kept(verdict.unwatched)
 
 
-def test_a_hook_on_a_tensor_in_the_model_is_a_candidate():
+def test_a_hook_on_a_tensor_in_the_model_is_a_candidate(as_kept):
     class Hooks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1181,20 +1175,20 @@ def test_a_hook_on_a_tensor_in_the_model_is_a_candidate():
 
     verdict = verdict_of(Hooks(), lambda m: m(inputs()).mean())
     assert verdict.first.kind == "gradient"
-    assert "a hook on a gradient" in verdict.maker
+    as_kept(verdict.maker)
 
 
-def test_gradients_that_were_there_before_are_candidates():
+def test_gradients_that_were_there_before_are_candidates(as_kept):
     model = mlp()
     model[0].weight.grad = torch.full((3, 3), NAN)
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    assert "gradients that were there before this backward" in verdict.maker
+    as_kept(verdict.maker)
 
 
 # Weights that may have been written or replaced within the step.
 
 
-def test_a_weight_that_stands_in_for_a_finite_one_was_not_bad_before():
+def test_a_weight_that_stands_in_for_a_finite_one_was_not_bad_before(as_kept):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
 
     def loss_of(model):
@@ -1203,9 +1197,9 @@ def test_a_weight_that_stands_in_for_a_finite_one_was_not_bad_before():
 
     verdict = verdict_of(model, loss_of)
     assert (verdict.origin, verdict.source) == ("unclear", "unclear")
-    assert "0.weight is finite now" in verdict.maker
+    as_kept(verdict.maker)
     assert verdict.first.is_finite_now
-    assert "held 9 nan; the weight is finite now" in what_of(verdict.first)
+    as_kept(what_of(verdict.first))
 
 
 def test_a_tied_weight_that_is_bad_is_not_called_finite_under_its_other_name():
@@ -1220,7 +1214,7 @@ def test_a_tied_weight_that_is_bad_is_not_called_finite_under_its_other_name():
     assert (verdict.source, verdict.first.is_finite_now) == ("weight", False)
 
 
-def test_a_weight_that_a_forward_wrote_was_not_bad_before():
+def test_a_weight_that_a_forward_wrote_was_not_bad_before(as_kept):
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1236,7 +1230,7 @@ def test_a_weight_that_a_forward_wrote_was_not_bad_before():
         model(inputs()).mean().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.candidates == ["fc.weight", "code in the step"]
+    as_kept(verdict.candidates)
     assert "mul_(NAN)" in guard.last_report.explanation.op.code
 
 

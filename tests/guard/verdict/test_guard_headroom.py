@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from guarding import INF, batches, flat, make, plant, train, train_step
+from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import Headroom, NonFiniteError, OverflowGuard, Schedule, Underflow
@@ -122,15 +123,15 @@ def test_a_course_begins_anew_in_another_dtype():
     assert (row.dtype, row.highest, row.recent) == ("float16", 2.0, [2.0])
 
 
-def test_could_it_run_in_float16():
+def test_could_it_run_in_float16(as_kept):
     assert grown([60000.0], torch.float32).headroom().fits_float16
     table = grown([70000.0, 1.0], torch.float32).headroom()
     assert not table.fits_float16
-    assert "2 of 2 would overflow in float16" in str(table)
-    assert "All magnitudes so far would fit" in str(grown([1.0]).headroom())
+    as_kept(table)
+    as_kept(grown([1.0]).headroom())
 
 
-def test_what_has_overflowed_fits_nothing():
+def test_what_has_overflowed_fits_nothing(as_kept):
     model = nn.Sequential(nn.Linear(8, 2).half())
     model[0].weight.data.fill_(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -146,10 +147,10 @@ def test_what_has_overflowed_fits_nothing():
     assert bits[0] > 10 and bits[1] == 0 and bits[2] > 10
     assert not table.fits_float16
     assert row_of(guard, "output of 0").float16_bits == -INF
-    assert "2 of 7 have been inf or nan already." in str(table)
+    as_kept(table)
 
 
-def test_a_nan_is_not_said_to_overflow_in_float16():
+def test_a_nan_is_not_said_to_overflow_in_float16(as_kept):
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "skip") as guard:
@@ -157,14 +158,11 @@ def test_a_nan_is_not_said_to_overflow_in_float16():
             guard.run(lambda f=factor: model(torch.ones(2, 8)).mean() * f).backward()
             optimizer.step()
     text = str(guard.headroom())
-    assert "been inf or nan already" in text
-    assert "All other magnitudes so far would fit float16." in text
+    as_kept(text)
 
 
-def test_before_the_first_step_there_is_nothing():
-    assert str(OverflowGuard(nn.Linear(1, 1)).headroom()) == (
-        "Nothing has been checked yet."
-    )
+def test_before_the_first_step_there_is_nothing(as_kept):
+    as_kept(OverflowGuard(nn.Linear(1, 1)).headroom())
 
 
 def test_the_table_has_everything_that_was_made():
@@ -193,14 +191,11 @@ def said(caplog):
 
 
 @pytest.mark.parametrize("options", [{}, {"_defer": True}], ids=["cpu", "deferred"])
-def test_an_overflow_is_announced(said, options):
+def test_an_overflow_is_announced(said, options, as_kept):
     values = [1250.0 * 2**i for i in range(6)]
     grown(values, monitors=[Headroom(bits=2.0)], **options)
     first, second = said()
-    assert first.startswith("Step 4 is finite, but close to an overflow: output of")
-    assert "2e+04, float16's maximum is 65504), 1.00 bits fewer with each of" in first
-    assert "it would overflow in about 2" in first
-    assert "keep_in_fp32" in first
+    as_kept(first)
     assert "Step 5" in second  # when half of it is gone
 
 
@@ -213,15 +208,14 @@ def test_the_announcement_is_laid_out_in_lines(caplog):
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_float32_is_not_told_to_go_to_float32(said):
+def test_float32_is_not_told_to_go_to_float32(said, as_kept):
     grown([3e38], monitors=[Headroom(bits=1.0)], dtype=torch.float32)
-    assert "float32's maximum is 3.4028e+38" in said()[0]
-    assert "What to try" not in said()[0]
+    as_kept(said()[0])
 
 
-def test_lagged_stats_may_be_of_the_step_before(said):
+def test_lagged_stats_may_be_of_the_step_before(said, as_kept):
     grown([1.0, 50000.0], monitors=[Headroom(bits=1.0)], sync="lagged")
-    assert said()[0].startswith("Step 1 or the one before is finite, but close to")
+    as_kept(said()[0])
 
 
 def test_it_is_said_once(said):
@@ -252,12 +246,12 @@ def test_gradients_under_a_scaler_are_left_out(said):
     assert said() == []
 
 
-def test_a_bad_step_is_not_called_finite(said):
+def test_a_bad_step_is_not_called_finite(said, as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "skip", monitors=[Headroom(bits=200.0)]):
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
-    assert not any("is finite, but close" in line for line in said())
+    as_kept([each for each in said() if "Detected" not in each])
 
 
 @pytest.mark.slow
@@ -460,7 +454,7 @@ def test_metrics_are_told_after_each_step():
     assert told[0]["headroom_bits"] > 100
 
 
-def test_an_exporter_that_fails_stops_nothing(said):
+def test_an_exporter_that_fails_stops_nothing(said, as_kept):
     told = []
 
     def fails(step, values):
@@ -472,30 +466,22 @@ def test_an_exporter_that_fails_stops_nothing(said):
         train(model, optimizer, batches(3))
         assert guard.step == 3
     assert told == [0, 1, 2]
-    assert said() == ["A metrics exporter failed. Its later failures are not logged."]
+    as_kept(said())
 
 
-@pytest.mark.parametrize(
-    "metrics, message",
-    [
-        (nn.Linear, "metrics must be .* got the class Linear"),
-        ("runs", "metrics must be a callable .* got str"),
-        ([print, 3], "metrics must be a callable .* got int"),
-    ],
-)
-def test_wrong_exporters_are_reported(metrics, message):
-    with pytest.raises(TypeError, match=message):
+def test_wrong_exporters_are_reported(as_kept):
+    def call(metrics):
         OverflowGuard(nn.Linear(1, 1), metrics=metrics)
 
+    as_kept(errors_of(call, [nn.Linear, "runs", [print, 3]]))
 
-def test_a_bad_step_says_what_came_nearest():
+
+def test_a_bad_step_says_what_came_nearest(as_kept):
     model = nn.Sequential(Growing(), nn.Tanh())
     with OverflowGuard(model) as guard:
         model[0].value = 3e38
-        with pytest.raises(
-            NonFiniteError,
-            match=r"output of 0, which could grow\s+1\.13-fold \(0\.2 bits\)",
-        ):
+        with pytest.raises(NonFiniteError) as raised:
             model(torch.ones(1, 2))
             guard.record(loss=torch.tensor(INF))
             guard.check()
+        as_kept(raised.value)

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from guarding import INF, NAN, Net, batches, flat, make, plant, train_step
+from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
@@ -204,27 +205,26 @@ def test_rules_hold_in_compiled_code():
             run(compiled, optimizer)
 
 
-@pytest.mark.parametrize(
-    "allow, error, message",
-    [
-        (["*:output"], TypeError, r"allow must be a dict such as .* got list"),
-        ({"attn": "-inf"}, ValueError, r"allow must have keys such as .* got 'attn'"),
-        ({3: "-inf"}, ValueError, r"allow must have keys such as .* got 3"),
-        ({"*:scores": "-inf"}, ValueError, r"must begin with one of input, output"),
-        ({"*:inputs.x": "-inf"}, ValueError, r"must begin with one of input, output"),
-        (
-            {"*:output": "minus inf"},
-            ValueError,
-            r"must be '-inf', '\+inf', 'inf', 'nan'",
-        ),
-        ({"*:output": []}, ValueError, r"must be '-inf'"),
-        ({"*:output": None}, ValueError, r"must be '-inf'"),
-        ({"*.atn:output": "-inf"}, ValueError, r"no module's name matches '\*\.atn'"),
-    ],
-)
-def test_wrong_rules_are_reported(allow, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_rules_are_reported(as_kept):
+    def call(allow):
         OverflowGuard(attention()[0], allow=allow)
+
+    as_kept(
+        errors_of(
+            call,
+            [
+                ["*:output"],
+                {"attn": "-inf"},
+                {3: "-inf"},
+                {"*:scores": "-inf"},
+                {"*:inputs.x": "-inf"},
+                {"*:output": "minus inf"},
+                {"*:output": []},
+                {"*:output": None},
+                {"*.atn:output": "-inf"},
+            ],
+        )
+    )
 
 
 def test_a_rule_that_matches_nothing_is_reported_in_the_coverage():
@@ -233,13 +233,12 @@ def test_a_rule_that_matches_nothing_is_reported_in_the_coverage():
     with OverflowGuard(model, optimizer, allow=allow) as guard:
         run(model, optimizer)
         assert guard.coverage().rules_unused == ["out:output"]
-        assert "rule 'out:output' has matched nothing" in str(guard.coverage())
 
 
 # Learning.
 
 
-def test_rules_are_learned_from_clean_steps(caplog):
+def test_rules_are_learned_from_clean_steps(caplog, as_kept):
     model, optimizer = attention()
     with OverflowGuard(model, optimizer) as guard:
         guard.learn(3)
@@ -250,8 +249,7 @@ def test_rules_are_learned_from_clean_steps(caplog):
         model.layers[0]["attn"].fill = INF
         with pytest.raises(NonFiniteError):
             run(model, optimizer)
-    assert "Some values were non-finite in 3 clean steps" in caplog.text
-    assert """allow={"layers.*.attn:output['scores']": '-inf'}""" in caplog.text
+    as_kept(caplog.messages)
 
 
 def test_what_was_learned_can_be_given():
@@ -263,12 +261,12 @@ def test_what_was_learned_can_be_given():
         run(model, optimizer)
 
 
-def test_rules_may_be_proposed_only(caplog):
+def test_rules_may_be_proposed_only(caplog, as_kept):
     model, optimizer = attention()
     with OverflowGuard(model, optimizer) as guard:
         guard.learn(2, adopt=False)
         run(model, optimizer, 2)
-        assert "They are still alarms" in caplog.text
+        as_kept(caplog.messages)
         assert guard.rules == {}
         with pytest.raises(NonFiniteError):
             run(model, optimizer)
@@ -320,13 +318,13 @@ def test_a_loss_is_an_alarm_while_it_learns_whatever_its_gradient():
             optimizer.step()
 
 
-def test_where_nothing_is_to_be_learned_it_says_so(caplog):
+def test_where_nothing_is_to_be_learned_it_says_so(caplog, as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer) as guard:
         guard.learn(2)
         for batch in batches(2):
             train_step(model, optimizer, batch)
-    assert "No rule is needed: in 2 clean steps all values were finite" in caplog.text
+    as_kept(caplog.messages)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -479,25 +477,25 @@ def test_keys_with_a_colon_can_be_learned_and_given():
     assert guard.coverage().failures == 0
 
 
-def test_learning_needs_to_look_at_activations_and_gradients():
+def test_learning_needs_to_look_at_activations_and_gradients(as_kept):
     model, optimizer = attention()
     guard = OverflowGuard(model, optimizer, watch=["activations", "loss"])
-    with pytest.raises(ValueError, match=r"learn\(\) needs a guard whose watch"):
+    with pytest.raises(ValueError) as raised:
         guard.learn(2)
+    as_kept(raised.value)
 
 
-def test_the_report_gives_the_sign_and_the_rule():
+def test_the_report_gives_the_sign_and_the_rule(as_kept):
     model, optimizer = attention()
     with OverflowGuard(model, optimizer, "warn") as guard:
         run(model, optimizer)
-        text = str(guard.last_report)
-        assert "holds 4 -inf. " in text
         rule = """allow={"layers.0.attn:output['scores']": '-inf'}"""
-        assert f"What to try: if this is intended, as in a mask, {rule}" in flat(text)
+        assert rule in flat(guard.last_report)
+        as_kept(guard.last_report.sentences())
         for layer in model.layers:
             layer["attn"].fill = torch.tensor([INF, -INF, 0.0, 1.0])
         run(model, optimizer)
-        assert "holds 2 infinite values. " in flat(guard.last_report)
+        as_kept(guard.last_report.sentences())
 
 
 @pytest.mark.parametrize("steps, error", [(0, ValueError), (1.5, TypeError)])
@@ -512,7 +510,7 @@ def warnings(caplog):
     caplog.set_level(logging.WARNING, "overflow_fast")
 
 
-def test_what_is_allowed_is_said_where_it_did_harm():
+def test_what_is_allowed_is_said_where_it_did_harm(as_kept):
     model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
     model[0].weight.data[:] = 3e38
     allow = {"0:output": "inf", "1:input[0]": "inf", ":input*": "inf"}
@@ -522,5 +520,4 @@ def test_what_is_allowed_is_said_where_it_did_harm():
             model(torch.full((1, 2), 3.0))
             report = guard.check()
         assert report.verdict.maker == "1"
-        assert ("were finite except allowed values" in flat(report)) is not explain
-        assert ("Given to 1: allowed values in input[0]." in flat(report)) is explain
+        as_kept(report.sentences())

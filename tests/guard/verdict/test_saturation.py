@@ -50,15 +50,14 @@ def end_of(dtype, num, numel=1000, sign=1.0):
 
 
 @pytest.mark.parametrize("dtype", [*FLOAT8, torch.float16], ids=str)
-def test_values_at_the_end_are_told_once(dtype, caplog):
+def test_values_at_the_end_are_told_once(dtype, caplog, as_kept):
     (text,) = messages_of(caplog, [end_of(dtype, 100)] * 5)
     limit = f"{torch.finfo(dtype).max:g}"
-    assert "10.0% of the 1000 values of output of cast" in text
+    as_kept(text)
     assert limit in text and str(dtype)[6:] in text
-    assert "Step 1 is finite" in text  # counted in the step after
 
 
-def test_a_saturating_cast(caplog):
+def test_a_saturating_cast(caplog, as_kept):
     value = (torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 1e6).to(
         torch.float8_e4m3fn
     )
@@ -66,7 +65,7 @@ def test_a_saturating_cast(caplog):
         pytest.skip("this torch makes a nan of it and does not saturate")
     assert not value.float().isinf().any()
     (text,) = messages_of(caplog, [value] * 2)
-    assert "of the 2000 values of output of cast are 448" in text
+    as_kept(text)
 
 
 def test_a_share_that_doubles_is_told_again(caplog):

@@ -56,14 +56,16 @@ def finite_input(rows):
 
 @pytest.mark.parametrize("place", WRITERS)
 @pytest.mark.parametrize("rows", [SMALL, LARGE])
-def test_a_value_that_was_finite_when_it_was_returned_is_not_its_readers(place, rows):
+def test_a_value_that_was_finite_when_it_was_returned_is_not_its_readers(
+    place, rows, as_kept
+):
     torch.manual_seed(0)
     verdict = verdict_of(Net(place), lambda m: m(finite_input(rows)).mean())
     if place == "inner" and rows == SMALL:  # b's own output is scanned again
         assert (verdict.origin, verdict.maker) == ("made", "b")
         return
     assert (verdict.origin, verdict.source) == ("unclear", "unclear")
-    assert "torch counted no write to it since" in verdict.maker
+    as_kept(verdict.maker)
     assert set(verdict.candidates) >= set(WRITERS[place])
     assert "b.layer" not in verdict.candidates and "c.layer" not in verdict.candidates
     assert verdict.after == "b.layer"
@@ -129,7 +131,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_on_a_device_a_layer_that_cannot_have_made_it_is_not_named(name):
+def test_on_a_device_a_layer_that_cannot_have_made_it_is_not_named(name, as_kept):
     verdict = verdict_of(
         Net("inner", READERS[name]),
         lambda m: m(finite_input(LARGE)).mean(),
@@ -138,7 +140,7 @@ def test_on_a_device_a_layer_that_cannot_have_made_it_is_not_named(name):
     assert (verdict.first.fqn, verdict.first.kind) == ("c", "output")
     assert (verdict.origin, verdict.source) == ("unclear", "unclear")
     assert verdict.candidates == ["b", "the model", "c"]
-    assert verdict.maker.startswith("c cannot make it of `input[0]`")
+    as_kept(verdict.maker)
 
 
 def overflowing():
@@ -149,7 +151,9 @@ def overflowing():
 
 
 @pytest.mark.parametrize("defer", [False, True])
-def test_a_layer_that_can_have_made_it_is_named_with_when_its_input_was_seen(defer):
+def test_a_layer_that_can_have_made_it_is_named_with_when_its_input_was_seen(
+    defer, as_kept
+):
     model = nn.Sequential(nn.Linear(32, 32), overflowing())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     guard = OverflowGuard(model, optimizer, explain=False, _defer=defer)
@@ -159,7 +163,7 @@ def test_a_layer_that_can_have_made_it_is_named_with_when_its_input_was_seen(def
     verdict = error.value.report.verdict
     assert (verdict.origin, verdict.candidates) == ("made", ["1"])
     assert verdict.stale_inputs == ["input[0]"] * defer
-    assert ("when they were scanned, before its call" in str(error.value)) is defer
+    as_kept(error.value)
     guard.remove()
 
 
@@ -197,7 +201,7 @@ def test_a_replay_that_is_finite_names_no_reader_either(defer):
 
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
-def test_the_loss_is_not_blamed_for_what_it_was_given(watch):
+def test_the_loss_is_not_blamed_for_what_it_was_given(watch, as_kept):
     """A replay's outputs are finite, the gradient that it gives them is the step's."""
     model = once_writing()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -209,13 +213,13 @@ def test_the_loss_is_not_blamed_for_what_it_was_given(watch):
             optimizer.step()
     verdict = error.value.report.verdict
     assert (verdict.origin, verdict.source) == ("unclear", "unclear")
-    assert "It came from the code that computes the loss" not in str(error.value)
+    as_kept(error.value)
     found = error.value.report.explanation
     if watch:
         assert verdict.candidates == ["the loss", "the batch", "the model"]
         return
     assert (found.phase, found.cause) == ("forward", "not reproducible")
-    assert "0 of 3 replays of the same step are non-finite" in found.evidence
+    as_kept(found.evidence)
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])

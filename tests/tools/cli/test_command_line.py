@@ -56,14 +56,10 @@ def script(tmp_path):
     return path
 
 
-def test_runs_a_script_as_python_would(script):
+def test_runs_a_script_as_python_would(script, as_kept):
     done = command("run", str(script), "3", "--debug", "underflow_overflow")
     assert done.returncode == 3
-    assert done.stdout.splitlines() == [
-        "overflow_fast.integrations.transformers __main__ "
-        "['3', '--debug', 'underflow_overflow']",
-        "found the neighbour",
-    ]
+    as_kept(done.stdout.splitlines())
 
 
 def test_runs_a_module_as_python_would(script):
@@ -81,19 +77,17 @@ def test_a_traceback_comes_through(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "why"),
-    [
-        (("none.py",), 2, "program must be a script or a folder with __main__.py"),
-        (("folder",), 2, "can't find '__main__' module in 'folder'"),
-        (("-m", "none"), 1, "No module named none"),
-        (("-m", "folder"), 1, "'folder' is a package and cannot be directly executed"),
-    ],
+    "arguments, status",
+    [(("none.py",), 2), (("folder",), 2), (("-m", "none"), 1), (("-m", "folder"), 1)],
 )
-def test_a_program_that_is_not_there_is_one_sentence(tmp_path, arguments, status, why):
+def test_a_program_that_is_not_there_is_one_sentence(
+    tmp_path, arguments, status, as_kept
+):
     (tmp_path / "folder").mkdir()
     done = command("run", *arguments, cwd=tmp_path)
     assert done.returncode == status
-    assert why in done.stderr and done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 1
+    as_kept(done.stderr)
 
 
 WHERE = "import os, sys; os.chdir('/'); print(__file__, sys.argv[0])"
@@ -213,39 +207,31 @@ def test_every_field_that_can_be_typed_has_an_option_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("typed", "why"),
+    "typed",
     [
-        ("--record-mib 3", "--record-mib needs --record PATH"),
-        ("--log-keep 3", "--log-keep needs --log PATH"),
-        ("--every 0", "--every must be at least 1, got 0"),
-        ("--explain-budget 0", "--explain-budget must be at least 1, got 0"),
-        ("--headroom-bits=-1", "--headroom-bits must be more than 0, got -1.0"),
-        ("--watch wights", "--watch must hold names out of"),
-        ("--watch tripwir", "--watch must hold names out of"),
-        (
-            "--spikes skip --sync lagged",
-            "monitors must hold none that skips",
-        ),
+        "--record-mib 3",
+        "--log-keep 3",
+        "--every 0",
+        "--explain-budget 0",
+        "--headroom-bits=-1",
+        "--watch wights",
+        "--watch tripwir",
+        "--spikes skip --sync lagged",
     ],
 )
-def test_a_wrong_option_is_named_as_it_is_typed(typed, why, capsys):
+def test_a_wrong_option_is_named_as_it_is_typed(typed, capsys, as_kept):
     assert main(["run", *shlex.split(typed), "train.py"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"overflow_fast run: {why}") and said.count("\n") == 1
+    assert said.count("\n") == 1
+    as_kept(said)
 
 
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ("--spikes", "must be warn, skip or none"),
-        ("--saturation", "must be a number or none"),
-    ],
-)
-def test_another_word_than_none_is_refused(option, why, capsys):
+@pytest.mark.parametrize("option", ["--spikes", "--saturation"])
+def test_another_word_than_none_is_refused(option, capsys, as_kept):
     with pytest.raises(SystemExit) as status:
         make_parser().parse_args(["run", option, "never", "train.py"])
     assert status.value.code == 2
-    assert why in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["report", "compare", "doctor", "export"])
@@ -254,10 +240,9 @@ def test_a_file_to_write_has_one_name_in_all_commands(name):
     assert ["-o", "--output"] in options
 
 
-def test_help_of_run_has_defaults_and_no_python():
+def test_help_of_run_has_defaults_and_no_python(as_kept):
     text = " ".join(commands()["run"].format_help().split())
-    assert "such as `h.*.mlp*` (default: all)" in text and "(default: 8)" in text
-    assert "None" not in text
+    as_kept(text)
 
 
 @pytest.mark.parametrize("name", ["watch", "include", "exclude", "checkpoints"])
@@ -268,29 +253,27 @@ def test_help_says_what_is_separated_by_commas(name):
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    "typed",
     [
-        ("run --on-overflow skipp a.py", "got 'skipp': did you mean skip?"),
-        ("run --recrod r.ofr a.py", "there is no --recrod: did you mean --record?"),
-        ("run --xyzzy a.py", "there is no --xyzzy ("),
-        ("rnu a.py", "got 'rnu': did you mean run?"),
-        ("log --folow a", "there is no --folow: did you mean --follow?"),
-        (
-            "run --headroom-bits much a.py",
-            "--headroom-bits must be a number, got 'much'",
-        ),
-        ("watch a --interval soon", "--interval must be a number, got 'soon' ("),
-        ("log a --rank first", "--rank must be a whole number, got 'first' ("),
-        ("compare a", "reference is missing ("),
-        ("run", "program is missing ("),
-        ("run --spikes skp a.py", "got 'skp': did you mean skip?"),
+        "run --on-overflow skipp a.py",
+        "run --recrod r.ofr a.py",
+        "run --xyzzy a.py",
+        "rnu a.py",
+        "log --folow a",
+        "run --headroom-bits much a.py",
+        "watch a --interval soon",
+        "log a --rank first",
+        "compare a",
+        "run",
+        "run --spikes skp a.py",
     ],
 )
-def test_a_wrong_argument_is_one_sentence(typed, said, capsys):
+def test_a_wrong_argument_is_one_sentence(typed, capsys, as_kept):
     with pytest.raises(SystemExit) as ended:
         main(typed.split())
     err = capsys.readouterr().err
-    assert ended.value.code == 2 and said in err and err.count("\n") == 1, err
+    assert ended.value.code == 2 and err.count("\n") == 1, err
+    as_kept(err)
 
 
 WITHOUT_COMPILER = """

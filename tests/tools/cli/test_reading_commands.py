@@ -76,9 +76,9 @@ def test_watch_lists_the_worst_entries_of_all_ranks(tmp_path, capsys):
     assert [(i["rank"], i["step"]) for i in found["incidents"]] == [(0, 1), (1, 1)]
 
 
-def test_watch_draws_it_where_there_is_no_terminal(tmp_path, capsys):
+def test_watch_draws_it_where_there_is_no_terminal(tmp_path, capsys, as_kept):
     shown = output_of(capsys, "watch", write_record(tmp_path / "run.ofr"))
-    assert "Net on a, 1 of 1 rank, on_overflow=skip" in shown
+    as_kept(shown.splitlines()[0])
     assert "h.0: output[0]" in shown and "(output)" not in shown
     assert "12.0" in shown and "-1.00" in shown and "skip" in shown
 
@@ -91,20 +91,22 @@ def test_watch_of_a_run_that_has_no_step_yet(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", [["watch", "--once"], ["report", "-o", "o.html"]])
-def test_an_empty_record_is_one_sentence(command, tmp_path, capsys, monkeypatch):
+def test_an_empty_record_is_one_sentence(
+    command, tmp_path, capsys, monkeypatch, as_kept
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.ofr").write_bytes(b"")
     assert main([*command, "run.ofr"]) == 2
-    assert "run.ofr is empty: it has no steps yet." in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
     assert not (tmp_path / "o.html").exists()
 
 
-def test_watch_does_not_name_what_a_record_does_not_say(tmp_path, capsys):
+def test_watch_does_not_name_what_a_record_does_not_say(tmp_path, capsys, as_kept):
     path = tmp_path / "run.ofr"
     path.write_text('{"kind": "flight_record", "schema": 1}\n')
     assert main(["watch", "--once", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("a run, 1 of 1 rank\n") and "None" not in shown
+    as_kept(shown)
 
 
 def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
@@ -138,11 +140,11 @@ def test_log_is_filtered(tmp_path, capsys, options, found):
     assert steps_of(capsys, *files, *options) == found
 
 
-def test_log_for_readers(tmp_path, capsys):
+def test_log_for_readers(tmp_path, capsys, as_kept):
     shown = output_of(capsys, "log", write_log(tmp_path / "g.jsonl")).splitlines()
-    assert shown[0].endswith("rank 0 run r0: Net, on_overflow=skip")
-    assert shown[1].endswith("rank 0 step 0 clean, 3.5 bits left at h.0")
-    assert shown[2].endswith("rank 0 step 1 NOT FINITE skip: h.0: output")
+    as_kept(shown[0])
+    as_kept(shown[1])
+    as_kept(shown[2])
 
 
 def test_log_follows_a_file_that_grows_and_is_renamed(tmp_path, capsys, monkeypatch):
@@ -219,32 +221,27 @@ def wrong_files(folder):
 
 
 @pytest.mark.parametrize("command", ["watch", "export", "log"])
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("missing", "No such file"),
-        ("folder", "Is a directory"),
-        ("notes.txt", "is no "),
-        ("newer", "pip install -U overflow_fast"),
-    ],
-)
-def test_what_cannot_be_read_is_one_sentence(command, name, why, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["missing", "folder", "notes.txt", "newer"])
+def test_what_cannot_be_read_is_one_sentence(command, name, tmp_path, capsys, as_kept):
     wrong_files(tmp_path)
     if name == "newer":
         name = "newer.jsonl" if command == "log" else "newer.ofr"
     more = ["-o", str(tmp_path / "o.csv")] if command == "export" else []
     assert main([command, str(tmp_path / name), *more]) == 2
     shown = capsys.readouterr().err
-    assert why in shown and shown.count("\n") == 1
+    assert shown.count("\n") == 1
+    as_kept(shown)
     assert not (tmp_path / "o.csv").exists()
 
 
-def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys):
+def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys, as_kept):
     assert main(["log", write_log(tmp_path / "g.jsonl", schema="x")]) == 2
-    assert "it has schema 'x'" in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
-def test_doctor_ends_with_2_where_its_page_cannot_be_written(capsys, monkeypatch):
+def test_doctor_ends_with_2_where_its_page_cannot_be_written(
+    capsys, monkeypatch, as_kept
+):
     from overflow_fast.tools.cli import machine_commands
     from overflow_fast.tools.doctor import diagnosis
 
@@ -253,34 +250,29 @@ def test_doctor_ends_with_2_where_its_page_cannot_be_written(capsys, monkeypatch
 
     monkeypatch.setattr(diagnosis, "save_diagnosis", save)
     assert machine_commands._tell("fine", False, "d.html") == 2
-    assert "The page cannot be written" in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
-def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys):
+def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys, as_kept):
     assert main(["log", write_record(tmp_path / "run.ofr")]) == 2
-    assert "is a flight record: see `overflow-fast export`" in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
     (tmp_path / "g.jsonl").write_bytes(b"")
     assert main(["log", str(tmp_path / "g.jsonl")]) == 2
     assert "is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("place", "why"),
-    [
-        ("build", "replay.json cannot be read: Object missing required field"),
-        ("model", "--model must name a function that takes no arguments and returns"),
-    ],
-)
-def test_explain_names_what_it_cannot_use(place, why, tmp_path, capsys):
+@pytest.mark.parametrize("place", ["build", "model"])
+def test_explain_names_what_it_cannot_use(place, tmp_path, capsys, as_kept):
     (tmp_path / "replay.json").write_text("{}")
     path = tmp_path / "made.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\nbuild = model.float")
     assert main(["explain", str(tmp_path), "--model", f"{path}:{place}"]) == 2
     shown = capsys.readouterr().err
-    assert why in shown and shown.count("\n") == 1
+    assert shown.count("\n") == 1
+    as_kept(shown)
 
 
-def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys):
+def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys, as_kept):
     record, log = tmp_path / "run.ofr", tmp_path / "g.jsonl"
     write_record(record), write_log(log)
     for path in (record, log):
@@ -291,8 +283,7 @@ def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys):
     assert main(["export", str(record), "-o", str(tmp_path / "o.csv")]) == 0
     assert main(["log", str(log)]) == 0
     shown = capsys.readouterr()
-    assert "has lines that are not whole" in shown.err
-    assert f"The last line of {log} is not whole." in shown.err
+    as_kept(shown.err)
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
@@ -334,24 +325,24 @@ def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    "arguments",
     [
-        (["watch", "-n", "0"], "must be a number from 1 on, got 0"),
-        (["watch", "-n=-3"], "must be a number from 1 on, got -3"),
-        (["watch", "--interval", "0"], "must be above 0 and at most 86400, got 0"),
-        (["watch", "--interval", "nan"], "must be above 0 and at most 86400, got nan"),
-        (["watch", "--interval", "1e300"], "at most 86400, got 1e300"),
-        (["log", "--step", "x"], "must be N or A:B, got x"),
-        (["log", "--step", "5:3"], "5:3 has no step"),
-        (["demo", "--rounds", "0"], "must be a number from 1 on, got 0"),
-        (["demo", "--batch-size", "0"], "must be a number from 1 on, got 0"),
+        ["watch", "-n", "0"],
+        ["watch", "-n=-3"],
+        ["watch", "--interval", "0"],
+        ["watch", "--interval", "nan"],
+        ["watch", "--interval", "1e300"],
+        ["log", "--step", "x"],
+        ["log", "--step", "5:3"],
+        ["demo", "--rounds", "0"],
+        ["demo", "--batch-size", "0"],
     ],
 )
-def test_a_number_that_cannot_be_used_is_named(arguments, why, capsys):
+def test_a_number_that_cannot_be_used_is_named(arguments, capsys, as_kept):
     with pytest.raises(SystemExit) as status:
         main([*arguments, *([] if arguments[0] == "demo" else ["run.ofr"])])
     assert status.value.code == 2
-    assert why in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
 def test_a_filter_that_leaves_no_line_says_so(tmp_path, capsys):
@@ -360,13 +351,13 @@ def test_a_filter_that_leaves_no_line_says_so(tmp_path, capsys):
     assert (shown.out, shown.err) == ("", "None of the 4 lines is such a line.\n")
 
 
-def test_a_log_for_readers_has_the_cause(tmp_path, capsys):
+def test_a_log_for_readers_has_the_cause(tmp_path, capsys, as_kept):
     path = tmp_path / "g.jsonl"
     write_log(path)
     text = path.read_text()
     path.write_text(text.replace('"first"', '"cause": "divergence", "first"'))
     shown = output_of(capsys, "log", str(path), "--bad")
-    assert shown.endswith("NOT FINITE skip: h.0: output, divergence\n")
+    as_kept(shown)
 
 
 def test_a_record_is_not_exported_twice(tmp_path, capsys):
@@ -376,26 +367,18 @@ def test_a_record_is_not_exported_twice(tmp_path, capsys):
     assert not (tmp_path / "o.csv").exists()
 
 
-def test_a_missing_file_is_named_without_numbers_of_the_system(tmp_path, capsys):
+def test_a_missing_file_is_named_without_numbers_of_the_system(
+    tmp_path, capsys, as_kept
+):
     path = str(tmp_path / "nope.ofr")
     assert main(["report", path, "-o", str(tmp_path / "o.html")]) == 2
     shown = capsys.readouterr().err
-    assert f"{path}: No such file or directory" in shown and "Errno" not in shown
+    as_kept(shown)
 
 
-@pytest.mark.parametrize(
-    ("folder", "why"),
-    [
-        ("nope", "nope does not exist"),
-        ("made.py", "made.py is no folder"),
-        (
-            "evidence",
-            "give the folder of a step: {}/run/step-00000003, or one of 1 more",
-        ),
-    ],
-)
+@pytest.mark.parametrize("folder", ["nope", "made.py", "evidence"])
 def test_explain_says_which_folder_before_it_makes_a_model(
-    folder, why, tmp_path, capsys
+    folder, tmp_path, capsys, as_kept
 ):
     for number in (3, 4):
         step = tmp_path / f"evidence/run/step-0000000{number}"
@@ -405,17 +388,16 @@ def test_explain_says_which_folder_before_it_makes_a_model(
     path.write_text("def build():\n    raise AssertionError")
     where = str(tmp_path / folder)
     assert main(["explain", where, "--model", f"{path}:build"]) == 2
-    assert why.format(where) in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
-def test_a_function_that_takes_arguments_makes_no_model(tmp_path, capsys):
+def test_a_function_that_takes_arguments_makes_no_model(tmp_path, capsys, as_kept):
     (tmp_path / "replay.json").write_text("{}")
     path = tmp_path / "made.py"
     path.write_text("def loss(model, batch): ...")
     assert main(["explain", str(tmp_path), "--model", f"{path}:loss"]) == 2
     shown = capsys.readouterr().err
-    assert "--model must name a function that takes no arguments" in shown
-    assert "'model'" in shown
+    as_kept(shown)
 
 
 def test_report_tells_machines_what_is_in_the_page(tmp_path, capsys):

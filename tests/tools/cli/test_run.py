@@ -45,7 +45,14 @@ def run(tmp_path, script, *arguments, options=(), environment=None):
     )
 
 
-def test_the_first_step_of_a_plain_loop_is_guarded_and_explained(tmp_path):
+def said_by_us(done):
+    """What the command says, the headlines of reports, and the line at the end."""
+    opening = ("overflow_fast", "[overflow_fast] Step")
+    lines = done.stderr.splitlines()
+    return [e for e in lines if e.startswith(opening) or "steps watched" in e]
+
+
+def test_the_first_step_of_a_plain_loop_is_guarded_and_explained(tmp_path, as_kept):
     done = run(tmp_path, PLAIN, "0")
     assert done.returncode == 3
     assert done.stdout == ""
@@ -53,7 +60,7 @@ def test_the_first_step_of_a_plain_loop_is_guarded_and_explained(tmp_path):
     assert "Bad data: `input`" in done.stderr
     # As with `python train.py`, the first frame of the traceback is the script's.
     first = done.stderr.split("Traceback (most recent call last):\n")[1]
-    assert first.lstrip().startswith(f'File "{tmp_path / "train.py"}", line')
+    as_kept(first.lstrip())
     assert first.count("  File ") == 1  # and the last one, too
 
 
@@ -74,17 +81,11 @@ def test_options_are_the_guards_arguments(tmp_path):
     assert (tmp_path / "log.jsonl").read_text().count('"kind": "step"') == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (("--every", "0"), "every must be at least 1, got 0"),
-        (("--watch", "wights"), "watch must hold names out of"),
-    ],
-)
-def test_a_wrong_option_is_named_before_the_script_runs(tmp_path, options, why):
+@pytest.mark.parametrize("options", [("--every", "0"), ("--watch", "wights")])
+def test_a_wrong_option_is_named_before_the_script_runs(tmp_path, options, as_kept):
     done = run(tmp_path, PLAIN, "-1", options=options)
     assert (done.returncode, done.stdout) == (2, "")
-    assert why in done.stderr
+    as_kept(done.stderr)
 
 
 GAN = """
@@ -105,11 +106,10 @@ print(all(p.isfinite().all() for m in (generator, critic) for p in m.parameters(
 """
 
 
-def test_two_models_and_two_optimizers_share_a_guard(tmp_path):
+def test_two_models_and_two_optimizers_share_a_guard(tmp_path, as_kept):
     done = run(tmp_path, GAN, options=("--on-overflow", "skip"))
     assert done.stdout == "True\n", done.stderr
-    assert "Step 1: `input[0]` of Linear (Linear)" in done.stderr
-    assert "3 of 3 steps watched" in done.stderr
+    as_kept(said_by_us(done))
 
 
 OWN_GUARD = f"""{MODEL}
@@ -130,11 +130,11 @@ optimizer.step()
 """
 
 
-def test_a_script_with_a_guard_of_its_own_has_no_second_one(tmp_path):
+def test_a_script_with_a_guard_of_its_own_has_no_second_one(tmp_path, as_kept):
     done = run(tmp_path, OWN_GUARD)
     assert (done.returncode, done.stdout) == (0, "2\n")
     assert "Another OverflowGuard" not in done.stderr
-    assert "no step was guarded" not in done.stderr
+    as_kept(said_by_us(done))
 
 
 def test_a_script_with_a_detector_of_its_own_has_no_guard(tmp_path):
@@ -143,30 +143,24 @@ def test_a_script_with_a_detector_of_its_own_has_no_guard(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    "script",
     [
-        ("print('hello')", "it made no torch.optim.Optimizer in this process"),
-        (
-            f"{MODEL}\noptimizer = torch.optim.SGD(model.parameters())\nmodel(torch."
-            "ones(1, 4))",
-            "its optimizers made no step",
-        ),
-        (
-            "import torch\nw = torch.ones(2, requires_grad=True)\n"
-            "optimizer = torch.optim.SGD([w])\nw.sum().backward()\noptimizer.step()",
-            "no torch.nn.Module holds the parameters of SGD",
-        ),
+        "print('hello')",
+        f"{MODEL}\noptimizer = torch.optim.SGD(model.parameters())\nmodel(torch."
+        "ones(1, 4))",
+        "import torch\nw = torch.ones(2, requires_grad=True)\n"
+        "optimizer = torch.optim.SGD([w])\nw.sum().backward()\noptimizer.step()",
     ],
 )
-def test_a_run_without_a_guarded_step_says_why(tmp_path, script, why):
+def test_a_run_without_a_guarded_step_says_why(tmp_path, script, as_kept):
     done = run(tmp_path, script)
     assert done.returncode == 0
-    assert f"overflow_fast: no step was guarded: {why}" in done.stderr
+    as_kept(said_by_us(done))
     assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("end", ["", "\nimport sys\nsys.exit(0)"])
-def test_a_healthy_run_ends_with_what_was_watched(tmp_path, end):
+def test_a_healthy_run_ends_with_what_was_watched(tmp_path, end, as_kept):
     script = f"""{MODEL}
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
@@ -175,7 +169,7 @@ for _ in range(3):
 {end}"""
     done = run(tmp_path, script)
     assert done.returncode == 0
-    assert done.stderr.startswith("overflow_fast: 3 of 3 steps watched: 0 reports")
+    as_kept(said_by_us(done))
     assert done.stderr.count("\n") == 1
 
 
@@ -189,9 +183,9 @@ raise RuntimeError
 """
 
 
-def test_steps_count_whose_guard_gave_way_to_a_new_one(tmp_path):
+def test_steps_count_whose_guard_gave_way_to_a_new_one(tmp_path, as_kept):
     done = run(tmp_path, LATE_MODEL)
-    assert "no step was guarded" not in done.stderr
+    as_kept(said_by_us(done))
     assert "RuntimeError" in done.stderr
 
 
@@ -211,13 +205,12 @@ def test_a_wrong_syntax_is_shown_as_python_shows_it(tmp_path):
     assert "SyntaxError" in done.stderr and done.stderr.count("  File ") == 1
 
 
-def test_a_pattern_of_no_module_ends_the_run_before_a_step(tmp_path):
+def test_a_pattern_of_no_module_ends_the_run_before_a_step(tmp_path, as_kept):
     done = run(tmp_path, PLAIN, "-1", options=("--include", "zzz*"))
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert "overflow_fast run: include must hold names" in done.stderr
-    assert "'zzz*' matches none" in done.stderr
+    as_kept(said_by_us(done))
 
 
 LATER_MODEL = f"""{MODEL}
@@ -283,10 +276,10 @@ print(schedule.scheduler.last_epoch)
 """
 
 
-def test_a_script_with_accelerate(tmp_path):
+def test_a_script_with_accelerate(tmp_path, as_kept):
     done = run(tmp_path, ACCELERATE, options=("--on-overflow", "skip"))
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
-    assert "3 of 3 steps watched: 1 report, 1 step skipped" in done.stderr
+    as_kept(said_by_us(done))
 
 
 ENGINE = f"""{MODEL}
@@ -332,12 +325,11 @@ print(engine.sharing.num_overflows)
 """
 
 
-def test_a_script_with_an_engine_that_steps_on_its_own_terms(tmp_path):
+def test_a_script_with_an_engine_that_steps_on_its_own_terms(tmp_path, as_kept):
     done = run(tmp_path, ENGINE, options=("--on-overflow", "skip"))
     assert (done.returncode, done.stdout) == (0, "00100\n"), done.stderr
     assert "Step 2: " in done.stderr
-    assert "4 of 4 steps watched: 1 report, 1 step skipped" in done.stderr
-    assert "module." not in done.stderr
+    as_kept(said_by_us(done))
 
 
 RANKS = f"""{MODEL}
@@ -352,7 +344,7 @@ for step in range(2):
 """
 
 
-def test_two_ranks_with_the_environment_of_torchrun_decide_together(tmp_path):
+def test_two_ranks_with_the_environment_of_torchrun_decide_together(tmp_path, as_kept):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -367,7 +359,8 @@ def test_two_ranks_with_the_environment_of_torchrun_decide_together(tmp_path):
         ranks = list(pool.map(rank, range(2)))
     for done in ranks:
         assert done.returncode == 3, done.stderr
-        assert "Step 1 on rank 1 of 2" in done.stderr
+        lines = done.stderr.splitlines()
+        as_kept([each for each in lines if "NonFiniteError: " in each])
 
 
 TRAINER = f"""{MODEL}
@@ -388,18 +381,16 @@ Trainer(Model(), arguments, train_dataset=data).train()
 """
 
 
-def test_a_trainer_gets_the_callback(tmp_path):
+def test_a_trainer_gets_the_callback(tmp_path, as_kept):
     done = run(tmp_path, TRAINER, "nan", "", options=("--on-overflow", "skip"))
     assert done.returncode == 0, done.stderr
-    assert "9 of 9 steps watched: 3 reports, 3 steps skipped" in done.stderr
-    assert "no step was guarded" not in done.stderr
+    as_kept(said_by_us(done))
 
 
-def test_a_pattern_of_no_module_ends_a_trainer_too(tmp_path):
+def test_a_pattern_of_no_module_ends_a_trainer_too(tmp_path, as_kept):
     done = run(tmp_path, TRAINER, "1", "", options=("--include", "zzz*"))
     assert done.returncode == 2
-    assert "overflow_fast run: include must hold names" in done.stderr
-    assert "Traceback" not in done.stderr
+    as_kept(said_by_us(done))
 
 
 def test_a_guard_of_the_script_with_such_a_pattern_has_its_traceback(tmp_path):
@@ -409,11 +400,11 @@ def test_a_guard_of_the_script_with_such_a_pattern_has_its_traceback(tmp_path):
     assert "Traceback" in done.stderr and "'zzz' matches none" in done.stderr
 
 
-def test_a_trainer_that_asks_for_the_detector_gets_no_guard(tmp_path):
+def test_a_trainer_that_asks_for_the_detector_gets_no_guard(tmp_path, as_kept):
     done = run(tmp_path, TRAINER, "nan", "underflow_overflow")
     assert done.returncode == 1
     assert "DebugUnderflowOverflow: inf/nan detected" in done.stderr
-    assert "no step was guarded" not in done.stderr
+    as_kept(said_by_us(done))
     assert "overflow_fast/detector/debug.py" in done.stderr
 
 
@@ -436,12 +427,11 @@ lightning.Trainer(
 """
 
 
-def test_lightning_gets_the_callback(tmp_path):
+def test_lightning_gets_the_callback(tmp_path, as_kept):
     pytest.importorskip("lightning.pytorch")
     done = run(tmp_path, LIGHTNING, options=("--on-overflow", "skip"))
     assert done.returncode == 0, done.stderr
-    assert "3 of 3 steps watched: 1 report, 1 step skipped" in done.stderr
-    assert "no step was guarded" not in done.stderr
+    as_kept(said_by_us(done))
 
 
 OWN = f"""{MODEL}
@@ -462,12 +452,14 @@ sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else None)
 
 @pytest.mark.parametrize("ends", [(), ("0",), ("7",)])
 @pytest.mark.parametrize("own", ["guard", "detector", "none"])
-def test_options_that_a_guard_of_the_programs_does_not_get(tmp_path, own, ends):
+def test_options_that_a_guard_of_the_programs_does_not_get(
+    tmp_path, own, ends, as_kept
+):
     options = ("--record", "r.ofr", "--log", "l.jsonl")
     done = run(tmp_path, OWN, own, *ends, options=options)
     is_refused = own != "none" and ends != ("7",)
     assert done.returncode == (7 if ends == ("7",) else 2 * is_refused), done.stderr
-    assert ("not given --log, --record: nothing" in done.stderr) == is_refused
+    as_kept(said_by_us(done))
     assert (tmp_path / "r.ofr").exists() == (own == "none")
     assert run(tmp_path, OWN, own).returncode == 0
 

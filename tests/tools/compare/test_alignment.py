@@ -32,11 +32,11 @@ def few_cells(monkeypatch):
     monkeypatch.setattr(matching, "_MAX_CELLS", 6)
 
 
-def test_equal_results_align_what_is_too_long(few_cells, tmp_path):
+def test_equal_results_align_what_is_too_long(few_cells, tmp_path, as_kept):
     diff = compared(tmp_path, Chain("abcdefgh"), Chain("stuvwxyz"))
     assert diff.first is None and diff.num_alone == 0, diff
     assert diff.counts()["equal"] == len(diff.rows) > 50
-    assert "too many modules have other names" in str(diff)
+    as_kept(diff.said, diff.verdict())
 
 
 def test_a_layer_that_differs_is_between_equal_ones(few_cells, tmp_path):
@@ -46,12 +46,12 @@ def test_a_layer_that_differs_is_between_equal_ones(few_cells, tmp_path):
     assert (diff.first.module, diff.first.kind) == ("layers.f", "forward"), diff
 
 
-def test_a_layer_more_leaves_one_alone(few_cells, tmp_path):
+def test_a_layer_more_leaves_one_alone(few_cells, tmp_path, as_kept):
     mine, its = Chain("abcdefgh"), Chain("stuvwxyz")
     its.layers["v"] = torch.nn.Identity()
     diff = compared(tmp_path, mine, its)
     renamed = " ".join(diff.said)
-    assert "layers.a = layers.s, layers.b = layers.t, layers.c = layers.u" in renamed
+    as_kept(renamed)
 
 
 def test_without_equal_results_the_order_decides(few_cells, tmp_path):
@@ -80,15 +80,14 @@ class Routed(torch.nn.Module):
         return self.experts[self._which](x)
 
 
-def test_a_module_of_both_runs_is_no_twin_of_another(tmp_path):
+def test_a_module_of_both_runs_is_no_twin_of_another(tmp_path, as_kept):
     diff = compared(tmp_path, Routed(0), Routed(1))
     said = " ".join(diff.said)
     assert "paired by order" not in said
-    assert "of experts.0, of the first run alone" in said
-    assert "of experts.1, of the reference run alone" in said
+    as_kept(said)
 
 
-def test_one_module_of_another_name_is_counted_as_one(tmp_path):
+def test_one_module_of_another_name_is_counted_as_one(tmp_path, as_kept):
     diff = compared(tmp_path, Chain("a"), Chain("x"))
     (said,) = [each for each in diff.said if "paired by order" in each]
-    assert "1 module was paired by order and shape: layers.a = layers.x" in said
+    as_kept(said)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compared_models import batch, tower
+from kept_texts import errors_of
 
 import overflow_fast
 
@@ -21,50 +22,55 @@ def test_a_recording_needs_a_model_and_a_folder(tmp_path):
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == "mine"
 
 
-def test_models_side_by_side_must_be_modules():
-    with pytest.raises(TypeError, match="reference must be a"):
+def test_models_side_by_side_must_be_modules(as_kept):
+    with pytest.raises(TypeError) as raised:
         overflow_fast.compare_live(tower(), None, batch())
-    with pytest.raises(TypeError, match="model must be a"):
+    as_kept(raised.value)
+    with pytest.raises(TypeError) as raised:
         overflow_fast.shadow(torch.nn.functional.relu, batch())
+    as_kept(raised.value)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"threshold": float("nan")}, "threshold must be"),
-        ({"threshold": -1.0}, "threshold must be"),
-        ({"threshold": "1"}, "threshold must be"),
-        ({"cosine": 1.5}, "cosine must be"),
-        ({"cosine": float("nan")}, "cosine must be"),
-        ({"names": ["a"]}, "names must be"),
-        ({"names": {"(": "x"}}, "names has"),
-        ({"names": {"a": r"\1"}}, "names has 'a': .*, which is wrong: invalid group"),
-        ({"names": {"a": r"\g<b>"}}, "names has 'a': .*, which is wrong: unknown"),
-    ],
-)
-def test_what_a_comparison_cannot_use_is_refused(tmp_path, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+def test_what_a_comparison_cannot_use_is_refused(tmp_path, as_kept):
+    def call(options):
         overflow_fast.compare(tmp_path, tmp_path, **options)
 
+    as_kept(
+        errors_of(
+            call,
+            [
+                {"threshold": float("nan")},
+                {"threshold": -1.0},
+                {"threshold": "1"},
+                {"cosine": 1.5},
+                {"cosine": float("nan")},
+                {"names": ["a"]},
+                {"names": {"(": "x"}},
+                {"names": {"a": r"\1"}},
+                {"names": {"a": r"\g<b>"}},
+            ],
+        )
+    )
 
-def test_a_schema_that_is_no_number_is_an_error(tmp_path):
+
+def test_a_schema_that_is_no_number_is_an_error(tmp_path, as_kept):
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "recording", "schema": "x"}\n')
-    with pytest.raises(overflow_fast.RecordingError, match="it has schema 'x'"):
+    with pytest.raises(overflow_fast.RecordingError) as raised:
         overflow_fast.compare(tmp_path, tmp_path)
+    as_kept(raised.value)
 
 
-def test_a_truncated_recording_is_said(tmp_path):
+def test_a_truncated_recording_is_said(tmp_path, as_kept):
     with overflow_fast.recording(tmp_path, tower()) as made:
         pass
     file = made.folder / "rank-0.jsonl"
     file.write_text(file.read_text()[:-9])
     text = " ".join(str(overflow_fast.compare(tmp_path, tmp_path)).split())
-    assert "1 damaged line, which is left out" in text
-    assert "tensors: ." not in text
+    as_kept(text)
 
 
-def test_recordings_without_a_forward_say_so(tmp_path):
+def test_recordings_without_a_forward_say_so(tmp_path, as_kept):
     with overflow_fast.recording(tmp_path, tower()):
         pass
     diff = overflow_fast.compare(tmp_path, tmp_path)
-    assert "no forward of the model was recorded" in " ".join(diff.said)
+    as_kept(diff.said)

@@ -19,15 +19,15 @@ def folders(tmp_path):
     return {name: str(tmp_path / name) for name in models}
 
 
-def test_it_returns_0_for_equal_runs(folders, capsys):
+def test_it_returns_0_for_equal_runs(folders, capsys, as_kept):
     assert main(["compare", folders["run"], folders["same"]]) == 0
-    assert "All that was compared is equal" in capsys.readouterr().out
+    as_kept(capsys.readouterr().out.partition("verdict  ")[0])
 
 
-def test_it_returns_1_and_names_the_layer(folders, capsys, tmp_path):
+def test_it_returns_1_and_names_the_layer(folders, capsys, tmp_path, as_kept):
     output = tmp_path / "diff.json"
     assert main(["compare", folders["run"], folders["other"], "-o", str(output)]) == 1
-    assert "blocks.1.norm (LayerNorm) computes differently" in capsys.readouterr().out
+    as_kept(capsys.readouterr().out.partition("verdict  ")[0])
     assert json.loads(output.read_text())["first"]["module"] == "blocks.1.norm"
 
 
@@ -43,16 +43,11 @@ def test_it_maps_names(folders, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--map", "head"], "--map must be OLD=NEW"),
-        (["-o", "diff.txt"], "FILE must end with"),
-        (["--map", "(=x"], "cannot be compared"),
-    ],
+    "arguments", [["--map", "head"], ["-o", "diff.txt"], ["--map", "(=x"]]
 )
-def test_it_returns_2_for_what_cannot_be_used(folders, capsys, arguments, message):
+def test_it_returns_2_for_what_cannot_be_used(folders, capsys, arguments, as_kept):
     assert main(["compare", folders["run"], folders["same"], *arguments]) == 2
-    assert message in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
 
 
 def test_it_returns_2_where_there_is_no_recording(tmp_path, capsys):
@@ -62,7 +57,7 @@ def test_it_returns_2_where_there_is_no_recording(tmp_path, capsys):
 
 @pytest.mark.parametrize("other", ["empty", "run"])
 def test_it_returns_3_where_weights_alone_were_compared(
-    folders, capsys, tmp_path, other
+    folders, capsys, tmp_path, other, as_kept
 ):
     for name in ("empty", "empty_too"):
         with overflow_fast.recording(tmp_path / name, tower()):
@@ -70,8 +65,7 @@ def test_it_returns_3_where_weights_alone_were_compared(
     other = {"empty": str(tmp_path / "empty_too"), "run": folders["run"]}[other]
     assert main(["compare", str(tmp_path / "empty"), other]) == 3
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Nothing that the models compute was compared" in printed
-    assert "All that was compared is equal" not in printed
+    as_kept(printed.partition("verdict  ")[0])
 
 
 def test_other_weights_without_a_forward_are_a_difference(tmp_path):

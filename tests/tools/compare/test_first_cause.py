@@ -34,13 +34,13 @@ def loss_of(model, labels=0.0, scale=1.0, x=None):
 
 
 @pytest.mark.parametrize("options", [{"labels": 1.0}, {"scale": 1024.0}])
-def test_another_loss_is_said_and_no_module_is_blamed(compared, options):
+def test_another_loss_is_said_and_no_module_is_blamed(compared, options, as_kept):
     diff = compared(
         lambda model: loss_of(model).backward(),
         lambda model: loss_of(model, **options).backward(),
     )
     assert (diff.first.module, diff.first.kind) == ("", "loss"), diff
-    assert "The gradient that the model was given differs" in str(diff.first)
+    as_kept(diff.first)
     assert "Backward" not in str(diff)
 
 
@@ -73,7 +73,7 @@ class TwoOutputs(torch.nn.Module):
         return self.head(hidden), hidden
 
 
-def test_a_hidden_output_may_have_its_gradient_from_either(compared):
+def test_a_hidden_output_may_have_its_gradient_from_either(compared, as_kept):
     def step(factor):
         def run(model):
             output, hidden = model(batch())
@@ -83,26 +83,25 @@ def test_a_hidden_output_may_have_its_gradient_from_either(compared):
 
     diff = compared(step(0.0), step(1.0), TwoOutputs(), TwoOutputs())
     assert "Backward of head" not in str(diff)
-    assert "or the gradient that the model was given" in str(diff.first)
+    as_kept(diff.first)
 
 
-def test_gradients_from_before_the_step_blame_no_module(compared):
+def test_gradients_from_before_the_step_blame_no_module(compared, as_kept):
     model = small()
     loss_of(model, x=batch(7)).backward()
     step = lambda model: loss_of(model).backward()  # noqa: E731
     diff = compared(step, step, model, small())
     assert diff.first.kind == "gradients", diff
-    assert "In the first run alone parameters had gradients when" in str(diff.first)
+    as_kept(diff.first)
 
 
-def test_gradients_that_both_had_before_leave_it_open(compared):
+def test_gradients_that_both_had_before_leave_it_open(compared, as_kept):
     models = small(), small()
     for seed, model in enumerate(models):
         loss_of(model, x=batch(7 + seed)).backward()
     diff = compared(*[lambda model: loss_of(model).backward()] * 2, *models)
     assert diff.first.kind == "gradients", diff
-    assert "what made them could not be compared" in str(diff.first)
-    assert "had gradients before backward began" in str(diff.first)
+    as_kept(diff.first)
 
 
 def test_a_model_that_is_called_twice_blames_no_module(compared):
@@ -113,13 +112,13 @@ def test_a_model_that_is_called_twice_blames_no_module(compared):
     assert diff.first.kind == "gradients", diff
 
 
-def test_batches_of_other_sizes_blame_no_module(compared):
+def test_batches_of_other_sizes_blame_no_module(compared, as_kept):
     diff = compared(
         lambda model: loss_of(model).backward(),
         lambda model: loss_of(model, x=batch(rows=3)).backward(),
     )
     assert diff.first.kind == "batch", diff
-    assert "of shapes (4, 6, 8) and (3, 6, 8)" in str(diff.first)
+    as_kept(diff.first)
     assert "the model: input[0]" in str(diff)
 
 
@@ -132,15 +131,17 @@ def test_batches_of_other_sizes_blame_no_forward(compared):
     assert diff.first.kind == "batch", diff
 
 
-def test_dropout_of_one_run_alone_is_no_random_state(compared):
+def test_dropout_of_one_run_alone_is_no_random_state(compared, as_kept):
     models = small(0.5), small(0.5).eval()
     diff = compared(loss_of, loss_of, *models)
-    assert diff.first.module == "1" and "in one run alone" in str(diff.first), diff
+    assert diff.first.module == "1"
+    as_kept(diff.first)
 
 
-def test_dropout_from_other_states_is_said(compared):
+def test_dropout_from_other_states_is_said(compared, as_kept):
     diff = compared(loss_of, loss_of, small(0.5), small(0.5))
-    assert diff.first.module == "1" and "of the runs were unequal" in str(diff.first)
+    assert diff.first.module == "1"
+    as_kept(diff.first)
 
 
 class Repeat(torch.nn.Module):
@@ -163,11 +164,11 @@ def forward(model):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_another_shape_is_a_difference_where_it_begins(compared, is_first):
+def test_another_shape_is_a_difference_where_it_begins(compared, is_first, as_kept):
     models = pooled(1), pooled(2)
     diff = compared(forward, forward, *(models if is_first else models[::-1]))
     assert (diff.first.module, diff.first.kind) == ("0", "forward"), diff
-    assert "0 (Repeat) gives a tensor of another shape, of shapes" in str(diff.first)
+    as_kept(diff.first)
     assert diff.differs and diff.first.unknown == ()
 
 
@@ -223,31 +224,31 @@ class Tied(torch.nn.Module):
         return self.last(self.first(x))
 
 
-def test_a_tie_that_was_lost_is_said_and_the_weight_named(compared):
+def test_a_tie_that_was_lost_is_said_and_the_weight_named(compared, as_kept):
     diff = compared(loss_of, loss_of, Tied(False), Tied(True))
     assert (diff.first.module, diff.first.kind) == ("last", "weights"), diff
     said = "\n".join(diff.said)
-    assert "tied in the reference run alone: last.weight = first.weight" in said
+    as_kept(said)
 
 
 def test_a_tie_that_both_have_is_not_said(compared):
     assert compared(loss_of, loss_of, Tied(True), Tied(True)).said == []
 
 
-def test_the_gradient_of_a_tied_weight_blames_no_layer(compared):
+def test_the_gradient_of_a_tied_weight_blames_no_layer(compared, as_kept):
     diff = compared(backward_of, backward_of, Tied(True), untied())
     assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
     said = str(diff.first)
-    assert "In the first run alone it is one tensor with last.weight" in said
+    as_kept(said)
 
 
-def test_of_a_weight_that_both_have_tied_either_layer_may_be_wrong(compared):
+def test_of_a_weight_that_both_have_tied_either_layer_may_be_wrong(compared, as_kept):
     model = Tied(True)
     model.first.weight.register_hook(lambda gradient: gradient * 2)
     diff = compared(backward_of, backward_of, model, Tied(True))
     assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
     said = str(diff.first)
-    assert "It is one tensor with last.weight: the backward of each adds to it." in said
+    as_kept(said)
 
 
 def backward_of(model):
@@ -260,19 +261,19 @@ def untied():
     return model
 
 
-def test_what_was_not_compared_is_one_sentence_and_in_the_verdict(compared):
+def test_what_was_not_compared_is_one_sentence_and_in_the_verdict(compared, as_kept):
     models = [torch.nn.Sequential(*(Repeat(1) for _ in range(40))) for _ in "ab"]
     diff = compared(
         lambda model: model(batch()), lambda model: model(batch(rows=2)), *models
     )
     assert (diff.first.kind, len(diff.said)) == ("batch", 1), diff
-    assert "tensors were not compared, the shapes differ: the model: input" in str(diff)
+    as_kept(diff.said, diff.verdict())
 
 
-def test_a_verdict_says_what_was_not_compared(compared):
+def test_a_verdict_says_what_was_not_compared(compared, as_kept):
     quiet = compared(forward, forward, unreadable(1.0)[:1], unreadable(2.0)[:1])
     assert quiet.first is None
-    assert quiet.verdict().startswith("2 tensors could not be compared; ")
+    as_kept(quiet.verdict())
 
 
 def test_another_length_of_a_model_that_is_called_by_its_parts(compared):
@@ -283,14 +284,12 @@ def test_another_length_of_a_model_that_is_called_by_its_parts(compared):
     assert (diff.first.kind, diff.differs) == ("batch", True), diff
 
 
-def test_a_module_whose_inputs_were_not_compared_is_not_blamed_alone(compared):
+def test_a_module_whose_inputs_were_not_compared_is_not_blamed_alone(compared, as_kept):
     diff = compared(forward, forward, unreadable(1.0), unreadable(2.0))
     assert (diff.first.module, diff.first.kind) == ("1", "forward"), diff
     assert diff.first.unknown == ("1: input[0]",)
     said = str(diff.first)
-    assert "1 (Readable) gives another result" in said
-    assert "may come from what could not be compared: 1: input[0]." in said
-    assert "computes differently" not in said
+    as_kept(said)
     assert diff.to_dict()["first"]["unknown"] == ["1: input[0]"]
 
 
@@ -362,14 +361,13 @@ BETWEEN = {
 @pytest.mark.parametrize("change", BETWEEN, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_is_done_between_backward_and_step_blames_no_module(
-    compared, change, is_first
+    compared, change, is_first, as_kept
 ):
     runs = trained(change), trained(lambda parameters: None)
     diff = compared(*(runs if is_first else runs[::-1]))
     assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
     said = str(diff.first)
-    assert "Made between backward and step: clipping, unscaling" in said
-    assert "Within backward all gradients that were compared are equal." in said
+    as_kept(said)
     assert "Backward of" not in str(diff)
     assert not is_first or BETWEEN[change] in said
     assert not is_first or ("All 4" in said) == bool(BETWEEN[change])
@@ -405,11 +403,10 @@ def without_accumulation(factor, modules=(0, 2)):
     return run
 
 
-def test_gradients_that_were_recorded_before_the_step_alone(compared):
+def test_gradients_that_were_recorded_before_the_step_alone(compared, as_kept):
     diff = compared(without_accumulation(2.0), without_accumulation(1.0))
     assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
-    assert "or by the backward of these layers" in str(diff.first)
-    assert "All 4 that differ are 2 times the reference's" in str(diff.first)
+    as_kept(diff.first)
 
 
 def test_one_layer_that_was_recorded_before_the_step_alone(compared):

@@ -81,7 +81,7 @@ class Divides(nn.Module):
         return self.b(h / h.abs().amax(-1, keepdim=True))
 
 
-def test_nans_of_both_are_told():
+def test_nans_of_both_are_told(as_kept):
     torch.manual_seed(0)
     model = Divides()
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_nans_of_both_are_told():
     half, x = copy.deepcopy(model).bfloat16(), torch.randn(3, 4)
     x[1] = 0
     text = str(compare_live(half, model, x.bfloat16(), reference_batch=x))
-    assert "Both hold nan: first at b: input[0], 4 against 4 values." in text
+    as_kept(text)
 
 
 def test_the_look_at_operations_compiles_nothing():

@@ -65,9 +65,9 @@ def test_models_are_left_as_they_were():
     assert models[1].head.weight.grad is None
 
 
-def test_other_structures_are_compared_as_far_as_they_are_alike():
+def test_other_structures_are_compared_as_far_as_they_are_alike(as_kept):
     diff = overflow_fast.compare_live(tower(num_blocks=2), tower(num_blocks=4), batch())
-    assert "of the reference run alone" in "\n".join(diff.said)
+    as_kept(diff.said)
     assert diff.num_compared > 40
 
 
@@ -82,10 +82,11 @@ def test_what_a_model_raises_is_raised():
         overflow_fast.compare_live(tower(), tower(), torch.ones(2, 3))
 
 
-def test_a_loss_is_needed_for_gradients():
+def test_a_loss_is_needed_for_gradients(as_kept):
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="backward=True needs a loss"):
+    with pytest.raises(ValueError) as raised:
         overflow_fast.compare_live(model, model, torch.ones(1, 2), backward=True)
+    as_kept(raised.value)
 
     def loss(model, x):
         return model(x).sum()
@@ -111,12 +112,10 @@ def test_a_shadow_names_the_layer_that_loses_bits(dtype):
     assert diff.first.row.made > 0.05 and "x + 1000" in diff.first.op
 
 
-def test_a_shadow_of_a_model_in_float32_says_that_it_is_the_same():
-    told = "No tensor had another dtype than its float32 shadow"
+def test_a_shadow_of_a_model_in_float32_says_that_it_is_the_same(as_kept):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert overflow_fast.shadow(tower(), batch()).said[0].startswith(told)
-    said = overflow_fast.shadow(tower().bfloat16(), batch().bfloat16()).said
-    assert not any(each.startswith(told) for each in said)
+        as_kept(overflow_fast.shadow(tower(), batch()).said)
+    as_kept(overflow_fast.shadow(tower().bfloat16(), batch().bfloat16()).said)
 
 
 def test_a_shadow_of_a_wrapped_model_is_refused():
@@ -125,7 +124,7 @@ def test_a_shadow_of_a_wrapped_model_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_code_stays_whole_and_its_ends_are_compared(tmp_path):
+def test_compiled_code_stays_whole_and_its_ends_are_compared(tmp_path, as_kept):
     model = tower(num_blocks=1)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     compiled(batch()).backward()
@@ -137,7 +136,7 @@ def test_compiled_code_stays_whole_and_its_ends_are_compared(tmp_path):
     assert diff.first is None, diff
     names = {str(row.place) for row in diff.rows}
     assert {"the model: output", "head.weight: parameter gradient"} <= names
-    assert "of the reference run alone" in "\n".join(diff.said)
+    as_kept(diff.said)
 
 
 @pytest.mark.filterwarnings("ignore")

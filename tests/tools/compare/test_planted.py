@@ -674,25 +674,23 @@ def head_gradient(change):
     return lambda model, step: change(model.head.weight.grad)
 
 
-def test_a_gradient_of_nans_is_no_multiple(compared):
+def test_a_gradient_of_nans_is_no_multiple(compared, as_kept):
     run = Run(gradients=head_gradient(lambda g: g.fill_(torch.nan)), steps=1)
     said = str(compared(run, Run(steps=1)).first)
-    assert "512 nan and 0 inf against 0 and 0. Made between" in said
-    assert "times the ref" not in said
+    as_kept(said)
 
 
-def test_one_gradient_that_is_a_multiple_is_one(compared):
+def test_one_gradient_that_is_a_multiple_is_one(compared, as_kept):
     run = Run(gradients=head_gradient(lambda g: g.mul_(0.5)), steps=1)
     said = str(compared(run, Run(steps=1)).first)
-    assert "The one that differs is 0.5 times the reference's" in said
+    as_kept(said)
 
 
-def test_a_step_without_gradients_in_one_run_is_not_called_equal(compared):
+def test_a_step_without_gradients_in_one_run_is_not_called_equal(compared, as_kept):
     def drop(model, step):
         if step == 0:
             model.zero_grad()
 
     diff = compared(Run(gradients=drop), Run())
     assert (diff.first.kind, diff.first.row.step) == ("weights", 1), diff
-    start = "Before step 1, with no difference in step 0, as far as it was compared: "
-    assert str(diff.first).startswith(start)
+    as_kept(diff.first)

@@ -70,15 +70,15 @@ def test_a_setting_that_differs_is_the_answer(compared, case):
     assert any(text in each for each in diff.said)
 
 
-def test_a_setting_that_changes_nothing_is_said_and_no_difference(compared):
+def test_a_setting_that_changes_nothing_is_said_and_no_difference(compared, as_kept):
     diff = compared(lambda p: nn.Dropout(p).eval(), 0.5, 0.1)
     assert diff.first is None and not diff.differs
-    assert any("p is 0.5, against 0.1 in the reference: 1." in s for s in diff.said)
+    as_kept(diff.said)
 
 
-def test_training_of_a_module_is_a_setting(compared):
+def test_training_of_a_module_is_a_setting(compared, as_kept):
     diff = compared(lambda mode: nn.BatchNorm1d(16).train(mode), True, False)
-    assert "training is True, against False" in "\n".join(diff.said), diff
+    as_kept(diff.said)
 
 
 def test_private_attributes_and_objects_are_not_recorded(compared, tmp_path):
@@ -104,10 +104,10 @@ def test_settings_are_written_when_they_change(tmp_path):
     assert [len(each["settings"]) for each in steps] == [2, 0, 0]
 
 
-def test_models_side_by_side_have_them_too():
+def test_models_side_by_side_have_them_too(as_kept):
     models = [nn.Sequential(nn.LayerNorm(16, eps=eps)) for eps in (1e-2, 1e-5)]
     diff = overflow_fast.compare_live(*models, x_of())
-    assert "Its eps is 0.01, against 1e-05 in the reference." in str(diff.first)
+    as_kept(diff.first)
 
 
 class Block(nn.Module):
@@ -124,35 +124,32 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_detached_residual_blames_no_module_alone(compared, is_first):
+def test_a_detached_residual_blames_no_module_alone(compared, is_first, as_kept):
     cuts = ("residual", "") if is_first else ("", "residual")
     diff = compared(Block, *cuts)
     assert (diff.first.module, diff.first.kind) == ("1", "backward"), diff
-    assert "One of 1.norm, or code of 1 itself." in str(diff.first)
+    as_kept(diff.first)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_detached_branch_is_the_answer(compared, is_first):
+def test_a_detached_branch_is_the_answer(compared, is_first, as_kept):
     cuts = ("branch", "") if is_first else ("", "branch")
     diff = compared(Block, *cuts)
     assert (diff.first.module, diff.first.kind) == ("1.f", "detached"), diff
-    run = "first" if is_first else "reference"
-    said = str(diff.first)
-    assert said.startswith(f"In the {run} run no gradient reaches 1.f: output; it is ")
-    assert "Nor any of 1.norm." in said
+    as_kept(diff.first)
 
 
-def test_a_branch_without_gradients_says_so(compared):
+def test_a_branch_without_gradients_says_so(compared, as_kept):
     diff = compared(Block, "no_grad", "")
     assert (diff.first.module, diff.first.kind) == ("1.f", "detached"), diff
-    assert "it does not require gradients there" in str(diff.first)
+    as_kept(diff.first)
 
 
 def test_runs_without_any_backward_say_nothing(compared):
     assert compared(Block, "branch", "", backward=False).first is None
 
 
-def test_frozen_weights_are_named(tmp_path):
+def test_frozen_weights_are_named(tmp_path, as_kept):
     for name in "ab":
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -162,7 +159,7 @@ def test_frozen_weights_are_named(tmp_path):
             model(x_of()).sum().backward()
     diff = overflow_fast.compare(tmp_path / "a", tmp_path / "b")
     assert diff.first.kind == "detached", diff
-    assert "does not require gradients there" in str(diff.first)
+    as_kept(diff.first)
 
 
 PRECISIONS = """

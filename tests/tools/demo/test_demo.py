@@ -20,25 +20,24 @@ TINY = DemoSettings(batch_size=2, length=32, rounds=1, tiny=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_finds_the_overflow_and_agrees(capsys, dtype):
+def test_finds_the_overflow_and_agrees(capsys, dtype, as_kept):
     assert show(TINY._replace(dtype=dtype)) == 0
     out = capsys.readouterr().out
     report, _, table = out.partition("printed and raised the same, byte for byte")
     assert "output has infs" in report
-    assert "Detected inf/nan during batch_number=0" in report
     assert "encoder.block.1.layer.1.dropout Dropout" in report
     assert table.count("ms") == 3
-    assert ("the same forward is finite" in table) == (dtype == "float16")
+    as_kept([each for each in table.splitlines() if "keep_in_fp32" in each])
 
 
-def test_a_remedy_that_does_not_help_is_a_failure(monkeypatch, capsys):
+def test_a_remedy_that_does_not_help_is_a_failure(monkeypatch, capsys, as_kept):
     monkeypatch.setattr(demo, "keep_in_fp32", lambda model, names: None)
     assert show(TINY) == 1
-    assert "the same forward still overflows" in capsys.readouterr().out
+    as_kept([e for e in capsys.readouterr().out.splitlines() if "overflows" in e])
 
 
 @pytest.mark.parametrize("lie", ["report", "error"])
-def test_reports_that_differ_are_a_failure(monkeypatch, capsys, lie):
+def test_reports_that_differ_are_a_failure(monkeypatch, capsys, lie, as_kept):
     true_story = demo._overflow
 
     def story(detector, settings, batch):
@@ -49,13 +48,15 @@ def test_reports_that_differ_are_a_failure(monkeypatch, capsys, lie):
 
     monkeypatch.setattr(demo, "_overflow", story)
     assert show(TINY) == 1
-    assert "The reports differ:\n--- transformers" in capsys.readouterr().out
+    before, found, _ = capsys.readouterr().out.partition("\n--- transformers")
+    assert found
+    as_kept(before.splitlines()[-1])
 
 
-def test_no_overflow_is_a_failure(monkeypatch, capsys):
+def test_no_overflow_is_a_failure(monkeypatch, capsys, as_kept):
     monkeypatch.setattr(demo, "_overflow", lambda *args: DetectorOutput("", None))
     assert show(TINY) == 1
-    assert "Neither detector found an overflow." in capsys.readouterr().out
+    as_kept([e for e in capsys.readouterr().out.splitlines() if "detector f" in e])
 
 
 def test_the_same_seed_gives_the_same_overflow():
@@ -73,7 +74,7 @@ def test_the_text_is_read_in_many_scripts():
     assert batch["input_ids"].unique(dim=0).shape[0] == 16
 
 
-def test_the_training_run_ends_with_cause_remedy_and_page(tmp_path, capsys):
+def test_the_training_run_ends_with_cause_remedy_and_page(tmp_path, capsys, as_kept):
     arguments = ["--tiny", "--batch-size", "2", "--length", "32", "--rounds", "1"]
     page = tmp_path / "demo.html"
     assert main(["demo", *arguments, "--page", str(page)]) == 0
@@ -83,7 +84,6 @@ def test_the_training_run_ends_with_cause_remedy_and_page(tmp_path, capsys):
     tried = [each for each in said if each.startswith("tried     ")]
     assert "float32: finite, loss" in tried[0]
     assert "    overflow_fast.keep_in_fp32(model, [" in "\n".join(said)
-    assert f"The page of this run: {page}\n" in out
-    assert out.splitlines()[-1] == f"The page of the training run: {page}"
+    as_kept([line for line in out.splitlines() if str(page) in line])
     assert "keep_in_fp32(model" in page.read_text()
     assert main(["demo", "--page", str(tmp_path)]) == 2

@@ -149,7 +149,7 @@ def late_arrival(rank, store):
         multiprocessing.Event().wait(0.3)
 
 
-def test_soft_faults_are_named_and_the_rest_goes_on(tmp_path):
+def test_soft_faults_are_named_and_the_rest_goes_on(tmp_path, as_kept):
     collectives = planted(COLLECTIVES, 2, wrong_contribution)
     stages = (
         planted(ROLL_CALL, 1, other_version),
@@ -172,21 +172,21 @@ def test_soft_faults_are_named_and_the_rest_goes_on(tmp_path):
     assert sorted(results) == [0, 1, 2, 3]
     version, *late = findings(results, "roll call")
     assert version.ranks == (1,) and version.severity == 2
-    assert "torch is 1.0 on rank 1 (" in version.text
+    as_kept(version.text)
     assert (2,) in [each.ranks for each in late]
     assert all(each.severity == 1 and "after half of" in each.text for each in late)
     contributed, received = findings(results, "collectives")
     assert received.ranks == (1,)
-    assert received.text.startswith("Rank 1 received wrongly in all-reduce (")
+    as_kept(received.text)
     assert contributed.ranks == (2,)
-    assert contributed.text.startswith("Rank 2 contributed wrongly in all-gather (")
+    as_kept(contributed.text)
     latency, transfer = findings(results, "links")
     assert latency.ranks == transfer.ranks == (1, 2)
     (bits,) = findings(results, "arithmetic")
     assert bits.ranks == (3,) and "other bits" in bits.text
     (folder,) = findings(results, "memory and folder")
     assert folder.ranks == (3,) and "write to" in folder.text
-    assert "No such file or directory" in folder.text and "Errno" not in folder.text
+    as_kept(folder.text)
     assert findings(results, "agreement") == findings(results, "barrier") == []
     assert list(tmp_path.iterdir()) == []  # each file is removed
 
@@ -210,11 +210,11 @@ def without_some():
     return {name: end() for name, end in begun.items()}
 
 
-def test_a_killed_rank_is_named_and_the_others_go_on(without_some):
+def test_a_killed_rank_is_named_and_the_others_go_on(without_some, as_kept):
     results = without_some["killed"]
     (found,) = findings(results)
     assert found.ranks == (2,) and found.severity == 2
-    assert "died (SIGKILL), in a fault" in found.text
+    as_kept(found.text)
     diagnosis: Diagnosis = results[0][0]
     assert [(s.state, s.ranks) for s in diagnosis.stages] == [
         ("fine", 4),
@@ -225,10 +225,10 @@ def test_a_killed_rank_is_named_and_the_others_go_on(without_some):
     assert [d.status for d, _ in results.values()] == [2, 2, 2, 2]
 
 
-def test_a_frozen_rank_is_named(without_some):
+def test_a_frozen_rank_is_named(without_some, as_kept):
     found = findings(without_some["frozen"], "barrier")
     assert [each.ranks for each in found] == [(1,)]
-    assert "is frozen (stopped by a signal, such as SIGSTOP)" in found[0].text
+    as_kept(found[0].text)
 
 
 def test_a_rank_that_gives_no_answer_is_named(without_some):
@@ -240,14 +240,14 @@ def test_a_rank_that_gives_no_answer_is_named(without_some):
 
 
 @pytest.mark.parametrize("absent", [1, 0])
-def test_a_missing_rank_is_named_also_if_it_would_lead(absent, without_some):
+def test_a_missing_rank_is_named_also_if_it_would_lead(absent, without_some, as_kept):
     results = without_some[f"{absent} is absent"]
     missing = [f for f in findings(results) if "did not come" in f.text]
     assert [each.ranks for each in missing] == [(absent,)]
-    assert missing[0].text.startswith(f"Rank {absent} of 2 did not come within 1 s")
+    as_kept(missing[0].text)
 
 
-def test_two_healthy_ranks_raise_nothing_and_a_local_folder_is_told(tmp_path):
+def test_two_healthy_ranks_raise_nothing_and_a_local_folder_is_told(tmp_path, as_kept):
     stages = [each for each in STAGES if each is not STORAGE]
     stages[4] = planted(ARITHMETIC, 1, wrong_product)
     stages.append(planted(STORAGE, 1, blind_to_others))
@@ -258,5 +258,5 @@ def test_two_healthy_ranks_raise_nothing_and_a_local_folder_is_told(tmp_path):
         ("memory and folder", (0, 1)),
         ("memory and folder", (1, 0)),
     ]
-    assert "whose exact result is known" in found[0].text
-    assert "does not see the file that rank 1 (" in found[1].text
+    as_kept(found[0].text)
+    as_kept(found[1].text)

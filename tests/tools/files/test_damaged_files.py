@@ -14,6 +14,7 @@ import pytest
 import torch
 from guarding import NAN
 from mutations import spoil
+from page_records import Parsed
 from processes import python
 
 import overflow_fast
@@ -196,12 +197,12 @@ def test_comparisons_that_may_be_written_over(whole, tmp_path):
 # One damaged file among several.
 
 
-def test_a_damaged_rank_is_left_out_of_a_comparison(whole, tmp_path):
+def test_a_damaged_rank_is_left_out_of_a_comparison(whole, tmp_path, as_kept):
     copied(whole, tmp_path, "a")
     (tmp_path / "a" / "rank-1.jsonl").write_text("no recording\n")
     found = overflow_fast.compare(tmp_path / "a", whole / "b")
     assert found.num_compared
-    assert any("That rank is left out" in sentence for sentence in found.said)
+    as_kept(found.said)
 
 
 def test_missing_tensors_leave_their_fingerprints(whole, tmp_path):
@@ -215,15 +216,17 @@ def test_missing_tensors_leave_their_fingerprints(whole, tmp_path):
     assert any("compared by fingerprints" in sentence for sentence in found.said)
 
 
-def test_damaged_evidence_is_said_beside_what_can_be_read(whole, tmp_path, capsys):
+def test_damaged_evidence_is_said_beside_what_can_be_read(
+    whole, tmp_path, capsys, as_kept
+):
     for i in range(2):
         shutil.copytree(whole / "step", tmp_path / f"step-{i}")
     (tmp_path / "step-0" / "report.json").write_text("{")
     sources = read_sources([tmp_path])
     assert len(sources.incidents) == 1 and "report.json" in sources.damaged[0]
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
-    assert "report.json cannot be read" in capsys.readouterr().err
-    assert "report.json cannot be read" in (tmp_path / "page.html").read_text()
+    as_kept(capsys.readouterr().err)
+    as_kept(Parsed((tmp_path / "page.html").read_text()).sections["Coverage"])
 
 
 # What is no regular file, or larger than memory.
@@ -329,7 +332,7 @@ for command in (["log", "l.jsonl"], ["watch", "--once", "--json", "r.ofr"],
 """
     done = python("-c", program, str(tmp_path))
     assert done.stdout == "2\n" * 4, done.stderr
-    assert done.stderr.count("run `pip install msgspec`") == 4
+    assert done.stderr.count("`pip install msgspec`") == 4
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float7"}, {"shape": [2**60] * 60}])
@@ -398,7 +401,7 @@ def test_a_module_within_thousands_is_drawn(whole, tmp_path):
     path.write_text(json.dumps(deep))
     page = tmp_path / "page.html"
     assert ask("report", tmp_path / "step", "-o", page) == 0
-    assert "not tried: the replay raised it" in page.read_text()
+    assert remedy["why"] in page.read_text()
 
 
 @pytest.mark.parametrize("depth", [300, 500, 700, 900, 2000])

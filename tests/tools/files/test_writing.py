@@ -127,7 +127,9 @@ print(most <= bound + 2**15, most)
     assert done.stdout.startswith("True"), done.stdout + done.stderr
 
 
-def test_a_class_of_a_very_long_name_does_not_make_files_grow(tmp_path, caplog):
+def test_a_class_of_a_very_long_name_does_not_make_files_grow(
+    tmp_path, caplog, as_kept
+):
     kind = type("A" * 2**21, (nn.Sequential,), {})
     model = kind(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -139,4 +141,4 @@ def test_a_class_of_a_very_long_name_does_not_make_files_grow(tmp_path, caplog):
             optimizer.step()
     assert record.stat().st_size <= 2**18
     assert all(each.stat().st_size <= 2**14 for each in tmp_path.glob("log*"))
-    assert "no log of overflow_fast" not in caplog.text
+    as_kept(caplog.messages)

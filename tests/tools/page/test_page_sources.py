@@ -26,14 +26,14 @@ def write_record(path, steps=3, **run):
     return str(path)
 
 
-def test_a_record_and_evidence_become_a_page(tmp_path, capsys):
+def test_a_record_and_evidence_become_a_page(tmp_path, capsys, as_kept):
     bad_steps(tmp_path / "evidence", count=2, explain=False)
     record, page = write_record(tmp_path / "run.ofr"), str(tmp_path / "new" / "a.html")
     assert main(["report", record, str(tmp_path / "evidence"), "-o", page]) == 0
     assert capsys.readouterr().out == f"{page}\n"
     text = Parsed(Path(page).read_text()).text
     assert text.index("Step 1: ") < text.index("Step 0: ")
-    assert "The step was not explained." in text
+    as_kept(Parsed(Path(page).read_text()).sections["Incident"])
 
 
 def test_ranks_are_in_order_whatever_that_of_their_files(tmp_path):
@@ -60,37 +60,37 @@ def wrong_files(folder):
 
 
 @pytest.mark.parametrize(
-    ("paths", "why"),
+    "paths",
     [
-        (["gone.ofr"], "gone.ofr: No such file or directory"),
-        (["no.ofr"], "no.ofr is no flight record"),
-        (["newer.ofr"], "schema 99"),
-        (["empty"], "empty is no folder of evidence"),
-        (["broken"], "report.json cannot be read"),
-        (["run.ofr", "again.ofr"], "one record a rank; got run.ofr, again.ofr"),
-        (["run.ofr", "-o", "notes.html"], "notes.html is no page of overflow_fast"),
+        ["gone.ofr"],
+        ["no.ofr"],
+        ["newer.ofr"],
+        ["empty"],
+        ["broken"],
+        ["run.ofr", "again.ofr"],
+        ["run.ofr", "-o", "notes.html"],
     ],
 )
-def test_what_cannot_be_done_is_said(paths, why, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_done_is_said(paths, tmp_path, capsys, monkeypatch, as_kept):
     wrong_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["report", *paths]) == 2
-    assert why in capsys.readouterr().err
+    as_kept(capsys.readouterr().err)
     assert not Path("run.html").exists()
 
 
-def test_files_of_a_killed_run_are_shown_as_far_as_they_go(tmp_path):
+def test_files_of_a_killed_run_are_shown_as_far_as_they_go(tmp_path, as_kept):
     path = tmp_path / "run.ofr"
     write_record(path)
     path.write_bytes(path.read_bytes()[:-40])
     page = tmp_path / "run.html"
     assert main(["report", str(path), "-o", str(page)]) == 0
     found = Parsed(page.read_text())
-    assert "run.ofr: the last line is not whole." in found.text
+    as_kept(found.sections["Coverage"])
     assert len(found.meta["columns"]) == 2
 
 
-def test_the_histogram_counts_by_exponent(tmp_path):
+def test_the_histogram_counts_by_exponent(tmp_path, as_kept):
     save_file = pytest.importorskip("safetensors.torch").save_file
     (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
     values = torch.tensor([[0.0, 1.0, 1.5, -4.0], [float("inf"), 2e-7, 1.0, -0.0]])
@@ -103,9 +103,7 @@ def test_the_histogram_counts_by_exponent(tmp_path):
     rows = [[r["from"], r["values"]] for r in found.table("Finite values")]
     assert rows[0] == ["2^-23 (subnormal)", "1"] and rows[-1] == ["2^2", "1"]
     assert ["2^0", "3"] in rows and ["2^-3", "0"] in rows
-    assert "0 nan, 1 infinite, 2 zeros. First at [1, 0]." in found.text
-    assert "2^-14 to below 2^16" in page.read_text()
-    assert "<h3><code>output</code>, float16, 2 x 4</h3>" in page.read_text()
+    as_kept(found.sections["A tensor of the evidence that is not finite"])
 
 
 @pytest.mark.parametrize(
@@ -134,8 +132,7 @@ def test_what_stands_in_backticks_is_code_and_nothing_else_is(tmp_path):
     page = tmp_path / "run.html"
     assert main(["report", str(tmp_path), "-o", str(page)]) == 0
     text = page.read_text()
-    told = "The weight <code>h.0.w</code> is <code>nan</code>."
-    assert f"<h3>{told}</h3>" in text
+    assert "<code>h.0.w</code> is <code>nan</code>.</h3>" in text
     assert "<li>So is `&lt;b&gt;`.</li>" in text
 
 
@@ -155,12 +152,12 @@ def test_an_installed_package_has_the_files_that_are_no_code():
 # Beside the evidence of an incident.
 
 
-def test_an_incident_has_a_page_beside_its_evidence(tmp_path):
+def test_an_incident_has_a_page_beside_its_evidence(tmp_path, as_kept):
     guard, _ = bad_steps(tmp_path, count=1, record=tmp_path / "run.ofr")
     report = guard.last_report
     page = Path(report.evidence) / "page.html"
     assert report.page == str(page)
-    assert f"To look at it, open `{page}`." in " ".join(str(report).split())
+    assert str(page) in " ".join(report.sentences())
     assert str(page) in (Path(report.evidence) / "report.txt").read_text()
     shown = Parsed(page.read_text()).text
     assert "Step 0: " in shown
@@ -169,15 +166,17 @@ def test_an_incident_has_a_page_beside_its_evidence(tmp_path):
         if "`" not in sentence:
             assert sentence in shown, sentence
     assert "replays   " not in shown
-    assert "To look at it" not in shown and "page.html" not in shown
+    as_kept(Parsed(page.read_text()).sections["Incident"])
     assert shown.count(str(report.evidence)) == 1
     main(["report", str(report.evidence), "-o", str(tmp_path / "again.html")])
-    assert "To look at it" not in Parsed((tmp_path / "again.html").read_text()).text
+    as_kept(Parsed((tmp_path / "again.html").read_text()).sections["Incident"])
 
 
 @pytest.mark.parametrize("num_clean", [0, 3])
 @pytest.mark.parametrize("policy", ["skip", "raise"])
-def test_the_page_has_the_record_up_to_the_incident(tmp_path, policy, num_clean):
+def test_the_page_has_the_record_up_to_the_incident(
+    tmp_path, policy, num_clean, as_kept
+):
     model, optimizer = make()
     record, folder = tmp_path / "run.ofr", tmp_path / "evidence"
     with OverflowGuard(model, optimizer, policy, evidence=folder, record=record) as g:
@@ -188,7 +187,7 @@ def test_the_page_has_the_record_up_to_the_incident(tmp_path, policy, num_clean)
     shown = Parsed(Path(g.last_report.page).read_text())
     last = f"to {num_clean}" if num_clean else "0"
     assert "blocks.0.fc1" in shown.text and f"{last}, " in shown.text
-    assert "The record does not have this step" not in shown.text
+    as_kept(shown.sections["Coverage"])
     kept = read_record(record)
     assert [step.first for step in kept.steps] == list(range(num_clean + 2))
     assert kept.is_nonfinite().any(1).tolist() == [
@@ -209,12 +208,14 @@ def test_pages_are_left_out_where_they_take_too_much_time(
     assert (guard.last_report.page is None) == (num == 1)
 
 
-def test_a_page_that_cannot_be_made_costs_no_report(tmp_path, monkeypatch, caplog):
+def test_a_page_that_cannot_be_made_costs_no_report(
+    tmp_path, monkeypatch, caplog, as_kept
+):
     def fail(*_):
         raise RuntimeError("no jinja")
 
     monkeypatch.setattr("overflow_fast.tools.page.guard_page.page_of", fail)
     guard, _ = bad_steps(tmp_path)
     assert (guard.num_skipped, guard.last_report.page) == (1, None)
-    assert "Not all evidence of step 0 was kept: no jinja" in caplog.text
+    as_kept(caplog.messages[0])
     assert (Path(guard.last_report.evidence) / "report.txt").exists()

@@ -68,20 +68,22 @@ def test_a_model_that_fits_needs_no_list():
     assert advice.modules == {"bfloat16": [], "float16": []}
 
 
-def test_the_first_line_says_what_to_call():
+def test_the_first_line_says_what_to_call(as_kept):
     advice = advise_precision(make(), [batch()], cast="half")
-    assert str(advice).startswith("Use bfloat16 for the model: `model.to(torch.bfloat")
+    as_kept(advice)
 
 
 @pytest.mark.parametrize("cast", ["full", None])
-def test_other_casts_are_refused(cast):
-    with pytest.raises(ValueError, match="cast must be 'autocast' or 'half'"):
+def test_other_casts_are_refused(cast, as_kept):
+    with pytest.raises(ValueError) as raised:
         advise_precision(make(), [batch()], cast=cast)
+    as_kept(raised.value)
 
 
-def test_half_takes_no_loss():
-    with pytest.raises(ValueError, match="loss must be None with cast='half'"):
+def test_half_takes_no_loss(as_kept):
+    with pytest.raises(ValueError) as raised:
         advise_precision(make(), [batch()], lambda x: x.sum(), cast="half")
+    as_kept(raised.value)
 
 
 def test_scopes_are_those_of_the_exporter(monkeypatch):

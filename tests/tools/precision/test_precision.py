@@ -182,11 +182,12 @@ def test_a_module_that_shares_a_weight_runs_in_float32_too():
     assert out.dtype == torch.bfloat16
 
 
-def test_a_shared_weight_of_a_module_with_others_is_reported():
+def test_a_shared_weight_of_a_module_with_others_is_reported(as_kept):
     model = Tied().bfloat16()
     model.body.embed_weight = model.embed.weight
-    with pytest.raises(ValueError, match=r"body shares a weight .* its weight is half"):
+    with pytest.raises(ValueError) as raised:
         keep_in_fp32(model, ["head"])
+    as_kept(raised.value)
     assert model.head.weight.dtype == torch.bfloat16  # nothing was changed
     assert "forward" not in model.head.__dict__
 
@@ -201,26 +202,29 @@ def test_gradients_are_cast_with_their_weights():
     torch.optim.AdamW(model.parameters()).step()
 
 
-def test_weights_that_cannot_be_cast_are_reported():
+def test_weights_that_cannot_be_cast_are_reported(as_kept):
     lazy = nn.Sequential(nn.LazyLinear(4, dtype=torch.float16))
-    with pytest.raises(ValueError, match=r"0.weight is not initialized yet: run"):
+    with pytest.raises(ValueError) as raised:
         keep_in_fp32(lazy, ["0"])
+    as_kept(raised.value)
 
     class DistributedDataParallel(nn.Module):  # as torch's is recognized
         def __init__(self, module):
             super().__init__()
             self.module = module
 
-    with pytest.raises(ValueError, match=r"2.weight belongs to DDP already: call"):
+    with pytest.raises(ValueError) as raised:
         keep_in_fp32(DistributedDataParallel(make(torch.float16)), ["2"])
+    as_kept(raised.value)
     nested = nn.Linear(2, 2)
     nested.weight = nn.Parameter(
         torch.nested.nested_tensor(
             [torch.ones(2).half(), torch.ones(3).half()], layout=torch.jagged
         )
     )
-    with pytest.raises(ValueError, match="weight is a NestedTensor, which cannot"):
+    with pytest.raises(ValueError) as raised:
         keep_in_fp32(nn.Sequential(nested), ["0"])
+    as_kept(raised.value)
 
 
 def test_weights_on_meta():
@@ -483,14 +487,19 @@ def test_a_guard_sees_what_the_module_returns(graphs):
         assert row.abs_max > 65504
 
 
-def test_wrong_arguments_are_reported():
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got int"):
+def test_wrong_arguments_are_reported(as_kept):
+    with pytest.raises(TypeError) as raised:
         keep_in_fp32(3, ["2"])
-    with pytest.raises(TypeError, match="names must be a list of names, got the str"):
+    as_kept(raised.value)
+    with pytest.raises(TypeError) as raised:
         keep_in_fp32(make(), "2")
-    with pytest.raises(TypeError, match="until must be a list of names, got the str"):
+    as_kept(raised.value)
+    with pytest.raises(TypeError) as raised:
         keep_in_fp32(make(), ["2"], until="3")
-    with pytest.raises(ValueError, match=r"until must hold .*; 'x' matches none"):
+    as_kept(raised.value)
+    with pytest.raises(ValueError) as raised:
         keep_in_fp32(make(), ["2"], until=["x"])
-    with pytest.raises(ValueError, match=r"names must hold .*; 'x' matches none"):
+    as_kept(raised.value)
+    with pytest.raises(ValueError) as raised:
         keep_in_fp32(make(), ["x"])
+    as_kept(raised.value)
