@@ -12,9 +12,12 @@ from torch.nn import functional as F
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.calls import Call
+from overflow_fast.explainer.remedies.attempts import note_rounding
+from overflow_fast.explainer.remedies.trials import Failure
 from overflow_fast.explainer.remedies.true_step import Truth, in_float64
 from overflow_fast.explainer.replayer import Replayer, ReplayResult, StepPart
-from overflow_fast.guard.report.explanation import Remedy
+from overflow_fast.explainer.torch_calls import TorchCall
+from overflow_fast.guard.report.explanation import Explanation, Op, Remedy
 from overflow_fast.guard.step_keeper import Ambient
 
 
@@ -488,10 +491,24 @@ def test_an_underflow_over_many_operations_is_seen_in_the_whole_step():
 
     found = explain(model, torch.ones(3, 2), likelihood)
     told = [each for each in found.evidence if each.startswith("the whole step in")]
-    assert found.cause == "undefined" and len(told) == 1
+    assert found.cause == "rounding" and len(told) == 1
+    assert "it is given 0, none in float64" in str(found).splitlines()[0]
     true = 400 * math.log(2) - (model.w.sum() / 6).log().item()
     assert told[0].endswith(f"its loss is {true:.4g}")
     assert not any("wider dtype" in each for each in found.evidence)
+
+
+@pytest.mark.parametrize(
+    ("made_by", "cause"), [("mul", "rounding"), ("sub", "undefined")]
+)
+def test_a_0_that_a_difference_may_have_made_is_not_said_to_be_lost(made_by, cause):
+    """Float64 tells 0.1 + 0.2 and 0.3 apart, by rounding of its own."""
+    op = Op("aten.log", operands=[0.0])
+    found = Explanation("forward", "undefined", op=op, evidence=["1 -inf of 1"])
+    calls = [TorchCall(made_by, None, (), {}, ())]
+    note_rounding(Failure(found, None, 0, calls=calls), 37.0)
+    assert found.cause == cause
+    assert found.evidence[-1] == "the whole step in float64 is finite: its loss is 37"
 
 
 @pytest.mark.parametrize("num", [3, 12])

@@ -24,6 +24,7 @@ from ...guard.report.causes import (
 from ...guard.report.explanation import SAME, Remedy
 from ...scanner.modules import module_of_parameter, named_modules, parameters_of
 from ...scanner.text import error_line
+from ...scanner.torch_ops import has
 from ...scanner.tree import tensors
 from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import explain_root_op
@@ -290,7 +291,7 @@ def find_remedies(
     if "calls" in Cause.of(found.cause).remedies and not failure.is_meant:
         trials.find_truth()
     if trials.truth is not None:
-        _note_rounding(failure, trials.truth.loss)
+        note_rounding(failure, trials.truth.loss)
     _note_drawn(failure)
     _try_all(failure, trials)
     if not trials.found_remedy:
@@ -316,7 +317,7 @@ def find_remedies(
 _OPEN = (UNDEFINED.name, SINGULAR_GRADIENT.name)
 
 
-def _note_rounding(failure: Failure, true_loss: float) -> None:
+def note_rounding(failure: Failure, true_loss: float) -> None:
     """Corrects a cause by the whole step in float64, which is finite.
 
     No operation of complex numbers is run again in float64 for itself, nor is one that
@@ -335,6 +336,11 @@ def _note_rounding(failure: Failure, true_loss: float) -> None:
         found.evidence = [each.removesuffix(NO_HELP) for each in found.evidence]
         loss = f"its loss is {true_loss:.4g}"
         found.evidence.append(f"the whole step in float64 is finite: {loss}")
+        # Equal numbers less one another are 0, and seldom so in float64.
+        cancels = ("difference", "deviation")
+        is_lost = not any(has(c.name, of) for c in failure.calls for of in cancels)
+        if is_lost and found.op is not None and 0.0 in found.op.operands:
+            found.cause, found.reason = ROUNDING.name, "it is given 0, none in float64"
 
 
 _UNIFORM = ("rand", "rand_like", "uniform")
