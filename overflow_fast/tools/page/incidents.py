@@ -471,10 +471,10 @@ def _reported(incident: Incident) -> list[tuple[str, str]]:
         found.append((first["fqn"], f"seen here first: {first['label']}"))
     module = incident.explanation.get("module")
     if module:
-        found.append((module, "introduced here (found by replay)"))
+        found.append((module, "made here (found by replay)"))
     elif verdict.get("source") == "module" and verdict.get("maker"):
         maker = "" if verdict["maker"] == "the model" else verdict["maker"]
-        found.append((maker, "introduced here (by the inputs and outputs of modules)"))
+        found.append((maker, "made here (by the inputs and outputs of modules)"))
     return found
 
 
