@@ -91,24 +91,22 @@ def test_the_truth_is_that_of_an_exact_form_where_float64_fails_as_well():
     )
 
 
-def test_where_nothing_keeps_the_value_the_nearest_is_told_as_such():
+def test_where_nothing_keeps_the_value_the_nearest_is_told_as_such(as_kept):
     model, x = Holder(), torch.full((3, 2), 100.0)
     found = explain(model, x, lambda x: (x * model.w).exp().sum())
     nearest = found.nearest
-    assert nearest.text == "clamp the argument to 20" and not nearest.is_recommended
+    assert not nearest.is_recommended
     assert nearest.misses == "loss" and nearest.error is None  # beyond float32
     last = str(found).splitlines()[-2:]
-    assert last[0].startswith("nearest   no change that was tried keeps the value; ")
-    assert f"(the true one is {nearest.true_loss:.3g})" in last[0]
+    as_kept(last[0])
     assert last[1].strip() == nearest.code
     assert "tried     clamp" not in str(found)
 
 
-def test_an_error_that_is_no_share_of_the_true_loss_is_not_written_as_one():
+def test_an_error_that_is_no_share_of_the_true_loss_is_not_written_as_one(as_kept):
     near_zero = Remedy("a", is_finite=True, loss=1.0, misses="loss", true_loss=0.0)
-    assert "(the true one is 0)" in replace(near_zero, error=1e4).outcome
     share = replace(near_zero, true_loss=2.0, error=0.5)
-    assert "50% off the true 2" in share.outcome
+    as_kept(replace(near_zero, error=1e4).outcome, share.outcome)
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
@@ -339,7 +337,7 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     assert "gradients 80% off" in replace(remedy, **found).outcome
 
 
-def test_a_divisor_of_0_becomes_one_that_is_small_beside_the_others():
+def test_a_divisor_of_0_becomes_one_that_is_small_beside_the_others(as_kept):
     model, y = nn.Linear(1, 3), torch.tensor([[2.0, 0.0, 4.0]])
     batches = [torch.ones(4, 1)] * 2
 
@@ -350,22 +348,23 @@ def test_a_divisor_of_0_becomes_one_that_is_small_beside_the_others():
 
     relative.is_bad = False
     first = stopped(model, relative, batches).remedies[0]
-    assert first.text == "divide by 1e-3 where the divisor is 0" and first.is_right
+    assert first.is_right
+    as_kept(first.text)
 
 
-def test_what_divides_0_by_0_is_not_chosen_by_size():
+def test_what_divides_0_by_0_is_not_chosen_by_size(as_kept):
     model, y = nn.Linear(1, 3), torch.tensor([[2.0, 0.0, 4.0]])
     found = explain(model, torch.ones(4, 1), lambda x: (model(x) * y / y).mean())
-    assert found.remedies[0].text == "divide by 1e-8 where the divisor is 0"
+    as_kept(found.remedies[0].text)
 
 
-def test_what_is_far_below_0_is_clamped_and_nothing_is_added():
+def test_what_is_far_below_0_is_clamped_and_nothing_is_added(as_kept):
     model = Holder()
     found = explain(
         model, torch.full((3, 2), -1e-9), lambda x: (x * model.w).sqrt().sum()
     )
     assert not any(each.text.startswith("add") for each in found.remedies)
-    assert found.remedies[0].text == "clamp the argument to at least 1e-8"
+    as_kept(found.remedies[0].text)
 
 
 def test_a_call_that_divides_by_something_else_is_no_twin(tmp_path):
@@ -467,7 +466,7 @@ def test_a_value_at_the_edge_of_a_distribution_is_clamped_where_it_is_asked_for(
     assert fresh.loss_of(x, Holder().w).item() == pytest.approx(first.loss)
 
 
-def test_a_zero_that_was_drawn_is_said_to_be():
+def test_a_zero_that_was_drawn_is_said_to_be(as_kept):
     model = Holder()
 
     def noisy(x):
@@ -476,8 +475,7 @@ def test_a_zero_that_was_drawn_is_said_to_be():
         return (x * model.w * -noise.log()).mean()
 
     found = explain(model, torch.ones(400, 2), noisy)
-    drawn = "`torch.rand_like(x.bfloat16())` drew that 0, which uniform numbers include"
-    assert found.evidence[1] == drawn
+    as_kept(found.evidence[1])
 
 
 def test_an_underflow_over_many_operations_is_seen_in_the_whole_step():
@@ -512,7 +510,7 @@ def test_a_0_that_a_difference_may_have_made_is_not_said_to_be_lost(made_by, cau
 
 
 @pytest.mark.parametrize("num", [3, 12])
-def test_the_forward_of_several_in_a_step_is_named(num):
+def test_the_forward_of_several_in_a_step_is_named(num, as_kept):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     guard = OverflowGuard(model, optimizer, explain=True)
@@ -521,8 +519,7 @@ def test_the_forward_of_several_in_a_step_is_named(num):
         guard.run(lambda x=x: (model(x) / x).mean()).backward()
     with pytest.raises(NonFiniteError) as error:
         optimizer.step()
-    text = f"evidence  it is of forward {num - 1} of the step's {num}"
-    assert text in str(error.value)
+    as_kept(error.value.report.explanation.evidence)
     guard.remove()
 
 
@@ -538,7 +535,7 @@ def test_an_exception_spends_no_line_on_what_is_far_off_beside_what_is_right():
     assert any(each.is_far for each in found.remedies)
     short, whole = found.words.remedy_rows(), found.words.rows()
     assert not any(row.startswith("did not help") for row in short)
-    assert any(row.startswith("did not help: clamp") for row in whole)
+    assert any(row.startswith("did not help") for row in whole)
 
 
 def test_a_difference_that_is_small_beside_usual_losses_is_not_far_off():

@@ -790,25 +790,20 @@ def test_weights_that_a_bad_step_has_written_do_not_come_first():
     assert verdict.candidates == HANDED_OVER
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [({"lr": NAN}, "lr=nan"), ({"lr": 0.1, "weight_decay": INF}, "weight_decay=inf")],
-)
-def test_a_bad_setting_of_the_optimizer_is_looked_up(settings, said, as_kept):
+def test_a_bad_setting_of_the_optimizer_is_looked_up(as_kept):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         for _ in range(2):
             model(inputs()).mean().backward()
             optimizer.step()
-            optimizer.param_groups[0].update(settings)
+            optimizer.param_groups[0]["weight_decay"] = INF
             assert guard.last_report is None
         model(inputs()).mean().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
     assert verdict.source == "weight"
-    as_kept(verdict.maker)
-    assert said in " ".join(verdict.remarks)
+    as_kept(verdict.maker, verdict.remarks)
 
 
 def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up(as_kept):

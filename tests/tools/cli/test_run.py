@@ -542,10 +542,10 @@ def test_each_bad_request_of_a_script_is_a_warning(tmp_path):
     assert [n for n in range(3) if f"] Request {n}: " in done.stderr] == [0, 2]
 
 
-def test_clean_requests_of_a_script_are_counted(tmp_path):
+def test_clean_requests_of_a_script_are_counted(tmp_path, as_kept):
     done = run(tmp_path, SERVE)
     assert done.returncode == 0
-    assert done.stderr.startswith("overflow_fast: 3 requests: 0 reports")
+    as_kept(said_by_us(done))
 
 
 def test_the_models_of_a_pipeline_are_told_apart_as_they_first_run(tmp_path):
