@@ -47,7 +47,9 @@ class SavedStep:
             raise UnreadableStepError(
                 f"{folder / TENSORS} is missing: it holds the step's batch"
             ) from None
-        except (OSError, FileError, ImportError) as error:
+        except FileError as error:  # whose sentence names the file
+            raise UnreadableStepError(str(error)) from error
+        except (OSError, ImportError) as error:
             raise UnreadableStepError(
                 f"{folder / TENSORS} cannot be read: {error}"
             ) from error

@@ -117,7 +117,7 @@ class Incident:
             for each in waiting
         ]
         cause = Cause.of(self.explanation.get("cause", UNKNOWN.name))
-        steps += [_LINK.sub(r"\1", cause.help)] if cause.help else []
+        steps += [" ".join(_LINK.sub(r"\1", cause.help).split())] * bool(cause.help)
         sections = ", ".join(f'"{each}"' for each in cause.sections)
         return [*steps, *([_GUIDE.format(sections)] if sections else [])]
 
