@@ -162,7 +162,7 @@ def test_a_remedy_that_hides_an_overflow_says_so():
         return above / below
 
     found = explain(model, x, loss)
-    texts = [str(each) for each in found.remedies if each.is_recommended]
+    texts = [str(each) for each in found.remedies if each.keeps_running]
     both, one = [each for each in texts if each.startswith("compute `y.sum()`")]
     assert "but aten.sum" in one and "still overflows" in one
     assert both == texts[0] and "still overflows" not in both

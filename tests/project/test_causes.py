@@ -100,7 +100,7 @@ def test_an_invented_cause_is_in_the_tables_of_each_language(invented):
 def test_an_invented_cause_has_its_remedies(invented):
     class Failure:
         found = Explanation(cause=invented.name)
-        is_meant, sentinel, checkpoints = False, None, []
+        is_meant, sentinel, checkpoints = False, None, ["last.pt"]
         bad = None
 
     kinds = [each.__name__ for each in attempts._attempts(Failure(), None)]

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +20,6 @@ from ...guard.report.causes import (
 )
 from ...guard.report.explanation import SAME, Remedy
 from ...scanner.modules import module_of_parameter, named_modules, parameters_of
-from ...scanner.text import error_line
 from ...scanner.torch_ops import has
 from ...scanner.tree import tensors
 from ..calls import Call, ModelCall, batch_size, with_stand_in
@@ -33,7 +29,6 @@ from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, StepPart
 from ..rounding import NO_HELP
 from ..sentinel import Sentinel, outlier_in
-from ..tensor_kinds import bad_names
 from ..trace_back import ForwardRows, RootOp
 from ..users_lines import place_text
 from .patches import (
@@ -64,87 +59,6 @@ from .rule_text import short_text
 from .rules import EXACT, IN_LOGARITHMS
 from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
 from .true_step import distance
-
-# Which of the user's checkpoints holds finite weights.
-
-
-_KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
-_MAX_TRIED = 3  # checkpoints; chosen, not measured
-
-
-def try_checkpoints(
-    paths: Sequence[str | os.PathLike[str]], trials: Trials
-) -> Attempts:
-    """Yields trials of checkpoints with weights that are all finite, the last first.
-
-    Files are read and not written to; nothing in them is executed.
-
-    Args:
-        paths: Files of `torch.save` or safetensors, the newest last.
-        trials: Runs the step with their weights.
-    """
-    named = {name: tensor for _, name, tensor in names_of(trials.replayer.models)}
-    num_tried = 0
-    for path in reversed([Path(each) for each in paths]):
-        try:
-            weights, code = _weights_in(path, named)
-        except Exception as error:
-            trials.notes.append(f"{path.name} was not read: {error_line(error, 80)}.")
-            continue
-        bad = bad_names(weights.items(), masks=True)
-        if not weights:
-            trials.notes.append(f"{path.name} holds no weight of this model.")
-        elif bad:
-            trials.notes.append(f"{path.name} is not finite either: {bad[0]}.")
-        elif num_tried < _MAX_TRIED:
-            num_tried += 1
-            text = f"load the weights of {path.name}, which are finite"
-            remedy = Remedy(text, f"model.load_state_dict({code})")
-            yield Trial(remedy, OtherWeights(weights))
-
-
-def _weights_in(
-    path: Path, named: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], str]:
-    """The weights of the model in a file, by name, and the code to load them."""
-    held, code = _read(path)
-    for key in _KEYS:
-        inner = held.get(key)
-        if isinstance(inner, Mapping) and _is_state(inner):
-            held, code = inner, f'{code}["{key}"]'
-            break
-    found = {}
-    for name, value in held.items():
-        name = str(name)
-        while name not in named and name.startswith(("module.", "_orig_mod.")):
-            name = name.partition(".")[2]
-        own = named.get(name)
-        if isinstance(value, torch.Tensor) and own is not None:
-            if value.shape != own.shape:
-                raise ValueError(
-                    f"{name} is {tuple(value.shape)} there, {tuple(own.shape)} here"
-                )
-            found[name] = value
-    return found, code
-
-
-def _read(path: Path) -> tuple[Mapping[str, Any], str]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path), f"safetensors.torch.load_file({str(path)!r})"
-    # Of a file in the format before torch 1.6 no parts can be mapped into memory.
-    held = torch.load(
-        path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-    )
-    if not isinstance(held, Mapping):
-        raise TypeError(f"it holds a {type(held).__name__}, not a dict of weights")
-    return held, f"torch.load({str(path)!r})"
-
-
-def _is_state(held: Mapping[Any, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in held.values())
-
 
 # Tries wider dtypes where float16 has overflowed.
 
@@ -494,7 +408,9 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield _drop_bad_samples(failure, trials)
     if failure.sentinel is not None:
         yield _replace_sentinel(failure.sentinel, failure, trials)
-    if "checkpoints" in cause.remedies:
+    if "checkpoints" in cause.remedies and failure.checkpoints:
+        from .checkpoints import try_checkpoints  # the user gives some, seldom
+
         yield try_checkpoints(failure.checkpoints, trials)
     if "calls" in cause.remedies:
         yield exact_trials(failure, trials, EXACT)
