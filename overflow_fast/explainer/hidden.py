@@ -124,7 +124,7 @@ def hidden_by(bad: Row, rows: Sequence[Row]) -> Row | None:
     for row in rows[bad.index + 1 :]:
         if carried.intersection(row.read_from):
             name = base_of(row.name)
-            if name in ("isinf", "isnan", "isfinite"):
+            if name.startswith("is"):  # isinf, isfinite, ...
                 continue  # it looks at them
             if not row.kinds and not has(name, "moves"):
                 return row
