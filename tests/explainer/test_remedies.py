@@ -385,12 +385,12 @@ def test_what_has_a_name_elsewhere_alone_is_told_in_words(tmp_path, as_kept):
     line, words = found.remedies[:2]
     assert line.is_recommended and line.code and words.is_recommended
     assert words.code == "" and words.line == 3
-    as_kept(words.text)
+    as_kept(re.sub(r"remedied_\d+", "remedied", words.text))
     assert words.text.endswith(":5) in `torch.log(p)`")
 
 
 def test_what_did_not_help_is_not_recommended(tmp_path):
-    code = "torch.log(x * w).mean() + torch.lgamma(x * w - 1).mean()"
+    code = "torch.log(x * w).mean() + torch.polygamma(1, x * w).mean()"
     module, _ = module_of(tmp_path, SOURCE.format(code))
     found = explained(module.loss_of, torch.zeros(3, 2))
     assert found.cause == "undefined"
