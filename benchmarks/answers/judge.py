@@ -16,6 +16,8 @@
   right, and is no fault where it is wrong.
 - Of several ranks all answers are read: a part is right if one rank has it right, and
   they mislead if one does.
+- The first line alone is enough where it has the words that the report has for the
+  cause, and the marked line, the operation or the tensor.
 - No alarm at all, or no answer, is missing and does not mislead.
 """
 
@@ -23,15 +25,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from overflow_fast.guard.report.causes import DIVERGENCE
+from overflow_fast.guard.report.causes import DIVERGENCE, Cause
+from overflow_fast.guard.report.gist import plain_name
 
 from .failure import Failure
 from .oracle import base_of
 from .tools import Answer
 
-PARTS = ("phase", "cause", "op", "module", "line", "sample", "tensor")
+PARTS = ("phase", "cause", "op", "module", "line", "sample", "tensor", "first")
+OURS = ("ours", "ours-run")
 _CONCLUDED = ("transformers", "msprobe")
 
 
@@ -46,6 +51,7 @@ class Judgement:
     line: bool | None
     sample: bool | None
     tensor: bool | None
+    first: bool | None
     misleads: bool
     text: str = ""
 
@@ -83,9 +89,25 @@ def judge(failure: Failure, answer: Answer, tool: str) -> Judgement:
     if failure.cause == DIVERGENCE.name or not failure.has_module:
         is_lost = False
     misleads = cause is False or is_lost or is_wrong_phase
-    return Judgement(
-        *(phase, cause, op, module, line, sample, tensor, misleads), answer.text
-    )
+    first = _is_enough(failure, answer.text) if tool in OURS else None
+    parts = (phase, cause, op, module, line, sample, tensor, first)
+    return Judgement(*parts, misleads, answer.text)
+
+
+def _is_enough(failure: Failure, text: str) -> bool:
+    """Whether the first line of a report has the cause and its place."""
+    line = text.partition("\n")[0]
+    has_cause = any(_has_words_of(Cause.of(each), line) for each in failure.causes)
+    places = [f"{Path(failure.file).name}:{failure.line}"] if failure.line else []
+    places += [plain_name(each) for each in failure.ops if each]
+    places += failure.tensor.split("|") if failure.tensor else []
+    return has_cause and (not places or any(each in line for each in places))
+
+
+def _has_words_of(cause: Cause, line: str) -> bool:
+    form = cause.gist.replace("{name}", cause.name)
+    words = re.sub(r"\{\w+\}", " ", form).split()
+    return all(word.strip(":").lower() in line.lower() for word in words)
 
 
 def judge_ranks(failure: Failure, answers: list[Answer], tool: str) -> Judgement:

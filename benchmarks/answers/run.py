@@ -29,7 +29,7 @@ from facts import origin, table, write_json, write_whole
 from answers.ascend import msprobe
 from answers.failure import Failure
 from answers.families import FAILURES
-from answers.judge import PARTS, judge_ranks
+from answers.judge import OURS, PARTS, judge_ranks
 from answers.tools import TOOLS, Answer
 from answers.verify import ends_finite, of_place
 
@@ -41,7 +41,7 @@ _NOTES = (
     "Failures of public reports, made again small, and what each tool names of them. "
     "How it is judged is written at the top of benchmarks/answers/judge.py."
 )
-_COLUMNS = ("phase", "module", "op", "cause", "sample", "misleads")
+_COLUMNS = ("phase", "module", "op", "cause", "sample", "first", "misleads")
 _NAMES = {
     "ours": "OverflowGuard alone",
     "ours-run": "OverflowGuard, `guard.run`",
@@ -138,7 +138,7 @@ def summary(rows: list[dict[str, Any]], tools: list[str]) -> list[dict[str, Any]
     found = []
     for tool in tools:
         own = [row for row in rows if row["tool"] == tool]
-        right = {part: sum(row[part] is True for row in own) for part in PARTS}
+        right = {part: sum(row.get(part) is True for row in own) for part in PARTS}
         misleads = sum(row["misleads"] for row in own)
         found.append(
             {"tool": tool, "failures": len(own), **right, "misleads": misleads}
@@ -154,13 +154,15 @@ def table_of(rows: list[dict[str, Any]]) -> str:
     tools = list(dict.fromkeys(row["tool"] for row in rows))
     most = _counts(FAILURES)
     heads = {column: f"{column} (of {most[column]})" for column in _COLUMNS}
+    heads["first"] = f"cause and place in the first line (of {most['first']})"
     lines = []
     for each in summary(rows, tools):
         asked = _counts(r["failure"] for r in rows if r["tool"] == each["tool"])
         lines.append({"named rightly": _NAMES[each["tool"]]})
         for column, head in heads.items():
             of = f" of {asked[column]}" * (asked != most)
-            lines[-1][head] = f"{each[column]}{of}"
+            has_none = column == "first" and each["tool"] not in OURS
+            lines[-1][head] = "" if has_none else f"{each[column]}{of}"
     return "\n".join(table(["named rightly", *heads.values()], lines))
 
 
