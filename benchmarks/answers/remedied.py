@@ -87,7 +87,9 @@ def followed(failure: Failure) -> list[Followed]:
     found = _explanation(failure)
     if found is None:
         return []
-    good = [each for each in found.remedies if each.is_recommended]
+    # Where one sample is left out there is nothing to write into a program.
+    left = [each for each in found.remedies if each.code or not each.is_of_data]
+    good = [each for each in left if each.is_recommended]
     shown = [*filter(None, [found.nearest]), *good]
     return [
         replace(_followed(each, failure), is_recommended=each.is_recommended)

@@ -78,7 +78,7 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
 
 
 def tell_hidden(replayer: Replayer, bad: Row, table: OpTable) -> str:
-    """Says what has hidden an operation's values, and how far off the output is.
+    """Describes what has hidden an operation's values, and how far off the output is.
 
     Runs the forward as it is and in float32.
 

@@ -85,7 +85,7 @@ def test_the_group_of_the_weight_is_named():
 
     found = run(make, change)
     assert (found.cause, found.tensor) == ("bad setting", "weight")
-    assert found.evidence[0].startswith("param_groups[1]['lr'] was nan")
+    assert "param_groups[1]" in found.evidence[0]
 
 
 def test_a_setting_that_did_no_harm_is_not_blamed():

@@ -52,7 +52,7 @@ SAID = {
         "Step 4: ",
         "`torch.exp(0.5 * logvar)` at lightning_vae.py:",
         "sample 3 of 8",
-        "did not help: clamp the argument to 20 (a loss of",
+        "tried clamp `batch` to 3 in magnitude",
         "batch = batch.clamp(",
     ],
     "lightning healthy": [],
