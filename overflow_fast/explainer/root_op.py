@@ -355,14 +355,19 @@ def _is_at_pole(op: OpCall, index: tuple[int, ...]) -> bool:
 
 
 def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
-    """The number that an elementwise operation takes from an argument at an index."""
+    """The number that an elementwise operation takes from an argument at an index.
+
+    None where the argument has no such place, as that of a product.
+    """
     if isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, torch.Tensor):
         return None
-    if value.dim() > len(index):
+    if value.dim() > len(index) or value.is_complex():
         return None
-    return None if value.is_complex() else float(value[_own_place(value, index)])
+    place = _own_place(value, index)
+    is_there = all(i < n for i, n in zip(place, value.shape, strict=True))
+    return float(value[place]) if is_there else None
 
 
 def _operands(op: OpCall, index: tuple[int, ...] | None) -> list[float]:

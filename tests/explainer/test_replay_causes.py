@@ -1,5 +1,6 @@
 """Failures of many classes: phase, cause, operation and module of each are found."""
 
+import copy
 import ctypes
 import math
 
@@ -472,3 +473,25 @@ def test_a_second_input_outside_of_a_domain_is_named(function, said):
     net = Net(lambda x: function(x.abs() + 1, density))
     found = explain(net, data(), lambda x: net(x).mean())
     assert said in found.evidence[0]
+
+
+WIDENING = {
+    "a product": (nn.Linear(2, 6, bias=False), (3, 2)),
+    "a product and a sum": (nn.Linear(2, 6), (3, 2)),
+    "a convolution": (nn.Conv1d(2, 6, 1, bias=False), (3, 2, 1)),
+    "products": (nn.Bilinear(2, 2, 6, bias=False), (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", WIDENING)
+def test_a_result_that_is_wider_than_its_arguments_is_explained(name):
+    """The bad value has a place where no argument has one."""
+    layer, shape = WIDENING[name]
+    layer = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.weight[5] = 3e38
+    x = torch.full(shape, 2.0)
+    given = (x, x) if isinstance(layer, nn.Bilinear) else (x,)
+    found = explain(layer, given)
+    assert found.cause == "range overflow" and found.op.true_value > 3.5e38
