@@ -16,8 +16,8 @@
   right, and is no fault where it is wrong.
 - Of several ranks all answers are read: a part is right if one rank has it right, and
   they mislead if one does.
-- The first line alone is enough where it has the words that the report has for the
-  cause, and the marked line, the operation or the tensor.
+- The first line alone is enough where it has the cause's name, or the words that
+  reports have for it, and the marked line, the operation or the tensor.
 - No alarm at all, or no answer, is missing and does not mislead.
 """
 
@@ -105,6 +105,8 @@ def _is_enough(failure: Failure, text: str) -> bool:
 
 
 def _has_words_of(cause: Cause, line: str) -> bool:
+    if cause.name in line.lower():
+        return True
     form = cause.gist.replace("{name}", cause.name)
     words = re.sub(r"\{\w+\}", " ", form).split()
     return all(word.strip(":").lower() in line.lower() for word in words)
