@@ -257,15 +257,12 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
             found.cause, found.reason = ROUNDING.name, "it is given 0, none in float64"
 
 
-_UNIFORM = ("rand", "rand_like", "uniform")
-
-
 def _note_drawn(failure: Failure) -> None:
     """Adds that a 0 was drawn, which uniform numbers include: often in bfloat16."""
     op = failure.found.op
     is_zero = op is not None and 0.0 in op.operands
     made = [value.call for call in failure.failing_calls[:1] for value in call.inputs]
-    drawn = [call for call in made if call is not None and call.name in _UNIFORM]
+    drawn = [call for call in made if call is not None and has(call.name, "unit")]
     if is_zero and drawn and failure.found.cause == UNDEFINED.name:
         text = f"`{short_text(drawn[0])}` drew that 0, which uniform numbers include"
         failure.found.evidence.insert(1, text)
