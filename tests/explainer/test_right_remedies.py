@@ -559,3 +559,11 @@ def test_a_value_of_a_distribution_without_an_edge_is_left_as_it_is(tmp_path):
     )
     found = explained(module.loss_of, torch.ones(3, 2))
     assert found.remedies and not any("the value" in e.text for e in found.remedies)
+
+
+def test_half_inputs_of_a_model_without_weights_are_what_is_cast():
+    x = torch.full((3, 8), 5e4).half()
+    found = explain(nn.PairwiseDistance(), (x, -x))
+    best = found.remedies[0]
+    assert best.is_recommended and "autocast" not in best.code
+    assert best.code.count(".to(torch.bfloat16)") == 2

@@ -78,9 +78,9 @@ def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
         yield from _try_modules(prefix, name, names[:1], trials)
         yield from try_spans(failure, trials, prefix, name)
         yield from _try_modules(prefix, name, names[1:], trials)
-    parameters = [each for model in models.values() for each in parameters_of(model)]
-    if any(each.dtype == torch.float16 for each in parameters):
-        yield Trial(Remedy(*_bfloat16_text(failure, trials)), InDtype(torch.bfloat16))
+    text, code = _bfloat16_text(failure, trials)
+    if text:
+        yield Trial(Remedy(text, code), InDtype(torch.bfloat16))
     elif not _is_cast(failure):  # which is none of autocast's
         code = "torch.autocast(device_type, dtype=torch.bfloat16)"
         remedy = Remedy("use bfloat16 for autocast", code)
@@ -99,16 +99,20 @@ def _is_cast(failure: Failure) -> bool:
 
 
 def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
-    """Describes bfloat16 for the weights and the batch."""
-    names = [
-        name
-        for name, tensor in trials.calls[failure.place].leaves()
-        if tensor.dtype == torch.float16
-    ]
+    """Describes bfloat16 for the weights and the batch; "" where they are not half."""
+    call, models = trials.calls[failure.place], trials.replayer.models
+    names = [n for n, tensor in call.leaves() if tensor.dtype == torch.float16]
+    parameters = [each for model in models.values() for each in parameters_of(model)]
+    is_half = any(each.dtype == torch.float16 for each in parameters)
+    is_autocast = any(is_on for _, is_on, _ in call.ambient.autocast)
+    if not is_half and (is_autocast or not names):
+        return "", ""
     casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
+    if not is_half:
+        return "use bfloat16 for the inputs", "; ".join(casts)
     text = f"use bfloat16 for the model{' and its inputs' * bool(names)}"
-    models = list(map(code_name, trials.replayer.models))
-    return text, "; ".join([*(f"{m}.to(torch.bfloat16)" for m in models), *casts])
+    code = list(map(code_name, models))
+    return text, "; ".join([*(f"{m}.to(torch.bfloat16)" for m in code), *casts])
 
 
 def _try_modules(prefix: str, model: str, names: list[str], trials: Trials) -> Attempts:
