@@ -112,6 +112,7 @@ EQUAL = {
     "log1p(exp(x))": "x.exp().log1p()",
     "log1p(-sigmoid(x))": "torch.log1p(-torch.sigmoid(x))",
     "atanh(tanh(x))": "x.tanh().atanh()",
+    "logit(sigmoid(x))": "x.sigmoid().logit()",
     "x / norm(x, 2, d, True)": "x / x.norm(dim=-1, keepdim=True)",
     "y / z": "x.exp() / x.exp().sum()",
     "y * z": "x.exp() * x.sigmoid()",

@@ -204,6 +204,7 @@ EXACT = _rules(
     ("log1p(exp(x))", "F.softplus(x)", "use softplus"),
     ("log1p(-sigmoid(x))", "F.logsigmoid(-x)", "use logsigmoid"),
     ("atanh(tanh(x))", "x", "use the argument of tanh itself"),
+    ("logit(sigmoid(x))", "x", "use the argument of sigmoid itself"),
     ("x / norm(x, 2, d, True)", "F.normalize(x, dim=d)",
      "use normalize, which divides by at least 1e-12", None, False, True),
     ("where(c, f(y), z)", "where(c, f(where(c, y, SAFE)), z)", _FIRST),
