@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..guard.report.explanation import Explanation
+from ..scanner.text import rounded
 from ..scanner.torch_ops import base_of, has, op_of, plain_name
 from .explain_origin import explain_root_op
 from .op_rows import Row
@@ -95,8 +96,10 @@ def tell_hidden(replayer: Replayer, bad: Row, table: OpTable) -> str:
 def _told(bad: Row, rows: Sequence[Row], distance: float | None) -> str:
     hider = hidden_by(bad, rows)
     where = f" by {hider.name}{place_text(hider.sites)}" if hider else ""
-    far = "" if distance is None else f" and {100 * distance:.2g} % from float32"
-    return f"hidden{where}: the output is finite{far}"
+    told = f"hidden{where}: the output is finite"
+    if distance is None:
+        return told
+    return f"{told} and {rounded(100 * distance, 2)} % from float32"
 
 
 def _saturates(bad: Row, rows: Sequence[Row]) -> bool:

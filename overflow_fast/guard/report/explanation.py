@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...scanner.text import nonfinite_text, short_name
+from ...scanner.text import nonfinite_text, rounded, short_name
 from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class Remedy:
             clauses.append(f"but {self._breaks_run}")
         if self.distance is not None:
             but = "" if self.is_near else "but "
-            clauses[0] += f", {but}{100 * self.distance:.2g} % from float32"
+            clauses[0] += f", {but}{rounded(100 * self.distance, 2)} % from float32"
         if self.moved is not None:
             clauses.append(self._moved_text())
         elif self.moves_results is not None and self.moves_results > SAME:
