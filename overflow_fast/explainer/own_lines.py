@@ -473,6 +473,9 @@ def _has_effects(node: ast.AST) -> bool:
 # Makes a function of them, and a call that can be replayed.
 
 
+_MADE = "__lines_of_the_loss__"  # hides no name that the statements read
+
+
 class _LossCode:
     """The code of the statements.
 
@@ -507,8 +510,8 @@ class _LossCode:
         self, body: Sequence[ast.stmt], own: types.CodeType
     ) -> types.CodeType:
         """The code of a function that makes the one with some statements."""
-        inner = _definition("loss", [], body, self._returns)
-        outer = _definition("outer", self._names, [inner], "loss")
+        inner = _definition(_MADE, [], body, self._returns)
+        outer = _definition("outer", self._names, [inner], _MADE)
         for each in (inner, outer):
             ast.copy_location(each, body[-1])
         module = ast.fix_missing_locations(ast.Module([outer], []))

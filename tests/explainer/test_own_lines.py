@@ -156,9 +156,17 @@ def of_a_trainer(t, x):
     Loop(t).train(x)
 
 
+def of_a_function_that_is_called_loss(t, x):
+    loss = t.negative_logarithm
+    value = loss(t.model(x))
+    value.backward()
+    t.optimizer.step()
+
+
 WAYS = [
     *(in_a_line, in_lines, under_contexts, added_up, of_a_tuple, in_a_branch, scaled),
     *(stepped_elsewhere, without_the_model, clipped, of_a_trainer),
+    of_a_function_that_is_called_loss,
 ]
 
 
@@ -239,6 +247,20 @@ def test_what_is_said_is_what_guard_run_says():
         assert getattr(own, part) == getattr(asked, part)
     assert own.evidence[:2] == asked.evidence[:2]  # the others name lines
     assert [each.code for each in own.remedies] == [e.code for e in asked.remedies]
+
+
+def test_a_file_whose_function_is_called_loss(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(
+        "def loss(outputs):\n    return -outputs.softmax(-1).log()[:, 0].mean()\n"
+        "value = loss(training.model(x))\nvalue.backward()\ntraining.optimizer.step()\n"
+    )
+    training = Training()
+    with pytest.raises(NonFiniteError) as caught:
+        runpy.run_path(str(file), {"training": training, "x": X})
+    training.guard.remove()
+    found = caught.value.report.explanation
+    assert (found.cause, found.op.line) == ("underflow", 2)
 
 
 @pytest.mark.tries_remedies
