@@ -22,7 +22,7 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from . import bad_step as notes
 from .bad_step import BadStep
-from .calls import Call, name_outside
+from .calls import Call, ModelCall, name_outside
 from .explain_origin import explain_root_op
 from .named_tensors import names_of
 from .op_rows import Leaf, Row
@@ -297,7 +297,7 @@ class Search:
             return found
         found = explain_root_op(root_op, rows, in_gradients, call)
         roots = {prefix.rstrip(".") for prefix in self.replayer.models}
-        ends_bad = is_seen and incident is not None and incident.module in roots
+        ends_bad = is_seen and incident.module in roots
         is_hidden = found.phase == "forward" and not traced.is_forward
         if is_seen and is_hidden and not ends_bad:
             if call.has_backward is False and isinstance(source, Row):
@@ -346,9 +346,13 @@ class Search:
 
     def _name_forward(self, found: Explanation, place: int) -> None:
         """Names which forward of the step it is of, such as that of a micro-batch."""
-        dropped = self.incident.num_dropped  # the first ones
-        num = len(self.replayer.calls) + dropped
-        if num > 1 and found.phase in COMPUTED:
+        calls, dropped = self.replayer.calls, self.incident.num_dropped  # the first
+        num = len(calls) + dropped
+        # Of a function, and of the program's lines, it may be any of several.
+        are_single = all(
+            isinstance(c, ModelCall) or len(c.forwards) == 1 for c in calls
+        )
+        if num > 1 and are_single and found.phase in COMPUTED:
             text = f"it is of forward {place + dropped + 1} of the step's {num}"
             found.evidence.append(text)
 

@@ -325,13 +325,16 @@ class Pipeline:
         """True if a step may overflow although its gradients are finite."""
         largest = max(watch.recorder.largest_gradient for watch in self._watches)
         optimizer = None if hook is None else hook.optimizer
-        if optimizer is None or (largest <= _HARMLESS and _rates_are_finite(optimizer)):
+        if optimizer is None or self._clock.level is ScanLevel.OFF:
+            return False
+        if not _rates_are_finite(optimizer):
+            return True
+        if largest <= _HARMLESS:
             return False
         with self._isolation.isolated():
             from .optimizers.updates import may_overflow
 
-            is_watched = self._clock.level is not ScanLevel.OFF
-            return is_watched and may_overflow(optimizer, largest)
+            return may_overflow(optimizer, largest)
         return False
 
     @measured

@@ -523,6 +523,19 @@ def test_the_forward_of_several_in_a_step_is_named(num, as_kept):
     guard.remove()
 
 
+def test_of_functions_of_several_forwards_none_is_named():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = OverflowGuard(model, optimizer, explain=True)
+    for scale in (1.0, 0.0):
+        x = torch.full((4, 2), scale)
+        guard.run(lambda x=x: ((model(x) + model(x)) / x).mean()).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    assert not any("of forward" in e for e in error.value.report.explanation.evidence)
+    guard.remove()
+
+
 def test_an_exception_spends_no_line_on_what_is_far_off_beside_what_is_right():
     model = nn.Linear(3, 3)
     with torch.no_grad():

@@ -239,3 +239,14 @@ def test_a_rate_that_is_no_number_is_seen_in_its_step_which_is_undone(name, rate
         assert_same(state_of(model, optimizer), before)
         step(model, optimizer)
         assert guard.num_skipped == 1
+
+
+def test_a_setting_that_no_update_reads_is_not_blamed():
+    model, optimizer = make(torch.optim.Adam)
+    optimizer.param_groups[0]["unused"] = float("nan")
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step(model, optimizer)
+        step(model, optimizer, LARGE)
+    report = guard.last_report
+    assert report.explanation.cause == "range overflow"
+    assert "unused" not in str(report)

@@ -6,7 +6,6 @@ it becomes inf, and its weight never moves again.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +22,7 @@ from ..report.causes import BAD_SETTING, RANGE_OVERFLOW
 from ..report.explanation import Explanation
 from ..undo.optimizer import OptimizerSnapshot, is_finite
 from ..verdict.remarks import bad_settings
-from ..verdict.verdict import SettingRemark, Verdict, take_bad
+from ..verdict.verdict import BadEntry, SettingRemark, Verdict, take_bad
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
@@ -50,12 +49,10 @@ def may_overflow(optimizer: Optimizer, largest: float) -> bool:
         optimizer: The optimizer.
         largest: The largest magnitude of the gradients; 0 if it is not known.
     """
-    rates = [g["lr"] for g in optimizer.param_groups if isinstance(g.get("lr"), float)]
-    if not all(map(math.isfinite, rates)):
-        return True
     if not largest:
         return False
     limit = _limit_of(optimizer)
+    rates = (g["lr"] for g in optimizer.param_groups if isinstance(g.get("lr"), float))
     if largest * max([1.0, *rates]) > limit / _MARGIN:
         return True
     if isinstance(optimizer, _LINEAR):
@@ -194,7 +191,7 @@ def _decide(
     def make() -> Report:
         report = pipeline._make_report(step, verdict)
         if not pipeline._explaining.is_off and verdict.first and optimizer is not None:
-            report.explanation = explain_update(verdict, optimizer, named)
+            report.explanation = explain_update(verdict.first, optimizer, named)
         waits = is_asked and agreement.is_needed
         return report if waits else pipeline._choose_action(step, report)
 
@@ -219,31 +216,39 @@ def of_update(verdict: Verdict, optimizer: Optimizer) -> Verdict:
         source="update",
         maker=maker,
         candidates=[],
-        remarks=bad_settings([optimizer], had_finite_gradients=False),
+        remarks=[*_bad_rates(optimizer)],
         nonfinite_state=[],
     )
 
 
+def _bad_rates(optimizer: Optimizer) -> list[SettingRemark]:
+    """Lists learning rates that are no finite numbers, which each update multiplies by.
+
+    Whether another setting that is none had a part in the update is not known.
+    """
+    wrong = bad_settings([optimizer], had_finite_gradients=False)
+    settings = [each for each in wrong if isinstance(each, SettingRemark)]
+    return [each for each in settings if each.setting.startswith("lr ")]
+
+
 def explain_update(
-    verdict: Verdict, optimizer: Optimizer, parameters: dict[str, torch.Tensor]
+    first: BadEntry, optimizer: Optimizer, parameters: dict[str, torch.Tensor]
 ) -> Explanation:
     """Explains what a step has made of finite gradients. Incurs a CPU-GPU sync.
 
     Args:
-        verdict: The verdict, not clean, on the weight, or state, that is not finite.
+        first: The weight, or state, that has become non-finite.
         optimizer: The optimizer.
         parameters: Its parameters, by name.
     """
-    first = verdict.first
-    assert first is not None
     names = [n for n in parameters if first.fqn == n or first.fqn.startswith(f"{n}.")]
     name = max(names, key=len, default="")
     found = Explanation("optimizer", tensor=first.fqn)
     found.module = name.rpartition(".")[0]
-    wrong = [each for each in verdict.remarks if isinstance(each, SettingRemark)]
-    if wrong:
+    rates = _bad_rates(optimizer) if first.kind == "weight" else []
+    if rates:
         found.cause = BAD_SETTING.name
-        found.evidence += [f"{each.setting} is {each.value}" for each in wrong]
+        found.evidence += [f"{each.setting} is {each.value}" for each in rates]
         return found
     gradient = parameters[name].grad if name else None
     if gradient is None:
