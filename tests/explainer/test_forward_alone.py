@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from small_models import Block
 from torch import nn
 
 import overflow_fast
@@ -238,15 +239,6 @@ def test_a_container_stands_for_what_is_in_it():
     handle.remove()
     model.half()
     assert not bool(model(x).isfinite().all())
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(self.up(x))
 
 
 CALLS = [[["0.up"], ["0"]], [["0"], ["0.up"]], [["0", "0.up"]], [["0"]]]

@@ -249,17 +249,23 @@ def test_what_is_said_is_what_guard_run_says():
     assert [each.code for each in own.remedies] == [e.code for e in asked.remedies]
 
 
-def test_a_file_whose_function_is_called_loss(tmp_path):
-    file = tmp_path / "train.py"
-    file.write_text(
-        "def loss(outputs):\n    return -outputs.softmax(-1).log()[:, 0].mean()\n"
-        "value = loss(training.model(x))\nvalue.backward()\ntraining.optimizer.step()\n"
-    )
-    training = Training()
+def explained_file(folder, text):
+    """The explanation of a file that trains the model it is given."""
+    file, training = folder / "train.py", Training()
+    file.write_text(text)
     with pytest.raises(NonFiniteError) as caught:
         runpy.run_path(str(file), {"training": training, "x": X})
     training.guard.remove()
-    found = caught.value.report.explanation
+    return caught.value.report.explanation
+
+
+def test_a_file_whose_function_is_called_loss(tmp_path):
+    found = explained_file(
+        tmp_path,
+        "def loss(outputs):\n    return -outputs.softmax(-1).log()[:, 0].mean()\n"
+        "value = loss(training.model(x))\nvalue.backward()\n"
+        "training.optimizer.step()\n",
+    )
     assert (found.cause, found.op.line) == ("underflow", 2)
 
 
@@ -272,13 +278,7 @@ def test_code_of_a_file_itself(tmp_path):
         "loss.backward()",
         "training.optimizer.step()",
     ]
-    file = tmp_path / "train.py"
-    file.write_text("\n".join(lines))
-    training = Training()
-    with pytest.raises(NonFiniteError) as caught:
-        runpy.run_path(str(file), {"training": training, "x": X})
-    training.guard.remove()
-    found = caught.value.report.explanation
+    found = explained_file(tmp_path, "\n".join(lines))
     assert (found.cause, found.op.line) == ("underflow", 3)
     assert found.remedies[0].is_finite and found.remedies[0].line == 3
 

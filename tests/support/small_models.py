@@ -1,4 +1,4 @@
-"""Small models for the examples of the README and of docs/, and what feeds them."""
+"""Small models for tests and the examples of docs/, and what feeds them."""
 
 import dataclasses
 import functools
@@ -71,3 +71,14 @@ def t5():
 
     settings = DemoSettings(batch_size=2, length=32, tiny=True)
     return build(settings), read_batch(settings), settings
+
+
+class Block(nn.Module):
+    """A layer, and a norm that makes its values small again."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(self.up(x))

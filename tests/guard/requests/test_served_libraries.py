@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_models import Block
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -70,15 +71,6 @@ def test_the_block_of_a_diffusers_pipeline_is_named_and_cured(watch):
     assert (report.forward, report.num_forwards) == (3, 4)
     assert found.remedies[0].until == ("decoder.conv_norm_out",)
     assert found.remedies[0].distance < 0.01
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.norm(self.up(x))
 
 
 def test_an_exported_graph_is_explained_by_its_own_lines():

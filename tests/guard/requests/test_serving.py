@@ -12,8 +12,7 @@ transformers = pytest.importorskip("transformers")
 IDS = ["a", "b", "c"]
 
 
-def llama():
-    """A float16 Llama that overflows in its second feed-forward."""
+def small_llama():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=50,
@@ -24,7 +23,12 @@ def llama():
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
-    model = transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def llama():
+    """A float16 Llama that overflows in its second feed-forward."""
+    model = small_llama()
     with torch.no_grad():
         mlp = model.model.layers[1].mlp
         for each, factor in ((mlp.gate_proj, 30), (mlp.up_proj, 30)):
@@ -136,17 +140,7 @@ TRAP = 7  # the token whose row overflows
 
 def trapped():
     """A float16 Llama whose second feed-forward overflows at one token."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = small_llama()
     with torch.no_grad():
         embeddings, mlp = model.model.embed_tokens.weight, model.model.layers[1].mlp
         embeddings[:, 0] = 0
