@@ -578,3 +578,21 @@ def test_half_inputs_of_a_model_without_weights_are_what_is_cast():
     best = found.remedies[0]
     assert best.is_recommended and "autocast" not in best.code
     assert best.code.count(".to(torch.bfloat16)") == 2
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+
+def test_what_a_finite_step_leaves_out_is_not_said_to_be_finite_in_float64():
+    model = nn.Sequential(Log(), nn.Hardtanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.ones(3, 4)
+    x[1] = 0
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        guard.run(lambda: model(x).mean()).backward()
+        optimizer.step()
+    found = guard.last_report.explanation
+    assert (found.cause, found.op.name) == ("undefined", "aten.log")
+    assert not any("finite: its loss" in each for each in found.evidence)
