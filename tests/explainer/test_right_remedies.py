@@ -108,6 +108,20 @@ def test_where_nothing_keeps_the_value_the_nearest_is_told_as_such(as_kept):
     assert "tried     clamp" not in str(found)
 
 
+def test_the_nearest_is_that_whose_loss_is_nearest_of_those_that_have_code():
+    def far(loss, code="y"):
+        facts = {"misses": "loss", "true_loss": 9.0, "error": 1.0}
+        return Remedy(f"give {loss}", code, is_finite=True, loss=loss, **facts)
+
+    found = Explanation(remedies=[far(1.0), far(5.0), far(7.0, code="")])
+    assert found.nearest.loss == 5.0
+    (told,) = [row for row in found.words.rows() if row.startswith("nearest")]
+    assert "that has code" in told
+    found.remedies.pop()
+    (told,) = [row for row in found.words.rows() if row.startswith("nearest")]
+    assert "the nearest:" in told
+
+
 def test_an_error_that_is_no_share_of_the_true_loss_is_not_written_as_one(as_kept):
     near_zero = Remedy("a", is_finite=True, loss=1.0, misses="loss", true_loss=0.0)
     share = replace(near_zero, true_loss=2.0, error=0.5)

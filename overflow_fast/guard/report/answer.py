@@ -158,8 +158,13 @@ class ExplanationText:
 
     def _nearest(self) -> Iterator[tuple[str, str]]:
         """The change of code that comes nearest, where none keeps the value."""
-        if self.found.nearest is not None:
-            yield "nearest", f"{_NONE_KEEPS}; the nearest: {self.found.nearest}"
+        nearest = self.found.nearest
+        if nearest is None:
+            return
+        others = [each for each in self.found.remedies if each.keeps_running]
+        is_nearer = any(e.off < nearest.off and not e.is_of_data for e in others)
+        where = " that has code to write" * is_nearer
+        yield "nearest", f"{_NONE_KEEPS}; the nearest{where}: {nearest}"
 
     def _tried(self, remedies: Sequence[Remedy]) -> Iterator[tuple[str, str]]:
         for remedy in remedies:

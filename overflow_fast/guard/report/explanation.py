@@ -257,6 +257,13 @@ class Remedy:
         return self.tried and self.is_finite and self.is_near and not self._breaks_run
 
     @property
+    def off(self) -> float:
+        """The distance of its loss from the true one; inf where one is not known."""
+        if self.loss is None or self.true_loss is None:
+            return float("inf")
+        return abs(self.loss - self.true_loss)
+
+    @property
     def is_far(self) -> bool:
         """True if its loss misses the true one by more than a tenth."""
         is_off = self.error is None or self.error > _FAR
@@ -342,8 +349,8 @@ class Remedy:
     def _error_text(self) -> str:
         if not self.misses or self.true_loss is None or self.loss is None:
             return ""
-        off = abs(self.loss - self.true_loss)
-        is_small = self.error is not None and self.error * abs(self.true_loss) < off / 2
+        size = abs(self.true_loss)
+        is_small = self.error is not None and self.error * size < self.off / 2
         if self.error is None or (is_small and self.misses == "loss"):
             return f" (the true one is {self.true_loss:.3g})"
         by = f"{self.error:.2g} times" if self.error >= _TIMES else f"{self.error:.0%}"
@@ -416,12 +423,15 @@ class Explanation:
 
     @property
     def nearest(self) -> Remedy | None:
-        """The change of code that comes nearest, where none keeps the value."""
+        """The change that comes nearest, where none keeps the value.
+
+        Of those that have code to write, if there is one: others change a library.
+        """
         own = [each for each in self.remedies if not each.is_of_data]
         if any(each.is_recommended for each in own):
             return None
         left = [each for each in own if each.keeps_running]
-        return min(left, key=lambda each: not each.code, default=None)
+        return min(left, key=lambda each: (not each.code, each.off), default=None)
 
     @property
     def is_transient(self) -> bool:
