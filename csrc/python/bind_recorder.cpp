@@ -170,8 +170,7 @@ void bind_recorder(py::module_& m) {
       .def("begin_batch", &Recorder::begin_batch)
       .def("begin_apart", &Recorder::begin_apart)
       .def("end_apart", &Recorder::end_apart)
-      .def("leave_out", &Recorder::leave_out)
-      .def("leave_out_running", &Recorder::leave_out_running);
+      .def("leave_out", &Recorder::leave_out);
 }
 
 }  // namespace overflow_fast

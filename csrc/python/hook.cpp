@@ -59,7 +59,7 @@ void record_call(FrameHook* self, Recorder& recorder, py::object class_name, Fil
   if (!recorder.in_step()) {
     const int64_t graph_task = graph_task_id();
     flags = call_owner(self, "on_submodule_call", self->module, graph_task).template cast<long>();
-    if (recorder.is_off()) return;  // the owner has left this thread out
+    if (recorder.is_off()) return;  // another thread has switched it off and on meanwhile
   }
   const bool wants_tensors = recorder.wants_tensors();
   try {
@@ -86,6 +86,10 @@ py::object class_name_of(PyObject* module) {
 
 void record(FrameHook* self, PyObject* module, PyObject* args, PyObject* kwargs, PyObject* output) {
   Recorder& recorder = recorder_of(self);
+  if (recorder.is_left_out()) {  // until the forward that began before the hooks has ended
+    const py::handle called(module);
+    if (!call_owner(self, "resumes", "on_submodule_call", called).template cast<bool>()) return;
+  }
   if (recorder.is_off()) return;
   const auto fill = [&](Frame& frame) {
     if (recorder.lists_parameters) {
@@ -215,7 +219,9 @@ void call_traced(const at::Tensor& handle_tensor, const std::string& method) {
   FrameHook* self = find_hook(handle_tensor);
   if (self == nullptr) return;
   const auto alive = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(self));
-  if (recorder_of(self).is_off()) return;
+  Recorder& recorder = recorder_of(self);
+  if (recorder.is_left_out() && method == "before") recorder.end_apart();  // a new forward
+  if (recorder.is_off()) return;
   call_root(self, method.c_str());
 }
 

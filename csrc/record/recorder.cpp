@@ -39,26 +39,22 @@ Recorder::~Recorder() { sink_->recorder = nullptr; }
 
 const Recorder::Course& Recorder::course() const {
   if (apart_.empty()) return shared_;  // nearly always
-  const auto is_here = [id = std::this_thread::get_id()](const Course& each) {
-    return each.thread == id;
-  };
-  const auto found = std::find_if(apart_.begin(), apart_.end(), is_here);
+  const auto found = std::ranges::find(apart_, PyThread_get_thread_ident(), &Course::thread);
   return found == apart_.end() ? shared_ : *found;
 }
 
 void Recorder::end_apart() {
-  std::erase_if(
-      apart_, [id = std::this_thread::get_id()](const Course& each) { return each.thread == id; });
+  std::erase_if(apart_, [id = PyThread_get_thread_ident()](const Course& each) {
+    return each.thread == id;
+  });
 }
 
-void Recorder::leave_out() {
-  end_apart();
-  begin_apart();
-  apart_.back().is_left_out = true;
-}
-
-void Recorder::leave_out_running() {
-  for (Course& each : apart_) each.is_left_out = true;
+void Recorder::leave_out(const std::vector<unsigned long>& threads) {
+  for (const unsigned long thread : threads) {
+    auto found = std::ranges::find(apart_, thread, &Course::thread);
+    if (found == apart_.end()) found = apart_.insert(apart_.end(), {thread, -1});
+    found->is_left_out = true;
+  }
 }
 
 Frame Recorder::begin_frame(uint32_t module, py::object class_name, FrameKind kind) {

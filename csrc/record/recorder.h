@@ -18,7 +18,6 @@
 #include <deque>
 #include <list>
 #include <optional>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -195,12 +194,12 @@ class Recorder {
   bool in_step() const { return course().in_step; }
   void set_in_step(bool is_running) { course().in_step = is_running; }
   // Gives this thread a step of its own, as long as the root runs in it and in another one, too.
-  void begin_apart() { apart_.push_back({std::this_thread::get_id()}); }
+  void begin_apart() { apart_.push_back({PyThread_get_thread_ident()}); }
   void end_apart();
-  // Records nothing of what this thread runs until end_apart(): its forward began before the hooks
-  // were put on. leave_out_running(): the same for each thread that has a step of its own.
-  void leave_out();
-  void leave_out_running();
+  // Records nothing of what threads run until they call end_apart(): their forwards began before
+  // the hooks recorded anything. Python's numbers of threads.
+  void leave_out(const std::vector<unsigned long>& threads);
+  bool is_left_out() const { return course().is_left_out; }
 
   std::deque<Frame>& history() { return history_; }
   const std::deque<Frame>& history() const { return history_; }
@@ -272,7 +271,7 @@ class Recorder {
   StepRows rows_;
   // The step that a thread is in. All threads share one, but those that run the root meanwhile.
   struct Course {
-    std::thread::id thread;
+    unsigned long thread = 0;
     int64_t batch = 0;
     bool opens_batch = true;
     bool in_step = false;

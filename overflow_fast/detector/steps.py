@@ -131,6 +131,7 @@ class RootCall:
 
 # The hooks of one owner, which know the steps.
 
+_TAKEN_OFF = object()  # torch gives a hook that is taken off no keyword arguments
 
 _RECOMPUTED, _ENDS_STEP = 1, 2  # `kRecomputed`, `kEndsStep` of csrc/python/hook.cpp
 _Self = TypeVar("_Self", bound="StepHooks")
@@ -333,29 +334,43 @@ class StepHooks:
         self.batch_number = batch
         self.recorder.begin_batch(batch)
 
-    # Forwards of other threads that began before the hooks were on are left out.
+    # Forwards that began before the hooks recorded anything are left out: of them only
+    # a part would be seen, and no hook has begun a step for it.
 
-    def _leave_out_running(self, model: nn.Module) -> None:
-        """Leaves out the forwards that run, before the hooks record anything."""
-        self._strays = threads_in(model)
-        if self._strays:
-            self._begin_batch()  # the last one is theirs
-            self.recorder.leave_out_running()
+    def _resume_recorder(self, model: nn.Module) -> None:
+        """Makes the hooks record, but not for the threads that run the model now."""
+        with self._lock:
+            self._strays |= threads_in(model)
+            if self._strays or self._roots:
+                self._begin_batch()  # the last one is theirs
+                self.recorder.leave_out(list(self._strays))
+            self._forget_roots()
+            self.recorder.in_step = self.recorder.is_paused = False
+
+    def _forget_roots(self) -> None:
+        """Forgets calls that have ended while the hooks were off."""
+        self._roots = {t: root for t, root in self._roots.items() if t in self._strays}
 
     def resumes(self, name: str, module: nn.Module) -> bool:
-        """Called for a hook of the root's while it is paused; True to go on with it."""
-        thread = get_ident()
-        if _C.is_unwatched() or is_running(module):
+        """Called for a hook while it is paused; True to go on with it."""
+        if _C.is_unwatched():
             return False
-        if name == "root_ended":
-            self._end_stray(thread)
-        elif name == "before_root":
-            self._end_stray(thread)  # one that no hook has ended
-            return not self.is_paused
-        return False
+        if name == "on_submodule_call":
+            running = running_modules()
+            if running is None or any(each is self.model for _, each in running):
+                return False
+        elif is_running(module):
+            return False
+        with self._lock:
+            if name in ("before_root", "root_ended", "on_submodule_call"):
+                self._end_stray()  # that may be one that no hook has ended
+            if name == "before_root" and self.recorder.is_paused:
+                self._strays.add(get_ident())
+        return name in ("before_root", "on_submodule_call") and not self.is_paused
 
-    def _end_stray(self, thread: int) -> None:
-        self._strays.discard(thread)
+    def _end_stray(self) -> None:
+        self._strays.discard(get_ident())
+        self._roots.pop(get_ident(), None)
         self.recorder.end_apart()
 
     # Called by the hooks, in the order of a step.
@@ -386,11 +401,17 @@ class StepHooks:
         self._choose_watch(self.batch_number)
 
     def after_root(
-        self, module: nn.Module, args: object, kwargs: object, output: object
+        self,
+        module: nn.Module,
+        args: object,
+        kwargs: object,
+        output: object = _TAKEN_OFF,
     ) -> None:
         """Records the root's frame and closes its batch."""
         if self._is_dry_run:
             return
+        if output is _TAKEN_OFF or get_ident() not in self._roots:
+            return  # another thread has taken the hooks from this forward
         if self._is_strict:
             self.batch_number += 1  # the original counts before it looks
         try:
@@ -435,13 +456,14 @@ class StepHooks:
         root = self._roots.get(get_ident())
         return self.batch_number if root is None else root.batch
 
-    def _begin_root(self) -> None:
+    def _begin_root(self) -> RootCall:
         with self._lock:
-            self.recorder.end_apart()  # of a forward that hooks were taken from
-            self._strays.discard(get_ident())
+            self._end_stray()  # a forward that hooks were taken from
             if self._strays:  # or a thread has ended one that no hook has seen
                 model = self.model
-                self._strays &= set() if model is None else threads_in(model)
+                ended = self._strays - (set() if model is None else threads_in(model))
+                self._strays -= ended
+                self._roots = {t: r for t, r in self._roots.items() if t not in ended}
             is_apart = bool(self._roots or self._strays)
             if is_apart:
                 self._had_apart = True
@@ -449,7 +471,8 @@ class StepHooks:
                 self._begin_batch()
             elif self._had_apart:
                 self._follow_apart()
-            self._roots[get_ident()] = RootCall(self.batch_number, is_apart)
+            root = self._roots[get_ident()] = RootCall(self.batch_number, is_apart)
+            return root
 
     def _note_done(self) -> None:
         root = self._roots.get(get_ident())
@@ -471,11 +494,6 @@ class StepHooks:
 
     def on_submodule_call(self, module_index: int, graph_task_id: int) -> int:
         """Assigns a frame to a step when a submodule runs outside the root."""
-        if get_ident() in self._strays:
-            if any(each is self.model for _, each in running_modules() or ()):
-                self.recorder.leave_out()
-                return 0
-            self._end_stray(get_ident())
         self._choose_watch(self.batch_number)
         if self._is_strict:
             self.recorder.end_step()

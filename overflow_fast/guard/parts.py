@@ -452,7 +452,7 @@ class GuardParts:
 
     def enable(self) -> None:
         """Attaches the hooks that the next step needs."""
-        with SWITCHING:
+        with SWITCHING, self._no_replay():
             self.isolation.on_idle = None
             if self.is_enabled:
                 return
@@ -462,6 +462,10 @@ class GuardParts:
             except BaseException:  # a monitor's: nobody may have it, to remove it
                 self.disable()
                 raise
+
+    def _no_replay(self) -> contextlib.AbstractContextManager[object]:
+        requests = self.requests
+        return contextlib.nullcontext() if requests is None else requests.no_replay()
 
     def _attach(self) -> None:
         if self._start is not None:
@@ -489,7 +493,7 @@ class GuardParts:
 
     def disable(self) -> None:
         """Removes all hooks, and forgets what was not judged."""
-        with SWITCHING:
+        with SWITCHING, self._no_replay():
             if not self.is_enabled:
                 return
             self.is_enabled = False

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.detector import steps
+from overflow_fast.detector.hooks import threads_in
 
 NUM_THREADS, NUM_FORWARDS = 6, 12
 
@@ -270,4 +272,51 @@ def test_switching_on_and_off_under_running_threads_blames_no_innocent_one(hurry
     for thread in threads:
         thread.join()
     assert found == []
+    guard.remove()
+
+
+@pytest.mark.parametrize("value", [1.0, float("nan")])
+def test_a_forward_between_whose_hooks_the_guard_is_switched_belongs_to_no_one(value):
+    """torch calls the hooks that a module had when the first of them was called."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    guard = OverflowGuard(model)
+
+    def switch(*_):
+        handle.remove()
+        guard.disable()
+        guard.enable()
+
+    handle = model.register_forward_hook(switch, prepend=True)
+    assert not is_bad(model, value)
+    assert [is_bad(model, v) for v in (1.0, float("nan"), 1.0)] == [False, True, False]
+    assert guard.coverage().failures == 0 and guard.check() is None
+    guard.remove()
+
+
+def test_a_forward_that_begins_while_the_hooks_are_put_on_is_left_out(monkeypatch):
+    model, nan = nn.Sequential(nn.Linear(2, 2), Waits(), nn.Linear(1, 1)), float("nan")
+    guard, inner, found = OverflowGuard(model), model[1], []
+    inner.waits = True
+    thread = threading.Thread(target=lambda: found.append(is_bad(model, nan)))
+    guard.disable()
+
+    def find(module):
+        running = threads_in(module)
+        thread.start()
+        inner.began.wait(1)  # it is there, or waits until the hooks are on
+        return running
+
+    monkeypatch.setattr(steps, "threads_in", find)
+    guard.enable()
+    monkeypatch.undo()
+    assert inner.began.wait(30)
+
+    def let_end(*_):
+        inner.ends.set()
+        thread.join(30)
+
+    model[0].register_forward_hook(let_end)  # while the forward of another runs
+    assert [is_bad(model, value) for value in (1.0, nan, 1.0)] == [False, True, False]
+    assert len(found) == 1  # True if it has waited for the hooks
+    assert guard.coverage().failures == 0 and guard.check() is None
     guard.remove()

@@ -40,12 +40,13 @@ class Gate:
                 self._condition.notify_all()
 
     @contextlib.contextmanager
-    def alone(self, seconds: float) -> Iterator[bool]:
+    def alone(self, seconds: float, beside_running: bool = False) -> Iterator[bool]:
         """Lets no forward of other threads begin, and waits for those that run.
 
         Args:
             seconds: How long to wait; the forward of another thread may wait for this
                 one.
+            beside_running: Waits for the replay of another thread alone.
 
         Yields:
             Whether none of them runs.
@@ -58,7 +59,7 @@ class Gate:
             was_owner = self._owner == own
             if is_free:
                 self._owner = own
-                is_free = self._condition.wait_for(
+                is_free = beside_running or self._condition.wait_for(
                     lambda: not (self._running.keys() - {own}), end - time.monotonic()
                 )
         try:

@@ -332,6 +332,10 @@ class Requests:
         if is_own:
             self._end(request, error)
 
+    def no_replay(self) -> contextlib.AbstractContextManager[bool]:
+        """Lets no other thread run a forward again, which puts back what it changes."""
+        return self._gate.alone(_WAIT, beside_running=True)
+
     @property
     def is_in_forward(self) -> bool:
         """True where this thread runs a forward that is watched."""
@@ -427,8 +431,7 @@ class Requests:
         if root is not None:
             yield root.batch
             return
-        watch._begin_root()
-        root = watch._roots[get_ident()]
+        root = watch._begin_root()
         watch.recorder.in_step = True
         try:
             yield root.batch

@@ -420,4 +420,4 @@ class ForwardInputs:
 def _keep(kept: dict[int, Any], number: int, value: object) -> None:
     kept[number] = value
     if len(kept) > _MAX_BATCHES:
-        del kept[next(iter(kept))]
+        kept.pop(tuple(kept)[0], None)  # other threads may keep theirs

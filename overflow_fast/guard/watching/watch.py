@@ -561,8 +561,7 @@ class ModelWatch(StepHooks):
                 self.follow_rules(self._rules)
             self._attach(model)
         if self.recorder.is_paused:
-            self._leave_out_running(model)
-        self.recorder.is_paused = False
+            self._resume_recorder(model)
         self.recorder.set_gradients_wanted(True)
 
     def detach(self) -> None:
@@ -573,10 +572,6 @@ class ModelWatch(StepHooks):
     def _remove_hooks(self) -> None:
         super()._remove_hooks()
         self._entries.clear()
-
-    def _pause_recorder(self) -> None:
-        super()._pause_recorder()
-        self._roots.clear()
 
     def _walk(self, model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         return self.modules.to_hook()
@@ -707,6 +702,8 @@ class ModelWatch(StepHooks):
         super()._end_step(is_recomputed)
         if self.on_forward_end is not None and not is_recomputed:
             self.on_forward_end(self)
+        if self.is_paused:
+            return  # by another thread, meanwhile
         if not torch.is_grad_enabled() and not is_recomputed:
             root = self._roots.get(get_ident())
             batch = self.recorder.last_batch if root is None else root.batch
