@@ -343,7 +343,8 @@ class StepHooks:
             self._strays |= threads_in(model)
             if self._strays or self._roots:
                 self._begin_batch()  # the last one is theirs
-                self.recorder.leave_out(list(self._strays))
+                # In this thread a replay may call the model within one of its hooks.
+                self.recorder.leave_out(list(self._strays - {get_ident()}))
             self._forget_roots()
             self.recorder.in_step = self.recorder.is_paused = False
 
@@ -351,7 +352,7 @@ class StepHooks:
         """Forgets calls that have ended while the hooks were off."""
         self._roots = {t: root for t, root in self._roots.items() if t in self._strays}
 
-    def resumes(self, name: str, module: nn.Module) -> bool:
+    def resumes(self, name: str, module: nn.Module | None) -> bool:
         """Called for a hook while it is paused; True to go on with it."""
         if _C.is_unwatched():
             return False
@@ -359,7 +360,7 @@ class StepHooks:
             running = running_modules()
             if running is None or any(each is self.model for _, each in running):
                 return False
-        elif is_running(module):
+        elif module is None or is_running(module):
             return False
         with self._lock:
             if name in ("before_root", "root_ended", "on_submodule_call"):
@@ -494,6 +495,9 @@ class StepHooks:
 
     def on_submodule_call(self, module_index: int, graph_task_id: int) -> int:
         """Assigns a frame to a step when a submodule runs outside the root."""
+        if get_ident() in self._strays and not self.resumes("on_submodule_call", None):
+            self.recorder.leave_out([get_ident()])
+            return 0
         self._choose_watch(self.batch_number)
         if self._is_strict:
             self.recorder.end_step()

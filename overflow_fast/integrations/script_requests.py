@@ -11,7 +11,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -109,7 +108,7 @@ class RequestGuard:
         if self.guard is None or keywords is None:
             return
         for watch in self.guard._parts.watches:
-            watch._end_stray(get_ident())  # the call that runs has done nothing yet
+            watch._end_stray()  # the call that runs has done nothing yet
         for hook in added:
             hook(module, args, keywords)
 

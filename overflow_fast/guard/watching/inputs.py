@@ -420,4 +420,5 @@ class ForwardInputs:
 def _keep(kept: dict[int, Any], number: int, value: object) -> None:
     kept[number] = value
     if len(kept) > _MAX_BATCHES:
-        kept.pop(tuple(kept)[0], None)  # other threads may keep theirs
+        oldest, *_ = tuple(kept)  # other threads may keep theirs meanwhile
+        kept.pop(oldest, None)
