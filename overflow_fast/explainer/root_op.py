@@ -429,6 +429,8 @@ def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
         return "" if others else _masked_row(first, dim, tuple(place))
     if base == "_weight_norm_interface" and isinstance(first, torch.Tensor):
         return _row_of_zeros(first, op.args[2] if len(op.args) > 2 else 0, index)
+    if has(base, "pivots") and isinstance(first, torch.Tensor):
+        return _singular_matrix(_widened(op, op.args[0]), index)
     if has(base, "divides") and len(op.args) > 1 and _value_at(op.args[1], index) == 0:
         if isinstance(op.args[1], torch.Tensor):
             return f"the divisor is {_at(op.args[1], 0.0, index)}"
@@ -448,6 +450,15 @@ def _masked_row(scores: torch.Tensor, dim: Any, index: tuple[int, ...]) -> str:
         return ""
     at = ", ".join(":" if i == dim else str(n) for i, n in enumerate(index))
     return f"all {row.numel()} scores at [{at}] are -inf"
+
+
+def _singular_matrix(matrices: torch.Tensor, index: tuple[int, ...]) -> str:
+    """Names a matrix whose determinant is 0, in float64 as well."""
+    place = index[: matrices.dim() - 2]
+    if bool(torch.linalg.det(matrices[place]) != 0):
+        return ""
+    at = f" at {list(place)}" if place else ""
+    return f"the determinant of its matrix{at} is 0"
 
 
 def _row_of_zeros(tensor: torch.Tensor, dim: int, index: tuple[int, ...]) -> str:

@@ -294,6 +294,15 @@ OUTSIDE |= {
         lambda x: torch._weight_norm(x * torch.tensor([1.0, 0, 1]), x[:1], 1),
         "all of its input at [:, 1] is 0, whose norm it divides by",
     ),
+    "a matrix": (
+        lambda x: (x[:3].expand(2, 3, 3) * torch.tensor([[[2.0]], [[0.0]]])).logdet(),
+        "the determinant of its matrix at [0] is 0",
+    ),
+    "one matrix": (lambda x: x[:3].logdet(), "the determinant of its matrix is 0"),
+    "one of complex numbers": (
+        lambda x: torch.linalg.slogdet(x[:3] * 1j)[1],
+        "the determinant of its matrix is 0",
+    ),
 }
 
 
