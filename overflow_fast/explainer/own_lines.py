@@ -204,12 +204,22 @@ def _assignment(around: ast.AST, name: ast.Name) -> ast.Assign | None:
     """The one assignment of a function to what backward is called on.
 
     Those that go on from its value, as by a division, are left out. None if there are
-    several, or others than `x = ...`: which one has run is not certain.
+    several, or others than `x = ...`: which one has run is not certain; None as well if
+    it is the 0 that others add to.
     """
     nodes = [n for n in _own_statements(around) if name.id in assigned_itself(n)]
     plain = [n for n in nodes if isinstance(n, ast.Assign) and _is_to_name(n)]
     first = [n for n in plain if name.id not in read(n.value) | assigned(n.value)]
-    return first[0] if len(first) == 1 and len(plain) == len(nodes) else None
+    if len(first) != 1 or len(plain) != len(nodes):
+        return None
+    is_start = len(plain) > 1 and _reads_nothing(first[0].value)
+    return None if is_start else first[0]
+
+
+def _reads_nothing(value: ast.AST) -> bool:
+    """True for a constant, and for a call with nothing else, as `torch.zeros(())`."""
+    given = value.args if isinstance(value, ast.Call) else [value]
+    return bool(given) and not any(isinstance(n, ast.Name) for each in given for n in ast.walk(each))
 
 
 def _is_to_name(statement: ast.Assign) -> bool:
