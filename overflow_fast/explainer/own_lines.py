@@ -219,7 +219,8 @@ def _assignment(around: ast.AST, name: ast.Name) -> ast.Assign | None:
 def _reads_nothing(value: ast.AST) -> bool:
     """True for a constant, and for a call with nothing else, as `torch.zeros(())`."""
     given = value.args if isinstance(value, ast.Call) else [value]
-    return bool(given) and not any(isinstance(n, ast.Name) for each in given for n in ast.walk(each))
+    parts = [part for each in given for part in ast.walk(each)]
+    return bool(parts) and not any(isinstance(each, ast.Name) for each in parts)
 
 
 def _is_to_name(statement: ast.Assign) -> bool:

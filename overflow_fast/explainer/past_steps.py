@@ -91,7 +91,8 @@ def past_steps_of(
             if is_own and label.role in (_C.Role.INPUT, _C.Role.OUTPUT):
                 sizes[f"{watch.prefix}{label_text(label)}"] = recent
             is_own |= place.kind == _C.FrameKind.RECORDED
-            if is_own and label_text(label) == "loss":
+            is_loss = loss is not None and _key(place) == _key(loss)
+            if is_loss or (is_own and label_text(label) == "loss"):
                 finite_losses += recent
             if label.role == _C.Role.WEIGHT:
                 name = label.name
@@ -101,7 +102,7 @@ def past_steps_of(
                 weights[name] = max(weights.get(name, []), recent, key=len)
             elif place.kind in GRADIENTS and label.role == _C.Role.GRADIENT:
                 gradients[label.name] = recent
-            if loss is not None and _key(place) == _key(loss):
+            if is_loss:
                 losses = [*recent, math.inf] if math.isinf(history.highest) else recent
     last = max((each[-1] for each in gradients.values() if each), default=0.0)
     missing = math.inf if scans_gradients else math.nan

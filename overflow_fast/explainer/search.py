@@ -5,6 +5,7 @@ The decision tree is in `questions.py`; what is known of an origin is added here
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -423,6 +424,8 @@ class Search:
         losses = incident.past.finite_losses
         before = losses if loss_of(self.first) is None else losses[:-1]
         failure.usual_loss = max(before, default=None)
+        slopes = [*incident.past.gradients, incident.past.last_gradient]
+        failure.usual_gradient = max(filter(math.isfinite, slopes))
         failure.optimizers = incident.optimizers
         find_remedies(failure, self.replayer, case.budget, self.first.seconds)
         found_remedy = any(each.is_recommended for each in found.remedies)

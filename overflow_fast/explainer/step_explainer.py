@@ -278,6 +278,7 @@ class StepExplainer:
             watch.begin_at(max(0, own.batch_number - num_calls))
             watch.inputs.loop_batches = own.inputs.loop_batches
             watch.has_seen_loss = own.has_seen_loss
+            watch.returns_loss = own.returns_loss
             watch.has_unseen_outputs = not are_seen
         return watches
 

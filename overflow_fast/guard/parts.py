@@ -152,7 +152,8 @@ class LoopInputs:
             tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
         if level is ScanLevel.OFF or not tensors or _C.is_unwatched():
             return
-        watch.note_loss("loss" in tensors)
+        watch.has_seen_loss |= "loss" in tensors
+        watch.has_loss_of_step |= "loss" in tensors
         if self._config.is_tripwire and NORM in tensors:
             self._tensors.note_norm(living(self._hooks))
         names = [self._kept_name(name) for name in tensors]

@@ -165,6 +165,42 @@ def test_a_loss_of_a_size_that_the_run_never_had_is_no_remedy():
     assert "did not help" in str(found) and "after at most" in str(found)
 
 
+class ReturnsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x, number):
+        return self.linear(x).abs().sum() / number
+
+
+def test_the_loss_that_a_model_returns_has_the_size_that_it_had():
+    x = torch.ones(3, 2)
+    batches = [(x, torch.tensor(number)) for number in (4.0, 4.0, 0.0)]
+    found = stopped(ReturnsLoss(), lambda model, batch: model(*batch), batches)
+    huge = [each for each in found.remedies if each.is_finite and each.usual]
+    assert huge and not any(each.is_recommended for each in huge)
+
+
+def test_gradients_of_a_size_that_the_run_never_had_are_no_remedy(as_kept):
+    """The loss is computed outside of the model, so that nobody knows what it was."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer, explain=True)
+    with pytest.raises(NonFiniteError) as caught:
+        for number in (4.0, 4.0, 0.0):
+            loss = model(torch.ones(3, 2)).abs().sum() / torch.tensor(number)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    guard.remove()
+    found = caught.value.report.explanation
+    huge = [each for each in found.remedies if each.breaks]
+    assert huge and not any(each.is_recommended for each in huge)
+    as_kept(huge[0].breaks)
+
+
 def test_a_count_of_zero_counts_as_one():
     def loss_of(model, batch):
         x, crops = batch

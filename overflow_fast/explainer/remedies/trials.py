@@ -214,7 +214,17 @@ STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
-_HUGE = 1e5  # times the largest loss of the steps before; chosen, not measured
+_HUGE = 1e5  # times the largest of the steps before; chosen, not measured
+
+
+def _grown(gradients: Mapping[str, torch.Tensor], usual: float) -> str:
+    """Names a gradient of a size that the run never had, or ""."""
+    for name, gradient in gradients.items():
+        largest = float(gradient.abs().max()) if gradient.numel() and usual else 0.0
+        if largest > _HUGE * usual:
+            most = f"after at most {usual:.3g} in any"
+            return f"the gradient of {name} is up to {largest:.3g}, {most}"
+    return ""
 
 
 def seconds_for(step_seconds: float) -> float:
@@ -403,6 +413,8 @@ class Trials:
         broken = nonfinite_after(
             self.replayer.models, self._failure.optimizers, own.gradients
         )
+        if not broken and not is_right:
+            broken = _grown(own.gradients, self._failure.usual_gradient)
         stops = any(each.stops_gradient for each in applied.trials)
         is_flat = bool(own.gradients) and not any(map(_any, own.gradients.values()))
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
@@ -495,6 +507,8 @@ class Failure:
         calls: The torch calls of the replay in which it was found.
         in_float64: The step in float64; None where that is not the same step.
         usual_loss: The largest loss of the steps before, or None.
+        usual_gradient: The largest magnitude in the gradients of the steps before; 0 if
+            none is known.
         optimizers: The optimizers, which make a step with what is tried.
         hidden: Calls of the forward that made bad values which it does not show.
         stays_within: The step ends finite: what follows leaves the bad values out.
@@ -516,6 +530,7 @@ class Failure:
     calls: Sequence[TorchCall] = ()
     in_float64: InFloat64 | None = None
     usual_loss: float | None = None
+    usual_gradient: float = 0.0
     optimizers: Sequence[torch.optim.Optimizer] = ()
     hidden: Sequence[TorchCall] = ()
     stays_within: bool = False

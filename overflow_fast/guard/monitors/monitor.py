@@ -226,7 +226,7 @@ def _returned_loss(watch: ModelWatch, places: Sequence[_C.Place]) -> _C.Place | 
     for name in _LOSSES:
         if name in own:
             return own[name]
-    return own.get("output") if watch.has_seen_loss and len(own) == 1 else None
+    return own.get("output") if watch.returns_loss and len(own) == 1 else None
 
 
 def _by_label(places: Iterable[_C.Place]) -> dict[str, _C.Place]:

@@ -192,8 +192,9 @@ class Remedy:
         misses: "loss" or "gradients", where that is more than rounding explains.
         usual: The largest loss of the steps before, where this one is 1e5 times as
             large and not known to be right; else None. Then it is no remedy.
-        breaks: What becomes non-finite in the optimizer's step with it, in words; ""
-            for nothing that was seen. Else it is no remedy.
+        breaks: What becomes non-finite in the optimizer's step with it, or the gradient
+            that is 1e5 times as large as any in the steps before and not known to be
+            right, in words; "" for nothing that was seen. Else it is no remedy.
         leaves: The buffer that is a thousand times as large after the step with it, as
             the statistics of a batch norm, in words; or "".
         moves_results: The largest change of those results of the changed calls that

@@ -76,8 +76,13 @@ def advice_for(
 def answers(explanation: Explanation | None, first: BadEntry) -> bool:
     """True if -inf, as masks have it, is known to be no intended one."""
     is_mask = first.signs == "-" and not first.num_nan
-    cause = UNKNOWN if explanation is None else Cause.of(explanation.cause)
-    return is_mask and not cause.may_be_intended
+    if not is_mask or explanation is None:
+        return is_mask and not UNKNOWN.may_be_intended
+    from ...scanner.torch_ops import base_of, has
+
+    op = explanation.op  # masks are logarithms of 0; quotients are none
+    is_quotient = op is not None and has(base_of(op.name), "divides")
+    return is_quotient or not Cause.of(explanation.cause).may_be_intended
 
 
 def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:

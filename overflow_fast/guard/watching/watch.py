@@ -516,7 +516,7 @@ class ModelWatch(StepHooks):
         self.inputs = ForwardInputs(
             is_listed=wanted.activations, is_held=options.get("captures_tensors", False)
         )
-        self.has_seen_loss = False
+        self.has_seen_loss = self.returns_loss = False
         self.has_unseen_outputs = False
         self.has_loss_of_step = False
         self.has_submodule_calls = False
@@ -692,6 +692,7 @@ class ModelWatch(StepHooks):
 
     def note_loss(self, has_loss: bool) -> None:
         """Notes whether the root has returned a loss."""
+        self.returns_loss |= has_loss
         self.has_seen_loss |= has_loss
         self.has_loss_of_step |= has_loss
 

@@ -181,3 +181,25 @@ def test_a_value_far_from_an_overflow_is_not_said_to_be_near_one(as_kept):
     as_kept(said)
     assert "-fold" not in said.split("When it was last seen finite")[1].split(". ")[0]
     guard.remove()
+
+
+class Made(nn.Module):
+    """Returns what a function makes of its layer's output."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(2, 2), function
+
+    def forward(self, x):
+        return self.function(self.linear(x).relu())
+
+
+@pytest.mark.parametrize("is_mask", [True, False])
+def test_a_quotient_of_minus_infinity_is_no_mask_that_may_be_meant(is_mask):
+    model = Made(torch.log if is_mask else lambda x: (x - 1) / x)
+    nn.init.constant_(model.linear.bias, -9.0)
+    optimizer = sgd(model)
+    with OverflowGuard(model, optimizer):
+        model(torch.ones(2, 2)).mean().backward()
+        text = str(raised(optimizer.step))
+    assert ("allow=" in text) == is_mask
