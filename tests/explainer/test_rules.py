@@ -498,10 +498,11 @@ def f(x):
         p = (q * 2).exp()
     return q
 """,
-    "a name that is assigned in between": """import torch
+    "a name that is assigned in between, in turns of a loop": """import torch
 def f(x):
-    p = x.softmax(-1)
-    x = x + 1
+    for _ in range(2):
+        p = x.softmax(-1)
+        x = x + 1
     return torch.log(p)
 """,
     "another function": """import torch
@@ -525,6 +526,24 @@ def test_no_text_is_given_that_says_something_else(name, tmp_path):
     assert patch.is_applied
     with pytest.raises(NotWrittenError):
         rule_edits(root, calls, change.found)
+
+
+def test_a_value_keeps_a_name_where_its_own_is_assigned_to_again(tmp_path):
+    code = """import torch
+def f(x):
+    p = x.softmax(-1)
+    x = x + 1
+    return torch.log(p) + x
+"""
+    module, path = module_of(tmp_path, code)
+    plain, calls = recorded(module.f, X)
+    rule = next(rule for rule in EXACT if rule.new == "LOG(y)")
+    root, change = next(changes_of(rule, calls))
+    edits = rule_edits(root, calls, change.found)
+    written = "".join(SourceFile.of(str(path)).edited(edits).lines)
+    again, _ = module_of(tmp_path, written)
+    assert "exact_argument.log_softmax(-1)" in written
+    torch.testing.assert_close(again.f(X), plain)
 
 
 def test_a_text_is_given_that_is_right_in_each_turn(tmp_path):

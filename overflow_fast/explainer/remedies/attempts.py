@@ -370,7 +370,10 @@ def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
     num_helped = len(trials.helped)
     is_remedy = trials.attempt(trial)
     is_finite = len(trials.helped) > num_helped
-    if is_finite and failure.found.is_overflow and trials.may_run():
+    # What comes to the loss and the gradients of float64 is right, such as 1 / inf.
+    is_true = is_remedy and trials.truth is not None and trials.remedies[-1].is_right
+    is_open = failure.found.is_overflow and not is_true
+    if is_finite and is_open and trials.may_run():
         hidden = _find_hidden(failure, trials)
         if hidden is not None:
             trials.hiding.append((trial, hidden))

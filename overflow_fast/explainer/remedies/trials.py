@@ -106,10 +106,12 @@ class AppliedPatches:
         """All of the patches as one remedy."""
         if len(self.trials) == 1:
             return self.trials[0].remedy
-        edits = [edit for trial in self.trials for edit in trial.edits]
+        edits = list[Edit]()
+        for edit in (edit for trial in self.trials for edit in trial.edits):
+            edits += [edit] * (edit not in edits)
         texts = dict.fromkeys(trial.remedy.text for trial in self.trials)
         parts: list[Remedy] = []
-        if len({id(edit.node) for edit in edits}) < len(edits):  # two of one expression
+        if _are_at_odds(edits):
             parts = [replace(trial.remedy, code="") for trial in self.trials]
             return Remedy(", and ".join(texts), parts=tuple(parts))
         sources = _edited(edits)
@@ -118,6 +120,18 @@ class AppliedPatches:
             for part in own or trial.remedy.parts or (trial.remedy,):
                 _add(parts, part, sources)
         return _whole(", and ".join(texts), parts, sources)
+
+
+def _are_at_odds(edits: Sequence[Edit]) -> bool:
+    """True if edits are of one expression, or give one name to several."""
+    named = [
+        (part, edit.file, id(edit.node))
+        for edit in edits
+        for part in edit.parts
+        if isinstance(part, str) and part.endswith(" := ")
+    ]
+    nodes = {id(edit.node) for edit in edits}
+    return len(nodes) < len(edits) or len({n[:2] for n in named}) < len(set(named))
 
 
 def joined(trials: Sequence[Trial]) -> Trial:
