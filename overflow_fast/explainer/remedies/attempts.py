@@ -50,6 +50,7 @@ from .rule_attempts import (
     float32_trials,
     float64_trials,
     guard_trials,
+    link_trials,
     lost_trials,
     mask_trials,
     rounded_trials,
@@ -435,6 +436,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield mask_trials(failure, trials)
         yield rounded_trials(failure, trials)
         yield value_trials(failure, trials)
+        yield link_trials(failure, trials)
         yield guard_trials(failure, trials)
         yield lost_trials(failure, trials)
         yield float32_trials(failure, trials, in_words=False)

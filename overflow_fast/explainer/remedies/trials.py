@@ -52,6 +52,7 @@ class Trial:
         edits: The same as edits of files, where it is one of code that can be written.
         is_exact: Whether it is equal in exact arithmetic, where the call has a value.
         stops_gradient: Whether no gradient goes through where it acts.
+        settles: Whether guarded forms are worse where it is a remedy.
     """
 
     remedy: Remedy
@@ -59,6 +60,7 @@ class Trial:
     edits: tuple[Edit, ...] = ()
     is_exact: bool = False
     stops_gradient: bool = False
+    settles: bool = False
 
 
 Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
@@ -253,6 +255,7 @@ class Trials:
         failed: What did not help besides them, with the call that was bad then.
         hiding: What helped besides them, but hides an overflow, with that.
         helped: The patches that made the step finite, each with its remedy.
+        is_settled: Guarded forms are worse than a remedy that was found.
         torch_calls: The torch calls of the step without any patch.
     """
 
@@ -269,6 +272,7 @@ class Trials:
         self.failed: list[tuple[Trial, int]] = []
         self.hiding: list[tuple[Trial, Failure]] = []
         self.helped: list[tuple[Sequence[Patch], Remedy]] = []
+        self.is_settled = False
         self._budget = budget
         self._most = replayer.num_forwards + budget
         self._end = time.perf_counter() + seconds_for(step_seconds)
@@ -387,6 +391,7 @@ class Trials:
         self.remedies.append(remedy)
         if remedy.keeps_running:
             self.helped.append((patches, remedy))
+            self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended
 
     def _judged(
