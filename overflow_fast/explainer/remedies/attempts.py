@@ -202,7 +202,7 @@ def find_remedies(
     Args:
         failure: The failure.
         replayer: Runs the step; its state is kept.
-        budget: How many forwards may be run, and as many again to go on.
+        budget: How many replays may be run, and as many again to go on.
         step_seconds: How long a plain replay took.
     """
     found = failure.found

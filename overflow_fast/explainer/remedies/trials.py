@@ -244,7 +244,7 @@ class Trials:
     Args:
         failure: The failure.
         replayer: Runs the step.
-        budget: How many forwards may be run.
+        budget: How many replays may be run: with as many forwards as the step has.
         step_seconds: How long a plain replay took.
 
     Attributes:
@@ -273,8 +273,9 @@ class Trials:
         self.hiding: list[tuple[Trial, Failure]] = []
         self.helped: list[tuple[Sequence[Patch], Remedy]] = []
         self.is_settled = False
-        self._budget = budget
-        self._most = replayer.num_forwards + budget
+        # A replay with a remedy is of all forwards of the step.
+        self._budget = budget * max(1, len(replayer.calls))
+        self._most = replayer.num_forwards + self._budget
         self._end = time.perf_counter() + seconds_for(step_seconds)
         bad = [
             call
@@ -330,7 +331,7 @@ class Trials:
 
         Such as one in float64, which are not at the expense of remedies.
         """
-        is_large = self._budget >= _FOR_MORE
+        is_large = self._budget >= _FOR_MORE * len(self.replayer.calls)
         self._most += num * len(self.replayer.calls) * is_large
         return is_large
 
