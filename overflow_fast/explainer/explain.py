@@ -45,7 +45,7 @@ def investigate(
         calls: The calls of the step.
         incident: What a guard saw; None where nobody watched.
         start: See `Case`, as what follows.
-        budget: How many forwards it may run; as many again for remedies.
+        budget: How many forwards it may run; as many replays for remedies.
         ranks: The ranks that replay it together, all of which call this; None for this
             one alone.
         checkpoints: Files of weights to try where weights are bad, the newest last.

@@ -412,8 +412,8 @@ class Explain(Options):
     budget: int = field(
         default=BUDGET,
         metadata=option(
-            "The number of forwards that may find the cause. As many more try "
-            "remedies, and as many more add a change to one.",
+            "The number of forwards that may find the cause. As many replays of the "
+            "step try remedies, and as many more add a change to one.",
             whole(1),
         ),
     )

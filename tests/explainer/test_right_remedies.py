@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.remedies.attempts import note_rounding
+from overflow_fast.explainer.remedies.rules import LINKS
 from overflow_fast.explainer.remedies.trials import Failure
 from overflow_fast.explainer.remedies.true_step import Truth, in_float64
 from overflow_fast.explainer.replayer import Replayer, ReplayResult, StepPart
@@ -373,7 +374,7 @@ def test_a_change_of_results_that_were_finite_is_said(as_kept):
     assert moving
     as_kept(moving[0].outcome)
     clamp = explain(model, x, lambda x: ((x * model.w).log() * (x > 0)).sum()).remedies
-    assert all((each.moves_results or 0) < 1e-6 for each in clamp if each.is_finite)
+    assert (clamp[0].moves_results or 0) < 1e-6
 
 
 def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
@@ -646,3 +647,36 @@ def test_what_a_finite_step_leaves_out_is_not_said_to_be_finite_in_float64():
     found = guard.last_report.explanation
     assert (found.cause, found.op.name) == ("undefined", "aten.log")
     assert not any("finite: its loss" in each for each in found.evidence)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Linear(2, 1)
+        nn.init.constant_(self.rate.weight, -1.0)
+
+    def forward(self, x):
+        return self.rate(x).squeeze(-1)
+
+
+LINKED = {
+    "moved": lambda m, x: m(x).log().sum(),
+    "divided": lambda m, x: (m(x) / 2).sqrt().sum(),
+    "a rate": lambda m, x: nn.functional.poisson_nll_loss(
+        m.rate(x), torch.ones(3, 1), log_input=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_what_a_layer_returns_is_made_positive_where_that_is_needed(name, as_kept):
+    torch.manual_seed(0)
+    model = Layer()
+    found = stopped(model, LINKED[name], [torch.ones(3, 2)])
+    as_kept(found.remedies[0].code)
+
+
+def test_a_difference_below_zero_is_no_raw_output_of_a_layer():
+    model = Layer()
+    found = stopped(model, lambda m, x: (m(x) - 3).log().sum(), [torch.ones(3, 2)])
+    assert not {rule.text for rule in LINKS} & {each.text for each in found.remedies}

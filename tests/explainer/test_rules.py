@@ -25,6 +25,7 @@ from overflow_fast.explainer.remedies.rules import (
     EXACT,
     GUARDS,
     IN_LOGARITHMS,
+    LINKS,
     LOGS,
     LOST,
     MASKS,
@@ -121,6 +122,8 @@ EQUAL = {
     "where(c, f(y), z)": "torch.where(x > 1, x.log(), x)",
     "where(c, z, f(y))": "torch.where(x < 1, x, x.log())",
     "masked_fill(f(y), c, n)": "x.log().masked_fill(x < 1, 0.0)",
+    "softmax(y / n, d)": None,  # by 0 alone: see below
+    "log_softmax(y / n, d)": None,
     "(a @ b) * n": "x @ x.T * 0.25",
     "(a @ b) / n": "torch.matmul(x, x.T) / math.sqrt(3)",
     "einsum(z, a, b) * n": "torch.einsum('ij,kj->ik', x, x) * 0.25",
@@ -364,6 +367,8 @@ OF_OTHERS = {
     LOST[0]: ("x.exp().log()", -LARGE),
     DIVISORS[0]: ("((x * 1e10) / (x * 1e-12)).square()", LARGE),
     EMPTY_ROWS[0]: (f"{MASKED}.logsumexp(-1)", ZERO),
+    LINKS[0]: ("x.squeeze(1).log()", -ONE),
+    LINKS[1]: ("x.log()", -ONE),
 }
 
 
@@ -374,6 +379,18 @@ def test_what_is_before_a_failing_call_is_changed(rule, tmp_path):
     assert any(not is_finite(plain) and is_finite(new) for plain, new, _, _ in found)
     for _, changed, written, _ in found:
         assert_same(changed, written, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, tmp_path):
+    rule = next(rule for rule in EXACT if rule.pattern == f"{name}(y / n, d)")
+    x = torch.tensor([[1.0, 2.0, 4.0]])
+    ((plain, changed, written, _),) = tried(rule, f"(x / 0).{name}(-1)", x, tmp_path)
+    assert not is_finite(plain)
+    assert_same(changed, written, rtol=0, atol=0)
+    assert changed[0].argmax() == 2 and is_finite(changed)
+    others = list(tried(rule, f"(x / 0.5).{name}(-1)", x, tmp_path))
+    assert others == []
 
 
 def test_a_mean_of_nothing_is_zero(tmp_path):
@@ -498,10 +515,11 @@ def f(x):
         p = (q * 2).exp()
     return q
 """,
-    "a name that is assigned in between": """import torch
+    "a name that is assigned in between, in turns of a loop": """import torch
 def f(x):
-    p = x.softmax(-1)
-    x = x + 1
+    for _ in range(2):
+        p = x.softmax(-1)
+        x = x + 1
     return torch.log(p)
 """,
     "another function": """import torch
@@ -525,6 +543,23 @@ def test_no_text_is_given_that_says_something_else(name, tmp_path):
     assert patch.is_applied
     with pytest.raises(NotWrittenError):
         rule_edits(root, calls, change.found)
+
+
+def test_a_value_keeps_a_name_where_its_own_is_assigned_to_again(tmp_path):
+    code = """import torch
+def f(x):
+    p = x.softmax(-1)
+    x = x + 1
+    return torch.log(p) + x
+"""
+    module, path = module_of(tmp_path, code)
+    plain, calls = recorded(module.f, X)
+    rule = next(rule for rule in EXACT if rule.new == "LOG(y)")
+    root, change = next(changes_of(rule, calls))
+    edits = rule_edits(root, calls, change.found)
+    written = "".join(SourceFile.of(str(path)).edited(edits).lines)
+    again, _ = module_of(tmp_path, written)
+    torch.testing.assert_close(again.f(X), plain)
 
 
 def test_a_text_is_given_that_is_right_in_each_turn(tmp_path):

@@ -50,6 +50,7 @@ from .rule_attempts import (
     float32_trials,
     float64_trials,
     guard_trials,
+    link_trials,
     lost_trials,
     mask_trials,
     rounded_trials,
@@ -201,7 +202,7 @@ def find_remedies(
     Args:
         failure: The failure.
         replayer: Runs the step; its state is kept.
-        budget: How many forwards may be run, and as many again to go on.
+        budget: How many replays may be run, and as many again to go on.
         step_seconds: How long a plain replay took.
     """
     found = failure.found
@@ -370,7 +371,10 @@ def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
     num_helped = len(trials.helped)
     is_remedy = trials.attempt(trial)
     is_finite = len(trials.helped) > num_helped
-    if is_finite and failure.found.is_overflow and trials.may_run():
+    # What comes to the loss and the gradients of float64 is right, such as 1 / inf.
+    is_true = is_remedy and trials.truth is not None and trials.remedies[-1].is_right
+    is_open = failure.found.is_overflow and not is_true
+    if is_finite and is_open and trials.may_run():
         hidden = _find_hidden(failure, trials)
         if hidden is not None:
             trials.hiding.append((trial, hidden))
@@ -432,6 +436,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield mask_trials(failure, trials)
         yield rounded_trials(failure, trials)
         yield value_trials(failure, trials)
+        yield link_trials(failure, trials)
         yield guard_trials(failure, trials)
         yield lost_trials(failure, trials)
         yield float32_trials(failure, trials, in_words=False)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ...guard.report.causes import UNDERFLOW
-from ...guard.report.explanation import Explanation, Op, Remedy
+from ...guard.report.explanation import SAME, Explanation, Op, Remedy
+from ...scanner.text import installed_name
 from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
@@ -34,6 +35,7 @@ from .rules import (
     EMPTY_ROWS,
     GUARDS,
     IN_LOGARITHMS,
+    LINKS,
     LOST,
     MASKS,
     ROUNDED,
@@ -70,6 +72,48 @@ def exact_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Att
                         yield from _with_twins(trial, rule, root, failure)
 
 
+def link_trials(failure: Failure, trials: Trials) -> Attempts:
+    """A positive function of what a layer returns, where a number above 0 is needed.
+
+    A clamp of it has no gradient where it acts: what is below 0 would stay there.
+    """
+    op, failed = failure.found.op, next(iter(failure.failing_calls), None)
+    if op is None or failed is None or not any(number < 0 for number in op.operands):
+        return
+    way = _raw_way(next(iter(failed.inputs), None))
+    for root in (*way, failed) if way is not None else ():
+        for rule in LINKS:
+            for trial, _ in _trials_of(rule, root, failure, trials):
+                if trial.edits and (yield trial):
+                    return
+
+
+def _raw_way(value: Value | None) -> list[TorchCall] | None:
+    """The calls that move what a layer of torch returned up to a value.
+
+    They begin with the first one after the layer. None where something else than a
+    product with other numbers is made of it on its way.
+    """
+    call = None if value is None else value.call
+    if call is None or not call.inputs:
+        return None
+    if _is_layer(call):
+        return []
+    if has(call.name, "moves"):
+        before = _raw_way(call.inputs[0])
+        return None if before is None else [*before, call]
+    if call.plain_name in ("mul", "div"):
+        found = [_raw_way(each) for each in call.inputs]
+        return next((each for each in found if each is not None), None)
+    return None
+
+
+def _is_layer(call: TorchCall) -> bool:
+    """True for what a module of torch computes with its weight, and a bias."""
+    is_module = installed_name(call.sites[0].file).startswith("torch/nn/modules/")
+    return is_module and has(call.name, "grows")
+
+
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     """Guarded forms of the call that failed."""
     op = failure.found.op
@@ -82,15 +126,21 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     for failed in failure.failing_calls[:1]:
         left = _left_domain(failed)
         trials.notes += [left] * bool(left)
-        for rule in [] if left else GUARDS:
+        for rule in [] if left or trials.is_settled else GUARDS:
             if (rule.needs_inf and not has_inf) or rule.pattern in helped:
                 continue
             if is_below and "y + EPS" in rule.new:
                 continue
             for trial, _ in _trials_of(rule, failed, failure, trials, None, largest):
                 if (yield from _with_twins(trial, rule, failed, failure)):
-                    helped |= {rule.pattern} if trials.remedies[-1].is_right else set()
+                    is_done = trials.remedies[-1].is_right and not _moved(trials)
+                    helped |= {rule.pattern} if is_done else set()
                     break
+
+
+def _moved(trials: Trials) -> bool:
+    """True if the last remedy changes results that were finite, as others may not."""
+    return (trials.remedies[-1].moves_results or 0.0) > SAME
 
 
 # Files of torch's distributions whose values are within the unit interval, or above 0.
@@ -300,7 +350,7 @@ def _trial(
     text = with_numbers(found.text or _STAY, found.numbers)
     patch, place = CallPatch((change,)), inner_place(root)
     rule = RULES[change.rule]
-    how = rule.is_exact, rule.stops_gradient(root)
+    how = rule.is_exact, rule.stops_gradient(root), rule.settles
     try:
         edits = rule_edits(root, calls, change.found)
         return Trial(remedy_of(text, edits), patch, edits, *how)

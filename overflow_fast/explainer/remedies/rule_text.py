@@ -149,6 +149,7 @@ class Writer(ast.NodeTransformer):
             raise NotWrittenError("it is in an installed package")
         self._source = SourceFile.of(self._file)
         self._operands: list[ast.AST] = []
+        self._named: set[int] = set()  # the operands to name where they stand
         self._names: dict[str, Any] = {}
         self._target: ast.expr | None = None
         self.node: Any = node_at(self._site)
@@ -199,7 +200,8 @@ class Writer(ast.NodeTransformer):
         text = ast.unparse(ast.fix_missing_locations(new))
         text = with_numbers(text, numbers or {}).replace("e-0", "e-")
         text = text if '"' in text else text.replace("'", '"')
-        kept = _KeptOnce(self._file, self._kept_once(), self._is_inside)
+        read = [self._operands[int(place)] for place in _OPERAND.findall(text)]
+        kept = _KeptOnce(self._file, self._kept_once(read), self._is_inside)
         parts: list[str | Operand] = []
         at = 0
         for match in _OPERAND.finditer(text):
@@ -216,13 +218,13 @@ class Writer(ast.NodeTransformer):
         own = Edit(self._file, self.node, tuple(filter(None, parts)))
         return own, *kept.edits
 
-    def _kept_once(self) -> list[ast.AST]:
+    def _kept_once(self, read: Sequence[ast.AST]) -> list[ast.AST]:
         """The operands to evaluate once alone, that are needed twice or elsewhere."""
-        times = collections.Counter(map(id, self._operands))
+        times = collections.Counter(map(id, read))
         found = {
             id(each): each
-            for each in self._operands
-            if self._is_better_named(each, times[id(each)])
+            for each in read
+            if id(each) in self._named or self._is_better_named(each, times[id(each)])
         }
         for each in found.values():
             around = self._source.around(each)
@@ -352,7 +354,8 @@ class Writer(ast.NodeTransformer):
             return _constant(leaf.value)
         if node is None:
             raise NotWrittenError(f"an input of {leaf.call.name} has no text")
-        self._check_names(node, leaf.call.sites[0])
+        if self._has_other_names(node, leaf.call):
+            self._named.add(id(node))
         placed = self._place(node)
         target = "" if self._target is None else ast.unparse(self._target)
         if ast.unparse(node) == target and leaf.value.requires_grad:
@@ -368,14 +371,27 @@ class Writer(ast.NodeTransformer):
             raise NotWrittenError("it reads values of another function")
         return node_at(call.sites[0])
 
-    def _check_names(self, node: ast.AST, site: Site) -> None:
-        """Raises if a name has another value by the changed place."""
+    def _has_other_names(self, node: ast.AST, call: TorchCall) -> bool:
+        """True if a name has another value by the changed place.
+
+        Raises:
+            NotWrittenError: If the value cannot be given a name where it stands.
+        """
+        site = call.sites[0]
         first, last = sorted((site.line, self._site.line))
         names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-        if site.code is self._site.code:
-            for each in self._source.stores:
-                if each.id in names and first <= each.lineno < last:
-                    raise NotWrittenError(f"`{each.id}` has another value there")
+        changed = [
+            each.id
+            for each in self._source.stores
+            if each.id in names and first <= each.lineno < last
+        ]
+        if site.code is not self._site.code or not changed:
+            return False
+        times = [sum(e.key == of.key for e in self._calls) for of in (call, self._root)]
+        is_after = site.line > self._site.line or times[0] != times[1]
+        if is_after or node not in self._source.parents:
+            raise NotWrittenError(f"`{changed[0]}` has another value there")
+        return True
 
     def _keyword(self, name: str) -> ast.expr:
         for each in getattr(self.expression, "keywords", ()):
@@ -411,10 +427,13 @@ class Writer(ast.NodeTransformer):
         """The name that stands for an expression of the file; of others a copy."""
         if isinstance(node, ast.Name) and node not in self._source.parents:
             return self._module(node.id) if node.id == "F" else node
-        if isinstance(node, (ast.Name, ast.Constant)):
+        is_named = id(node) in self._named
+        if isinstance(node, (ast.Name, ast.Constant)) and not is_named:
             return copy.copy(node)
         is_slice = isinstance(node, (ast.Slice, ast.Tuple))  # has no text alone
         if is_slice or node not in self._source.parents:
+            if is_named:
+                raise NotWrittenError("a name in it has another value there")
             return self._shell(node)  # type: ignore[no-any-return]
         self._operands.append(node)
         return ast.Name(f"OPERAND_{len(self._operands) - 1}_")

@@ -82,6 +82,7 @@ class Rule:
         when: Whether it may be of use; None for always.
         needs_inf: Whether it is for calls that were given infs.
         has_chosen: Whether it chooses a value where the call has none.
+        settles: Whether guarded forms are worse wherever it helps.
     """
 
     pattern: str
@@ -90,6 +91,7 @@ class Rule:
     when: Callable[[TorchCall], bool] | None = None
     needs_inf: bool = False
     has_chosen: bool = False
+    settles: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -116,12 +118,21 @@ def is_count(of: Any) -> bool:
     return all(map(is_count, made.inputs))
 
 
+def _only_moves(call: TorchCall) -> bool:
+    return has(call.name, "moves") and len(call.results) < 2  # 0 while it runs
+
+
 def _counts(call: TorchCall) -> bool:
     return is_count(call.operands[1])
 
 
 def _is_by_number(call: TorchCall) -> bool:
     return not isinstance(call.operands[1], Value)
+
+
+def _is_by_zero(call: TorchCall) -> bool:
+    made = call.inputs[0].call
+    return made is not None and made.operands[1] == 0
 
 
 def _is_by_count(call: TorchCall) -> bool:
@@ -193,6 +204,7 @@ _BEFORE = "scale before the product"
 _SAME_ANGLE = "divide by the magnitude first, which changes no angle"
 _MAX = "z.index_reduce(0, c, y.detach(), 'amax', include_self=False)[c]"
 _FIRST = "leave values out before the call, not only after it"
+_COLD = "divide by at least N, which is near the limit at 0"
 # Equal in exact arithmetic, where the call has a value.
 EXACT = _rules(
     ("exp(x) / sum(exp(x), d, True)", "x.softmax(d)", "use softmax"),
@@ -211,6 +223,8 @@ EXACT = _rules(
     ("where(c, z, f(y))", "where(c, z, f(where(c, SAFE, y)))", _FIRST),
     ("masked_fill(f(y), c, n)", "masked_fill(f(masked_fill(y, c, SAFE)), c, n)",
      _FIRST),
+    ("softmax|log_softmax(y / n, d)", "CALL_ON(y / max(n, N))", _COLD, _is_by_zero,
+     False, True, True),
     ("(a @ b) * n", "(a * n) @ b", _BEFORE),
     ("(a @ b) / n", "(a / n) @ b", _BEFORE),
     ("einsum(z, a, b) * n", "torch.einsum(z, a * n, b)", _BEFORE),
@@ -284,10 +298,10 @@ GUARDS = _rules(
     ("sqrt|rsqrt(y)", "CALL_ON(y + EPS)", "add EPS inside the {}"),
     ("sqrt|rsqrt(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the argument to at least EPS"),
-    ("log|log2|log10(y)", "CALL_ON(y.clamp(min=LEAST))",
-     "clamp the logarithm's argument to at least LEAST"),
     ("log|log2|log10(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the logarithm's argument to at least EPS"),
+    ("log|log2|log10(y)", "CALL_ON(y.clamp(min=LEAST))",
+     "clamp the logarithm's argument to at least LEAST"),
     ("xlogy(x, y)", "torch.xlogy(x, y.clamp(min=LEAST))",
      "clamp the logarithm's argument to at least LEAST"),
     ("log1p(y)", "CALL_ON(y.clamp(min=WIDE - 1))",
@@ -339,6 +353,12 @@ CANCELLED = _rules(
     ("mean(x ** 2, d) - mean(x, d) ** 2", "x.var(d, correction=0)", _OF_SQUARES),
     ("mean(x ** 2, None) - mean(x, None) ** 2", "x.var(correction=0)", _OF_SQUARES),
     ("mean(square(x), d) - square(mean(x, d))", "x.var(d, correction=0)", _OF_SQUARES))
+# Of what a layer returns as it is, to what needs a number above 0.
+_LINK = "use softplus, which is above 0 and has a gradient everywhere"
+LINKS = _rules(
+    ("*", "F.softplus(CALL())", _LINK, _only_moves, False, True, True),
+    ("log|log2|log10|sqrt|rsqrt|lgamma|digamma|poisson_nll_loss(y)",
+     "CALL_ON(F.softplus(y))", _LINK, None, False, True, True))
 # Of what made a value that became 0.
 LOST = _rules(("*", "CALL().clamp(min=EPS)", "clamp the result to at least EPS"))
 # Of a quotient before a call that overflows.
@@ -357,6 +377,7 @@ RULES = (
     *MASKS,
     *ROUNDED,
     *CANCELLED,
+    *LINKS,
     *LOST,
     *DIVISORS,
     *EMPTY_ROWS,
@@ -373,6 +394,8 @@ _NUMBERS = {  # EPS, LEAST, SMALL, TINY, WIDE, JITTER, LOW
 _NAMES = ("EPS", "LEAST", "SMALL", "TINY", "WIDE", "JITTER", "LOW", "N")
 # The largest arguments of exp, the mildest first; a loss of exp(80) is of no use.
 _LARGEST = {torch.float64: (80, 20), torch.float16: (10, 5)}
+# The smallest divisors of scores: those of 10 stay in float16.
+_COLDEST = {torch.float16: (1e-2,)}
 
 
 # Of the largest divisor of a call: what others seldom are below; chosen, not measured.
@@ -391,6 +414,8 @@ def numbers_of(rule: Rule, call: TorchCall, largest: float = 0.0) -> tuple[float
         return (0.0,)
     if call.name == "to":
         return (_most_of(call),)
+    if rule.text == _COLD:
+        return _COLDEST.get(call.dtype, (1e-3,))
     if rule.text == _BY_SIZE:
         share = _SMALL_SHARE * largest
         return (10.0 ** math.floor(math.log10(share)),) if share else ()

@@ -52,6 +52,7 @@ class Trial:
         edits: The same as edits of files, where it is one of code that can be written.
         is_exact: Whether it is equal in exact arithmetic, where the call has a value.
         stops_gradient: Whether no gradient goes through where it acts.
+        settles: Whether guarded forms are worse where it is a remedy.
     """
 
     remedy: Remedy
@@ -59,6 +60,7 @@ class Trial:
     edits: tuple[Edit, ...] = ()
     is_exact: bool = False
     stops_gradient: bool = False
+    settles: bool = False
 
 
 Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
@@ -106,10 +108,12 @@ class AppliedPatches:
         """All of the patches as one remedy."""
         if len(self.trials) == 1:
             return self.trials[0].remedy
-        edits = [edit for trial in self.trials for edit in trial.edits]
+        edits = list[Edit]()
+        for edit in (edit for trial in self.trials for edit in trial.edits):
+            edits += [edit] * (edit not in edits)
         texts = dict.fromkeys(trial.remedy.text for trial in self.trials)
         parts: list[Remedy] = []
-        if len({id(edit.node) for edit in edits}) < len(edits):  # two of one expression
+        if _are_at_odds(edits):
             parts = [replace(trial.remedy, code="") for trial in self.trials]
             return Remedy(", and ".join(texts), parts=tuple(parts))
         sources = _edited(edits)
@@ -118,6 +122,18 @@ class AppliedPatches:
             for part in own or trial.remedy.parts or (trial.remedy,):
                 _add(parts, part, sources)
         return _whole(", and ".join(texts), parts, sources)
+
+
+def _are_at_odds(edits: Sequence[Edit]) -> bool:
+    """True if edits are of one expression, or give one name to several."""
+    named = [
+        (part, edit.file, id(edit.node))
+        for edit in edits
+        for part in edit.parts
+        if isinstance(part, str) and part.endswith(" := ")
+    ]
+    nodes = {id(edit.node) for edit in edits}
+    return len(nodes) < len(edits) or len({n[:2] for n in named}) < len(set(named))
 
 
 def joined(trials: Sequence[Trial]) -> Trial:
@@ -238,7 +254,7 @@ class Trials:
     Args:
         failure: The failure.
         replayer: Runs the step.
-        budget: How many forwards may be run.
+        budget: How many replays may be run: with as many forwards as the step has.
         step_seconds: How long a plain replay took.
 
     Attributes:
@@ -249,6 +265,7 @@ class Trials:
         failed: What did not help besides them, with the call that was bad then.
         hiding: What helped besides them, but hides an overflow, with that.
         helped: The patches that made the step finite, each with its remedy.
+        is_settled: Guarded forms are worse than a remedy that was found.
         torch_calls: The torch calls of the step without any patch.
     """
 
@@ -265,8 +282,10 @@ class Trials:
         self.failed: list[tuple[Trial, int]] = []
         self.hiding: list[tuple[Trial, Failure]] = []
         self.helped: list[tuple[Sequence[Patch], Remedy]] = []
-        self._budget = budget
-        self._most = replayer.num_forwards + budget
+        self.is_settled = False
+        # A replay with a remedy is of all forwards of the step.
+        self._budget = budget * max(1, len(replayer.calls))
+        self._most = replayer.num_forwards + self._budget
         self._end = time.perf_counter() + seconds_for(step_seconds)
         bad = [
             call
@@ -322,7 +341,7 @@ class Trials:
 
         Such as one in float64, which are not at the expense of remedies.
         """
-        is_large = self._budget >= _FOR_MORE
+        is_large = self._budget >= _FOR_MORE * len(self.replayer.calls)
         self._most += num * len(self.replayer.calls) * is_large
         return is_large
 
@@ -383,6 +402,7 @@ class Trials:
         self.remedies.append(remedy)
         if remedy.keeps_running:
             self.helped.append((patches, remedy))
+            self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended
 
     def _judged(
