@@ -44,6 +44,7 @@ from .config import GuardConfig
 from .undo.code_names import global_names
 from .undo.random import RandomStates
 from .undo.step_start import StepStart
+from .undo.tensors import num_bytes
 from .watching.inputs import WeakTensor, hold
 from .watching.watch import ModelWatch
 
@@ -318,6 +319,46 @@ class KeptCall:
         self.num_held += 1
 
 
+# What is kept of a call beyond its step.
+
+
+_VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def marks_of(function: Any) -> list[Any]:
+    """What tells a kept function from others: its code, and what it reads but its batch.
+
+    Values are held; objects weakly, or a model would live as long as its guard.
+    """
+    if not isinstance(function, HeldFunction):
+        return [weakref.ref(function)]
+    own, held, is_of = function.function, function.held, function.values.get
+    read = [v for each in held.values() for k, v in each.items() if v is not is_of(k)]
+    if isinstance(own, functools.partial):
+        around = [*zip(function.names, own.args, strict=True), *own.keywords.items()]
+        read += [each for name, each in around if each is not is_of(name)]
+    codes = [each.__code__ for each in held]
+    return [*codes, *function.values, *(_mark(e) for e in read if e not in held)]
+
+
+def _mark(value: Any) -> Any:
+    try:
+        return value if type(value) in _VALUES else weakref.ref(value)
+    except TypeError:  # a list may be another one by now, at the same place
+        return object()
+
+
+def _batch_alone(call: KeptCall) -> KeptCall | None:
+    """A call without its function; None if its batch is large, or computed outside."""
+    tensors = call._tensors
+    is_large = sum(map(num_bytes, tensors)) > _MAX_HELD_BYTES
+    if is_large or not tensors or any(each.grad_fn is not None for each in tensors):
+        return None
+    call.function = marks_of(call.function)
+    call.held, call.outputs, call.forwards = {}, [], ()
+    return call
+
+
 # The calls of a step.
 
 
@@ -351,10 +392,13 @@ class StepKeeper:
             first forward: no step before was judged, or that one was bad.
         left_over: The gradients that a bad step left, by name, and that nobody has
             cleared or written to before the step's first forward; with that step.
+        clean: The last call of the last clean step, with `marks_of` its function; None
+            if its batch is not kept.
     """
 
     def __init__(self, start: StepStart) -> None:
         self.start = start
+        self.clean: KeptCall | None = None
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
         self.calls: list[KeptCall] = []
         self.num_dropped = 0
@@ -504,7 +548,9 @@ class StepKeeper:
                 self.left_over[name] = step
 
     def clear(self) -> None:
-        """Lets go of what was kept: the step is judged."""
+        """Lets go of what was kept, but for the batch of a clean step: it is judged."""
+        if self.calls and not self._is_bad:
+            self.clean = _batch_alone(self.calls[-1])
         self.calls.clear()
         self.had_gradients = False
         self.left_over.clear()
