@@ -326,19 +326,22 @@ _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def marks_of(function: Any) -> list[Any]:
-    """What tells a kept function from others: its code, and what it reads but its batch.
+    """What tells a kept function from others: code, and what it reads but the batch.
 
     Values are held; objects weakly, or a model would live as long as its guard.
     """
     if not isinstance(function, HeldFunction):
         return [weakref.ref(function)]
-    own, held, is_of = function.function, function.held, function.values.get
-    read = [v for each in held.values() for k, v in each.items() if v is not is_of(k)]
+    own, held = function.function, function.held
+    read = [function.called] if function.plain is None else []
+    for each, variables in held.items():
+        read += [*variables.values(), *(each.__defaults__ or ())]
+        read += (each.__kwdefaults__ or {}).values()
     if isinstance(own, functools.partial):
-        around = [*zip(function.names, own.args, strict=True), *own.keywords.items()]
-        read += [each for name, each in around if each is not is_of(name)]
-    codes = [each.__code__ for each in held]
-    return [*codes, *function.values, *(_mark(e) for e in read if e not in held)]
+        read += [*own.args, *own.keywords.values()]
+    known = {id(each) for each in (*function.values.values(), *held)}
+    marks = [_mark(each) for each in read if id(each) not in known]
+    return [*(each.__code__ for each in held), *function.values, *marks]
 
 
 def _mark(value: Any) -> Any:
