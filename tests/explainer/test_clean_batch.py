@@ -155,7 +155,9 @@ def is_measured(*args, **options):
 
 
 def test_a_batch_that_was_written_to_since_is_not_used():
-    def in_place(guard, model, x, number, buffer=torch.empty(4, 3)):
+    buffer = torch.empty(4, 3)
+
+    def in_place(guard, model, x, number):
         model(buffer.copy_(x))["loss"].backward()
 
     assert not is_measured(in_place)
@@ -198,7 +200,9 @@ def test_a_method_may_read_what_it_likes():
         def step(self, x):
             return loss_of(self.model, x)
 
-    def by_method(guard, model, x, number, trainer=Trainer()):
+    trainer = Trainer()
+
+    def by_method(guard, model, x, number):
         trainer.model = model
         guard.run(functools.partial(trainer.step, x)).backward()
 
