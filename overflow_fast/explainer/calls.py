@@ -77,10 +77,7 @@ class Captured(HeldFunction):
 
     @property
     def around(self) -> dict[str, Any]:
-        called, found = self.called, dict[str, Any]()
-        if isinstance(self.function, functools.partial):
-            found |= zip(self.names, self.function.args, strict=True)
-            found |= self.function.keywords
+        called, found = self.called, self.given
         if self.plain is None:
             found["self"] = getattr(called, "__self__", called)
         for own in self.held.values():

@@ -125,10 +125,8 @@ class HeldFunction:
         if isinstance(function, functools.partial):
             plain = function.func
             self.names = argument_names(plain, len(function.args))
-            for name, each in zip(self.names, function.args, strict=True):
+            for name, each in self.given.items():
                 self._add(name, each)
-            for key, each in function.keywords.items():
-                self._add(key, each)
         self.called = plain
         self.plain = plain if isinstance(plain, types.FunctionType) else None
         self.held: dict[types.FunctionType, dict[str, Any]] = {}
@@ -139,6 +137,14 @@ class HeldFunction:
                     self._add(name, value)
             self._add_defaults(self.plain)
         self._add_objects()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of a partial, by their names."""
+        own = self.function
+        if not isinstance(own, functools.partial):
+            return {}
+        return {**dict(zip(self.names, own.args, strict=True)), **own.keywords}
 
     def _hold(self, function: types.FunctionType, depth: int) -> None:
         """Holds the variables of a function, and of those of its module among them."""
@@ -332,16 +338,16 @@ def marks_of(function: Any) -> list[Any]:
     """
     if not isinstance(function, HeldFunction):
         return [weakref.ref(function)]
-    own, held = function.function, function.held
-    read = [function.called] if function.plain is None else []
+    held, called, given = function.held, function.called, function.given
+    read = [e for e in given.values() if type(e) not in _VALUES]
+    if function.plain is None:  # a method may read the batch from its object
+        read.append(getattr(called, "stands_for", called))
     for each, variables in held.items():
         read += [*variables.values(), *(each.__defaults__ or ())]
         read += (each.__kwdefaults__ or {}).values()
-    if isinstance(own, functools.partial):
-        read += [*own.args, *own.keywords.values()]
     known = {id(each) for each in (*function.values.values(), *held)}
     marks = [_mark(each) for each in read if id(each) not in known]
-    return [*(each.__code__ for each in held), *function.values, *marks]
+    return [*(each.__code__ for each in held), *given, *function.values, *marks]
 
 
 def _mark(value: Any) -> Any:
@@ -357,6 +363,10 @@ def _batch_alone(call: KeptCall) -> KeptCall | None:
     is_large = sum(map(num_bytes, tensors)) > _MAX_HELD_BYTES
     if is_large or not tensors or any(each.grad_fn is not None for each in tensors):
         return None
+    if isinstance(call.function, HeldFunction):
+        given = call.function.given
+        numbers = {k: each for k, each in given.items() if type(each) in _VALUES}
+        call.batch = {**numbers, **call.batch}
     call.function = marks_of(call.function)
     call.held, call.outputs, call.forwards = {}, [], ()
     return call

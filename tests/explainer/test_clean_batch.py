@@ -83,6 +83,14 @@ def by_default(guard, model, x, number):
     guard.run(lambda x=x, times=1.0: loss_of(model, x) * times).backward()
 
 
+def scaled_loss_of(model, x, by):
+    return loss_of(model, x) * by / 3  # once in the last clean step, of number 3
+
+
+def by_number(guard, model, x, number):
+    guard.run(functools.partial(scaled_loss_of, model, x, by=number)).backward()
+
+
 def by_partial(guard, model, x, number):
     guard.run(functools.partial(loss_of, model, x)).backward()
 
@@ -97,7 +105,15 @@ def accumulated_functions(guard, model, x, number):
         guard.run(lambda part=part: model(part)["loss"] / 2).backward()
 
 
-WHOLE = (by_keyword, by_dict, by_dataclass, by_function, by_default, by_partial)
+WHOLE = (
+    by_keyword,
+    by_dict,
+    by_dataclass,
+    by_function,
+    by_default,
+    by_partial,
+    by_number,
+)
 BEFORE = (2.0 * batches()[-2]).exp()
 AFTER = (2.0 * batches()[-2]).clamp(max=20).exp()
 
@@ -176,10 +192,10 @@ def test_it_is_not_used_where_the_function_reads_other_values_by_now():
         guard.run(lambda: loss_of(model, x) * len(sizes)).backward()
 
     def by_part(guard, model, x, number):
-        def scaled(model, x, by):
-            return loss_of(model, x) * by
+        def scaled(model, x, sizes):
+            return loss_of(model, x) * len(sizes)
 
-        guard.run(functools.partial(scaled, model, x, number + 1)).backward()
+        guard.run(functools.partial(scaled, model, x, sizes=[number])).backward()
 
     for step in (by_number, by_default, by_list, by_part):
         assert not is_measured(step)
