@@ -12,7 +12,7 @@ import torch
 
 from ..guard.explaining import USE_RUN
 from ..guard.report.explanation import NOT_THE_LOSS
-from ..guard.step_keeper import LastSteps
+from ..guard.step_keeper import KeptCall, LastSteps
 from .past_steps import PastSteps
 
 
@@ -37,6 +37,7 @@ class BadStep:
         had_gradients: See `StepKeeper`.
         left_over: See `StepKeeper`.
         is_of_flag: Whether a device's overflow flag is all that was seen.
+        clean: See `StepKeeper`.
     """
 
     kind: str = ""
@@ -54,6 +55,7 @@ class BadStep:
     hidden_by: str = ""
     had_gradients: bool = False
     left_over: Mapping[str, int] = field(default_factory=dict)
+    clean: KeptCall | None = None
 
 
 # Sentences on what a replay leaves open.

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -21,6 +22,7 @@ from ..guard.step_keeper import (
     HeldFunction,
     KeptCall,
     argument_names,
+    marks_of,
     variables_of,
 )
 from ..scanner.modules import named_modules
@@ -75,10 +77,7 @@ class Captured(HeldFunction):
 
     @property
     def around(self) -> dict[str, Any]:
-        called, found = self.called, dict[str, Any]()
-        if isinstance(self.function, functools.partial):
-            found |= zip(self.names, self.function.args, strict=True)
-            found |= self.function.keywords
+        called, found = self.called, self.given
         if self.plain is None:
             found["self"] = getattr(called, "__self__", called)
         for own in self.held.values():
@@ -362,6 +361,32 @@ def made_again(kept: KeptCall) -> Call:
         else Captured.of(kept.function)
     )
     return call
+
+
+def with_clean_batch(call: Call, clean: KeptCall | None) -> Call | None:
+    """The same call with the batch of the last clean step; None if that is not known.
+
+    It is not where the batch was written to since, or where the call reads anything
+    besides it that may be of the batch, too, and is not what it was.
+
+    Args:
+        call: The call of a bad step.
+        clean: See `StepKeeper.clean`.
+    """
+    if clean is None or call._kept is None or not call.returns_loss:
+        return None
+    now, then = marks_of(call._kept.function), clean.function
+    if len(now) != len(then) or not all(map(_is_same_mark, now, then)):
+        return None
+    kept = object.__new__(Call)
+    vars(kept).update(vars(clean))
+    return None if kept.is_overwritten() else call._again(kept.batch, call.held)
+
+
+def _is_same_mark(now: Any, then: Any) -> bool:
+    if isinstance(now, weakref.ref):  # which compares what it refers to
+        return now is then
+    return type(now) is type(then) and bool(now == then)
 
 
 # Parts of a batch, along dimension 0.

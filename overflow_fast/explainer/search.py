@@ -23,7 +23,7 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from . import bad_step as notes
 from .bad_step import BadStep
-from .calls import Call, ModelCall, name_outside
+from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .explain_origin import explain_root_op
 from .named_tensors import names_of
 from .op_rows import Leaf, Row
@@ -419,6 +419,9 @@ class Search:
         failure.lost = self._lost
         failure.sentinel = self._sentinel
         failure.others = self._others
+        if self._ranks.is_alone:
+            call = self.replayer.calls[place]
+            failure.clean = with_clean_batch(call, incident.clean)
         failure.stays_within = traced.is_clean
         failure.within = incident.module if self.is_seen_in_call else None
         losses = incident.past.finite_losses

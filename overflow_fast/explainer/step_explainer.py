@@ -197,6 +197,7 @@ class StepExplainer:
             is_of_flag=is_of_flag(verdict),
             had_gradients=keeper is not None and keeper.had_gradients,
             left_over={} if keeper is None else dict(keeper.left_over),
+            clean=None if keeper is None else keeper.clean,
         )
 
     # The tripwire's second look: a bad step is run again with everything watched.

@@ -1034,6 +1034,8 @@ class Pipeline:
         self._monitors.stop()
         for hook in self._hooks:
             hook.detach()
+        if self.keeper is not None:
+            self.keeper.clean = None
 
     def close(self) -> None:
         """Writes what is known of the last step, and closes log and record."""

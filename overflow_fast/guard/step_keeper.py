@@ -44,6 +44,7 @@ from .config import GuardConfig
 from .undo.code_names import global_names
 from .undo.random import RandomStates
 from .undo.step_start import StepStart
+from .undo.tensors import num_bytes
 from .watching.inputs import WeakTensor, hold
 from .watching.watch import ModelWatch
 
@@ -124,10 +125,8 @@ class HeldFunction:
         if isinstance(function, functools.partial):
             plain = function.func
             self.names = argument_names(plain, len(function.args))
-            for name, each in zip(self.names, function.args, strict=True):
+            for name, each in self.given.items():
                 self._add(name, each)
-            for key, each in function.keywords.items():
-                self._add(key, each)
         self.called = plain
         self.plain = plain if isinstance(plain, types.FunctionType) else None
         self.held: dict[types.FunctionType, dict[str, Any]] = {}
@@ -138,6 +137,14 @@ class HeldFunction:
                     self._add(name, value)
             self._add_defaults(self.plain)
         self._add_objects()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of a partial, by their names."""
+        own = self.function
+        if not isinstance(own, functools.partial):
+            return {}
+        return {**dict(zip(self.names, own.args, strict=True)), **own.keywords}
 
     def _hold(self, function: types.FunctionType, depth: int) -> None:
         """Holds the variables of a function, and of those of its module among them."""
@@ -318,6 +325,53 @@ class KeptCall:
         self.num_held += 1
 
 
+# What is kept of a call beyond its step.
+
+
+_VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def marks_of(function: Any) -> list[Any]:
+    """What tells a kept function from others: code, and what it reads but the batch.
+
+    Values are held; objects weakly, or a model would live as long as its guard.
+    """
+    if not isinstance(function, HeldFunction):
+        return [weakref.ref(function)]
+    held, called, given = function.held, function.called, function.given
+    read = [e for e in given.values() if type(e) not in _VALUES]
+    if function.plain is None:  # a method may read the batch from its object
+        read.append(getattr(called, "stands_for", called))
+    for each, variables in held.items():
+        read += [*variables.values(), *(each.__defaults__ or ())]
+        read += (each.__kwdefaults__ or {}).values()
+    known = {id(each) for each in (*function.values.values(), *held)}
+    marks = [_mark(each) for each in read if id(each) not in known]
+    return [*(each.__code__ for each in held), *given, *function.values, *marks]
+
+
+def _mark(value: Any) -> Any:
+    try:
+        return value if type(value) in _VALUES else weakref.ref(value)
+    except TypeError:  # a list may be another one by now, at the same place
+        return object()
+
+
+def _batch_alone(call: KeptCall) -> KeptCall | None:
+    """A call without its function; None if its batch is large, or computed outside."""
+    tensors = call._tensors
+    is_large = sum(map(num_bytes, tensors)) > _MAX_HELD_BYTES
+    if is_large or not tensors or any(each.grad_fn is not None for each in tensors):
+        return None
+    if isinstance(call.function, HeldFunction):
+        given = call.function.given
+        numbers = {k: each for k, each in given.items() if type(each) in _VALUES}
+        call.batch = {**numbers, **call.batch}
+    call.function = marks_of(call.function)
+    call.held, call.outputs, call.forwards = {}, [], ()
+    return call
+
+
 # The calls of a step.
 
 
@@ -351,10 +405,13 @@ class StepKeeper:
             first forward: no step before was judged, or that one was bad.
         left_over: The gradients that a bad step left, by name, and that nobody has
             cleared or written to before the step's first forward; with that step.
+        clean: The last call of the last clean step, with `marks_of` its function; None
+            if its batch is not kept.
     """
 
     def __init__(self, start: StepStart) -> None:
         self.start = start
+        self.clean: KeptCall | None = None
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
         self.calls: list[KeptCall] = []
         self.num_dropped = 0
@@ -504,7 +561,9 @@ class StepKeeper:
                 self.left_over[name] = step
 
     def clear(self) -> None:
-        """Lets go of what was kept: the step is judged."""
+        """Lets go of what was kept, but for the batch of a clean step: it is judged."""
+        if self.calls and not self._is_bad:
+            self.clean = _batch_alone(self.calls[-1])
         self.calls.clear()
         self.had_gradients = False
         self.left_over.clear()

@@ -289,6 +289,7 @@ class _Call:
     def __init__(self, step: KeptStep, args: Any, kwargs: Any) -> None:
         self._step = step
         self.__self__ = step._owner  # as of the method itself
+        self.stands_for = step._owner  # which gives it the whole batch
         self._own: Any = args, kwargs
         self._num_args = len(args)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import explain_root_op
 from ..keep_in_fp32 import has_forward
 from ..named_tensors import names_of
-from ..replayer import Patch, Replayer, StepPart
+from ..replayer import Patch, Replayer, ReplayResult, StepPart
 from ..rounding import NO_HELP
 from ..sentinel import Sentinel, outlier_in
 from ..trace_back import ForwardRows, RootOp
@@ -35,6 +35,7 @@ from .patches import (
     ClampedBatch,
     Float32Modules,
     InDtype,
+    OtherCall,
     OtherWeights,
     ScaledGradients,
     ScaledWeights,
@@ -217,7 +218,7 @@ def find_remedies(
     if not trials.found_remedy:
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
-    _measure_others(failure, trials)
+    _measure_elsewhere(failure, trials)
     trials.go_on(AppliedPatches())
     for trial in _without_sample(failure, trials):
         if trials.allow(1) and trials.may_run():
@@ -294,32 +295,53 @@ def _error(remedy: Remedy) -> float:
     return (remedy.error or 0.0) if remedy.misses else 0.0
 
 
-def _measure_others(failure: Failure, trials: Trials) -> None:
-    """Measures how far remedies move the gradients of the samples that did not fail.
+def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
+    """Measures how far remedies move loss and gradients where nothing fails.
 
-    The step is run with another sample in place of the one that fails, as it is and
-    with each remedy: with the same dropout masks, and as many samples.
+    That is with the batch of the last clean step, where it is known and finite still;
+    else with another sample in place of the one that fails: with the same dropout
+    masks, and as many samples.
     """
     sample, size = failure.found.sample, failure.found.num_samples
-    if sample is None or size < 2 or not trials.helped:
+    if not trials.helped:
+        return
+    if failure.clean is not None and trials.allow(1 + len(trials.helped)):
+        clean = OtherCall(failure.clean)
+        plain = trials.run_part(StepPart(), [clean]) if trials.may_run() else None
+        if plain is not None:
+            _measure(trials, plain, StepPart(), [clean], is_of_clean=True)
+            return
+    if sample is None or size < 2:
         return
     rows = with_stand_in(sample, size)
     others = StepPart(failure.place, rows, has_table=False)
     plain = failure.others
     if plain is None and trials.may_run():
         plain = trials.run_part(others, ())
+    if plain is not None and plain.has_backward:
+        _measure(trials, plain, others, (), stand_in=rows[sample])
+
+
+def _measure(
+    trials: Trials,
+    plain: ReplayResult,
+    part: StepPart,
+    before: Sequence[Patch],
+    **facts: Any,
+) -> None:
+    """Measures remedies on a part of the step that is finite without them."""
     for patches, remedy in trials.helped:
-        if plain is None or not plain.has_backward or not trials.may_run():
+        if not trials.may_run():
             return
+        # Such a change is one of this step's samples, and no part is run with it.
         if any(type(patch).calls is not Patch.calls for patch in patches):
-            continue  # a part of a call is run without such changes
-        changed = trials.run_part(others, patches)
+            continue
+        changed = trials.run_part(part, [*before, *patches])
         if changed is not None:
             moved = distance(changed.gradients, plain.gradients)
-            before, after = loss_of(plain), loss_of(changed)
-            both = None if before is None or after is None else (before, after)
-            other = rows[sample]
-            _replace(trials, remedy, moved=moved, losses=both, stand_in=other)
+            first, then = loss_of(plain), loss_of(changed)
+            both = None if first is None or then is None else (first, then)
+            _replace(trials, remedy, moved=moved, losses=both, **facts)
 
 
 def _find_hidden(failure: Failure, trials: Trials) -> Failure | None:

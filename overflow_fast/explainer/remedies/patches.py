@@ -238,6 +238,21 @@ class OtherWeights(Patch):
 
 
 @dataclass(frozen=True)
+class OtherCall(Patch):
+    """One call is run in place of those of the step.
+
+    Attributes:
+        call: The call.
+    """
+
+    call: Call
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [self.call.with_own_batch()]
+
+
+@dataclass(frozen=True)
 class SomeSamples(Patch):
     """A call's batch has some of its samples alone.
 

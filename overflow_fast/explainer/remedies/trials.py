@@ -522,6 +522,7 @@ class Failure:
         sentinel: A number of the failing sample that looks like a placeholder, or None.
         growth: How results grew up to it, where it is an overflow, or None.
         others: The replay of the other samples than the failing one, if it was run.
+        clean: The call that failed with the batch of the last clean step, or None.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
         calls: The torch calls of the replay in which it was found.
@@ -545,6 +546,7 @@ class Failure:
     sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
     others: ReplayResult | None = None
+    clean: Call | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
     calls: Sequence[TorchCall] = ()

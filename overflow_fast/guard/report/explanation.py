@@ -179,11 +179,13 @@ class Remedy:
         is_finite: Whether its outputs, loss and gradients were finite then.
         loss: The loss that came out; None if it is not known.
         why: Why it was not tried; "" if it was.
-        moved: By how much it changes the gradients of a batch with `stand_in` in place
-            of the sample that fails, relative to them (L2 norms over all parameters),
-            in a run with the same dropout masks; None where that was not measured.
+        moved: By how much it changes the gradients of the last clean step's batch, or
+            of this one with `stand_in` in place of the sample that fails, relative to
+            them (L2 norms over all parameters), with the same weights and dropout
+            masks; None where that was not measured.
         losses: The loss of that batch without it and with it.
-        stand_in: The sample that was put in place of the one that fails.
+        is_of_clean: Whether that is the batch of the last clean step.
+        stand_in: The sample that was put in place of the one that fails, or None.
         true_loss: The loss in float64, or where the failing call has no value there,
             of an exact form in float64; None where it is not known.
         error: How far the loss is from that, relative to it; where the loss is right,
@@ -230,6 +232,7 @@ class Remedy:
     why: str = ""
     moved: float | None = None
     losses: tuple[float, float] | None = None
+    is_of_clean: bool = False
     stand_in: int | None = None
     true_loss: float | None = None
     error: float | None = None
@@ -302,7 +305,7 @@ class Remedy:
 
     @property
     def outcome(self) -> str:
-        """The result of the trial, and what it costs the other samples."""
+        """The result of the trial, and what it costs where nothing fails."""
         if not self.tried:
             return "not tried"
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
@@ -337,7 +340,7 @@ class Remedy:
 
     @property
     def changes_others(self) -> bool:
-        """True if it was seen to change the other samples' loss or gradients."""
+        """True if it was seen to change loss or gradients where nothing fails."""
         return self._moves_loss or (self.moved is not None and self.moved > SAME)
 
     @property
@@ -361,16 +364,22 @@ class Remedy:
 
     def _moved_text(self) -> str:
         assert self.moved is not None
+        clean = "the last clean batch" if self.is_of_clean else ""
         if self._moves_loss and self.losses is not None:
             before, after = self.losses
             change = f"the loss is {after:.4g} instead of {before:.4g}"
+            if clean:
+                return f"with {clean} {change}"
             if self.stand_in is None:
                 return f"{change} without this sample"
             return f"with sample {self.stand_in} in place of this one {change}"
         if self.changes_others:
-            change = f"{self.moved:.2g} of their norm"
-            return f"the other samples' gradients change by {change}"
-        return "the other samples stay as they are, within 0.1 %"
+            whose = f"{clean}'s" if clean else "the other samples'"
+            return f"{whose} gradients change by {self.moved:.2g} of their norm"
+        stay = (
+            f"{clean} stays as it is" if clean else "the other samples stay as they are"
+        )
+        return f"{stay}, within 0.1 %"
 
 
 @dataclass(repr=False)
