@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _WIDTH = 84  # with what each logged line begins with: 100
 _LONGEST = 1003  # characters of a name in a file
-_CODE = re.compile(r"`[^`]*`|\{[^}]*\}")
+_CODE = re.compile(r"`[^`]*`|\{[^}]*\}|\[[\d:, ]{2,24}\]")
 _FIXED_SPACE = "\0"
 _CELL = re.compile(r"In\[\d+\]")
 
@@ -175,15 +175,15 @@ def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
     ]
 
 
-def wrapped(sentence: str) -> list[str]:
-    """Wraps a sentence; code in backticks or braces is not broken."""
+def wrapped(sentence: str, width: int = _WIDTH, indent: str = "  ") -> list[str]:
+    """Wraps a sentence, but no code in backticks or braces, and no [0, 1]."""
     fixed = _CODE.sub(
         lambda code: code[0].replace(" ", _FIXED_SPACE), printable(sentence)
     )
     lines = textwrap.wrap(
         fixed,
-        _WIDTH,
-        subsequent_indent="  ",
+        width,
+        subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -6,8 +6,10 @@ import io
 import logging
 import platform
 import re
+import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from overflow_fast import NonFiniteError
 
@@ -42,7 +44,8 @@ def told(function, has_frames=True):
     logger.addHandler(handler)
     returned, raised = None, None
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        argv = mock.patch.object(sys, "argv", ["train.py"])  # of a page's title
+        with contextlib.redirect_stdout(io.StringIO()), argv:
             returned = function()
     except NonFiniteError as error:
         raised = error

@@ -15,6 +15,7 @@ class OfRun(Written):
     started: str = field("the same as text, in UTC", ABSENT)
     host: str = field("the name of the machine", ABSENT)
     pid: Count = field("the process", ABSENT)
+    script: str = field("the program's file or package; empty in a console", ABSENT)
     rank: Index = field("the rank of this process", ABSENT)
     world_size: Index = field("how many ranks there are", ABSENT)
     overflow_fast: str = field("the release that wrote it", ABSENT)

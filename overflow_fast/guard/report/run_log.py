@@ -11,6 +11,7 @@ import re
 import secrets
 import socket
 import stat
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from ...scanner.modules import parameters_of
-from ...scanner.text import dtype_name, shortened
+from ...scanner.text import dtype_name, notebook_shell, shortened
 from ..files.json_text import SCHEMA, dumps, parse_object
 from ..files.reading import is_regular, open_regular
 from ..files.writing import make_folder, open_appending
@@ -314,6 +315,7 @@ class RunIdentity:
             "started": f"{self.started:%Y-%m-%dT%H:%M:%SZ}",
             "host": self.host,
             "pid": os.getpid(),
+            "script": _script(),
             "rank": self.rank,
             "world_size": self.world_size,
             "overflow_fast": __version__,
@@ -323,6 +325,14 @@ class RunIdentity:
             "dtypes": sorted(dtypes),
             "policy": policy if isinstance(policy, str) else "callable",
         }
+
+
+def _script() -> str:
+    """The program's file, or its package; "" where code is typed."""
+    path = Path(next(iter(sys.argv), ""))
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    is_typed = notebook_shell() is not None or name in ("-c", "-m")
+    return "" if is_typed else name
 
 
 def _names_of(models: Sequence[nn.Module]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...guard.files.json_text import dumps
 from ...scanner.text import printable
 from .subcommand import Commands, add_command, at_least_one, command, fail, reason
+from .terminal import shown
 
 if TYPE_CHECKING:
     from ..doctor.diagnosis import Diagnosis
@@ -76,7 +77,7 @@ def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> int:
     if as_json:
         print(dumps(diagnosis.to_dict(), indent=1))
     else:
-        print(diagnosis)
+        print(shown(str(diagnosis)))
     if output is not None:
         from ..doctor.diagnosis import save_diagnosis
 
@@ -275,7 +276,7 @@ def _run_demo(parsed: argparse.Namespace) -> int:
         raised = train(parsed.page)
     except OSError as failure:
         return fail(f"overflow_fast demo: {reason(failure)}")
-    print(f"\nNonFiniteError: {raised}\n")
+    print(f"\n{shown(f'NonFiniteError: {raised}')}\n")
     print(f"The page of this run: {os.path.abspath(parsed.page)}\n", flush=True)
     status = show(
         DemoSettings(

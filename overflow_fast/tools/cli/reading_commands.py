@@ -33,6 +33,7 @@ from .subcommand import (
     require_content,
     warn,
 )
+from .terminal import shown
 
 # `log`: filters the guard's JSON log.
 
@@ -545,7 +546,7 @@ def _run_explain(parsed: argparse.Namespace) -> int:
         )
     except UnreadableStepError as error:
         return fail(f"The step cannot be explained: {error}.")
-    print(dumps(found.to_dict(), indent=1) if parsed.json else found)
+    print(dumps(found.to_dict(), indent=1) if parsed.json else shown(str(found)))
     return 0
 
 
@@ -636,7 +637,7 @@ def _run_compare(parsed: argparse.Namespace) -> int:
             getattr(found, f"to_{output.rpartition('.')[2]}")(output)
     except (ImportError, OSError, ValueError) as error:
         return fail(f"The runs cannot be compared: {reason(error)}")
-    print(found.to_json() if parsed.json else found)
+    print(found.to_json() if parsed.json else shown(str(found)))
     if output and not parsed.json:
         print(printable(output))
     if not found.num_compared:

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import runpy
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .subcommand import Commands, add_command, command, fail, reason
+from .terminal import is_shown_as_it_is, shown
 
 if TYPE_CHECKING:
+    from ...guard.report.report import NonFiniteError
     from ...integrations.script_guard import ScriptGuard
 
 
@@ -74,11 +77,24 @@ def run_as_main(program: str, arguments: Sequence[str], is_module: bool) -> None
 
 def print_traceback(error: BaseException) -> None:
     """Prints an error of the program as Python does, without the frames above it."""
-    shown = _below(error.__traceback__)
-    if shown is None and not isinstance(error, SyntaxError):
-        shown = error.__traceback__
-    error = error.with_traceback(shown)
-    sys.excepthook(type(error), error, shown)
+    frames = _below(error.__traceback__)
+    if frames is None and not isinstance(error, SyntaxError):
+        frames = error.__traceback__
+    error = error.with_traceback(frames)
+    sys.excepthook(type(error), error, frames)
+
+
+def print_report(error: NonFiniteError) -> None:
+    """Prints the guard's error; on a terminal its report has that one's width."""
+    if sys.excepthook is not sys.__excepthook__ or is_shown_as_it_is(sys.stderr):
+        print_traceback(error)
+        return
+    error = error.with_traceback(_below(error.__traceback__) or error.__traceback__)
+    whole = "".join(traceback.format_exception(error))
+    before, text, notes = whole.rpartition(str(error))
+    above, end, name = before.rpartition("\n")
+    report = shown(f"{name}{text}", sys.stderr)
+    sys.stderr.write(f"{above}{end}{report}{notes}")
 
 
 def hide_frames_above(error: BaseException) -> None:
@@ -220,7 +236,7 @@ def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
         return fail(f"overflow_fast run: {error}")
     except NonFiniteError as error:
         hide_frames_below(error)
-        print_traceback(error)
+        print_report(error)
         return NON_FINITE
     except KeyboardInterrupt as error:
         hide_frames_above(error)

@@ -136,6 +136,7 @@ class Diagnosis:
 
 
 _MOST_RANKS = 256  # in a matrix; a browser shows no more at once
+_MOST_NUMBERS = 16  # ranks; more are colours alone. Chosen
 _FAST_HUE, _SLOW_HUE = 210, 0  # blue, red at four times the median
 
 
@@ -145,6 +146,7 @@ class Cell:
 
     hue: int
     text: str
+    number: str
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,11 @@ class Matrix:
     note: str
     ranks: list[int]
     rows: list[tuple[int, list[Cell | None]]]
+
+    @property
+    def has_numbers(self) -> bool:
+        """True if there is room for a number in each cell."""
+        return len(self.ranks) <= _MOST_NUMBERS
 
 
 def save_diagnosis(path: str | os.PathLike[str], diagnosis: Diagnosis) -> Path:
@@ -204,7 +211,7 @@ def _matrix(title: str, links: Mapping[Pair, float]) -> Matrix:
         (a, [_cell(links.get((min(a, b), max(a, b))), median, a, b) for b in shown])
         for a in shown
     ]
-    note = f"The median is {median * 1e6:.0f} us; red is four times that."
+    note = f"In us; the median is {median * 1e6:.0f} us, and red is four times that."
     if len(shown) < len(ranks):
         note += f" The first {len(shown)} of {len(ranks)} ranks."
     return Matrix(title, note, shown, rows)
@@ -216,4 +223,5 @@ def _cell(seconds: float | None, median: float, a: int, b: int) -> Cell | None:
     share = min(1.0, max(0.0, math.log2(seconds / median) / 2)) if seconds else 0.0
     hue = round(_FAST_HUE + share * (_SLOW_HUE - _FAST_HUE))
     times = seconds / median if median else 1.0
-    return Cell(hue, f"ranks {a} and {b}: {seconds * 1e6:.0f} us, {times:.1f} x")
+    number = f"{seconds * 1e6:.0f}"
+    return Cell(hue, f"ranks {a} and {b}: {number} us, {times:.1f} x", number)

@@ -50,6 +50,14 @@
     return value.toPrecision(4).replace(/(\.\d*?)0+($|e)/, "$1$2").replace(/\.($|e)/, "$1");
   };
 
+  function range(low, high) {  // with as many digits as tell the two apart
+    for (let digits = 4; digits < 17 && low !== high; digits++) {
+      const ends = [low.toPrecision(digits), high.toPrecision(digits)];
+      if (ends[0] !== ends[1]) return digits > 4 ? ends.join(" to ") : `${short(low)} to ${short(high)}`;
+    }
+    return short(low);
+  }
+
   function drawSparklines() {
     const height = shownSparklines.length * STRIP + 20, pen = sized(sparklines, height);
     shownSparklines.forEach((name, i) => drawSparkline(pen, name, i * STRIP));
@@ -72,7 +80,7 @@
     pen.fillStyle = colour("--ink");
     pen.fillText(data.sparklineNames[name] + (isLog ? " (log)" : ""), 4, top + 14);
     pen.fillStyle = colour("--soft");
-    if (known.length) pen.fillText(`${short(low)} to ${short(high)}`, 4, top + 30);
+    if (known.length) pen.fillText(range(low, high), 4, top + 30);
     pen.strokeStyle = colour("--accent");
     pen.fillStyle = colour("--ink");
     pen.beginPath();

@@ -155,12 +155,22 @@ class Code:
         lines: The numbers and texts of the lines.
         number: The number of the line that failed.
         remark: Why there are no neighbours, or "".
+        expression: The part of the line that failed, or "".
     """
 
     place: str
     lines: list[tuple[int, str]]
     number: int
     remark: str = ""
+    expression: str = ""
+
+    @property
+    def failed(self) -> tuple[str, str, str]:
+        """The line that failed: what is before the expression, it, and behind it."""
+        text = dict(self.lines)[self.number]
+        if not self.expression or text.count(self.expression) != 1:
+            return text, "", ""
+        return text.partition(self.expression)
 
     @classmethod
     def of(cls, op: Mapping[str, Any]) -> Code:
@@ -171,23 +181,27 @@ class Code:
             op["code"],
         )
         alone = [(number, str(code))]
+        begin, end = op.get("columns") or (0, 0)
+        expression = str(code)[begin:end]
         if not file or number < 1:
-            return cls("", alone, number)
+            return cls("", alone, number, "", expression)
         place = f"{file}:{number}"
         if is_cell(file):
-            return cls(place, alone, number, "A line of a notebook's cell.")
+            why = "A line of a notebook's cell."
+            return cls(place, alone, number, why, expression)
         try:
             text = read_bytes(file, _MAX_SOURCE).decode("utf-8", "replace")
         except OSError:
-            return cls(place, alone, number, "The file is not on this machine.")
+            why = "The file is not on this machine."
+            return cls(place, alone, number, why, expression)
         lines = text.splitlines()
         # Nothing is shown of a file that does not have the very line.
         line = lines[number - 1].strip() if number <= len(lines) else ""
         if not line or line not in str(code):
-            return cls(place, alone, number, "The file has changed since.")
-        begin = max(0, number - 1 - _CONTEXT)
-        around = list(enumerate(lines[begin : number + _CONTEXT], begin + 1))
-        return cls(place, _dedented(around), number)
+            return cls(place, alone, number, "The file has changed since.", expression)
+        first = max(0, number - 1 - _CONTEXT)
+        around = list(enumerate(lines[first : number + _CONTEXT], first + 1))
+        return cls(place, _dedented(around), number, "", expression)
 
 
 def _dedented(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:

@@ -312,11 +312,15 @@ def page_of(
 
 
 def _title(records: Sequence[FlightRecord], incidents: Sequence[Incident]) -> str:
-    """The subject of a page: steps, models, host and date, as far as known."""
+    """The subject of a page: steps, script, models, host, date, as far as known."""
     what = numbered("step", [each.step for each in incidents]) if incidents else "Run"
     parts = [f"Non-finite {what}" if incidents else what]
     for run in [record.run for record in records[:1]]:
-        parts += [_short(run.get(name)) for name in ("models", "host", "started")]
+        parts += [_short(run.get(name)) for name in ("script", "models", "host")]
+        parts.append(_short(run.get("started")).replace("T", " ").replace("Z", " UTC"))
+    folders = [each.folder for each in incidents[:1] if each.folder is not None]
+    if folders and not records:
+        parts.append(folders[0].resolve().parent.name)  # the id of the run
     return f"{', '.join(filter(None, parts))} - overflow_fast"
 
 
@@ -450,7 +454,10 @@ def _gaps(sheet: Sheet, grid: Grid) -> list[str]:
     return sentences
 
 
-_RUN = ("run", "started", "host", "pid", "rank", "world_size", "devices", "models")
+_RUN = (
+    *("run", "started", "host", "pid", "script", "rank", "world_size", "devices"),
+    "models",
+)
 _VERSIONS = ("dtypes", "policy", "overflow_fast", "torch", "python", "schema")
 
 
