@@ -314,7 +314,7 @@ _IN_LOOP = (
     "`guard.run(lambda: loss)`."
 )
 _NOT_FOUND = "Where the program holds that tensor was not found."
-_CARRIED = (
+CARRIED = (
     "The step writes to {}, which could not be put back to what it was before: the "
     "step itself may have left the bad values there."
 )
@@ -376,7 +376,7 @@ def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
     name = f"`{leaf.name}`"
     if leaf.is_written:
         text = f"{name} held {what} when the replay began{at}"
-        note = _CARRIED.format(name)
+        note = CARRIED.format(name)
         return Explanation(tensor=leaf.name, evidence=[text], notes=[note])
     if leaf.kind == "object":
         text = f"{name} holds {what}, and the step does not write to it{at}"

@@ -12,6 +12,7 @@ import torch
 
 from ...guard.report.causes import (
     BAD_DATA,
+    BAD_WEIGHTS,
     EMPTY_REDUCTION,
     ROUNDING,
     SINGULAR_GRADIENT,
@@ -23,7 +24,7 @@ from ...scanner.modules import module_of_parameter, named_modules, parameters_of
 from ...scanner.torch_ops import has
 from ...scanner.tree import tensors
 from ..calls import Call, ModelCall, batch_size, with_stand_in
-from ..explain_origin import explain_root_op
+from ..explain_origin import CARRIED, explain_root_op
 from ..keep_in_fp32 import has_forward
 from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart
@@ -42,6 +43,7 @@ from .patches import (
     SomeSamples,
     WithoutBad,
     WithoutNumber,
+    kept_at,
 )
 from .rule_attempts import (
     cancelled_trials,
@@ -430,7 +432,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     if failure.is_meant:
         yield empty_row_trials(failure, trials)
         return
-    if failure.bad is not None and trials.replayer.ranks.is_alone:
+    if failure.row is None and trials.replayer.ranks.is_alone:
         yield _zero_unwritten(failure, trials)
     if "samples" in cause.remedies:
         yield _drop_bad_samples(failure, trials)
@@ -475,14 +477,24 @@ def _zero_unwritten(failure: Failure, trials: Trials) -> Attempts:
     finite with zeros, it was.
     """
     found, call = failure.found, trials.calls[failure.place]
-    named = dict(call.leaves())
-    cache = named.get(found.tensor)
-    if cache is None or call.has_backward or not call.was_written(cache):
+    if call.has_backward:
         return
-    name = found.tensor
-    remedy = Remedy(f"zero `{name}` when it is allocated", f"{name}.zero_()")
-    if (yield Trial(remedy, WithoutBad(failure.place, name))):
-        found.cause = BAD_DATA.name
+    name, cache = found.tensor, dict(call.leaves()).get(found.tensor)
+    code, models = f"{name}.zero_()", trials.replayer.models
+    if cache is None:
+        owner, _, key = name.rpartition(".")
+        is_one = len(models) == 1
+        code = f'model.get_submodule("{owner}").{key}.zero_()' if is_one else ""
+    elif not call.was_written(cache):
+        return
+    if cache is None and not kept_at(models, name)[0]:
+        return
+    remedy = Remedy(f"zero `{name}` when it is allocated", code)
+    if (yield Trial(remedy, WithoutBad(failure.place, name, cache is None))):
+        found.cause = BAD_WEIGHTS.name if cache is None else BAD_DATA.name
+        found.notes = [
+            each for each in found.notes if each != CARRIED.format(f"`{name}`")
+        ]
         found.evidence.append("with 0 in the place of these values it is finite")
 
 

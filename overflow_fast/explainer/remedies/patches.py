@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from ... import _C
+from ...detector.selection import full_name
 from ...guard.process import has_process_group
 from ...guard.step_keeper import autocast_of
-from ...scanner.modules import modules_in, tensors_of
+from ...scanner.modules import modules_in, named_modules, own_tensors, tensors_of
+from ...torch_internals.module_internals import BUFFERS
 from ...torch_internals.replaying import (
     autocast_devices,
     inherited,
@@ -275,27 +278,81 @@ class SomeSamples(Patch):
 
 @dataclass(frozen=True)
 class WithoutBad(Patch):
-    """A tensor of a call's batch has 0 in place of what is not finite.
+    """A cache has 0 in place of what is not finite.
 
     Attributes:
         place: The call's place.
-        name: The tensor's place in the batch.
+        name: The tensor's place in the batch, or its name in a model.
+        is_kept: A module keeps it, and it is none of the batch.
     """
 
     place: int
     name: str
+    is_kept: bool = False
+    _zeroed: list[tuple[torch.Tensor, torch.Tensor, int | None]] = field(
+        default_factory=list, compare=False
+    )
+
+    @property
+    def is_applied(self) -> bool:
+        """True if the run has written to it, and not to most of the bad values.
+
+        Else it is no cache, or the run may have made them.
+        """
+        return bool(self._zeroed) and all(
+            (zeroed.is_inference() or _C.version_of(zeroed) != version)
+            and 2 * int((zeroed[bad] == 0).sum()) >= int(bad.sum())
+            for zeroed, bad, version in self._zeroed
+        )
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
+        if self.is_kept:
+            return list(calls)
         wanted = dict(calls[self.place].leaves()).get(self.name)
 
         def replaced(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.nan_to_num(0.0, 0.0, 0.0) if tensor is wanted else tensor
+            return self._without_bad(tensor) if tensor is wanted else tensor
 
         return [
             call.with_batch(replaced) if place == self.place else call
             for place, call in enumerate(calls)
         ]
+
+    @contextmanager
+    def applied(self, models: _Models) -> Iterator[None]:
+        """See `Patch`."""
+        self._zeroed.clear()
+        table, key = kept_at(models, self.name) if self.is_kept else ({}, "")
+        value = table.get(key)
+        try:
+            if value is not None:
+                table[key] = self._without_bad(value)
+            yield
+        finally:
+            if value is not None:
+                table[key] = value
+
+    def _without_bad(self, tensor: torch.Tensor) -> torch.Tensor:
+        zeroed = tensor.nan_to_num(0.0, 0.0, 0.0)
+        self._zeroed.append((zeroed, ~tensor.isfinite(), _C.version_of(zeroed)))
+        return zeroed
+
+
+def kept_at(models: _Models, name: str) -> tuple[dict[str, Any], str]:
+    """The table that has a module's buffer or plain tensor, and its key in there.
+
+    The table is empty where no module has one of that name.
+    """
+    owner, _, key = name.rpartition(".")
+    for prefix, model in models.items():
+        for each, module in named_modules(model):
+            if full_name(prefix, each) != owner:
+                continue
+            for table in (own_tensors(module, BUFFERS), vars(module)):
+                if isinstance(table.get(key), torch.Tensor):
+                    return table, key
+    return {}, ""
 
 
 @dataclass(frozen=True)

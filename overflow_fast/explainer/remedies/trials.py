@@ -28,7 +28,7 @@ from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
 from ..trace_back import ForwardRows, RootOp
 from .call_patch import CallPatch, InWider, RuleChange
-from .patches import Eagerly, FromLoss
+from .patches import Eagerly, FromLoss, WithoutBad
 from .source_file import Edit, SourceFile, span_in
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ class Trials:
         place = self._failure.place if stays else -1
         module = self._failure.within if stays else None
         result = self.run(patches, place)
-        of_calls = [each for each in patches if isinstance(each, CallPatch)]
+        of_calls = [e for e in patches if isinstance(e, (CallPatch, WithoutBad))]
         if not all(each.is_applied for each in of_calls):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):

@@ -7,7 +7,7 @@ of the arguments as they were is made where a forward is run again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from ... import _C
 from ...scanner.modules import buffers_of, modules_in
 from ...scanner.ops import scan
-from ...scanner.tree import CALL_DEPTH, mapped, solid_base
+from ...scanner.tree import CALL_DEPTH, mapped, solid_base, tensors
 from ..step_keeper import Ambient, KeptCall
 from ..undo.attributes import KeptAttributes
 from ..undo.kept_objects import ATOMS
@@ -144,6 +144,12 @@ class HeldCall:
         ]
 
     @property
+    def sizes(self) -> list[int]:
+        """The lengths of the tensors that it is given, each once: numbers of rows."""
+        given = tensors((self.args, self.kwargs))
+        return list(dict.fromkeys(len(each) for _, each in given if each.dim()))
+
+    @property
     def size(self) -> int | None:
         """The number of rows: of the first tensor that is given; None without one."""
         given = (*self.args, *self.kwargs.values())
@@ -181,37 +187,55 @@ class HeldCall:
         plain = [e for e in written if is_plain(e) and e.is_floating_point()]
         stats = zip(plain, scan(plain), strict=True)
         bad = [each for each, stat in stats if stat.has_nan or stat.has_inf]
-        return [(each, each.nan_to_num(0.0, 0.0, 0.0)) for each in bad]
+        with torch.inference_mode(False), torch.no_grad():
+            return [(each, each.nan_to_num(0.0, 0.0, 0.0)) for each in bad]
 
     def _given(self) -> list[torch.Tensor]:
         values = (*self.args, *self.kwargs.values())
         return [value for value in values if isinstance(value, torch.Tensor)]
 
-    def start(self, zeroed: _Pairs) -> ForwardStart:
-        """The state that a replay rewinds to: the model's small state, and counters.
+    def again(self, zeroed: _Pairs) -> tuple[KeptCall, ForwardStart]:
+        """The call with its arguments as they were, and what a replay rewinds to.
 
-        Args:
-            zeroed: See `left_bad()`.
-        """
-        state = ForwardStart([], []) if self.state is None else self.state
-        pairs = [*state.pairs(), *self.counters, *zeroed]
-        return ForwardStart(state.attributes, pairs)
-
-    def kept(self, zeroed: _Pairs) -> KeptCall:
-        """The call as one that can be made again, with its arguments as they were.
+        Of the tensors that it has written to, such as a cache, the call has copies: the
+        program goes on with its own.
 
         Args:
             zeroed: See `left_bad()`.
         """
         others = {id(tensor): other for tensor, other in zeroed}
+        written = {id(each) for each in self.written(self._tensors)}
+        with torch.inference_mode(False), torch.no_grad():  # a replay writes to them
+            counters = [(value.clone(), value) for _, value in self.counters]
+            for (tensor, _), (copy, _) in zip(self.counters, counters, strict=True):
+                others[id(tensor)] = copy
+            for tensor in self._tensors:
+                if id(tensor) in written and id(tensor) not in others:
+                    others[id(tensor)] = tensor.clone()
+        call = self._kept(others)
+        state = ForwardStart([], []) if self.state is None else self.state
+        ids = set(map(id, self._tensors))
+        buffers = [pair for pair in zeroed if id(pair[0]) not in ids]
+        start = ForwardStart(state.attributes, [*state.pairs(), *counters, *buffers])
+        if zeroed:  # that it saw other data is said of these
+            return call, start
+        seen = {id(each) for each in self._tensors if not each.is_inference()}
+        own = {id(other) for key, other in others.items() if key in written & seen}
+        call._versions = [
+            -1 if id(tensor) in own else version
+            for tensor, version in zip(call._tensors, call._versions, strict=True)
+        ]
+        return call, start
+
+    def _kept(self, others: Mapping[int, torch.Tensor]) -> KeptCall:
+        """The call with the arguments as they were, and with other tensors, by ids."""
         containers = self.layout.containers
         now = list(map(_items_of, containers))
         try:
             for container, items in zip(containers, self._copies, strict=True):
                 _fill(container, items)
-            given = self.args, self.kwargs
             batch = mapped(
-                given,
+                (self.args, self.kwargs),
                 lambda tensor: others.get(id(tensor), tensor),
                 CALL_DEPTH,
                 anew=True,
@@ -222,13 +246,6 @@ class HeldCall:
                 _fill(container, items)
         call = KeptCall(self.module, batch, self.ambient)
         call.has_backward = False
-        if zeroed:  # that it saw other data is said of these
-            return call
-        known = dict(zip(map(id, self._tensors), self._versions, strict=True))
-        call._versions = [
-            known.get(id(tensor), version)
-            for tensor, version in zip(call._tensors, call._versions, strict=True)
-        ]
         return call
 
 

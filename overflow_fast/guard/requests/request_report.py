@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from ...scanner.modules import named_buffers
 from ...scanner.ops import scan
 from ...scanner.tensors import widened
 from ...scanner.tree import Path, path_text, tensors
+from ..report.causes import BAD_DATA
 from ..report.report import Report
 from ..verdict.remarks import FillRemark, limit_of
 from ..watching.inputs import is_batch_first, is_plain
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from .held_call import HeldCall
     from .request_text import RequestText
     from .requests import Request
+
+_ARGUMENT = re.compile(r"^(input\[\d+\]|\w+)")  # before the path within it
 
 
 @dataclass
@@ -80,7 +84,10 @@ class RequestReport(Report):
             made.token = request.forward
         call, model = request.bad, report_model(request)
         if call is not None and is_batch_first(model):
-            made.rows, made.num_rows = bad_rows(call.output, call.size)
+            sizes = call.sizes
+            num = len(request.ids or ())
+            size = num if num in sizes else next(iter(sizes), None)
+            made.rows, made.num_rows = bad_rows(call.output, size)
         elif request.output is not None:
             size = _size_of(request.output) if request.ids is None else len(request.ids)
             made.rows, made.num_rows = bad_rows(request.output, size)
@@ -125,6 +132,20 @@ class RequestReport(Report):
                     e for e in self.verdict.remarks if not isinstance(e, FillRemark)
                 ]
                 self.verdict = dataclasses.replace(self.verdict, remarks=left)
+        if found is not None and found.cause == BAD_DATA.name:  # it was so before
+            path = _ARGUMENT.sub("", found.tensor)
+            for name in list(self.poisoned):
+                is_given = _ARGUMENT.sub("", name) == path and name[:6] == "input["
+                if is_given or name == found.tensor:
+                    del self.poisoned[name]
+        if found is not None and self.left_by:  # it was zeroed when it was allocated
+            text = f"clear what {self.left_by} has left in `{found.tensor}`"
+            found.remedies = [
+                dataclasses.replace(each, text=text, code="")
+                if each.code.endswith(".zero_()")
+                else each
+                for each in found.remedies
+            ]
         if self.rows is not None or found is None or found.sample is None or not ids:
             return
         if found.num_samples == len(ids):
@@ -168,8 +189,8 @@ def bad_rows(output: Any, size: int | None) -> tuple[list[int] | None, int]:
     Returns:
         The rows, and how many there are; None and 0 where the output has none.
     """
-    found = [each for _, each in tensors(output) if is_plain(each) and each.dim()]
-    found = [each for each in found if len(each) == size]
+    all_of = [each for _, each in tensors(output) if is_plain(each)]
+    found = [each for each in all_of if each.dim() and len(each) == size]
     if size is None or not found:
         return None, 0
     for is_bad in (_is_nan_or_inf, _is_not_finite):  # -inf alone may be a mask
@@ -179,6 +200,9 @@ def bad_rows(output: Any, size: int | None) -> tuple[list[int] | None, int]:
             places.update(bad.nonzero().flatten().tolist())
         if places:
             return sorted(places), size
+    others = [each for each in all_of if all(each is not one for one in found)]
+    if any(bool(_is_nan_or_inf(widened(each)).any()) for each in others):
+        return None, 0  # such as a loss, which is of all rows
     return [], size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...scanner.text import printable
@@ -68,24 +69,38 @@ class RequestText(ReportText):
         return [*super()._reasons(), *self._left()]
 
     def _left(self) -> list[str]:
-        """Names what the request has left in state; the layers of one cache once."""
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, rows in self.report.poisoned.items():
-            where = "" if rows is None else f" in {_numbered(rows)}"
-            groups.setdefault((_ALIKE.sub("*", name), where), []).append(name)
-        texts = [
-            f"`{names[0]}`{f' and {len(names) - 1} alike' * (len(names) > 1)}{where}"
-            for (_, where), names in list(groups.items())[:_FEW]
-        ]
-        if not texts:
-            return []
-        more = " and others" * (len(groups) > _FEW)
-        what = f"{', '.join(texts)}{more}"
-        return [f"It has left {what} non-finite: clear that before it is used again."]
+        """Names what the request has left in state, and in what it has returned."""
+        left = self.report.poisoned
+        returned = [name for name in left if name.startswith("output")]
+        kept = _grouped({k: v for k, v in left.items() if k not in returned})
+        result = _grouped({name: left[name] for name in returned})
+        texts = []
+        if kept:
+            texts += [
+                f"It has left {kept} non-finite: clear that before it is used again."
+            ]
+        if result:
+            texts += [
+                f"What it returned holds {result} non-finite: do not go on from it."
+            ]
+        return texts
 
     def _details(self) -> list[str]:
         own = super()._details()
         return [each for each in own if not each.startswith("The guard takes")]
+
+
+def _grouped(left: Mapping[str, list[int] | None]) -> str:
+    """Lists places with their rows; the layers of one cache once."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, rows in left.items():
+        where = "" if rows is None else f" in {_numbered(rows)}"
+        groups.setdefault((_ALIKE.sub("*", name), where), []).append(name)
+    texts = [
+        f"`{names[0]}`{f' and {len(names) - 1} alike' * (len(names) > 1)}{where}"
+        for (_, where), names in list(groups.items())[:_FEW]
+    ]
+    return ", ".join(texts) + " and others" * (len(groups) > _FEW)
 
 
 def _numbered(rows: list[int]) -> str:

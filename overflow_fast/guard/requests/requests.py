@@ -566,15 +566,19 @@ class Requests:
         if error is None or config.on_overflow != "raise":
             _log.warning("%s", report.line())
 
-    def _calls(self, request: Request) -> list[KeptCall]:
-        """The call to make again: the function, or the bad forward."""
-        calls = [] if request.bad is None else [request.bad.kept(request.zeroed)]
+    def _again(self, request: Request) -> _Kept:
+        """What to make again: the function, or the bad forward."""
+        calls: list[KeptCall] = []
+        start = None
+        if request.bad is not None:
+            call, start = request.bad.again(request.zeroed)
+            calls = [call]
         if request.function is not None:
             request.function.forwards = calls
             calls = [request.function]
         for call in calls:
             call.raised = request.raised
-        return calls
+        return _Kept(calls, start)
 
     @contextlib.contextmanager
     def _explainer(self, request: Request, watches: list[ModelWatch]) -> Iterator[Any]:
@@ -586,11 +590,8 @@ class Requests:
         begin = time.perf_counter()
         with self._gate.alone(_WAIT) as is_alone:
             if is_alone:
-                bad = request.bad
-                start = None if bad is None else bad.start(request.zeroed)
-                keeper = _Kept(self._calls(request), start)
                 yield outer("explainer")(
-                    *(parts.config, watches, keeper),
+                    *(parts.config, watches, self._again(request)),
                     lambda: parts.new_watches(wanted_of(EVERYTHING)),
                     *(list, LastSteps(), False),
                 )

@@ -63,6 +63,51 @@ def test_rows_are_named_by_the_ids_of_a_request(as_kept):
     as_kept(raised.value)
 
 
+class Pooled(nn.Module):
+    """Takes a dict, or texts and images of other numbers; returns a loss, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+
+    def forward(self, features, images=None):
+        if images is not None:
+            return {"scores": self.lin(images) @ self.lin(features).T}
+        out = self.lin(features["x"])
+        return {"loss": features["loss"] * out.sum(), "scores": out}
+
+
+def judged(given, ids, *others):
+    net = Pooled().eval()
+    with OverflowGuard(net) as guard, pytest.raises(NonFiniteError) as raised:
+        with torch.inference_mode(), guard.request(ids=ids):
+            net(given, *others)
+    return raised.value.report
+
+
+def test_rows_are_found_in_a_batch_that_is_a_dict():
+    report = judged({"x": rows_bad(1), "loss": torch.ones(())}, ["a", "b", "c"])
+    assert (report.rows, report.requests) == ([1], ["b"])
+
+
+def test_rows_are_those_of_the_argument_that_has_a_row_for_each_name():
+    report = judged(torch.ones(2, 4), ["a", "b", "c"], rows_bad(2))
+    assert (report.rows, report.requests) == ([2], ["c"])
+
+
+def test_a_loss_that_is_returned_is_not_said_to_be_finite():
+    report = judged({"x": rows_bad(), "loss": torch.tensor(NAN)}, ["a", "b", "c"])
+    assert report.rows is None and not report.are_requests_known
+    assert "what was returned is finite" not in str(report)
+
+
+def test_what_a_request_was_given_is_not_left_by_it():
+    with torch.inference_mode():
+        x = rows_bad(1)
+    report = judged({"x": x, "loss": torch.ones(())}, ["a", "b", "c"])
+    assert report.poisoned == {}
+
+
 @pytest.mark.parametrize(
     ("rows", "size", "requests", "is_known"),
     [
@@ -287,27 +332,75 @@ def test_the_arguments_of_a_forward_are_as_they_were():
     assert report.explanation.op.name.startswith("aten.div")
 
 
-def test_a_cache_that_nobody_has_written_to_is_bad_data():
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.o = nn.Linear(4, 4)
+class ReadsCache(nn.Module):
+    """Reads the first places of a cache, which it is given or keeps.
 
-        def forward(self, x, kv, place):
-            kv[:, place] = x
-            weights = torch.zeros(kv.shape[:2])
-            weights[:, : place + 1] = 1
-            return self.o((weights[..., None] * kv).sum(1))
+    Args:
+        kept: How it keeps the cache: "buffer", "attribute", or "" for not at all.
+        grows: It multiplies what was there before.
+    """
 
+    def __init__(self, kept="", grows=False):
+        super().__init__()
+        self.o, self.grows = nn.Linear(4, 4), grows
+        if kept == "buffer":
+            self.register_buffer("kv", unwritten())
+        elif kept:
+            self.kv = unwritten()
+
+    def forward(self, x, kv=None, place=1):
+        if kv is None:
+            kv = self.kv
+        kv = kv["kv"][0] if isinstance(kv, dict) else kv
+        kv[:, place] = x
+        if self.grows:
+            kv.mul_(2).add_(1)
+        weights = torch.zeros(kv.shape[:2])
+        weights[:, : place + 1] = 1
+        return self.o((weights[..., None] * kv).sum(1))
+
+
+def unwritten():
     kv = torch.zeros(2, 6, 4)
     kv[1, 4:] = NAN
-    net = Reads().eval()
+    return kv
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_cache_that_nobody_has_written_to_is_bad_data(is_nested, mode):
+    kv, net = unwritten(), ReadsCache().eval()
+    given = {"kv": [kv]} if is_nested else kv
+    with OverflowGuard(net), mode():
+        report = report_of(lambda: net(torch.ones(2, 4), given))
+    found, name = report.explanation, "kv['kv'][0]" if is_nested else "kv"
+    assert (report.rows, found.cause, found.tensor) == ([1], "bad data", name)
+    assert found.remedies[0].code == f"{name}.zero_()" and report.poisoned == {}
+    assert kv.isnan().sum() == 8 and kv[:, 1].sum() == 8  # the program's own is left
+
+
+@pytest.mark.parametrize("kept", ["buffer", "attribute"])
+def test_a_cache_that_a_module_keeps_is_zeroed_where_nobody_has_written(kept):
+    net = nn.Sequential(ReadsCache(kept)).eval()
     with OverflowGuard(net):
-        report = report_of(lambda: net(torch.ones(2, 4), kv, 1))
-    found = report.explanation
-    assert (report.rows, found.cause, found.tensor) == ([1], "bad data", "kv")
-    assert found.remedies[0].code == "kv.zero_()"
-    assert bool(kv[1, 4:].isnan().all())
+        report = report_of(lambda: net(torch.ones(2, 4)))
+    found, remedy = report.explanation, report.explanation.remedies[0]
+    assert (found.cause, found.tensor) == ("bad weights", "0.kv")
+    assert remedy.is_finite and remedy.code == 'model.get_submodule("0").kv.zero_()'
+    assert net[0].kv.isnan().sum() == 8 and not found.notes
+
+
+@pytest.mark.parametrize("how", ["given", "buffer", "attribute"])
+def test_a_cache_that_the_forward_has_overflown_is_not_called_unwritten(how):
+    net = ReadsCache("" if how == "given" else how, grows=True).eval()
+    kv = torch.full((2, 6, 4), 3e38)
+    given = kv if how == "given" else None
+    if given is None:
+        net.kv.fill_(3e38)
+    with OverflowGuard(net):
+        report = report_of(lambda: net(torch.ones(2, 4), given))
+    remedies = report.explanation.remedies
+    assert not any("zero" in each.text and each.is_finite for each in remedies)
 
 
 @pytest.mark.parametrize("is_added", [False, True])
@@ -412,6 +505,7 @@ def test_a_tripwire_sees_outputs_alone_and_then_everything():
             return {"scores": self.norm(self.up(x) * 1e4)}
 
     net = Overflows().half().eval()
+    nn.init.ones_(net.up.weight)  # -inf alone may be a mask
     with OverflowGuard(net, watch="tripwire") as guard:
         with torch.no_grad():
             net(torch.full((2, 4), 1e-3).half())
