@@ -26,6 +26,7 @@ from .tensor_kinds import (
     kinds_of,
     summary_of,
 )
+from .torch_calls import running_call
 
 # Computes an operation again in float64.
 
@@ -289,7 +290,7 @@ def _classify(
     if op.is_constant or (op.numbers and not found.has_bad_inputs):
         found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
         if not op.is_constant:
-            found.reason = _GIVEN.format(op.numbers[0])
+            found.reason = _needed_by_caller() or _GIVEN.format(op.numbers[0])
         return
     made, index = bad[0], found.first_index
     assert index is not None
@@ -342,6 +343,13 @@ def _divides_by_pivots(op: OpCall, found: Details) -> bool:
     assert found.limit is not None
     # So no product of four entries overflows.
     return largest < found.limit**0.25 and has(op.base, "pivots")
+
+
+def _needed_by_caller() -> str:
+    """What a torch function takes, where it writes nan for anything else."""
+    call = running_call()
+    needs = op_of(call.name).needs if call is not None else ""
+    return f"{call.name} needs a {needs}" if call is not None and needs else ""
 
 
 def _is_at_pole(op: OpCall, index: tuple[int, ...]) -> bool:

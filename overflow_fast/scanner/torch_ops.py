@@ -148,6 +148,7 @@ _TABLE = (
     ("*convolution* conv1d conv2d conv3d", _op("grows")),
     ("*slogdet* *linalg_inv* *linalg_solve* *linalg_lu* inverse *cholesky*",
      _op("pivots")),
+    ("logdet", _op(needs="matrix whose determinant is not negative")),
     ("linalg_matrix_exp", _op("nan_of_overflow")),
     # Powers and logarithms.
     ("exp", _op("each grows", never=(0.0,), safe=0.0)),

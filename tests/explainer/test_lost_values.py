@@ -306,6 +306,17 @@ OUTSIDE |= {
 }
 
 
+def test_nan_that_a_function_of_torch_writes_is_named_by_what_it_takes(as_kept):
+    """The determinant is negative: -1 of two rows that have changed places."""
+    swapped = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    found = explain(
+        model_of(1.0),
+        torch.ones(2, 2),
+        lambda x: (model_of(1.0)(x)[:, :2] * swapped).logdet().sum(),
+    )
+    as_kept(found)
+
+
 def transcript(x, frames, lengths):
     logs = x.mean() + torch.zeros(9, 2, 3).log_softmax(-1)
     labels = torch.ones(2, 4, dtype=torch.long)
