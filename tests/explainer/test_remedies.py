@@ -14,6 +14,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import Explain, NonFiniteError, OverflowGuard, explain
+from overflow_fast.explainer.remedies import rule_text
 
 NAN = float("nan")
 
@@ -753,3 +754,26 @@ def test_a_remedy_that_changes_no_other_sample_comes_first(as_kept):
         each.changes_others for each in remedies
     )
     as_kept(remedies[0].text)
+
+
+def test_the_places_of_a_long_loop_are_read_once_each(monkeypatch):
+    class Scan(nn.Module):
+        def forward(self, x):
+            state, states = torch.zeros_like(x[0]), []
+            for place in range(40):
+                state = torch.exp(x[place] * 2) * state + x[place]
+                states.append(state)
+            return torch.stack(states)
+
+    read, writers = [], []
+    node_at, init = rule_text.node_at, rule_text.Writer.__init__
+    monkeypatch.setattr(rule_text, "node_at", lambda at: read.append(at) or node_at(at))
+    monkeypatch.setattr(
+        rule_text.Writer,
+        "__init__",
+        lambda self, *args: writers.append(args) or init(self, *args),
+    )
+    with torch.no_grad():
+        explain(Scan(), torch.full((40, 2), 5.0))
+    assert len(writers) > 40  # one a turn, and each of 3 places in the loop
+    assert len(read) < 40 * len(writers)  # 360 torch calls

@@ -245,11 +245,12 @@ class Writer(ast.NodeTransformer):
     @functools.cached_property
     def _pure(self) -> set[int]:
         """The expressions of torch calls that return the same each time."""
-        return {
-            id(node_at(call.sites[0]))
+        sites = {  # a loop makes thousands of calls at one place
+            call.sites[0].instruction: call.sites[0]
             for call in self._calls
             if call.sites[0].code is self._site.code and not has(call.name, "random")
         }
+        return {id(node_at(site)) for site in sites.values()}
 
     def _is_inside(self, node: ast.AST) -> bool:
         around = (node, *self._source.around(node))
