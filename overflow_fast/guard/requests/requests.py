@@ -71,6 +71,7 @@ _OFTEN = (
 
 
 _LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
+_CODERS = {"encoder", "decoder"}
 
 
 class Request:
@@ -777,14 +778,20 @@ class _Kept:
 
 
 def entries_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of a model that can be called; of a container, those in it."""
+    """The children of a model that can be called; of a container, those in it.
+
+    Of one that has an encoder and a decoder, these too: a generation calls them alone.
+    """
     for child in children_of(model).values():
         if isinstance(child, torch.jit.ScriptModule):
             continue
         if type(child).forward is nn.Module.forward:
             yield from entries_of(child)
-        else:
-            yield child
+            continue
+        yield child
+        parts = children_of(child)
+        if parts.keys() >= _CODERS:
+            yield from (parts[name] for name in sorted(_CODERS))
 
 
 def named_outputs(output: Any) -> dict[str, torch.Tensor]:

@@ -452,6 +452,16 @@ def test_a_submodule_that_is_called_alone_is_a_request(watch):
     assert not vae.decoder._forward_hooks and not vae.decoder._forward_pre_hooks
 
 
+@pytest.mark.parametrize("watch", ["tripwire", None])
+def test_an_encoder_within_a_submodule_is_a_request_too(watch):
+    """As of transformers' models of that kind, whose generation calls it first."""
+    whole = nn.Sequential(Vae()).eval()
+    options = {} if watch is None else {"watch": watch}
+    with OverflowGuard(whole, **options):
+        report = report_of(lambda: whole[0].encoder(rows_bad(2)))
+    assert (report.rows, report.explanation.cause) == ([2], "bad data")
+
+
 def test_an_exception_of_the_programs_own_has_the_report():
     net = make_net()
     with OverflowGuard(net) as guard:
