@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from ...detector.hooks import move_hook_to_front
 from ...scanner.modules import children_of, named_buffers
 from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
-from ...scanner.text import error_line
+from ...scanner.text import counted, error_line
 from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
 from ..config import EVERYTHING, wanted_of
@@ -64,6 +65,12 @@ _ZEROED = (
     "The forward was run again with 0 for what it, or a later one, has left non-finite "
     "in tensors that it was given."
 )
+_BEHIND = (
+    "Nothing that the guard saw in this request ({}) is nan or inf, but for -inf, which "
+    "may be a mask: what is wrong came from code between the watched modules or behind "
+    "them."
+)
+_OF_VALUES = re.compile(r"\b(inf|nan|non-?finite|infinity)\b", re.IGNORECASE)
 _OFTEN = (
     "The forward was not run again: explanations have taken more than "
     f"{_SHARE:.0%} of the time since the first request."
@@ -483,6 +490,10 @@ class Requests:
             try:
                 if request.frames:
                     self._judge(request, error)
+                elif request.num_forwards and _is_of_values(error):
+                    _note(
+                        error, _BEHIND.format(counted(request.num_forwards, "forward"))
+                    )
             finally:
                 self._end_round(request)
                 if request.num_forwards > 1:
@@ -818,7 +829,18 @@ def _recorded(
 
 def _add_note(error: Exception, report: Report) -> None:
     """Adds a report to the exception that the program's own code has raised."""
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"[overflow_fast] {report.answer()}")
-    else:
+    if not _note(error, report.answer()):
         _log.warning("%s", report)
+
+
+def _note(error: Exception, text: str) -> bool:
+    """Adds a text to an exception; returns False where Python has no notes."""
+    if not hasattr(error, "add_note"):  # Python 3.11
+        return False
+    error.add_note(f"[overflow_fast] {text}")
+    return True
+
+
+def _is_of_values(error: Exception | None) -> TypeGuard[Exception]:
+    """True for an exception about nan or inf, as `torch.multinomial` raises."""
+    return error is not None and _OF_VALUES.search(str(error)) is not None
