@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .request_text import RequestText
     from .requests import Request
 
+_SORTED = "`ids` may be in another order than rows: {} sorts."
 _ARGUMENT = re.compile(r"^(input\[\d+\]|\w+)")  # before the path within it
 
 
@@ -58,6 +59,7 @@ class RequestReport(Report):
     are_requests_known: bool = True
     poisoned: dict[str, list[int] | None] = field(default_factory=dict)
     left_by: str = ""
+    _is_sorted = False  # rows may have another order than names
 
     @classmethod
     def of(
@@ -92,6 +94,10 @@ class RequestReport(Report):
             size = _size_of(request.output) if request.ids is None else len(request.ids)
             made.rows, made.num_rows = bad_rows(request.output, size)
         made._match()
+        if request.sorted_by and len(made.ids or ()) > 1 and made.requests:
+            made.requests, made.are_requests_known = made.ids, False
+            made._is_sorted = True
+            made.notes.append(_SORTED.format(request.sorted_by))
         made.poisoned = dict(poisoned)
         first = report.verdict.first
         if first is not None:
@@ -148,7 +154,7 @@ class RequestReport(Report):
             ]
         if self.rows is not None or found is None or found.sample is None or not ids:
             return
-        if found.num_samples == len(ids):
+        if found.num_samples == len(ids) and not self._is_sorted:
             self.requests = [ids[int(found.sample)]]
             self.are_requests_known = True
 

@@ -11,12 +11,14 @@ import contextlib
 import dataclasses
 import logging
 import re
+import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -28,7 +30,7 @@ from ...detector.hooks import move_hook_to_front
 from ...scanner.modules import children_of, named_buffers
 from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
-from ...scanner.text import counted, error_line
+from ...scanner.text import counted, error_line, short_name
 from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
 from ..config import EVERYTHING, wanted_of
@@ -66,9 +68,9 @@ _ZEROED = (
     "in tensors that it was given."
 )
 _BEHIND = (
-    "Nothing that the guard saw in this request ({}) is nan or inf, but for -inf, which "
-    "may be a mask: what is wrong came from code between the watched modules or behind "
-    "them."
+    "Nothing that the guard saw in this request ({}) is nan or inf, but for -inf, "
+    "which may be a mask: what is wrong came from code between the watched modules or "
+    "behind them."
 )
 _OF_VALUES = re.compile(r"\b(inf|nan|non-?finite|infinity)\b", re.IGNORECASE)
 _OFTEN = (
@@ -79,6 +81,7 @@ _OFTEN = (
 
 _LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
 _CODERS = {"encoder", "decoder"}
+_SORTS = {"sorted", "sort", "argsort"}
 
 
 class Request:
@@ -100,6 +103,9 @@ class Request:
             None.
         output: What the program has recorded, or that function has returned.
         raised: The type of the exception that has ended it, or None.
+        depth: How many calls were under way where it began.
+        sorted_by: The function between there and its first forward that sorts, and may
+            have sorted the rows, with its place; or "".
         zeroed: What that forward or a later one has left non-finite in tensors that it
             was given, with 0 for it: a replay begins with these.
     """
@@ -114,6 +120,7 @@ class Request:
         self.function: KeptCall | None = None
         self.output: Any = None
         self.raised: type[Exception] | None = None
+        self.depth, self.sorted_by = 0, ""
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
 
@@ -302,6 +309,8 @@ class Requests:
         self._now.begin = 0.0
         request, is_own = self._request_now()
         request.add(watch, batch, call)
+        if not request.num_forwards and request.ids:
+            request.sorted_by = _sorted_by(request.depth)
         request.num_forwards += 1
         with self._counts:
             self.num_forwards += 1
@@ -368,6 +377,7 @@ class Requests:
         """Makes what this thread runs within one request."""
         now, before = self._now, self._now.request
         now.request = request = self._new(ids)
+        request.depth = len(list(_frames())) - 2  # of whoever has entered this
         with contextlib.ExitStack() as stack:
             if self._is_left_out(request):
                 stack.enter_context(_C.Unwatched())
@@ -491,9 +501,8 @@ class Requests:
                 if request.frames:
                     self._judge(request, error)
                 elif request.num_forwards and _is_of_values(error):
-                    _note(
-                        error, _BEHIND.format(counted(request.num_forwards, "forward"))
-                    )
+                    forwards = counted(request.num_forwards, "forward")
+                    _note(error, _BEHIND.format(forwards))
             finally:
                 self._end_round(request)
                 if request.num_forwards > 1:
@@ -774,6 +783,24 @@ def _of_training(function: Callable[[ModelWatch], None]) -> Callable[..., None]:
             function(watch)
 
     return call
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yields the calls that are under way in this thread, from the caller's on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _sorted_by(depth: int) -> str:
+    """The function above so many calls that sorts, in words; or ""."""
+    frames = list(_frames())
+    for code in (frame.f_code for frame in frames[: len(frames) - depth]):
+        if _SORTS & set(code.co_names):
+            place = f"{short_name(code.co_filename)}:{code.co_firstlineno}"
+            return f"{code.co_name}() ({place})"
+    return ""
 
 
 class _Kept:

@@ -129,6 +129,37 @@ def test_rows_that_belong_to_no_known_request_are_said_not_to(
     assert (report.requests, report.are_requests_known) == (requests, is_known)
 
 
+class Encodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.lin(x)
+
+    def encode(self, texts):
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]), reverse=True)
+        return self(torch.stack([texts[i].sum(0) for i in order]))
+
+    def encode_in_order(self, texts):
+        return self(torch.stack([text.sum(0) for text in texts]))
+
+
+@pytest.mark.parametrize("name", ["encode", "encode_in_order"])
+def test_rows_that_code_between_may_have_sorted_name_no_request(name):
+    net, texts = Encodes().eval(), [torch.ones(n, 4) for n in (1, 2, 3)]
+    texts[0][:] = NAN
+    _ = sorted([2, 1])  # by the program itself, before it gives names
+    with OverflowGuard(net) as guard, pytest.raises(NonFiniteError) as raised:
+        with torch.no_grad(), guard.request(ids=["a", "b", "c"]):
+            getattr(net, name)(texts)
+    report, is_known = raised.value.report, name == "encode_in_order"
+    assert report.rows == [0 if is_known else 2]
+    assert report.are_requests_known == is_known
+    assert report.requests == (["a"] if is_known else ["a", "b", "c"])
+    assert any("encode() (test_requests.py" in n for n in report.notes) != is_known
+
+
 def test_one_line_a_bad_request_is_logged(caplog):
     net = make_net()
     with OverflowGuard(net, on_overflow="warn") as guard, torch.no_grad():
