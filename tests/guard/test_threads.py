@@ -210,10 +210,13 @@ def is_bad(model, value):
 
 @pytest.mark.parametrize("how", ["enable", "another", "first"])
 @pytest.mark.parametrize("running", [1.0, float("nan")])
-def test_a_forward_that_ran_when_the_guard_was_switched_on_is_left_out(how, running):
+@pytest.mark.parametrize("options", [{}, {"watch": "tripwire"}], ids=["all", "outputs"])
+def test_a_forward_that_ran_when_the_guard_was_switched_on_is_left_out(
+    how, running, options
+):
     model = nn.Sequential(nn.Linear(2, 2), Waits(), nn.Linear(1, 1))
     inner, found, nan = model[1], [], float("nan")
-    guard = None if how == "first" else OverflowGuard(model)
+    guard = None if how == "first" else OverflowGuard(model, **options)
     inner.waits = True
     thread = threading.Thread(
         target=lambda: found.extend(
@@ -228,11 +231,12 @@ def test_a_forward_that_ran_when_the_guard_was_switched_on_is_left_out(how, runn
     elif guard is not None:
         guard.remove()
     if how != "enable":
-        guard = OverflowGuard(model)
+        guard = OverflowGuard(model, **options)
     assert [is_bad(model, value) for value in (1.0, nan, 1.0)] == [False, True, False]
     inner.ends.set()
     thread.join()
     assert found == [False, True, False]  # it began before: nothing is said of it
+    assert guard.metrics()["requests_total"] == 5
     assert not is_bad(model, 1.0) and is_bad(model, nan)
     assert guard.check() is None and guard.coverage().failures == 0
     guard.remove()

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import _C
-from ...detector.hooks import move_hook_to_front
+from ...detector.hooks import move_hook_to_front, threads_in
 from ...scanner.modules import children_of, named_buffers
 from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
@@ -703,7 +703,7 @@ class Requests:
 
     def before_entry(self, watch: ModelWatch, module: nn.Module, given: Any) -> None:
         """Begins the call of a module that the program calls alone."""
-        if self._now.is_in:
+        if self._now.is_in or _began_before(watch):
             return
         self.pass_in()
         self._now.entry = module
@@ -765,6 +765,12 @@ class _Hooks:
             self._requests.pass_out()
         else:
             self._requests.entry_ended(module)
+
+
+def _began_before(watch: ModelWatch) -> bool:
+    """True within a forward of this thread that began before the hooks were put on."""
+    own, model = get_ident(), watch.model
+    return own in watch._strays and model is not None and own in threads_in(model)
 
 
 def _is_left_alone() -> bool:
