@@ -22,7 +22,7 @@ from ..guard.guard import OverflowGuard, guards_of
 from ..guard.options import TRIPWIRE
 from ..guard.parts import living_models
 from ..guard.requests.requests import Requests, entries_of
-from ..scanner.modules import modules_in
+from ..scanner.modules import is_scripted, modules_in
 from ..torch_internals.call_arguments import keywords_of_call
 from ..torch_internals.module_internals import forward_pre_hooks
 from ..torch_internals.running import is_jit_tracing
@@ -30,6 +30,7 @@ from .script_models import find_outermost, have_detectors, named_by_class
 
 _log = logging.getLogger("overflow_fast")
 _MOST_MODELS = 16  # all objects are searched for what holds each
+_NO_HOOKS = "%s is not watched: TorchScript calls no hooks."
 # The hook takes about a microsecond a module: it goes after the tokens of some texts.
 _MOST_CALLS = 4096
 
@@ -114,6 +115,10 @@ class RequestGuard:
 
     def _add(self, module: nn.Module) -> None:
         """Makes the guard watch the model that a module is, or is called of."""
+        if is_scripted(module):
+            self._known.add(module)
+            _log.warning(_NO_HOOKS, module.original_name)
+            return
         (root, *_), _ = find_outermost([module], [])
         if all(each is not module for each in entries_of(root)):
             root = module

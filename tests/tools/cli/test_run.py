@@ -548,6 +548,18 @@ def test_clean_requests_of_a_script_are_counted(tmp_path, as_kept):
     as_kept(said_by_us(done))
 
 
+def test_a_scripted_model_of_a_pipeline_leaves_the_others_watched(tmp_path):
+    script = f"""{SERVED}
+first = torch.jit.script(nn.Linear(4, 4).half())
+with torch.no_grad():
+    x = first(torch.ones(2, 4).half())
+    net(x, scale=torch.tensor(1e6))
+"""
+    done = run(tmp_path, script)
+    assert done.returncode == 3 and "Request 0: " in done.stderr
+    assert done.stderr.count("Traceback") == 1  # of the request alone
+
+
 def test_the_models_of_a_pipeline_are_told_apart_as_they_first_run(tmp_path):
     script = f"""{SERVED}
 class Vae(nn.Module):
