@@ -219,6 +219,7 @@ class Requests:
         for watch in parts.watches:
             watch.inputs.capture = self
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained
+            watch.looks_for_loss = bool(parts.hooks)  # it is an output, as others are
             if not parts.hooks and watch.on_forward_end is not None:
                 watch.on_forward_end = _of_training(watch.on_forward_end)
 
@@ -377,7 +378,8 @@ class Requests:
         """Makes what this thread runs within one request."""
         now, before = self._now, self._now.request
         now.request = request = self._new(ids)
-        request.depth = len(list(_frames())) - 2  # of whoever has entered this
+        if request.ids:
+            request.depth = len(list(_frames())) - 2  # of whoever has entered this
         with contextlib.ExitStack() as stack:
             if self._is_left_out(request):
                 stack.enter_context(_C.Unwatched())

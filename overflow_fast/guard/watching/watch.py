@@ -517,6 +517,7 @@ class ModelWatch(StepHooks):
             is_listed=wanted.activations, is_held=options.get("captures_tensors", False)
         )
         self.has_seen_loss = self.returns_loss = False
+        self.looks_for_loss = True
         self.has_unseen_outputs = False
         self.has_loss_of_step = False
         self.has_submodule_calls = False
@@ -674,7 +675,8 @@ class ModelWatch(StepHooks):
     def _record_root(
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
-        loss = model_loss_in(output)
+        looks = self.looks_for_loss or torch.is_grad_enabled()
+        loss = model_loss_in(output) if looks else None
         if self.modules.needs_hook(0, module):
             # First: a hook of the program's on the gradient, behind ours, may raise.
             super()._record_root(module, args, kwargs, output)

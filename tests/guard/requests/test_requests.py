@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.watching import watch as watching
 
 NAN = float("nan")
 
@@ -577,6 +578,18 @@ def test_a_tripwire_sees_outputs_alone_and_then_everything():
     assert report.verdict.first.fqn == "norm"
     assert report.explanation.cause == "range overflow"
     assert "aten.mul" in report.explanation.op.name
+
+
+def test_no_loss_is_looked_for_in_what_a_token_has_returned(monkeypatch):
+    looked = []
+    monkeypatch.setattr(watching, "model_loss_in", looked.append)
+    net = make_net()
+    with OverflowGuard(net, watch="tripwire"):
+        with torch.no_grad():
+            net(torch.ones(2, 4))
+        assert not looked
+        net(torch.ones(2, 4))
+    assert looked
 
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
