@@ -59,8 +59,25 @@ class ExplanationText:
 
     def rows(self) -> list[str]:
         """All rows: label and text, the remedies last."""
+        return _written(self._all())
+
+    def parts(self) -> list[tuple[str, str, str]]:
+        """All rows: label, text, and the code below it."""
+        parts = list[tuple[str, str, str]]()
+        for label, text in self._all():
+            first, _, code = text.partition("\n")
+            if not label:  # the marks below a line
+                code = f"{parts.pop()[2]}\n{text}"
+                parts.append(("code", "", code))
+            elif label == "code":
+                parts.append((label, "", text))
+            else:
+                parts.append((label, first, textwrap.dedent(code)))
+        return parts
+
+    def _all(self) -> list[tuple[str, str]]:
         tried = [*self._nearest(), *self._tried(self._helped)]
-        return _written([*self._rows(), *self._attempts(), *tried])
+        return [*self._rows(), *self._attempts(), *tried]
 
     def short_rows(self) -> list[str]:
         """Those of an exception, but for the attempts and the remedies."""
