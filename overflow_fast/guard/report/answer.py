@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FEW = 3  # sentences of a kind, and ends of a chain; chosen
 _FEW_SHORT = 2  # of each kind of sentence in an exception
-_MAX_CODE = 76  # characters of a line of code: with its label, 86
+_MAX_CODE = 70  # characters of a line of code: with its label, a terminal's 80
 _MAX_LIST = 90  # of what did not help
 _INDENT = " " * 4
 _NONE_KEEPS = "no change that was tried keeps the value"
@@ -149,7 +149,7 @@ class ExplanationText:
             return
         code, begin, end = cut_around(op.code, op.columns)
         yield "code", code
-        if expression_of(op) and 2 * (end - begin) < len(code):
+        if expression_of(op) and 2 * (end - begin) < len(op.code):
             yield "", f"{' ' * begin}{'^' * (end - begin)}"
 
     def _attempts(self, most: int = 0) -> Iterator[tuple[str, str]]:
@@ -277,10 +277,19 @@ def cut_around(code: str, columns: tuple[int, int] | None) -> tuple[str, int, in
     first = max(0, min(begin, begin - (room - (end - begin)) // 2))
     first = min(first, max(0, len(code) - room))
     last = min(len(code), first + room)
+    while first < begin and _is_in_word(code, first):
+        first += 1
+    while last > end and _is_in_word(code, last):
+        last -= 1
     before, after = "... " * (first > 0), " ..." * (last < len(code))
     shift = len(before) - first
     begin, end = begin + shift, min(end, last) + shift
     return f"{before}{code[first:last]}{after}", begin, max(begin, end)
+
+
+def _is_in_word(code: str, i: int) -> bool:
+    """True if a name or number goes on from before a place to behind it."""
+    return 0 < i < len(code) and f"_{code[i - 1]}{code[i]}".isidentifier()
 
 
 def _shortened(chain: list[str]) -> str:
