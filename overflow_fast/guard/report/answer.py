@@ -149,7 +149,8 @@ class ExplanationText:
             return
         code, begin, end = cut_around(op.code, op.columns)
         yield "code", code
-        if expression_of(op) and 2 * (end - begin) < len(op.code):
+        is_cut = code not in op.code
+        if expression_of(op) and (is_cut or 2 * (end - begin) < len(code)):
             yield "", f"{' ' * begin}{'^' * (end - begin)}"
 
     def _attempts(self, most: int = 0) -> Iterator[tuple[str, str]]:
