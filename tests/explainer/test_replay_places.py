@@ -436,6 +436,6 @@ def test_a_line_that_is_too_long_is_cut_around_what_failed(which):
     expected = {"first": "torch.log(a)", "second": "torch.log(b)"}
     begin = marks.index("^")
     assert code[begin : len(marks)].startswith(expected.get(which, "torch.log(  b  )"))
-    assert set(marks.strip()) == {"^"} and code.startswith("code ") and len(code) <= 86
+    assert set(marks.strip()) == {"^"} and code.startswith("code ") and len(code) <= 80
     begin, end = found.op.columns
     assert found.op.code[begin:end].startswith("torch.log(")

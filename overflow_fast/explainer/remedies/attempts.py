@@ -113,10 +113,10 @@ def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
         return "", ""
     casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
     if not is_half:
-        return "use bfloat16 for the inputs", "; ".join(casts)
+        return "use bfloat16 for the inputs", "\n".join(casts)
     text = f"use bfloat16 for the model{' and its inputs' * bool(names)}"
     code = list(map(code_name, models))
-    return text, "; ".join([*(f"{m}.to(torch.bfloat16)" for m in code), *casts])
+    return text, "\n".join([*(f"{m}.to(torch.bfloat16)" for m in code), *casts])
 
 
 def _try_modules(prefix: str, model: str, names: list[str], trials: Trials) -> Attempts:
@@ -645,7 +645,8 @@ def _repair_weights(failure: Failure, trials: Trials) -> Attempts:
 _NEGATIVE = 'v = model.get_buffer("{}"); v[v < 0] = 1'
 _DIRECTIONS = ("weight_v", "original1")  # of both kinds of weight_norm
 _ZERO_ROWS = (
-    'v = model.get_parameter("{}").data; is_zero = v.flatten(1).norm(dim=1) == 0; '
+    'v = model.get_parameter("{}").data\n'
+    "is_zero = v.flatten(1).norm(dim=1) == 0\n"
     "v[is_zero] = 0.02 * torch.randn_like(v[is_zero])"
 )
 
@@ -658,8 +659,9 @@ def _scaling_code(names: list[str], factor: float, trials: Trials) -> str:
     alike = [name for name in all_names if re.fullmatch(pattern, name)]
     if len(names) > _FEW_NAMES and sorted(alike) == sorted(names):
         return (
-            "for name, weight in model.named_parameters(): "
-            f'weight.data.mul_({factor:g} if re.fullmatch(r"{pattern}", name) else 1)'
+            "for name, weight in model.named_parameters():\n"
+            f'    if re.fullmatch(r"{pattern}", name):\n'
+            f"        weight.data.mul_({factor:g})"
         )
     scale = f".data.mul_({factor:g})"
     if len(names) == 1:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FEW = 3  # sentences of a kind, and ends of a chain; chosen
 _FEW_SHORT = 2  # of each kind of sentence in an exception
-_MAX_CODE = 76  # characters of a line of code: with its label, 86
+_MAX_CODE = 70  # characters of a line of code: with its label, a terminal's 80
 _MAX_LIST = 90  # of what did not help
 _INDENT = " " * 4
 _NONE_KEEPS = "no change that was tried keeps the value"
@@ -59,8 +59,25 @@ class ExplanationText:
 
     def rows(self) -> list[str]:
         """All rows: label and text, the remedies last."""
+        return _written(self._all())
+
+    def parts(self) -> list[tuple[str, str, str]]:
+        """All rows: label, text, and the code below it."""
+        parts = list[tuple[str, str, str]]()
+        for label, text in self._all():
+            first, _, code = text.partition("\n")
+            if not label:  # the marks below a line
+                code = f"{parts.pop()[2]}\n{text}"
+                parts.append(("code", "", code))
+            elif label == "code":
+                parts.append((label, "", text))
+            else:
+                parts.append((label, first, textwrap.dedent(code)))
+        return parts
+
+    def _all(self) -> list[tuple[str, str]]:
         tried = [*self._nearest(), *self._tried(self._helped)]
-        return _written([*self._rows(), *self._attempts(), *tried])
+        return [*self._rows(), *self._attempts(), *tried]
 
     def short_rows(self) -> list[str]:
         """Those of an exception, but for the attempts and the remedies."""
@@ -132,7 +149,8 @@ class ExplanationText:
             return
         code, begin, end = cut_around(op.code, op.columns)
         yield "code", code
-        if expression_of(op) and 2 * (end - begin) < len(code):
+        is_cut = code not in op.code
+        if expression_of(op) and (is_cut or 2 * (end - begin) < len(code)):
             yield "", f"{' ' * begin}{'^' * (end - begin)}"
 
     def _attempts(self, most: int = 0) -> Iterator[tuple[str, str]]:
@@ -260,10 +278,19 @@ def cut_around(code: str, columns: tuple[int, int] | None) -> tuple[str, int, in
     first = max(0, min(begin, begin - (room - (end - begin)) // 2))
     first = min(first, max(0, len(code) - room))
     last = min(len(code), first + room)
+    while first < begin and _is_in_word(code, first):
+        first += 1
+    while last > end and _is_in_word(code, last):
+        last -= 1
     before, after = "... " * (first > 0), " ..." * (last < len(code))
     shift = len(before) - first
     begin, end = begin + shift, min(end, last) + shift
     return f"{before}{code[first:last]}{after}", begin, max(begin, end)
+
+
+def _is_in_word(code: str, i: int) -> bool:
+    """True if a name or number goes on from before a place to behind it."""
+    return 0 < i < len(code) and f"_{code[i - 1]}{code[i]}".isidentifier()
 
 
 def _shortened(chain: list[str]) -> str:

@@ -330,7 +330,7 @@ class RunIdentity:
 def _script() -> str:
     """The program's file, or its package; "" where code is typed."""
     path = Path(next(iter(sys.argv), ""))
-    name = path.parent.name if path.name == "__main__.py" else path.name
+    name = path.parent.name if path.stem == "__main__" else path.name
     is_typed = notebook_shell() is not None or name in ("-c", "-m")
     return "" if is_typed else name
 

@@ -317,7 +317,8 @@ class ReportText:
         first, *rest = self._event()
         lines = [*rest, *self._advice(), *self._reasons()]
         details = [*lines, *self._details()]
-        return text_html(first, details, self.text(), self._explained())
+        rows = [] if self.explanation is None else self.explanation.words.parts()
+        return text_html(first, details, self.text(), rows)
 
     def short_text(self, note: str) -> str:
         """The headline, the outcome, advice where a skip repairs nothing, a note."""

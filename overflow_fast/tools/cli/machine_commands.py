@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ...guard.files.json_text import dumps
 from ...scanner.text import printable
 from .subcommand import Commands, add_command, at_least_one, command, fail, reason
-from .terminal import shown
 
 if TYPE_CHECKING:
     from ..doctor.diagnosis import Diagnosis
@@ -73,6 +72,8 @@ def _run_doctor(parsed: argparse.Namespace) -> int:
 
 def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> int:
     """Prints it and writes its page; returns 2 if the page cannot be written."""
+    from .terminal import shown
+
     status = 0
     if as_json:
         print(dumps(diagnosis.to_dict(), indent=1))
@@ -266,6 +267,8 @@ def add_demo(commands: Commands) -> None:
 
 
 def _run_demo(parsed: argparse.Namespace) -> int:
+    from .terminal import shown
+
     try:
         from ..demo import DemoSettings, show, train
     except ImportError as error:

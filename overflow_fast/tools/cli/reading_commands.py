@@ -33,7 +33,6 @@ from .subcommand import (
     require_content,
     warn,
 )
-from .terminal import shown
 
 # `log`: filters the guard's JSON log.
 
@@ -536,6 +535,7 @@ def add_explain(commands: Commands) -> None:
 def _run_explain(parsed: argparse.Namespace) -> int:
     from ...explainer.explain_folder import explain_folder, function_at, require_step
     from ...explainer.saved_step import UnreadableStepError
+    from .terminal import shown
 
     try:
         require_step(parsed.folder)
@@ -618,6 +618,7 @@ def add_compare(commands: Commands) -> None:
 def _run_compare(parsed: argparse.Namespace) -> int:
     """Returns the exit status: see docs/guides/command-line.md."""
     from ..compare.entry_points import compare
+    from .terminal import shown
 
     output: str = parsed.output or ""
     if output and not output.endswith(_FORMATS):

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .subcommand import Commands, add_command, command, fail, reason
-from .terminal import is_shown_as_it_is, shown
 
 if TYPE_CHECKING:
     from ...guard.report.report import NonFiniteError
@@ -86,6 +85,8 @@ def print_traceback(error: BaseException) -> None:
 
 def print_report(error: NonFiniteError) -> None:
     """Prints the guard's error; on a terminal its report has that one's width."""
+    from .terminal import is_shown_as_it_is, shown
+
     if sys.excepthook is not sys.__excepthook__ or is_shown_as_it_is(sys.stderr):
         print_traceback(error)
         return

@@ -95,6 +95,20 @@ def test_reports_and_headroom_are_escaped_html():
         assert "&lt;b&gt;" in html and "<b>" not in html and "<script>" not in html
 
 
+def test_a_report_in_a_notebook_has_aligned_rows_and_code_as_code(as_kept):
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        loss = guard.run(lambda: -(1e4 * model(x)).softmax(1).log().mean())
+        loss.backward()
+        optimizer.step()
+    shown, _, folded = guard.last_report._repr_html_().partition("<details>")
+    assert "color" not in shown  # a theme's own are, light or dark
+    assert "evidence  " in folded
+    as_kept(shown.replace("><", ">\n<"))
+
+
 def test_a_record_that_is_printed_says_what_it_has(tmp_path, as_kept):
     path = tmp_path / "run.ofr"
     lines = [step_line(i, high=[1.0] * 4) for i in range(3)]

@@ -14,7 +14,12 @@ import pytest
 
 from overflow_fast.tools.cli.terminal import is_shown_as_it_is, shown
 
-REPORT = """\
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.fixture
+def report():
+    return """\
 Step 3: the loss is inf. log(0) at train.py:8: softmax (train.py:7) underflowed to 0.
 The optimizer step was not made.
 It was non-finite when the model received it: it came from the batch or from the
@@ -28,7 +33,6 @@ tried     use log_softmax (train.py:8): finite, loss 540.4
     return -logits.log_softmax(-1).mean()  # a line of code is never broken anywhere
 stage              ranks  seconds  result, which stands in a column of its own
 roll call              2      0.0  fine"""
-COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Terminal(io.StringIO):
@@ -43,32 +47,32 @@ def plain(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_a_report_is_left_alone_where_no_terminal_is():
-    assert shown(REPORT, io.StringIO()) == REPORT
+def test_a_report_is_left_alone_where_no_terminal_is(report):
+    assert shown(report, io.StringIO()) == report
     assert is_shown_as_it_is(io.StringIO())
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-def test_a_report_is_wrapped_at_a_terminal_s_width(width, monkeypatch, as_kept):
+def test_a_report_is_wrapped_at_a_terminal_s_width(width, report, monkeypatch, as_kept):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("NO_COLOR", "1")
-    as_kept(shown(REPORT, Terminal()))
+    as_kept(shown(report, Terminal()))
 
 
-def test_columns_of_a_table_and_code_are_never_broken(monkeypatch):
+def test_columns_of_a_table_and_code_are_never_broken(report, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
-    lines = shown(REPORT, Terminal()).split("\n")
+    lines = shown(report, Terminal()).split("\n")
     beginnings = "    ", "stage", "roll call"
-    whole = [e for e in REPORT.split("\n") if e.startswith(beginnings)]
+    whole = [e for e in report.split("\n") if e.startswith(beginnings)]
     assert [e for e in lines if e in whole] == whole
 
 
-def test_colours_change_no_character(monkeypatch):
+def test_colours_change_no_character(report, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    coloured = shown(REPORT, Terminal())
+    coloured = shown(report, Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
-    assert COLOUR.sub("", coloured) == shown(REPORT, Terminal()) != coloured
+    assert COLOUR.sub("", coloured) == shown(report, Terminal()) != coloured
 
 
 @pytest.mark.parametrize(
@@ -84,12 +88,12 @@ def test_colours_change_no_character(monkeypatch):
     ],
 )
 def test_colours_are_where_a_terminal_or_the_user_asks_for_them(
-    variables, is_terminal, has_colours, monkeypatch
+    variables, is_terminal, has_colours, report, monkeypatch
 ):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     stream = Terminal() if is_terminal else io.StringIO()
-    assert bool(COLOUR.search(shown(REPORT, stream))) == has_colours
+    assert bool(COLOUR.search(shown(report, stream))) == has_colours
 
 
 PROGRAM = """
@@ -118,11 +122,10 @@ def test_a_program_s_error_has_the_width_of_the_terminal_it_runs_in(tmp_path):
     while part := _read(ours):
         said += part
     assert done.wait() == 3
-    lines = said.decode().replace("\r", "").partition("Traceback")[2].split("\n")
-    assert any("\x1b[36mcause" in line for line in lines)
-    plain = [COLOUR.sub("", line) for line in lines]
-    named = next(i for i, e in enumerate(plain) if "NonFiniteError: Step 0" in e)
-    sentences = [e for e in plain[named:] if not e.startswith(("code", " "))]
+    text = said.decode().replace("\r", "").partition("NonFiniteError")[2]
+    assert COLOUR.search(text)
+    plain = COLOUR.sub("", text).split("\n")
+    sentences = [e for e in plain if not e.startswith(("code", " "))]
     assert len(sentences) > 3 and max(map(len, sentences)) <= 72
 
 

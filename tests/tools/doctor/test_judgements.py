@@ -534,6 +534,7 @@ def test_the_page_shows_the_links(tmp_path):
     cells = dict(latency.rows)
     assert cells[1][2].hue == cells[2][1].hue == 0  # beyond four times the median
     assert cells[4][4] is None and cells[4][5].hue > 150
+    assert latency.has_numbers and f">{cells[1][2].number}</td>" in text
     other = tmp_path / "mine.html"
     other.write_text("mine")
     with pytest.raises(FileExistsError, match="not written over"):

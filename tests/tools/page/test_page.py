@@ -400,6 +400,25 @@ NUMBERS |= {
 }
 
 
+ENDS = {
+    (1.0, 1.0): "1",
+    (0.5, 2.0): "0.5 to 2",
+    (0.99987, 0.99993): "0.99987 to 0.99993",
+}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_ends_of_a_sparkline_have_the_digits_that_tell_them_apart():
+    script = (Path(grid.__file__).parent / "heatmap.js").read_text()
+    short, ends = re.findall(
+        r"  const short = .*?\n  };\n|  function range.*?\n  }\n", script, re.DOTALL
+    )
+    values = json.dumps(list(ENDS))
+    code = f"{short}{ends}console.log(JSON.stringify({values}.map((v) => range(...v))))"
+    done = subprocess.run(["node", "-e", code], capture_output=True, check=True)
+    assert json.loads(done.stdout) == list(ENDS.values())
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_numbers_keep_the_zeros_that_are_digits():
     script = (Path(grid.__file__).parent / "heatmap.js").read_text()
@@ -454,3 +473,48 @@ def test_code_is_shown_without_the_indentation_that_all_lines_have(tmp_path):
     op = {"file": str(file), "line": 4, "code": "b = a / 0"}
     shown = Incident(0, {}, {"op": op}).code()
     assert shown.lines == [(3, "a = 1"), (4, "    b = a / 0")]
+
+
+def test_the_expression_that_failed_is_marked_where_it_stands_once(tmp_path):
+    op = {"name": "div", "code": "y = a / b + c / d", "columns": (4, 9)}
+    (marked,) = re.findall(
+        "<mark>(.*?)</mark>", page_of([], [Incident(0, {}, {"op": op})])
+    )
+    assert marked == "a / b"
+    twice = {**op, "code": "y = a / b + a / b"}
+    assert Incident(0, {}, {"op": twice}).code().failed == (twice["code"], "", "")
+
+
+def test_a_title_names_script_machine_and_time_and_a_lone_incident_s_run(tmp_path):
+    run = {"script": "train.py", "host": "n1", "started": "2026-01-02T03:04:05Z"}
+    title = re.compile("<title>(.*)</title>")
+    with_record = title.search(page_of([record_of(torch.ones(2, 2), **run)]))[1]
+    assert with_record == "Run, train.py, n1, 2026-01-02 03:04:05 UTC - overflow_fast"
+    alone = Incident(3, folder=tmp_path / "20260102T030405Z-n1-7" / "step-00000003")
+    assert "20260102T030405Z-n1-7" in title.search(page_of([], [alone]))[1]
+
+
+def test_a_remedy_of_two_lines_has_them_in_the_table_too():
+    remedy = {"text": "leave it out of `x`", "code": "keep = x > 0\nx = x[keep]"}
+    remedy |= {"tried": True, "is_finite": False, "file": ""}
+    page = page_of([], [Incident(0, {}, {"remedies": [remedy]})])
+    assert "<code>keep = x &gt; 0\nx = x[keep]</code>" in page
+    assert "<code>x</code>" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "script"),
+    [
+        (["jobs/train.py", "-v"], "train.py"),
+        (["/opt/tool/__main__.py"], "tool"),
+        (["-c"], ""),
+        ([""], ""),
+        ([], ""),
+    ],
+)
+def test_a_run_has_its_script(argv, script, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", argv)
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, record=tmp_path / "run.ofr"):
+        train_step(model, optimizer, batches(1)[0])
+    assert read_record(tmp_path / "run.ofr").run["script"] == script

@@ -112,6 +112,17 @@ def test_what_is_beside_a_wide_table_stays_on_a_phone_s_screen(opened):
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390
 
 
+def test_the_legend_s_numbers_stand_apart_on_a_phone_s_screen(opened):
+    page = opened([record_of(*blocks())])
+    page.tab.set_viewport_size({"width": 390, "height": 844})
+    page.wait()
+    marks = [each.bounding_box() for each in page.tab.locator("#bits i").all()]
+    ends = [box["x"] + box["width"] for box in marks]
+    assert len(marks) == 6
+    assert all(end <= box["x"] for end, box in zip(ends, marks[1:], strict=False))
+    assert ends[-1] <= 390
+
+
 def test_words_of_a_printed_table_stay_whole(opened):
     page = opened([record_of(*blocks(100))])
     page.tab.set_viewport_size({"width": 720, "height": 1000})
