@@ -141,7 +141,7 @@ def test_of_several_batches_of_a_step_it_is_the_last(step):
 
 
 def test_the_outcome_says_whether_the_last_clean_batch_changes(as_kept):
-    small = [each / 5 for each in batches()[:-1]]
+    small = [each / 8 for each in batches()[:-1]]
     found, *_ = ran(by_keyword, data=[*small, batches()[-1]])
     assert found.is_of_clean and found.moved == 0
     as_kept(f"{measured(ran(by_keyword)).outcome}\n{found.outcome}")
