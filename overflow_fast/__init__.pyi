@@ -7,6 +7,7 @@ from .detector.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
 from .detector.debug import detect_overflow as detect_overflow
 from .detector.debug import get_abs_min_max as get_abs_min_max
 from .explainer.explain import explain as explain
+from .explainer.indexed_loader import IndexedLoader as IndexedLoader
 from .explainer.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
 from .explainer.layer_audit import LayerAudit as LayerAudit
 from .explainer.masked_ops import MaskedOps as MaskedOps
@@ -55,6 +56,7 @@ __all__ = [
     "FlightRecord",
     "GuardCoverage",
     "Headroom",
+    "IndexedLoader",
     "LayerAudit",
     "Log",
     "MaskedOps",

@@ -12,6 +12,7 @@ from torch import nn
 from ..guard.report.causes import NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation, Sample
 from .calls import Call, batch_size, why_whole, with_stand_in
+from .indexed_loader import dataset_index
 from .op_rows import Leaf, Row, row_of
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .replayer import Observer, Replayer, ReplayResult, StepPart
@@ -196,10 +197,10 @@ class _FailsAgain(Observer):
 
 
 def _dataset_index(call: Call, index: int, size: int) -> int | None:
-    """The sample's index in the dataset, where a key of the batch is called that."""
+    """The sample's index in the dataset, where the batch or its loader has it."""
     for name, path, tensor in call.places():
         key = path[-1].value if path else name
         is_index = key in _INDEX_KEYS and not is_float(tensor)
         if is_index and tensor.dim() == 1 and len(tensor) == size:
             return int(tensor[index])
-    return None
+    return dataset_index([tensor for _, tensor in call.leaves()], index)

@@ -332,7 +332,7 @@ _VALUES = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def marks_of(function: Any) -> list[Any]:
-    """What tells a kept function from others: code, and what it reads but the batch.
+    """The marks of a kept function: its code, and what it reads besides the batch.
 
     Values are held; objects weakly, or a model would live as long as its guard.
     """

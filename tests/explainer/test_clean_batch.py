@@ -130,8 +130,6 @@ def test_a_remedy_says_what_it_makes_of_the_last_clean_batch(step):
     found = measured(ran(step))
     before, after = BEFORE.mean().item(), AFTER.mean().item()
     assert found.losses == pytest.approx((before, after), rel=1e-5)
-    text = f"with the last clean batch the loss is {after:.4g} instead of {before:.4g}"
-    assert text in found.outcome
 
 
 @pytest.mark.parametrize("step", [accumulated, accumulated_functions])
@@ -142,11 +140,11 @@ def test_of_several_batches_of_a_step_it_is_the_last(step):
     assert found.losses == pytest.approx((before, after), rel=1e-5)
 
 
-def test_what_changes_nothing_there_says_so(as_kept):
-    small = [each / 5 for each in batches()[:-1]]
+def test_the_outcome_says_whether_the_last_clean_batch_changes(as_kept):
+    small = [each / 8 for each in batches()[:-1]]
     found, *_ = ran(by_keyword, data=[*small, batches()[-1]])
     assert found.is_of_clean and found.moved == 0
-    as_kept(found.outcome)
+    as_kept(f"{measured(ran(by_keyword)).outcome}\n{found.outcome}")
 
 
 def test_gradients_are_compared_where_the_loss_stays(as_kept):

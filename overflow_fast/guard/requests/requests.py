@@ -818,6 +818,7 @@ class _Kept:
     hidden_by = ""
     had_gradients = False
     left_over: Mapping[str, int] = {}
+    clean = None
 
     def __init__(self, calls: list[KeptCall], start: ForwardStart | None) -> None:
         self.calls, self.start = calls, start
