@@ -99,10 +99,6 @@ RAISED_FINITE = (
     "non-finite value that is not meant."
 )
 SOME = "Some replays are finite, but {}."
-NOT_REDUCED = (
-    "Each rank's own gradients are finite in the replay; what ranks make of them "
-    "together (DDP's reduction, communication hooks) was not replayed."
-)
 LEFT_OVER = (
     "left over from step {}: non-finite since then, and not cleared before this step"
 )

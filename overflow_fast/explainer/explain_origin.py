@@ -63,8 +63,8 @@ _BAD_BEFORE = (
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
 _UNWRITTEN = (
-    "it reads memory of {} that nothing has written to: its values are left over from "
-    "an earlier use of that memory"
+    "its memory is read before anything has written to it; the values there are left "
+    "over from an earlier use of that memory"
 )
 
 
@@ -103,8 +103,10 @@ def _nan_of_infs(chain: Sequence[Row]) -> list[str]:
     """Names the product by 0 that made nan of the infs that it was given, if one did.
 
     A product of finite numbers is no nan, and all that is not finite among what it was
-    given has a source.
+    given has a source. Memory that nothing has written to may hold nan itself.
     """
+    if chain and chain[0].is_empty:
+        return []
     for row in chain[1:]:
         sources = [*row.parents, *row.masks]
         rows = [each for each in sources if isinstance(each, Row)]
@@ -154,7 +156,7 @@ def _explain_row(
         found.evidence.append(f"{row.name}: {text}")
     elif row.is_empty:
         found.cause = causes.NOT_REPRODUCIBLE.name
-        found.reason = _UNWRITTEN.format(row.name)
+        found.reason = _UNWRITTEN
         found.evidence.append(found.reason)
     elif details is None:
         found.notes.append("The operation was not computed again.")

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guard.report.causes import BAD_SETTING, DIVERGENCE, RANGE_OVERFLOW, UNDEFINED
+from ..guard.report.causes import (
+    BAD_SETTING,
+    DIVERGENCE,
+    RANGE_OVERFLOW,
+    UNDEFINED,
+    UNDERFLOW,
+)
 from ..guard.report.explanation import Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
 from ..scanner.text import dtype_name
@@ -169,7 +175,9 @@ def _made_again(
         found.evidence.append(f"its settings are not finite: {', '.join(texts)}")
     eps, own = "", group.get("eps")
     if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
-        eps = f" (eps={own:g} is 0 there)"
+        eps = f"eps={own:g} is 0 in {dtype}" * is_finite
+        if eps:
+            found.cause, width = UNDERFLOW.name, f"in float64 it is finite: {eps}"
         other = _EPS.get(parameter.dtype, 1e-8)
         remedy = Remedy(
             f"use eps={other:g} instead of {own:g} (with gradients of 0)",
@@ -182,10 +190,11 @@ def _made_again(
         lambda: _is_finite_again(optimizer, group, parameter),
     )
     found.remedies.sort(key=lambda each: not each.is_finite)
-    found.reason = f"{width}{eps}" if width else ""
+    found.reason = eps or width
+    values = f"{num} of these {most} values" if most > 1 else "that value"
     found.evidence.append(
-        f"the step made again with gradients of 0 makes {num} of these {most} values "
-        f"non-finite; {width or 'in float64 as well'}{eps * is_finite}"
+        f"the step made again with gradients of 0 makes {values} non-finite; "
+        f"{width or 'in float64 as well'}"
     )
     return found
 

@@ -29,7 +29,12 @@ from ..guard.report.causes import (
     ONLY_COMPILED,
     RANGE_OVERFLOW,
 )
-from ..guard.report.explanation import NOT_REPLAYED, Explanation, Remedy
+from ..guard.report.explanation import (
+    NOT_REDUCED,
+    NOT_REPLAYED,
+    Explanation,
+    Remedy,
+)
 from ..guard.step_keeper import GRAPH
 from ..scanner.modules import (
     gradient_taker,
@@ -535,7 +540,7 @@ FINITE: tuple[Question, ...] = (
     Question(
         "Do ranks make the gradients together, which a replay leaves out?",
         _is_reduced,
-        _note(notes.NOT_REDUCED, "backward"),
+        _note(NOT_REDUCED, "backward"),
     ),
     Question(
         "Are there hooks behind gradients, which a replay does not call?",

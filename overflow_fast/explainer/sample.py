@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guard.report.causes import NOT_REPRODUCIBLE
+from ..guard.report.causes import EMPTY_REDUCTION, NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation, Sample
 from .calls import Call, batch_size, why_whole, with_stand_in
 from .indexed_loader import dataset_index
@@ -68,6 +68,12 @@ def find_sample(
         found.notes.append(_NO_BUDGET)
     else:
         index, others = _halved(source, replayer, place, size, may_run, stays_within)
+        if index is not None and found.cause == EMPTY_REDUCTION.name:
+            # One sample alone leaves nothing to reduce, whichever it is.
+            rows = tuple(i for i in range(size) if i != index)
+            part = StepPart(place, rows, has_table=False)
+            if not (may_run(1) and replayer.run(part).is_clean):
+                index = None
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None

@@ -16,7 +16,12 @@ from torch import nn
 
 from ..guard.options import BUDGET
 from ..guard.report.causes import DIVERGENCE, UNKNOWN
-from ..guard.report.explanation import NOT_THE_LOSS, OVERWRITTEN, Explanation
+from ..guard.report.explanation import (
+    BEHIND_BACKWARD,
+    NOT_THE_LOSS,
+    OVERWRITTEN,
+    Explanation,
+)
 from ..guard.undo.step_start import StepStart
 from ..scanner.modules import module_of_parameter
 from ..torch_internals.compiler import has_compiled
@@ -43,10 +48,6 @@ _NOT_TRIED = (
     "it was before, and holds non-finite values."
 )
 _BY_ITSELF = "A replay is finite without a remedy, too: {}."
-_BEHIND = (
-    "The program's own lines between backward and the optimizer's step were run again, "
-    "too: the gradients are finite before them and non-finite behind them."
-)
 _ENDS_FINITE = "The {} is finite all the same: what follows leaves these values out."
 _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
@@ -294,7 +295,7 @@ class Search:
         if before is not None and isinstance(source, Row) and source.index >= before:
             found = explain_root_op(root_op, rows, False, call)
             found.phase = "optimizer"
-            found.notes.append(_BEHIND)
+            found.notes.append(BEHIND_BACKWARD)
             return found
         found = explain_root_op(root_op, rows, in_gradients, call)
         roots = {prefix.rstrip(".") for prefix in self.replayer.models}
@@ -307,11 +308,8 @@ class Search:
                 told = tell_hidden(self.replayer, source, traced.table)
                 found.evidence.insert(1, told)
                 return found
-            is_read = traced.is_in_gradients
-            text = _ENDS_FINITE.format(
-                "loss" if call.returns_loss else "model's output"
-            )
-            found.notes.append(text + " Backward runs through them." * is_read)
+            if not traced.has_mask:  # an output of -inf alone is not finite
+                found.notes.append(_ends_finite(call, traced))
         if found.phase == "weights" and incident.past.weights.get(found.tensor):
             from .optimizer_step import explain_update  # of weights alone
 
@@ -464,6 +462,11 @@ class Search:
             if other is not None and other.source is root_op.source:
                 names.append(name)
         return names[0] if len(names) == 1 else ""
+
+
+def _ends_finite(call: Call, traced: ReplayResult) -> str:
+    text = _ENDS_FINITE.format("loss" if call.returns_loss else "model's output")
+    return text + " Backward runs through them." * traced.is_in_gradients
 
 
 def _claim(root_op: RootOp | None) -> int:

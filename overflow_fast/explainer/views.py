@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..guard.explaining import USE_RUN
 from ..guard.report.causes import NOT_REPRODUCIBLE, UNKNOWN
-from ..guard.report.explanation import Explanation
+from ..guard.report.explanation import OWN_LINES, Explanation
 from ..torch_internals.compiler import has_compiled
 from .bad_step import ALL_BAD, NOT_BEHIND, STOPPED, STOPPED_FUNCTION
 from .calls import Call
@@ -27,11 +27,6 @@ from .own_lines import (
 )
 from .replayer import Observer, StepPart
 from .search import Case, Search
-
-_OWN_LINES = (
-    "The program's own lines of the loss, up to {}, were run again, too, since it lies "
-    "outside of the models."
-)
 
 
 def explain_forwards(case: Case, calls: Sequence[Call], stopped: str) -> Explanation:
@@ -106,7 +101,7 @@ def _with_lines(
         return None  # another loss may have been bad
     if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy
         found.remedies = [each for each in found.remedies if each.is_recommended]
-    found.notes.append(_OWN_LINES.format(loss_call.place))
+    found.notes.append(OWN_LINES.format(loss_call.place))
     return None if found.cause == UNKNOWN.name else found
 
 

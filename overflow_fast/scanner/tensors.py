@@ -182,9 +182,10 @@ def model_loss_in(output: Any) -> torch.Tensor | None:
     """The loss in what a model returned: a scalar that is no output beside others.
 
     One of a tuple or list, such as an auxiliary loss or the value of a state, is the
-    loss only if it is computed from what was returned with it.
+    loss only if it is computed from what was returned with it; [1, 1] is one sample's.
     """
     loss = loss_in(output)
+    loss = None if loss is not None and loss is output and loss.dim() > 1 else loss
     if loss is None or loss.grad_fn is None or not isinstance(output, tuple | list):
         return loss
     from .graph import leads_to  # few models return a scalar among others
@@ -208,7 +209,8 @@ def traced_loss_in(output: Any) -> Any:
         The loss, or None.
     """
     if isinstance(output, torch.Tensor):
-        return output if output.numel() == 1 and output.is_floating_point() else None
+        is_number = output.numel() == 1 and output.dim() < 2
+        return output if is_number and output.is_floating_point() else None
     if isinstance(output, (tuple, list)):
         for part in output:
             loss = traced_loss_in(part)

@@ -88,7 +88,7 @@ HOWS = {
     "event": "waits for another thread",
     "semaphore": "waits for another thread",
     "condition": "waits for another thread",
-    "busy": "takes far longer than the step",
+    "busy": "took far longer than the step",
     "with lock": "waits for a lock that is held",
     "acquire": "waits for a lock that is held",
 }

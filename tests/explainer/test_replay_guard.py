@@ -177,7 +177,7 @@ def test_an_epsilon_that_is_0_in_float16(as_kept):
     x[:, 1] = 0  # a weight without a gradient
     step(guard, model, optimizer, x)
     found = explained(guard, model, optimizer, x)
-    assert place(found) == ("optimizer", "range overflow", "aten.addcdiv_", "")
+    assert place(found) == ("optimizer", "underflow", "aten.addcdiv_", "")
     assert found.tensor == "weight"
     as_kept(found.evidence)
 

@@ -409,7 +409,7 @@ EFFECTS = {
         lambda w: signal.pthread_sigmask(signal.SIG_BLOCK, []),
     ],
     "sets a profiler": [lambda w: sys.setprofile(None)],
-    "takes far longer than the step": [until_it_is_set, until_a_number_changes],
+    "took far longer than the step": [until_it_is_set, until_a_number_changes],
 }
 
 

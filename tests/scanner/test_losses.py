@@ -70,3 +70,9 @@ def test_a_replay_takes_no_other_scalar_for_the_loss():
     )
     tried = [each for each in report.explanation.remedies if each.loss is not None]
     assert max(each.loss for each in tried) > 1e6  # its scalar is 4
+
+
+def test_the_output_for_one_sample_is_no_loss():
+    output = nn.Linear(3, 1)(torch.ones(1, 3))
+    assert model_loss_in(output) is None
+    assert model_loss_in(output.sum()) is not None

@@ -376,7 +376,7 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     if elsewhere and not place:
         of = " and ".join(dict.fromkeys(elsewhere))
         return f"{text} of {of} in `{short_text(root)}`"
-    return whole if place else f"{whole}: {why}"
+    return whole if place else f"{whole}, which is not written out: {why}"
 
 
 # The calls before and behind one.

@@ -384,9 +384,10 @@ class Trials:
             if not self.notes:  # loss and backward were not replayed
                 name = name_outside(self.replayer.calls)
                 why = f" ({outside_text(name)})" if name else f": use `{USE_RUN}`"
-                code = remedy.code.partition("\n")[0]
+                first = remedy.code.partition("\n")[0]
+                code = f" (`{first}`)" if first else ""
                 self.notes.append(
-                    f"Tried: {remedy.text} (`{code}`): the forward is finite; "
+                    f"Tried: {remedy.text}{code}: the forward is finite; "
                     f"loss and backward could not be tried{why}."
                 )
             return False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...scanner.text import counted, printable
 from .causes import SINGULAR_GRADIENT, UNKNOWN
-from .gist import expression_of, first_clause, gist_of, on_rank
+from .gist import BETWEEN, expression_of, first_clause, gist_of, on_rank
 
 if TYPE_CHECKING:
     from .explanation import Explanation, Remedy
@@ -136,11 +136,12 @@ class ExplanationText:
         lost = self.found.lost_by
         is_of_lost = lost is not None and sentence.startswith(f"{lost.name} ")
         is_detail = sentence.startswith(_IN_FLOAT64) or is_of_lost
-        return is_detail or first_clause(sentence) in gist
+        is_first = self._is_in_first_line(sentence)
+        return is_detail or is_first or first_clause(sentence) in gist
 
-    def _is_in_first_line(self, note: str) -> bool:
+    def _is_in_first_line(self, sentence: str) -> bool:
         why = self.why_unknown()
-        return bool(why) and note.removesuffix(".")[1:] == why[1:]
+        return bool(why) and sentence.removesuffix(".")[1:] == why[1:]
 
     def _code(self) -> Iterator[tuple[str, str]]:
         """The line that failed, and marks below the expression in it that did."""
@@ -214,6 +215,8 @@ class ExplanationText:
         in_phase = (
             f" in {found.phase}" if found.phase in ("backward", "optimizer") else ""
         )
+        if found.is_behind_backward:
+            in_phase = f" {BETWEEN}"
         is_value = found.cause != SINGULAR_GRADIENT.name  # and no derivative
         if found.is_seen_in_backward and is_value:
             in_phase = " in the forward, seen in backward"

@@ -142,7 +142,19 @@ SEEN_IN_BACKWARD = (
     "It arises in the forward, whose result is finite all the same; backward runs "
     "through it."
 )
+OWN_LINES = (
+    "The program's own lines of the loss, up to {}, were run again, too, since it lies "
+    "outside of the models."
+)
+BEHIND_BACKWARD = (
+    "The program's own lines between backward and the optimizer's step were run again, "
+    "too: the gradients are finite before them and non-finite behind them."
+)
 OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
+NOT_REDUCED = (
+    "Each rank's own gradients are finite in the replay; what ranks make of them "
+    "together (DDP's reduction, communication hooks) was not replayed."
+)
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
 SAME = 1e-3  # of gradients: more than float32 rounds in most networks
 _MOST_MOVED = 1e6  # a change of results is written up to here
@@ -459,9 +471,16 @@ class Explanation:
         return SEEN_IN_BACKWARD in self.notes
 
     @property
+    def is_behind_backward(self) -> bool:
+        """True if code between backward and the optimizer's step made the value."""
+        return BEHIND_BACKWARD in self.notes
+
+    @property
     def other_notes(self) -> list[str]:
-        """The notes, but for the one that the first line tells in its words."""
-        return [each for each in self.notes if each != SEEN_IN_BACKWARD]
+        """The notes, but for what the first line tells, and what was run again."""
+        begin = OWN_LINES.partition("{")[0]
+        others = (each for each in self.notes if each != SEEN_IN_BACKWARD)
+        return [each for each in others if not each.startswith(begin)]
 
     @property
     def is_of_loss(self) -> bool:
@@ -472,7 +491,8 @@ class Explanation:
     def names_maker(self) -> bool:
         """True if it is known what made the first bad value."""
         is_named = self.op is not None or bool(self.tensor)
-        return is_named and Cause.of(self.cause).names_maker
+        is_unwritten = self.cause == NOT_REPRODUCIBLE.name and self.op is not None
+        return is_unwritten or (is_named and Cause.of(self.cause).names_maker)
 
     @property
     def artifact_bytes(self) -> int:

@@ -25,6 +25,7 @@ from .causes import ROUNDING, UNDERFLOW, Cause
 if TYPE_CHECKING:
     from .explanation import Explanation, Op
 
+BETWEEN = "between backward and the optimizer's step"
 _LONGEST_CALL = 40  # characters of an expression that a line names in code
 _LONGEST_REASON = 150
 
@@ -42,7 +43,7 @@ def gist_of(found: Explanation) -> str:
         form = "{name}: {call}{reason}"
     if op is None:
         form = "{name}{reason}"
-    elif found.phase == "optimizer":
+    elif found.phase == "optimizer" and not found.is_behind_backward:
         form = "{name}: {call} in the optimizer's step{reason}"
     text = form.format(
         name=capitalized(cause.name),
@@ -57,7 +58,8 @@ def gist_of(found: Explanation) -> str:
         reason=_reason_text(found),
     )
     text = capitalized(text) if text.startswith("the ") else text
-    return f"{text}{_sample_text(found)}{on_rank(found)}"
+    where = f", {BETWEEN}" * found.is_behind_backward
+    return f"{text}{where}{_sample_text(found)}{on_rank(found)}"
 
 
 def first_clause(sentence: str) -> str:

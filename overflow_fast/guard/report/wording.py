@@ -131,6 +131,11 @@ def what_of(entry: BadEntry) -> str:
     return f"{_name_of(entry)} holds {values}"
 
 
+def _written_by_update(entry: BadEntry) -> str:
+    values = nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)
+    return f"the optimizer's step wrote {values} to {_name_of(entry)}"
+
+
 def _name_of(entry: BadEntry) -> str:
     if entry.class_name:
         return f"{entry.path.of_module('`')} ({entry.class_name})"
@@ -267,6 +272,7 @@ _OUTCOMES = {
     "warn": f"The optimizer step was made: {_MAY_BE_BAD}.",
 }
 _STAYS = "The optimizer step was made, and the {} stays non-finite."
+_UNDONE = "The optimizer step was undone."
 _RAISED = "The program's own code raised {} in this step."
 _MOMENTS = {
     "after": "The optimizer step was made before its stats arrived (sync='lagged'): "
@@ -406,13 +412,15 @@ class ReportText:
         found = self.explanation
         if found is not None and found.is_of_loss and self._may_be_of_loss(first):
             return _OF_LOSS  # fewer candidates than the hooks have
+        if self._is_of_ranks:
+            return ""  # a replay leaves what ranks make together, which the note says
         if not self._is_told:
             is_open = self.verdict.origin == "given" and self._is_overwritten
             return _WRITTEN if is_open else who_made_it(first, self.verdict)
         if found is not None and found.phase == "optimizer":
             return ""  # its step was made again: what it may come from was tried
         is_given = self.verdict.origin == "given" and not self._is_written_in_step
-        if is_given and not self._is_settled:
+        if is_given and not self._is_settled and not self._is_of_sample:
             return who_made_it(first, self.verdict)
         # The masks are those of the first bad call: not of another maker.
         but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
@@ -445,6 +453,24 @@ class ReportText:
         is_open = len(self.verdict.candidates) > 1
         found = self.explanation
         return is_open and found is not None and found.cause != BAD_DATA.name
+
+    @property
+    def _is_of_ranks(self) -> bool:
+        """True if each rank's own gradients are finite in the replay."""
+        from .explanation import NOT_REDUCED
+
+        return self.explanation is not None and NOT_REDUCED in self.explanation.notes
+
+    @property
+    def _is_of_sample(self) -> bool:
+        """True for bad data whose place and sample the first line says.
+
+        Where the loop has called the model before, it may have computed them.
+        """
+        found = self.explanation
+        if found is None or found.sample is None or self.verdict.after:
+            return False
+        return found.cause == BAD_DATA.name
 
     @property
     def _is_overwritten(self) -> bool:
@@ -484,6 +510,8 @@ class ReportText:
         if is_of_flag(self.verdict):
             label = self.verdict.first.label
             return f"{subject} has overflowed{where}: the {label} is set"
+        if self.verdict.source == "update":  # finite before, and again if it is undone
+            return f"{subject}{where}: {_written_by_update(self.verdict.first)}"
         return f"{subject}{where}: {what_of(self.verdict.first)}"
 
     def _outcome(self) -> list[str]:
@@ -492,8 +520,12 @@ class ReportText:
             return [f"The {self.report.skipped_by} skipped the optimizer step."]
         first, is_made = self.verdict.first, self.report.action == "warn"
         if self.report.moment == "before":
-            if first is not None and is_made and self.report.is_beyond_repair:
+            is_update = self.verdict.source == "update"
+            stays = self.report.is_beyond_repair and (is_made or is_update)
+            if first is not None and stays:
                 return [_STAYS.format(first.kind.replace("_", " "))]
+            if is_update and not is_made:
+                return [_UNDONE]
             return [_OUTCOMES[self.report.action]]
         if self.report.raised:
             return [_RAISED.format(self.report.raised)]

@@ -83,9 +83,9 @@ def _negative_variances(first: BadFrame) -> list[str]:
         return []
     count = int((variance < 0).sum())
     name = f"{first.watch.name_at(first.frame.module)}.running_var".lstrip(".")
-    return [f"{count} of {variance.numel()} values of {name} are negative."] * bool(
-        count
-    )
+    are = "is" if count == 1 else "are"
+    text = f"{count} of {variance.numel()} values of {name} {are} negative."
+    return [text] * bool(count)
 
 
 # Settings of optimizers that make weights non-finite.

@@ -245,14 +245,22 @@ def test_where_nothing_is_trained_nothing_is_said(caplog):
     assert not run_lines(caplog)
 
 
-@pytest.mark.parametrize("cause", ["undefined", "not reproducible", "unknown"])
-def test_no_origin_is_called_unknown_where_the_replay_names_it(cause):
+@pytest.mark.parametrize(
+    ("cause", "op"),
+    [
+        ("undefined", Op("aten.log", code="p.log()")),
+        ("not reproducible", Op("aten.empty", code="torch.empty(4)")),
+        ("not reproducible", None),
+        ("unknown", Op("aten.log", code="p.log()")),
+    ],
+)
+def test_no_origin_is_called_unknown_where_the_replay_names_it(cause, op):
     made_by = "code after the model"
     first = BadEntry("loss", "", "", "loss", "float32", num_nan=1, num_inf=0, numel=1)
     verdict = Verdict(first=first, origin="unclear", maker=made_by)
-    found = Explanation("forward", cause, op=Op("aten.log", code="p.log()"))
+    found = Explanation("forward", cause, op=op)
     text = str(Report(0, "warn", verdict, explanation=found))
-    assert (made_by in text) is (cause != "undefined")
+    assert (made_by in text) is (op is None or cause == "unknown")
     assert "of its" not in text  # a share of one value is none
 
 
