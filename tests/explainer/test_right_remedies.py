@@ -650,9 +650,9 @@ def test_what_a_finite_step_leaves_out_is_not_said_to_be_finite_in_float64():
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, size=1):
         super().__init__()
-        self.rate = nn.Linear(2, 1)
+        self.rate = nn.Linear(2, size)
         nn.init.constant_(self.rate.weight, -1.0)
 
     def forward(self, x):
@@ -673,6 +673,17 @@ def test_what_a_layer_returns_is_made_positive_where_that_is_needed(name, as_kep
     torch.manual_seed(0)
     model = Layer()
     found = stopped(model, LINKED[name], [torch.ones(3, 2)])
+    as_kept(found.remedies[0].code)
+
+
+def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_kept):
+    torch.manual_seed(0)
+
+    def loss(model, x):
+        mean, var = model.rate(x).unbind(-1)
+        return (var.log() + (1 - mean) ** 2 / var).sum()
+
+    found = stopped(Layer(2), loss, [torch.ones(3, 2)])
     as_kept(found.remedies[0].code)
 
 

@@ -367,8 +367,7 @@ OF_OTHERS = {
     LOST[0]: ("x.exp().log()", -LARGE),
     DIVISORS[0]: ("((x * 1e10) / (x * 1e-12)).square()", LARGE),
     EMPTY_ROWS[0]: (f"{MASKED}.logsumexp(-1)", ZERO),
-    LINKS[0]: ("x.squeeze(1).log()", -ONE),
-    LINKS[1]: ("x.log()", -ONE),
+    LINKS[2]: ("x.log()", -ONE),
 }
 
 

@@ -118,10 +118,6 @@ def is_count(of: Any) -> bool:
     return all(map(is_count, made.inputs))
 
 
-def _only_moves(call: TorchCall) -> bool:
-    return has(call.name, "moves") and len(call.results) < 2  # 0 while it runs
-
-
 def _counts(call: TorchCall) -> bool:
     return is_count(call.operands[1])
 
@@ -356,7 +352,9 @@ CANCELLED = _rules(
 # Of what a layer returns as it is, to what needs a number above 0.
 _LINK = "use softplus, which is above 0 and has a gradient everywhere"
 LINKS = _rules(
-    ("*", "F.softplus(CALL())", _LINK, _only_moves, False, True, True),
+    ("*", "F.softplus(CALL())", _LINK, None, False, True, True),
+    ("*", "tuple(F.softplus(e) if i == N else e for i, e in enumerate(CALL()))", _LINK,
+     None, False, True, True),
     ("log|log2|log10|sqrt|rsqrt|lgamma|digamma|poisson_nll_loss(y)",
      "CALL_ON(F.softplus(y))", _LINK, None, False, True, True))
 # Of what made a value that became 0.
