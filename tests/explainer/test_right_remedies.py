@@ -691,3 +691,23 @@ def test_a_difference_below_zero_is_no_raw_output_of_a_layer():
     model = Layer()
     found = stopped(model, lambda m, x: (m(x) - 3).log().sum(), [torch.ones(3, 2)])
     assert not {rule.text for rule in LINKS} & {each.text for each in found.remedies}
+
+
+def test_infs_of_a_logarithm_in_the_batch_are_clamped_to_its_least_number(as_kept):
+    spectrum = torch.tensor([[0.5, 0.0], [0.25, 0.125]]).log()
+    found = stopped(nn.Linear(2, 1), lambda m, x: m(x).square().mean(), [spectrum])
+    first, other = found.remedies[:2]
+    as_kept(first.code)
+    assert first.is_right and other.is_right
+    mask = torch.tensor([[0.0, -math.inf], [0.0, 0.0]])
+    hole = torch.tensor([[-math.inf, 1.0], [math.nan, 2.0]])
+    for batch in (mask, hole):
+        found = stopped(nn.Linear(2, 1), lambda m, x: m(x).square().mean(), [batch])
+        assert all(each.text != first.text for each in found.remedies)
+        assert len(found.remedies) <= 1
+
+
+def test_a_power_of_two_tensors_has_a_guarded_base(as_kept):
+    model, x = Holder(), torch.tensor([0.0, 1.0])
+    found = explain(model, x, lambda x: ((x * model.w) ** (model.w / 2)).sum())
+    as_kept(found.remedies[0].text)

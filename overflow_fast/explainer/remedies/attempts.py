@@ -510,6 +510,7 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
     if not rows:
         return
     name = found.tensor
+    yield from _clamp_to_least(bad, failure)
     mask = f"torch.isfinite({name}).reshape(len({name}), -1).all(1)"
     remedy = Remedy(
         f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
@@ -517,6 +518,24 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
         is_of_data=True,
     )
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+
+
+def _clamp_to_least(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
+    """The least finite number in place of -inf alone, as a logarithm of 0 gives it.
+
+    Not in a mask, which has one finite number.
+    """
+    is_low, finite = bad == -math.inf, bad[bad.isfinite()]
+    is_mask = not finite.numel() or bool(finite.min() == finite.max())
+    if is_mask or int(is_low.sum()) != bad.numel() - finite.numel():
+        return
+    name, low = failure.found.tensor, float(f"{float(finite.min()):.4g}")
+    code = f"{name}.clamp_(min={low:g})"  # in a tuple, too
+    if name.isidentifier():
+        code = f"{name} = {name}.clamp(min={low:g})"
+    words = f"clamp `{name}` to at least {low:g}, its least finite number"
+    remedy = Remedy(words, code, is_of_data=True)
+    yield Trial(remedy, ClampedBatch(failure.place, name, low, math.inf))
 
 
 def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
@@ -541,7 +560,7 @@ def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
             clamped = f"{name} = {name}.clamp(-{usual:g}, {usual:g})"
         words = f"clamp `{name}` to {usual:g} in magnitude"
         remedy = Remedy(words, clamped, is_of_data=True)
-        yield Trial(remedy, ClampedBatch(place, name, usual))
+        yield Trial(remedy, ClampedBatch(place, name, -usual, usual))
     remedy = Remedy(text, code, is_of_data=True)
     yield Trial(remedy, SomeSamples(place, rows))
 
