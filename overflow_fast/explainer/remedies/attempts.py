@@ -394,6 +394,8 @@ def _try_all(failure: Failure, trials: Trials) -> None:
 def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
     num_helped = len(trials.helped)
     is_remedy = trials.attempt(trial)
+    if is_remedy and trials.applied.trials:
+        _try_alone(trial, trials)
     is_finite = len(trials.helped) > num_helped
     # What comes to the loss and the gradients of float64 is right, such as 1 / inf.
     is_true = is_remedy and trials.truth is not None and trials.remedies[-1].is_right
@@ -403,6 +405,16 @@ def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
         if hidden is not None:
             trials.hiding.append((trial, hidden))
     return is_remedy
+
+
+def _try_alone(trial: Trial, trials: Trials) -> None:
+    """What has helped on top of other changes, without these: they may be in vain."""
+    whole, applied, others = trials.remedies[-1], trials.applied, trials.remedies[:-1]
+    trials.applied = AppliedPatches()
+    is_alone = trials.may_run() and trials.attempt(trial)
+    is_alone = is_alone and trials.remedies[-1].is_right
+    trials.remedies = [*others, trials.remedies[-1] if is_alone else whole]
+    trials.applied = applied
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
