@@ -711,3 +711,17 @@ def test_a_power_of_two_tensors_has_a_guarded_base(as_kept):
     model, x = Holder(), torch.tensor([0.0, 1.0])
     found = explain(model, x, lambda x: ((x * model.w) ** (model.w / 2)).sum())
     as_kept(found.remedies[0].text)
+
+
+def test_a_line_that_is_hard_to_read_comes_after_one_that_does_the_same(as_kept):
+    model, x = Holder(), torch.tensor([[0.0, 3.0], [0.0, -10.0]])
+
+    def loss(x):
+        distances = x * model.w
+        p = (-distances.square() / 0.001 + distances.mean()).softmax(-1).mean(0)
+        return (p * p.log()).sum()
+
+    first, second = explain(model, x, loss).remedies[:2]
+    as_kept(first.text)
+    as_kept(second.text)
+    assert first.is_right and second.is_right

@@ -284,9 +284,18 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
         *(remedy.is_of_data, _error(remedy) > 0, remedy.is_flat, bool(remedy.leaves)),
         _error(remedy),
         (remedy.moves_results or 0.0) > SAME,
-        remedy.changes_others,
+        *(remedy.changes_others, _is_long(remedy)),
         remedy.stops_gradient and remedy.true_loss is None,
         not remedy.code,
+    )
+
+
+_LONG = 140  # characters of a line, beyond which it is hard to read; chosen
+
+
+def _is_long(remedy: Remedy) -> bool:
+    return not remedy.code or any(
+        len(line) > _LONG for line in remedy.code.splitlines()
     )
 
 
