@@ -357,9 +357,11 @@ class Trials:
         """
         applied = self.applied.with_trial(trial)
         remedy, patches = applied.remedy, applied.patches
-        if any(e.code == remedy.code and e.file == remedy.file for e in self.remedies):
-            if remedy.code:  # the same, in another order
-                return False
+        same = [
+            e for e in self.remedies if (e.code, e.file) == (remedy.code, remedy.file)
+        ]
+        if remedy.code and same:  # the same, in another order
+            return False
         stays = self._failure.stays_within
         place = self._failure.place if stays else -1
         module = self._failure.within if stays else None
