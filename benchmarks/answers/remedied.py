@@ -54,6 +54,7 @@ class Followed:
             their gradients.
         is_true: Whether the loss of the failing step is that of the run in float64, or
             said to be off; None where that run is not finite.
+        is_exact: Whether that loss is the one in float64, and gradients are, too.
         state_lasts: Whether the optimizer's state is finite at the end of the run.
         like_cured: By how much the loss of the failing step differs from that of the
             run that is cured by hand, relative to it; None where there is none.
@@ -67,6 +68,7 @@ class Followed:
     announced: float | None = None
     like_cured: float | None = None
     is_true: bool | None = None
+    is_exact: bool = False
     state_lasts: bool | None = None
 
     @property
@@ -144,6 +146,7 @@ def _run_with(remedy: Any, failure: Failure) -> Followed:
         announced=_announced(remedy),
         like_cured=None if unlike is None else abs(unlike),
         is_true=_is_true(own, true, remedy),
+        is_exact=_is_exact(own, true, remedy),
         state_lasts=_has_finite_state(last),
     )
 
@@ -155,6 +158,12 @@ def _is_true(own: float | None, true: float | None, remedy: Any) -> bool | None:
     is_beyond = remedy.true_loss is not None and remedy.error is None
     is_said = bool(remedy.misses) or is_beyond
     return None if error is None else abs(error) <= _NEAR or is_said
+
+
+def _is_exact(own: float | None, true: float | None, remedy: Any) -> bool:
+    error = _difference(own, true)
+    is_near = error is not None and abs(error) <= _NEAR
+    return is_near and remedy.is_right and not remedy.is_of_data
 
 
 def _has_finite_state(run: Run) -> bool:

@@ -650,9 +650,9 @@ def test_what_a_finite_step_leaves_out_is_not_said_to_be_finite_in_float64():
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, size=1):
         super().__init__()
-        self.rate = nn.Linear(2, 1)
+        self.rate = nn.Linear(2, size)
         nn.init.constant_(self.rate.weight, -1.0)
 
     def forward(self, x):
@@ -676,7 +676,52 @@ def test_what_a_layer_returns_is_made_positive_where_that_is_needed(name, as_kep
     as_kept(found.remedies[0].code)
 
 
+def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_kept):
+    torch.manual_seed(0)
+
+    def loss(model, x):
+        mean, var = model.rate(x).unbind(-1)
+        return (var.log() + (1 - mean) ** 2 / var).sum()
+
+    found = stopped(Layer(2), loss, [torch.ones(3, 2)])
+    as_kept(found.remedies[0].code)
+
+
 def test_a_difference_below_zero_is_no_raw_output_of_a_layer():
     model = Layer()
     found = stopped(model, lambda m, x: (m(x) - 3).log().sum(), [torch.ones(3, 2)])
     assert not {rule.text for rule in LINKS} & {each.text for each in found.remedies}
+
+
+def test_infs_of_a_logarithm_in_the_batch_are_clamped_to_its_least_number(as_kept):
+    spectrum = torch.tensor([[0.5, 0.0], [0.25, 0.125]]).log()
+    found = stopped(nn.Linear(2, 1), lambda m, x: m(x).square().mean(), [spectrum])
+    first, other = found.remedies[:2]
+    as_kept(first.code)
+    assert first.is_right and other.is_right
+    mask = torch.tensor([[0.0, -math.inf], [0.0, 0.0]])
+    hole = torch.tensor([[-math.inf, 1.0], [math.nan, 2.0]])
+    for batch in (mask, hole):
+        found = stopped(nn.Linear(2, 1), lambda m, x: m(x).square().mean(), [batch])
+        assert all(each.text != first.text for each in found.remedies)
+        assert len(found.remedies) <= 1
+
+
+def test_a_power_of_two_tensors_has_a_guarded_base(as_kept):
+    model, x = Holder(), torch.tensor([0.0, 1.0])
+    found = explain(model, x, lambda x: ((x * model.w) ** (model.w / 2)).sum())
+    as_kept(found.remedies[0].text)
+
+
+def test_a_line_that_is_hard_to_read_comes_after_one_that_does_the_same(as_kept):
+    model, x = Holder(), torch.tensor([[0.0, 3.0], [0.0, -10.0]])
+
+    def loss(x):
+        distances = x * model.w
+        p = (-distances.square() / 0.001 + distances.mean()).softmax(-1).mean(0)
+        return (p * p.log()).sum()
+
+    first, second = explain(model, x, loss).remedies[:2]
+    as_kept(first.text)
+    as_kept(second.text)
+    assert first.is_right and second.is_right

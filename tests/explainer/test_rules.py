@@ -100,6 +100,11 @@ def assert_same(one, other, **how):
 
 
 X = torch.tensor([[0.3, 1.7, 0.9], [2.1, 0.4, 1.2]], dtype=torch.float64)
+COLD = {
+    "softmax(y / n, z)": "(x / {}).softmax(-1)",
+    "log_softmax(y / n, z)": "(x / {}).log_softmax(-1)",
+    "cross_entropy(y / n, z)": "F.cross_entropy(x / {}, torch.tensor([2]))",
+}
 # Each exact rule on values where the call has one.
 EQUAL = {
     "exp(x) / sum(exp(x), d, True)": "x.exp() / x.exp().sum(-1, keepdim=True)",
@@ -122,8 +127,11 @@ EQUAL = {
     "where(c, f(y), z)": "torch.where(x > 1, x.log(), x)",
     "where(c, z, f(y))": "torch.where(x < 1, x, x.log())",
     "masked_fill(f(y), c, n)": "x.log().masked_fill(x < 1, 0.0)",
-    "softmax(y / n, d)": None,  # by 0 alone: see below
-    "log_softmax(y / n, d)": None,
+    **dict.fromkeys(COLD),  # by 0 alone: see below
+    "x / sqrt(sum(x ** 2, d, True))": "x / (x ** 2).sum(-1, keepdim=True).sqrt()",
+    "x / sqrt(sum(square(x), d, True))": (
+        "x / x.square().sum(-1, keepdim=True).sqrt()"
+    ),
     "(a @ b) * n": "x @ x.T * 0.25",
     "(a @ b) / n": "torch.matmul(x, x.T) / math.sqrt(3)",
     "einsum(z, a, b) * n": "torch.einsum('ij,kj->ik', x, x) * 0.25",
@@ -181,7 +189,7 @@ OF_LOG |= {
 
 def test_each_exact_rule_has_a_row():
     patterns = [rule.pattern for rule in (*EXACT, *IN_LOGARITHMS)]
-    assert sorted(EQUAL) == sorted(patterns)
+    assert sorted(EQUAL) == sorted(set(patterns))
     assert [name for name in OF_LOG if "moved" not in name] == list(LOGS)
 
 
@@ -280,6 +288,9 @@ OTHERS = {
     ("poisson_nll_loss(y)", "clamp the rate to at least 0"): (
         *("F.poisson_nll_loss(x, x * 0 + 1, log_input=False)", -ONE),
     ),
+    ("logdet(y)", "take the logarithm of the determinant's magnitude"): (
+        *("torch.logdet(x * torch.tensor([[1.0, 2.0], [3.0, 4.0]]))", torch.ones(2, 2)),
+    ),
     ("std(*)", "use no correction, which divides by n"): ("x[:1].std(0)", ONE),
     ("std(y, d)", "use no correction, and add EPS inside the root"): (
         *("x[:1].std(0)", ONE),
@@ -367,8 +378,7 @@ OF_OTHERS = {
     LOST[0]: ("x.exp().log()", -LARGE),
     DIVISORS[0]: ("((x * 1e10) / (x * 1e-12)).square()", LARGE),
     EMPTY_ROWS[0]: (f"{MASKED}.logsumexp(-1)", ZERO),
-    LINKS[0]: ("x.squeeze(1).log()", -ONE),
-    LINKS[1]: ("x.log()", -ONE),
+    LINKS[2]: ("x.log()", -ONE),
 }
 
 
@@ -381,16 +391,26 @@ def test_what_is_before_a_failing_call_is_changed(rule, tmp_path):
         assert_same(changed, written, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, tmp_path):
-    rule = next(rule for rule in EXACT if rule.pattern == f"{name}(y / n, d)")
-    x = torch.tensor([[1.0, 2.0, 4.0]])
-    ((plain, changed, written, _),) = tried(rule, f"(x / 0).{name}(-1)", x, tmp_path)
-    assert not is_finite(plain)
+@pytest.mark.parametrize("name", COLD)
+@pytest.mark.parametrize("zero", ["0", "torch.tensor(0.0)"])
+def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, zero, tmp_path):
+    rules, x = [e for e in EXACT if e.pattern == name], torch.tensor([[1.0, 2.0, 4.0]])
+    code = COLD[name].format(zero)
+    found = [each for rule in rules for each in tried(rule, code, x, tmp_path)]
+    ((plain, changed, written, _),) = found
+    assert not is_finite(plain) and is_finite(changed)
     assert_same(changed, written, rtol=0, atol=0)
-    assert changed[0].argmax() == 2 and is_finite(changed)
-    others = list(tried(rule, f"(x / 0.5).{name}(-1)", x, tmp_path))
-    assert others == []
+    warm = list(tried(rules[0], COLD[name].format(0.5), x, tmp_path))
+    assert warm == []
+
+
+def test_a_symmetric_matrix_is_to_have_a_determinant_above_zero(tmp_path):
+    module, _ = module_of(tmp_path, HEAD.format("torch.logdet(x)"))
+    x = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    _, calls = recorded(module.f, x)
+    rule = next(e for e in GUARDS if e.pattern == "logdet(y)" and e.when is not None)
+    changes = list(changes_of(rule, calls))
+    assert changes == []
 
 
 def test_a_mean_of_nothing_is_zero(tmp_path):

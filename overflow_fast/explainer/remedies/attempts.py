@@ -284,9 +284,18 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
         *(remedy.is_of_data, _error(remedy) > 0, remedy.is_flat, bool(remedy.leaves)),
         _error(remedy),
         (remedy.moves_results or 0.0) > SAME,
-        remedy.changes_others,
+        *(remedy.changes_others, _is_long(remedy)),
         remedy.stops_gradient and remedy.true_loss is None,
         not remedy.code,
+    )
+
+
+_LONG = 140  # characters of a line, beyond which it is hard to read; chosen
+
+
+def _is_long(remedy: Remedy) -> bool:
+    return not remedy.code or any(
+        len(line) > _LONG for line in remedy.code.splitlines()
     )
 
 
@@ -394,6 +403,8 @@ def _try_all(failure: Failure, trials: Trials) -> None:
 def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
     num_helped = len(trials.helped)
     is_remedy = trials.attempt(trial)
+    if is_remedy and trials.applied.trials:
+        _try_alone(trial, trials)
     is_finite = len(trials.helped) > num_helped
     # What comes to the loss and the gradients of float64 is right, such as 1 / inf.
     is_true = is_remedy and trials.truth is not None and trials.remedies[-1].is_right
@@ -403,6 +414,16 @@ def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
         if hidden is not None:
             trials.hiding.append((trial, hidden))
     return is_remedy
+
+
+def _try_alone(trial: Trial, trials: Trials) -> None:
+    """What has helped on top of other changes, without these: they may be in vain."""
+    whole, applied, others = trials.remedies[-1], trials.applied, trials.remedies[:-1]
+    trials.applied = AppliedPatches()
+    is_alone = trials.may_run() and trials.attempt(trial)
+    is_alone = is_alone and trials.remedies[-1].is_right
+    trials.remedies = [*others, trials.remedies[-1] if is_alone else whole]
+    trials.applied = applied
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
@@ -510,6 +531,7 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
     if not rows:
         return
     name = found.tensor
+    yield from _clamp_to_least(bad, failure)
     mask = f"torch.isfinite({name}).reshape(len({name}), -1).all(1)"
     remedy = Remedy(
         f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
@@ -517,6 +539,24 @@ def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
         is_of_data=True,
     )
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+
+
+def _clamp_to_least(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
+    """The least finite number in place of -inf alone, as a logarithm of 0 gives it.
+
+    Not in a mask, which has one finite number.
+    """
+    is_low, finite = bad == -math.inf, bad[bad.isfinite()]
+    is_mask = not finite.numel() or bool(finite.min() == finite.max())
+    if is_mask or int(is_low.sum()) != bad.numel() - finite.numel():
+        return
+    name, low = failure.found.tensor, float(f"{float(finite.min()):.4g}")
+    code = f"{name}.clamp_(min={low:g})"  # in a tuple, too
+    if name.isidentifier():
+        code = f"{name} = {name}.clamp(min={low:g})"
+    words = f"clamp `{name}` to at least {low:g}, its least finite number"
+    remedy = Remedy(words, code, is_of_data=True)
+    yield Trial(remedy, ClampedBatch(failure.place, name, low, math.inf))
 
 
 def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
@@ -541,7 +581,7 @@ def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
             clamped = f"{name} = {name}.clamp(-{usual:g}, {usual:g})"
         words = f"clamp `{name}` to {usual:g} in magnitude"
         remedy = Remedy(words, clamped, is_of_data=True)
-        yield Trial(remedy, ClampedBatch(place, name, usual))
+        yield Trial(remedy, ClampedBatch(place, name, -usual, usual))
     remedy = Remedy(text, code, is_of_data=True)
     yield Trial(remedy, SomeSamples(place, rows))
 

@@ -385,24 +385,26 @@ class WithoutNumber(Patch):
 
 @dataclass(frozen=True)
 class ClampedBatch(Patch):
-    """A call's batch has smaller numbers in place of large ones in one tensor.
+    """A call's batch has other numbers in place of those beyond bounds in one tensor.
 
     Attributes:
         place: The call's place.
         name: The tensor.
-        bound: The largest magnitude.
+        low: The least number.
+        high: The largest one.
     """
 
     is_same_step = False
 
     place: int
     name: str
-    bound: float
+    low: float
+    high: float
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         large = dict(calls[self.place].leaves())[self.name]
-        clamp = {id(large): large.clamp(-self.bound, self.bound)}
+        clamp = {id(large): large.clamp(self.low, self.high)}
         return [
             call.with_batch(lambda each: clamp.get(id(each), each))
             if place == self.place

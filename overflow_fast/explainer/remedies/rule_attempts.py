@@ -81,27 +81,46 @@ def link_trials(failure: Failure, trials: Trials) -> Attempts:
     if op is None or failed is None or not any(number < 0 for number in op.operands):
         return
     way = _raw_way(next(iter(failed.inputs), None))
-    for root in (*way, failed) if way is not None else ():
-        for rule in LINKS:
-            for trial, _ in _trials_of(rule, root, failure, trials):
-                if trial.edits and (yield trial):
-                    return
+    if way is None:
+        return
+    # Else another call would be given what is below 0 still.
+    reads = [call for call in failure.calls if set(call.inputs) & {*failed.inputs}]
+    of_one, of_several, *of_calls = LINKS
+    for value in way:
+        assert value.call is not None
+        rule = of_one if len(value.call.results) == 1 else of_several
+        yield from _link(rule, value.call, value.place, failure, trials)
+    for rule in of_calls if reads == [failed] else []:
+        yield from _link(rule, failed, 0, failure, trials)
 
 
-def _raw_way(value: Value | None) -> list[TorchCall] | None:
-    """The calls that move what a layer of torch returned up to a value.
+def _link(
+    rule: Rule, root: TorchCall, place: int, failure: Failure, trials: Trials
+) -> Attempts:
+    """One positive function, unless another was found to help."""
+    found = matched(rule, root, root.dtype, place)
+    if found is None or trials.is_settled or root.key in trials.applied.keys:
+        return
+    trial = _trial_of(rule, root, found, failure.calls, place)
+    if trial.edits:
+        yield trial
 
-    They begin with the first one after the layer. None where something else than a
+
+def _raw_way(value: Value | None) -> list[Value] | None:
+    """What is moved of what a layer of torch returned, up to a value.
+
+    It begins with the first one after the layer. None where something else than a
     product with other numbers is made of it on its way.
     """
     call = None if value is None else value.call
-    if call is None or not call.inputs:
+    if value is None or call is None or not call.inputs:
         return None
     if _is_layer(call):
         return []
     if has(call.name, "moves"):
-        before = _raw_way(call.inputs[0])
-        return None if before is None else [*before, call]
+        is_each = call.name == "broadcast_tensors"
+        before = _raw_way(call.inputs[value.place if is_each else 0])
+        return None if before is None else [*before, value]
     if call.plain_name in ("mul", "div"):
         found = [_raw_way(each) for each in call.inputs]
         return next((each for each in found if each is not None), None)
@@ -338,10 +357,20 @@ def trials_of(
         found = matched(rule, root, root.dtype, number, dim)
         if found is None:
             continue
-        reads = frozenset(call.key for call in (root, *found.calls))
-        place = RULES.index(rule)
-        change = RuleChange(root.key, place, root.dtype, number, dim, reads)
-        yield _trial(change, root, found, calls), found
+        yield _trial_of(rule, root, found, calls, number, dim), found
+
+
+def _trial_of(
+    rule: Rule,
+    root: TorchCall,
+    found: Found,
+    calls: Sequence[TorchCall],
+    number: float,
+    dim: Any = None,
+) -> Trial:
+    reads = frozenset(call.key for call in (root, *found.calls))
+    change = RuleChange(root.key, RULES.index(rule), root.dtype, number, dim, reads)
+    return _trial(change, root, found, calls)
 
 
 def _trial(

@@ -113,6 +113,7 @@ def short_text(call: TorchCall, place: int | None = None) -> str:
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 4]} ..."
 
 
+_OF_PART = re.compile(r"tuple\((.+)\(e\) if")  # of one of several results
 _IS_CALL = re.compile(r"CALL\(.*\)")
 _OPERAND = re.compile(r"OPERAND_(\d+)_")
 _SCOPES = (
@@ -164,6 +165,8 @@ class Writer(ast.NodeTransformer):
 
     def edits(self, found: Found) -> tuple[Edit, ...]:
         """The edits: of the root's expression, and of what it takes of other lines."""
+        if of_part := _OF_PART.match(found.new):
+            return self._edits_behind(of_part[1], int(found.numbers["N"]))
         if self._root.is_in_place and not _IS_CALL.fullmatch(found.new):
             self._target = self._find_target()
         new = self._written(found)
@@ -171,6 +174,18 @@ class Writer(ast.NodeTransformer):
             target = self._place(self._target)
             new = ast.Call(ast.Attribute(target, "copy_"), [new], [])
         return self.edits_to(new, found.numbers)
+
+    def _edits_behind(self, function: str, place: int) -> tuple[Edit, ...]:
+        """The edit that changes one of several results once they have their names."""
+        assigned = self._source.parents.get(self.node)
+        targets = assigned.targets if isinstance(assigned, ast.Assign) else []
+        names = targets[0].elts if targets and isinstance(targets[0], ast.Tuple) else []
+        if len(targets) != 1 or not all(isinstance(each, ast.Name) for each in names):
+            raise NotWrittenError("its results have no names")
+        name = ast.unparse(names[place])
+        written = ast.unparse(self.visit(copy.deepcopy(parsed(function))))
+        text = f"; {name} = {written}({name})"
+        return (Edit(self._file, self.node, (Operand(self.node, True), text)),)
 
     def _find_target(self) -> ast.expr | None:
         """The expression that the root writes to, if that is to be written to still."""

@@ -118,8 +118,9 @@ def is_count(of: Any) -> bool:
     return all(map(is_count, made.inputs))
 
 
-def _only_moves(call: TorchCall) -> bool:
-    return has(call.name, "moves") and len(call.results) < 2  # 0 while it runs
+def _is_asymmetric(call: TorchCall) -> bool:
+    matrix = call.inputs[0].tensor  # None but while the call runs
+    return matrix is None or not torch.allclose(matrix, matrix.mT)
 
 
 def _counts(call: TorchCall) -> bool:
@@ -130,9 +131,14 @@ def _is_by_number(call: TorchCall) -> bool:
     return not isinstance(call.operands[1], Value)
 
 
-def _is_by_zero(call: TorchCall) -> bool:
+def _is_cold(call: TorchCall) -> bool:
     made = call.inputs[0].call
     return made is not None and made.operands[1] == 0
+
+
+def _is_cold_by_tensor(call: TorchCall) -> bool:
+    made = call.inputs[0].call
+    return made is not None and isinstance(made.operands[1], Value)
 
 
 def _is_by_count(call: TorchCall) -> bool:
@@ -204,6 +210,7 @@ _BEFORE = "scale before the product"
 _SAME_ANGLE = "divide by the magnitude first, which changes no angle"
 _MAX = "z.index_reduce(0, c, y.detach(), 'amax', include_self=False)[c]"
 _FIRST = "leave values out before the call, not only after it"
+_NORMALIZE = "use normalize, which divides by at least 1e-12"
 _COLD = "divide by at least N, which is near the limit at 0"
 # Equal in exact arithmetic, where the call has a value.
 EXACT = _rules(
@@ -218,13 +225,19 @@ EXACT = _rules(
     ("atanh(tanh(x))", "x", "use the argument of tanh itself"),
     ("logit(sigmoid(x))", "x", "use the argument of sigmoid itself"),
     ("x / norm(x, 2, d, True)", "F.normalize(x, dim=d)",
-     "use normalize, which divides by at least 1e-12", None, False, True),
+     _NORMALIZE, None, False, True),
+    ("x / sqrt(sum(x ** 2, d, True))", "F.normalize(x, dim=d)", _NORMALIZE, None, False,
+     True),
+    ("x / sqrt(sum(square(x), d, True))", "F.normalize(x, dim=d)", _NORMALIZE, None,
+     False, True),
     ("where(c, f(y), z)", "where(c, f(where(c, y, SAFE)), z)", _FIRST),
     ("where(c, z, f(y))", "where(c, z, f(where(c, SAFE, y)))", _FIRST),
     ("masked_fill(f(y), c, n)", "masked_fill(f(masked_fill(y, c, SAFE)), c, n)",
      _FIRST),
-    ("softmax|log_softmax(y / n, d)", "CALL_ON(y / max(n, N))", _COLD, _is_by_zero,
-     False, True, True),
+    ("softmax|log_softmax|cross_entropy(y / n, z)", "CALL_ON(y / max(n, N))", _COLD,
+     _is_cold, False, True, True),
+    ("softmax|log_softmax|cross_entropy(y / n, z)", "CALL_ON(y / n.clamp(min=N))",
+     _COLD, _is_cold_by_tensor, False, True, True),
     ("(a @ b) * n", "(a * n) @ b", _BEFORE),
     ("(a @ b) / n", "(a / n) @ b", _BEFORE),
     ("einsum(z, a, b) * n", "torch.einsum(z, a * n, b)", _BEFORE),
@@ -283,8 +296,8 @@ GUARDS = _rules(
     ("reciprocal(x)", f"1 / {_AT_LEAST}", _TO_LEAST),
     ("reciprocal(x)", "1 / (x + EPS)", _TO_DIVISOR),
     ("addcdiv(x, y, z)", "x + value * y / (z + EPS)", _TO_DIVISOR),
-    ("y ** n", "(y + EPS) ** n", "add EPS to the base of the power", _may_be_below_one),
-    ("y ** n", "y.clamp(min=EPS) ** n", "clamp the base to at least EPS",
+    ("y ** z", "(y + EPS) ** z", "add EPS to the base of the power", _may_be_below_one),
+    ("y ** z", "y.clamp(min=EPS) ** z", "clamp the base to at least EPS",
      _may_be_below_one),
     ("norm(y, 2, None)", "(y.square().sum() + EPS).sqrt()", _IN_NORM),
     ("norm(y, 2, d, k)", "(y.square().sum(d, k) + EPS).sqrt()", _IN_NORM),
@@ -325,6 +338,8 @@ GUARDS = _rules(
     ("logdet|slogdet|det|inverse|cholesky(y)",
      f"CALL_ON(y + JITTER * torch.eye(y.shape[-1], {_LIKE}))",
      "add JITTER to the diagonal"),
+    ("logdet(y)", "torch.linalg.slogdet(y)[1]",
+     "take the logarithm of the determinant's magnitude", _is_asymmetric),
     ("eigh|svd|eig(y)",
      f"CALL_ON(y + torch.diag(torch.linspace(0, 1e-3, y.shape[-1], {_LIKE})))",
      "add numbers from 0 to 1e-3 to the diagonal, which no two values share"),
@@ -356,7 +371,9 @@ CANCELLED = _rules(
 # Of what a layer returns as it is, to what needs a number above 0.
 _LINK = "use softplus, which is above 0 and has a gradient everywhere"
 LINKS = _rules(
-    ("*", "F.softplus(CALL())", _LINK, _only_moves, False, True, True),
+    ("*", "F.softplus(CALL())", _LINK, None, False, True, True),
+    ("*", "tuple(F.softplus(e) if i == N else e for i, e in enumerate(CALL()))", _LINK,
+     None, False, True, True),
     ("log|log2|log10|sqrt|rsqrt|lgamma|digamma|poisson_nll_loss(y)",
      "CALL_ON(F.softplus(y))", _LINK, None, False, True, True))
 # Of what made a value that became 0.

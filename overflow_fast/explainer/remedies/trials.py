@@ -356,7 +356,12 @@ class Trials:
             trial: The patch. It is made besides those that are in place.
         """
         applied = self.applied.with_trial(trial)
-        patches = applied.patches
+        remedy, patches = applied.remedy, applied.patches
+        same = [
+            e for e in self.remedies if (e.code, e.file) == (remedy.code, remedy.file)
+        ]
+        if remedy.code and same:  # the same, in another order
+            return False
         stays = self._failure.stays_within
         place = self._failure.place if stays else -1
         module = self._failure.within if stays else None
@@ -374,7 +379,6 @@ class Trials:
             note = f"No remedy could be tried: {outside_text(given)}."
             self.notes += [note] * (note not in self.notes)
             return False
-        remedy = applied.remedy
         if result.error is not None:
             remedy = replace(
                 remedy, why=f"the replay raised {error_line(result.error)}"
