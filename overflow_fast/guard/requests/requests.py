@@ -814,7 +814,7 @@ def _sorted_by(depth: int) -> str:
 class _Kept:
     """The calls of a request, in the form of a `StepKeeper`."""
 
-    num_dropped = 0
+    num_dropped, clean = 0, None
     hidden_by = ""
     had_gradients = False
     left_over: Mapping[str, int] = {}
