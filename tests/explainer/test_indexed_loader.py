@@ -92,7 +92,7 @@ def test_the_index_is_that_of_the_sample(make):
     torch.manual_seed(1)
     found = failed(IndexedLoader(make()))
     assert found.sample.dataset == BAD
-    assert f"index {BAD} of the dataset" in str(found)
+    assert f"index {BAD} of" in str(found)
 
 
 @pytest.mark.slow
@@ -226,9 +226,9 @@ class Endless(IterableDataset):
 
 
 def test_what_has_no_indices_is_refused():
-    with pytest.raises(TypeError, match="of a data set with indices, got Endless"):
+    with pytest.raises(TypeError, match="got Endless"):
         IndexedLoader(DataLoader(Endless()))
-    with pytest.raises(TypeError, match=r"must be a DataLoader .* got list"):
+    with pytest.raises(TypeError, match="got list"):
         IndexedLoader([values()])
     with pytest.raises(TypeError, match="got batch_size=None"):
         IndexedLoader(DataLoader(TensorDataset(values()), batch_size=None))

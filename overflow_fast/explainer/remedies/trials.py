@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...guard.explaining import USE_RUN
-from ...guard.report.explanation import Explanation, Remedy
+from ...guard.report.explanation import SAME, Explanation, Remedy
 from ...scanner.text import error_line
 from ..bad_step import outside_text
 from ..call_growth import CallGrowth, growth_of
@@ -321,6 +321,8 @@ class Trials:
     def is_over(self) -> bool:
         """True if enough has helped, or the budget is spent."""
         helped = [e for e in self.remedies if e.keeps_running and not e.hides]
+        # One that changes results which were finite may be far from the truth.
+        helped = [e for e in helped if (e.moves_results or 0.0) <= SAME]
         enough = 1 if self.applied.trials else _ENOUGH
         # One that is told in words is worth less than a line.
         has_code = any(each.code for each in helped) or len(helped) > enough
