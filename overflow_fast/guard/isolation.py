@@ -84,10 +84,15 @@ class OverheadTimer:
             "guard_share": self.cost.share,
         }
 
-    def end_step(self, is_watched: bool) -> Cost:
-        """Ends the step and returns its cost; what runs on is of the next one."""
+    def end_step(self, is_watched: bool, began: float | None = None) -> Cost:
+        """Ends the step and returns its cost; what runs on is of the next one.
+
+        Args:
+            is_watched: Whether it counts on average.
+            began: When it began, where others run beside it; else the last one's end.
+        """
         now = self._now()
-        step = now - self._step_began
+        step = now - (self._step_began if began is None else began)
         if self._depth:
             self._seconds += now - self._begin
         guard = self._seconds + self._seconds_in_hooks() - self._hooks_before

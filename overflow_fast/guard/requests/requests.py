@@ -166,13 +166,14 @@ class _Now(threading.local):
         entry: The module that it has called without the model around it.
         seconds: What the guard has taken since the last request that was judged.
         begin: When the guard's hooks before or behind the forward began; 0 between.
+        since: When the last request ended, or the first forward began; 0 before.
         layout: The arguments of the one before.
     """
 
     request: Request | None = None
     call: HeldCall | None = None
     watch: ModelWatch | None = None
-    seconds = begin = 0.0
+    seconds = begin = since = 0.0
     is_in = False
     entry: nn.Module | None = None
     layout: Layout | None = None
@@ -207,7 +208,7 @@ class Requests:
         self._devices: weakref.WeakKeyDictionary[nn.Module, list[torch.device]]
         self._devices = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
-        self._began = time.perf_counter()
+        self._began = self._on_since = time.perf_counter()
         self._explaining_seconds = 0.0
         self._has_looked = False
         self.num_requests = self.num_bad = self.num_forwards = self.num_tokens = 0
@@ -295,6 +296,7 @@ class Requests:
         """Lets a forward begin, once no other thread runs one again."""
         if not self._now.is_in:
             self._now.begin = time.perf_counter()
+            self._now.since = self._now.since or self._now.begin
             self._gate.enter()
             self._now.is_in = True
 
@@ -519,7 +521,10 @@ class Requests:
             watch.frames._unjudged = 0
         timer._seconds += self._now.seconds
         self._now.seconds = 0.0
-        cost = timer.end_step(is_watched=True)
+        # In this thread: the requests of others overlap with it.
+        began = max(self._now.since, self._on_since) if self._now.since else None
+        cost = timer.end_step(is_watched=True, began=began)
+        self._now.since = time.perf_counter()
         if self._schedule is not None:
             seconds = cost.guard_seconds, cost.step_seconds
             self._schedule.note(number, ScanLevel.ALL, *seconds)
@@ -623,6 +628,7 @@ class Requests:
         seconds = time.perf_counter() - begin
         self._explaining_seconds += seconds
         parts.timer._step_began += seconds
+        self._now.since += seconds
 
     def _explained(
         self, report: Report, step: Step, request: Request
@@ -679,6 +685,7 @@ class Requests:
 
     def attach(self) -> None:
         """Puts hooks on the models, and on what a program may call instead of them."""
+        self._on_since = time.perf_counter()
         for watch in self._parts.watches:
             model = watch.model
             if model is None:

@@ -742,3 +742,28 @@ def test_a_tripwire_says_nothing_of_models_that_a_pooling_behind_them_follows():
     report = guard.last_report
     assert report.explanation.cause in ("undefined", "product with inf")
     assert "transient" not in str(report)
+
+
+def test_the_time_of_a_request_is_that_of_its_own_thread():
+    """Another one that begins and ends within it takes nothing from it."""
+
+    class Meets(nn.Linear):
+        def forward(self, x):
+            if waits:
+                began = time.perf_counter()
+                waits.pop().start()
+                other.join()
+                times.append(time.perf_counter() - began)
+            return super().forward(x)
+
+    def call():
+        with torch.no_grad():
+            net(torch.ones(3, 4))
+
+    net, times = Meets(4, 2), []
+    other = threading.Thread(target=call)
+    waits = [other]
+    with OverflowGuard(net) as guard:
+        call()
+        assert guard.cost.step_seconds >= times[0] > 0
+        assert 0 < guard.cost.share <= 1
