@@ -44,9 +44,8 @@ const Recorder::Course& Recorder::course() const {
 }
 
 void Recorder::end_apart() {
-  std::erase_if(apart_, [id = PyThread_get_thread_ident()](const Course& each) {
-    return each.thread == id;
-  });
+  std::erase_if(
+      apart_, [id = PyThread_get_thread_ident()](const Course& each) { return each.thread == id; });
 }
 
 void Recorder::leave_out(const std::vector<unsigned long>& threads) {
