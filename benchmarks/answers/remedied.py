@@ -336,7 +336,7 @@ def _apply(code: str, run: Run) -> None:
     elif code.startswith("model.to("):
         half, make = torch.float16, run.batch
         run.model.to(torch.bfloat16)
-        if ";" in code:  # the inputs, too
+        if "\n" in code:  # the inputs, too
             cast = lambda t: t.bfloat16() if t.dtype == half else t  # noqa: E731
             change = functools.partial(pytree.tree_map_only, torch.Tensor, cast)
             run.batch = lambda step: change(make(step))

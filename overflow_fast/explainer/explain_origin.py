@@ -13,7 +13,7 @@ from torch import nn
 
 from ..guard.report import causes
 from ..guard.report.explanation import SEEN_IN_BACKWARD, Explanation, Op, TensorSummary
-from ..guard.report.gist import plain_number
+from ..guard.report.gist import plain_number, told_number
 from ..scanner.modules import module_of_parameter
 from ..scanner.text import numbered
 from ..scanner.torch_ops import base_of, has
@@ -298,7 +298,8 @@ def _range_text(each: TensorSummary) -> str:
         return f"{what} without a finite value" if each.numel else "nothing"
     if not each.is_finite:
         what += f" with {each.nonfinite_text(has_numel=False)}, else"
-    return f"{what} in magnitude {each.abs_min:.3g} to {each.abs_max:.3g}"
+    least, most = told_number(each.abs_min or 0.0), told_number(each.abs_max)
+    return f"{what} in magnitude " + (f"{least} to {most}" if least != most else most)
 
 
 def _chain_text(root_op: RootOp) -> list[str]:

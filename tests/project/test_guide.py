@@ -558,6 +558,20 @@ def test_averages(code):
     assert ema.n_averaged == 1
 
 
+@runs("the-samples-index-in-the-data-set")
+def test_a_loader_that_knows_its_indices(code):
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    model, seen = nn.Linear(2, 1), []
+    run(
+        code,
+        guard=overflow_fast.OverflowGuard(model, sgd(model)),
+        loader=torch.utils.data.DataLoader(data, 4),
+        loss_of=lambda model, x, y: seen.append(len(x)) or (model(x) - y).sum(),
+        model=model,
+    )
+    assert seen == [4, 4]
+
+
 @runs("does-it-work-on-my-model")
 def test_self_test(capsys, code, as_kept):
     model = gpt2()

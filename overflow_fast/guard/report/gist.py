@@ -104,7 +104,7 @@ def _numbers_text(op: Op) -> str:
     if not op.operands:
         return _call_text(op)
     ran = plain_name(op.derivative or op.name)
-    texts = [_number(each) for each in op.operands]
+    texts = [told_number(each) for each in op.operands]
     sign = op_of(ran).sign
     if sign and len(texts) == 2:
         left, right = (f"({each})" if each[0] == "-" else each for each in texts)
@@ -121,7 +121,7 @@ def plain_number(value: float) -> str:
     return f"{float(f'{value:.3g}'):.7g}"
 
 
-def _number(value: float) -> str:
+def told_number(value: float) -> str:
     """A number in three digits, or as many as tell it from 0 and 1."""
     value += 0.0  # no sign of 0
     for digits in range(3, 17):
