@@ -243,9 +243,14 @@ class ReplayResult:
             if not targets and self.has_raised:
                 origins = (trace_back([row]) for row in table.last_bad())
                 return next(filter(None, origins), None)
-        return trace_back(
-            [each for tensor in targets for each in table.sources(tensor)]
-        )
+        found = trace_back([s for t in targets for s in table.sources(t)])
+        source = None if found is None else found.source
+        is_given = isinstance(source, Leaf) and source.kind == "gradient"
+        if within is not None and self.has_mask and is_given:
+            # The gradients come of an output of -inf alone, which was seen before.
+            seen = [s for t in table.bad_within(within)[:1] for s in table.sources(t)]
+            return trace_back(seen) or found
+        return found
 
     def held(self) -> ReplayResult:
         """It with gradients of its own, which no further run writes to."""

@@ -257,6 +257,9 @@ class Search:
             return found
         found = self.explain_origin(root_op, self.replayer.calls[place])
         self._find_lost_value(found, root_op)
+        is_outside = traced.has_mask and not self.replayer.returns_loss
+        if is_outside and traced.bad_gradients and found.op and not found.op.file:
+            found.notes.append(notes.OUTSIDE_LOSS)  # whose lines may name the place
         if traced.is_in_gradients and not traced.bad_gradients:
             found.notes.append(_REACHES_NO_WEIGHT)
         self._name_ranks(found)

@@ -725,3 +725,19 @@ def test_a_line_that_is_hard_to_read_comes_after_one_that_does_the_same(as_kept)
     as_kept(first.text)
     as_kept(second.text)
     assert first.is_right and second.is_right
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_an_output_of_one_infinity_is_explained_without_its_loss(sign):
+    """-inf alone may be a mask; the gradients that come of it are no reason."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    nn.init.constant_(model[0].weight, 1.0)
+    nn.init.constant_(model[1].weight, sign * 3e38)
+    batches = iter([torch.ones(3, 2)])  # nobody offered to take another one
+    with OverflowGuard(model, optimizer), pytest.raises(NonFiniteError) as caught:
+        model(next(batches)).pow(2).mean().backward()
+        optimizer.step()
+    found = caught.value.report.explanation
+    assert (found.phase, found.module, found.op.name) == ("forward", "1", "aten.addmm")
+    assert found.is_overflow
