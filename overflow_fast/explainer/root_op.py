@@ -346,7 +346,7 @@ def _divides_by_pivots(op: OpCall, found: Details) -> bool:
 
 
 def _needed_by_caller() -> str:
-    """What a torch function takes, where it writes nan for anything else."""
+    """The domain of a torch function that writes nan for anything else."""
     call = running_call()
     needs = op_of(call.name).needs if call is not None else ""
     return f"{call.name} needs a {needs}" if call is not None and needs else ""

@@ -417,7 +417,7 @@ def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
 
 
 def _try_alone(trial: Trial, trials: Trials) -> None:
-    """What has helped on top of other changes, without these: they may be in vain."""
+    """Tries what has helped on top of others without these: they may be in vain."""
     whole, applied, others = trials.remedies[-1], trials.applied, trials.remedies[:-1]
     trials.applied = AppliedPatches()
     is_alone = trials.may_run() and trials.attempt(trial)

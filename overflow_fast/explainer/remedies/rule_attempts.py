@@ -107,7 +107,7 @@ def _link(
 
 
 def _raw_way(value: Value | None) -> list[Value] | None:
-    """What is moved of what a layer of torch returned, up to a value.
+    """The change of what a layer of torch returned, up to a value: what is moved.
 
     It begins with the first one after the layer. None where something else than a
     product with other numbers is made of it on its way.

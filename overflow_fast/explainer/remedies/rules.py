@@ -429,8 +429,9 @@ def numbers_of(rule: Rule, call: TorchCall, largest: float = 0.0) -> tuple[float
     """
     if re.search(r"\bN\b", rule.new) is None:
         return (0.0,)
-    if call.name == "to":
-        return (_most_of(call),)
+    if call.name == "to":  # of integers none is known
+        is_float = call.results[0].dtype.is_floating_point
+        return (_most_of(call),) if is_float else ()
     if rule.text == _COLD:
         return _COLDEST.get(call.dtype, (1e-3,))
     if rule.text == _BY_SIZE:

@@ -81,7 +81,6 @@ _OFTEN = (
 
 _LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
 _CODERS = {"encoder", "decoder"}
-_SORTS = {"sorted", "sort", "argsort"}
 
 
 class Request:
@@ -595,7 +594,7 @@ class Requests:
             _log.warning("%s", report.line())
 
     def _again(self, request: Request) -> _Kept:
-        """What to make again: the function, or the bad forward."""
+        """The calls to make again: the function, or the bad forward."""
         calls: list[KeptCall] = []
         start = None
         if request.bad is not None:
@@ -812,7 +811,7 @@ def _sorted_by(depth: int) -> str:
     """The function above so many calls that sorts, in words; or ""."""
     frames = list(_frames())
     for code in (frame.f_code for frame in frames[: len(frames) - depth]):
-        if _SORTS & set(code.co_names):
+        if any("sort" in name for name in code.co_names):
             place = f"{short_name(code.co_filename)}:{code.co_firstlineno}"
             return f"{code.co_name}() ({place})"
     return ""

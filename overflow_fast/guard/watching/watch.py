@@ -32,6 +32,7 @@ from ...scanner.modules import (
 from ...scanner.tensors import model_loss_in
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS, own_parameters
+from ...torch_internals.running import is_jit_tracing
 from .inputs import ForwardInputs
 
 # The modules of a watched model, by indices that do not change.
@@ -675,7 +676,8 @@ class ModelWatch(StepHooks):
     def _record_root(
         self, module: nn.Module, args: object, kwargs: object, output: object
     ) -> None:
-        looks = self.looks_for_loss or torch.is_grad_enabled()
+        # A trace, which is checked without autograd, is to be the same then.
+        looks = self.looks_for_loss or torch.is_grad_enabled() or is_jit_tracing()
         loss = model_loss_in(output) if looks else None
         if self.modules.needs_hook(0, module):
             # First: a hook of the program's on the gradient, behind ours, may raise.
