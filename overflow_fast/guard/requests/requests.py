@@ -81,6 +81,7 @@ _OFTEN = (
 
 _LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
 _CODERS = {"encoder", "decoder"}
+_SORTS = re.compile("(arg)?sort|sorted")  # Python's, NumPy's and torch's functions
 
 
 class Request:
@@ -811,7 +812,7 @@ def _sorted_by(depth: int) -> str:
     """The function above so many calls that sorts, in words; or ""."""
     frames = list(_frames())
     for code in (frame.f_code for frame in frames[: len(frames) - depth]):
-        if any("sort" in name for name in code.co_names):
+        if any(map(_SORTS.fullmatch, code.co_names)):
             place = f"{short_name(code.co_filename)}:{code.co_firstlineno}"
             return f"{code.co_name}() ({place})"
     return ""
