@@ -238,7 +238,7 @@ def _grown(gradients: Mapping[str, torch.Tensor], usual: float) -> str:
     for name, gradient in gradients.items():
         largest = float(gradient.abs().max()) if gradient.numel() and usual else 0.0
         if largest > _HUGE * usual:
-            most = f"after at most {usual:.3g} in any"
+            most = f"where the largest seen last was {usual:.3g}"
             return f"the gradient of {name} is up to {largest:.3g}, {most}"
     return ""
 

@@ -207,7 +207,7 @@ class Remedy:
         usual: The largest loss of the steps before, where this one is 1e5 times as
             large and not known to be right; else None. Then it is no remedy.
         breaks: What becomes non-finite in the optimizer's step with it, or the gradient
-            that is 1e5 times as large as any in the steps before and not known to be
+            that is 1e5 times as large as the largest seen last and not known to be
             right, in words; "" for nothing that was seen. Else it is no remedy.
         leaves: The buffer that is a thousand times as large after the step with it, as
             the statistics of a batch norm, in words; or "".
