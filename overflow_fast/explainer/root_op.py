@@ -290,7 +290,7 @@ def _classify(
     if op.is_constant or (op.numbers and not found.has_bad_inputs):
         found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
         if not op.is_constant:
-            found.reason = _needed_by_caller() or _GIVEN.format(op.numbers[0])
+            found.reason = _needed_by_caller(op) or _GIVEN.format(op.numbers[0])
         return
     made, index = bad[0], found.first_index
     assert index is not None
@@ -345,11 +345,12 @@ def _divides_by_pivots(op: OpCall, found: Details) -> bool:
     return largest < found.limit**0.25 and has(op.base, "pivots")
 
 
-def _needed_by_caller() -> str:
+def _needed_by_caller(op: OpCall) -> str:
     """The domain of a torch function that writes nan for anything else."""
     call = running_call()
-    needs = op_of(call.name).needs if call is not None else ""
-    return f"{call.name} needs a {needs}" if call is not None and needs else ""
+    if call is None or call.name == op.base or not op_of(call.name).needs:
+        return ""
+    return f"{call.name} needs a {op_of(call.name).needs}"
 
 
 def _is_at_pole(op: OpCall, index: tuple[int, ...]) -> bool:

@@ -429,7 +429,7 @@ class Search:
         before = losses if loss_of(self.first) is None else losses[:-1]
         failure.usual_loss = max(before, default=None)
         slopes = [*incident.past.gradients, incident.past.last_gradient]
-        failure.usual_gradient = max(filter(math.isfinite, slopes))
+        failure.usual_gradient = max(filter(math.isfinite, slopes), default=0.0)
         failure.optimizers = incident.optimizers
         find_remedies(failure, self.replayer, case.budget, self.first.seconds)
         found_remedy = any(each.is_recommended for each in found.remedies)
