@@ -345,20 +345,30 @@ class StepHooks:
                 self._begin_batch()  # the last one is theirs
                 # In this thread a replay may call the model within one of its hooks.
                 self.recorder.leave_out(list(self._strays - {get_ident()}))
-            self._forget_roots()
+            self._forget(self._roots.keys() - self._strays)
             self.recorder.in_step = self.recorder.is_paused = False
 
-    def _forget_roots(self) -> None:
-        """Forgets calls that have ended while the hooks were off."""
-        self._roots = {t: root for t, root in self._roots.items() if t in self._strays}
+    def _forget(self, threads: set[int]) -> None:
+        """Forgets the forwards of threads, which have ended while no hook saw it."""
+        self._strays -= threads
+        for each in threads:
+            self._roots.pop(each, None)
+
+    @property
+    def is_in_stray(self) -> bool:
+        """True within such a forward of this thread."""
+        return get_ident() in self._strays and self._is_in_root()
+
+    def _is_in_root(self) -> bool:
+        running = running_modules()
+        return running is None or any(each is self.model for _, each in running)
 
     def resumes(self, name: str, module: nn.Module | None) -> bool:
         """Called for a hook while it is paused; True to go on with it."""
         if _C.is_unwatched():
             return False
         if name == "on_submodule_call":
-            running = running_modules()
-            if running is None or any(each is self.model for _, each in running):
+            if self._is_in_root():
                 return False
         elif module is None or is_running(module):
             return False
@@ -462,9 +472,9 @@ class StepHooks:
             self._end_stray()  # a forward that hooks were taken from
             if self._strays:  # or a thread has ended one that no hook has seen
                 model = self.model
-                ended = self._strays - (set() if model is None else threads_in(model))
-                self._strays -= ended
-                self._roots = {t: r for t, r in self._roots.items() if t not in ended}
+                self._forget(
+                    self._strays - (set() if model is None else threads_in(model))
+                )
             is_apart = bool(self._roots or self._strays)
             if is_apart:
                 self._had_apart = True

@@ -15,7 +15,7 @@ import torch
 
 from .optimizers.loss_scaling import without_gradients
 from .optimizers.updates import of_update
-from .report.report import NonFiniteError
+from .report.report import NonFiniteError, Report
 from .step import Step
 from .step_keeper import StepKeeper
 from .verdict.verdict import Verdict, take_bad, take_evaluated
@@ -131,7 +131,18 @@ def _added_to(error: Exception) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as found:
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"[overflow_fast] {found.report.answer()}")
-        else:
-            _log.warning("%s", found.report)
+        add_report(error, found.report)
+
+
+def add_report(error: Exception, report: Report) -> None:
+    """Adds a report to the program's own exception, or logs it."""
+    if not add_note(error, report.answer()):
+        _log.warning("%s", report)
+
+
+def add_note(error: Exception, text: str) -> bool:
+    """Adds a text to an exception; returns False where Python has no notes."""
+    if not hasattr(error, "add_note"):  # Python 3.11
+        return False
+    error.add_note(f"[overflow_fast] {text}")
+    return True

@@ -11,14 +11,12 @@ import contextlib
 import dataclasses
 import logging
 import re
-import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -26,17 +24,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import _C
-from ...detector.hooks import move_hook_to_front, threads_in
+from ...detector.hooks import move_hook_to_front
 from ...scanner.modules import children_of, named_buffers
 from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
 from ...scanner.text import counted, error_line, short_name
 from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
+from ...torch_internals.registry import stack
 from ..config import EVERYTHING, wanted_of
 from ..explaining import with_note
 from ..options import Schedule
 from ..outer import outer
+from ..raised import add_note, add_report
 from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
 from ..step_keeper import HeldFunction, KeptCall, LastSteps
@@ -381,10 +381,10 @@ class Requests:
         now, before = self._now, self._now.request
         now.request = request = self._new(ids)
         if request.ids:
-            request.depth = len(list(_frames())) - 2  # of whoever has entered this
-        with contextlib.ExitStack() as stack:
+            request.depth = len(stack()) - 2  # of whoever has entered this
+        with contextlib.ExitStack() as exits:
             if self._is_left_out(request):
-                stack.enter_context(_C.Unwatched())
+                exits.enter_context(_C.Unwatched())
             try:
                 yield request
             except Exception as error:
@@ -506,7 +506,7 @@ class Requests:
                     self._judge(request, error)
                 elif request.num_forwards and _is_of_values(error):
                     forwards = counted(request.num_forwards, "forward")
-                    _note(error, _BEHIND.format(forwards))
+                    add_note(error, _BEHIND.format(forwards))
             finally:
                 self._end_round(request)
                 if request.num_forwards > 1:
@@ -588,7 +588,7 @@ class Requests:
         with parts.isolation.isolated():
             pipeline._archive.end_report(report, request.number, 0, True)
         if error is not None:
-            _add_note(error, report)
+            add_report(error, report)
         elif report.action == "raise":
             raise NonFiniteError(report)
         if error is None or config.on_overflow != "raise":
@@ -627,8 +627,7 @@ class Requests:
                 yield None
         seconds = time.perf_counter() - begin
         self._explaining_seconds += seconds
-        parts.timer._step_began += seconds
-        self._now.since += seconds
+        self._now.since += seconds  # which are no cost of watching
 
     def _explained(
         self, report: Report, step: Step, request: Request
@@ -712,7 +711,7 @@ class Requests:
 
     def before_entry(self, watch: ModelWatch, module: nn.Module, given: Any) -> None:
         """Begins the call of a module that the program calls alone."""
-        if self._now.is_in or _began_before(watch):
+        if self._now.is_in or watch.is_in_stray:
             return
         self.pass_in()
         self._now.entry = module
@@ -776,12 +775,6 @@ class _Hooks:
             self._requests.entry_ended(module)
 
 
-def _began_before(watch: ModelWatch) -> bool:
-    """True within a forward of this thread that began before the hooks were put on."""
-    own, model = get_ident(), watch.model
-    return own in watch._strays and model is not None and own in threads_in(model)
-
-
 def _is_left_alone() -> bool:
     """True for what is trained, run again, or traced by a compiler."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
@@ -800,17 +793,9 @@ def _of_training(function: Callable[[ModelWatch], None]) -> Callable[..., None]:
     return call
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yields the calls that are under way in this thread, from the caller's on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _sorted_by(depth: int) -> str:
     """The function above so many calls that sorts, in words; or ""."""
-    frames = list(_frames())
+    frames = stack()
     for code in (frame.f_code for frame in frames[: len(frames) - depth]):
         if any(map(_SORTS.fullmatch, code.co_names)):
             place = f"{short_name(code.co_filename)}:{code.co_firstlineno}"
@@ -825,7 +810,6 @@ class _Kept:
     hidden_by = ""
     had_gradients = False
     left_over: Mapping[str, int] = {}
-    clean = None
 
     def __init__(self, calls: list[KeptCall], start: ForwardStart | None) -> None:
         self.calls, self.start = calls, start
@@ -868,20 +852,6 @@ def _recorded(
     named: Mapping[str, torch.Tensor],
 ) -> tuple[_C.FrameKind, tuple[list[str], list[torch.Tensor]]]:
     return _C.FrameKind.RECORDED, (list(named), list(named.values()))
-
-
-def _add_note(error: Exception, report: Report) -> None:
-    """Adds a report to the exception that the program's own code has raised."""
-    if not _note(error, report.answer()):
-        _log.warning("%s", report)
-
-
-def _note(error: Exception, text: str) -> bool:
-    """Adds a text to an exception; returns False where Python has no notes."""
-    if not hasattr(error, "add_note"):  # Python 3.11
-        return False
-    error.add_note(f"[overflow_fast] {text}")
-    return True
 
 
 def _is_of_values(error: Exception | None) -> TypeGuard[Exception]:
