@@ -21,7 +21,7 @@ from .outer import outer
 from .record.flight import FlightRecorder
 from .report.log_lines import LogLine, StepLine
 from .report.report import RankInfo, Report
-from .report.run_log import JsonLog, RunIdentity
+from .report.run_log import RunIdentity
 from .verdict.headroom import HeadroomTracker
 from .verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
 from .watching.step_tensors import StepTensors
@@ -29,6 +29,7 @@ from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
     from .report.evidence import EvidenceFolder
+    from .report.json_log import JsonLog
     from .report.suspects import LoggedIncident
 
 _log = logging.getLogger("overflow_fast")
@@ -175,6 +176,8 @@ class Archive:
         config, log = self._config, self._config.log
         if log is None or not self._run.collects(log.ranks):
             return None
+        from .report.json_log import JsonLog  # for runs that keep a log
+
         return JsonLog(
             self._run.path_of_rank(log.path),
             self._run.id,

@@ -36,7 +36,6 @@ from ..config import EVERYTHING, wanted_of
 from ..explaining import with_note
 from ..options import Schedule
 from ..outer import outer
-from ..raised import add_note, add_report
 from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
 from ..step_keeper import HeldFunction, KeptCall, LastSteps
@@ -505,6 +504,8 @@ class Requests:
                 if request.frames:
                     self._judge(request, error)
                 elif request.num_forwards and _is_of_values(error):
+                    from ..raised import add_note  # of few requests
+
                     forwards = counted(request.num_forwards, "forward")
                     add_note(error, _BEHIND.format(forwards))
             finally:
@@ -555,6 +556,7 @@ class Requests:
     # A bad request.
 
     def _judge(self, request: Request, error: Exception | None) -> None:
+        from ..raised import add_report
         from .request_report import RequestReport, left_in_state
 
         parts = self._parts

@@ -15,7 +15,7 @@ from torch import nn
 import overflow_fast
 from overflow_fast import Log, NonFiniteError, OverflowGuard
 from overflow_fast.guard.files.json_text import dumps
-from overflow_fast.guard.report.run_log import JsonLog
+from overflow_fast.guard.report.json_log import JsonLog
 
 
 def all_lines_of(path):
