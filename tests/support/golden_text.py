@@ -16,8 +16,10 @@ from overflow_fast import NonFiniteError
 BLOCKS = {"p", "div", "li", "tr", "pre", "section", "figcaption", "caption", "dd"}
 BLOCKS |= {"h1", "h2", "h3", "h4", "br", "summary", "dt", "td", "th"}
 UNSEEN = {"script", "style", "title", "noscript", "button", "label", "select"}
+TREE = re.escape(str(Path(__file__).parents[2]))  # which may lie in a temporary folder
 # What differs from run to run or from machine to machine, and what stands for it.
 VOLATILE = (
+    (rf"{TREE}/(?:[^\s/'\"`():]+/)*", ""),
     (rf"(/[^\s'\"`()]+)?{re.escape(tempfile.gettempdir())}/[^\s'\"`()]+", "PATH"),
     (r"/(?:[^\s'\"`():]+/)+([^\s/'\"`():]+)", r"\1"),
     (r"\b20\d{6}T\d{6}Z-\S+?-\d+-[0-9a-f]{6}", "RUN"),
