@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from remedied_files import module_of
+from remedied_files import explained, module_of
 
-from overflow_fast.explainer.remedies import call_patch
+from overflow_fast.explainer.remedies import attempts, call_patch
 from overflow_fast.explainer.remedies.call_patch import (
     CallPatch,
     ChangedCalls,
@@ -223,7 +223,6 @@ MASKED = "(x - x).masked_fill(x == 0, -torch.inf)"
 # of one argument have one without a row.
 FAILING = {
     **dict.fromkeys(("softmax", "log_softmax"), (f"torch.{{}}({MASKED}, -1)", ZERO)),
-    "logsumexp": (f"torch.logsumexp({MASKED}, -1)", ZERO),
     "div": ("x / x.sum()", ZERO),
     "reciprocal": ("x.reciprocal()", ZERO),
     "addcdiv": ("torch.addcdiv(x, x, x)", ZERO),
@@ -391,6 +390,99 @@ def test_what_is_before_a_failing_call_is_changed(rule, tmp_path):
         assert_same(changed, written, rtol=0, atol=0)
 
 
+HUGE, WIDE = LARGE * 1e30, torch.full((2, 3), 1e30)
+SOME, MASK = torch.tensor([[0.0, 3], [1, 2]]), "x.masked_fill(x == 0, -torch.inf)"
+ATTENTION = "F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask={})"
+# Programs in which a search tries rules that those above do not ask for.
+TRIED = [
+    ("x.exp().log()", -LARGE),
+    ("(e := x.exp()) * 2 / e.sum()", LARGE),
+    ("torch.log10(x.sigmoid())", -LARGE),
+    (f"(x > 1) * {MASK}", ZERO),
+    ("torch.angle(torch.complex(x, x))", ONE * 1e-30),
+    ("torch.baddbmm(x[:, :2], x[None], x.T[None]) * 0.25", WIDE),
+    ("torch.baddbmm(x[:, :2], x[None], x.T[None]) / 4", WIDE),
+    (
+        "x.exp() / torch.zeros(2, 2).index_add(0, (i := torch.tensor([1, 1, 0])), "
+        "x.exp())[i]",
+        LARGE,
+    ),
+    ("x / (len(x) - 3.0)", ONE),
+    ("(x + 1) / x", SOME),
+    ("x.reciprocal()", SOME * 1e-39),
+    ("x.norm()", HUGE),
+    ("x.std(0)", torch.tensor([[3e38], [-3e38]])),
+    ("F.normalize(x, eps=0.0)", ZERO),
+    ("F.cosine_similarity(x, x, eps=0.0)", ZERO),
+    *[
+        (f"{name}(x, -x)", HUGE)
+        for name in ("torch.cdist", "F.pairwise_distance", "torch.dist")
+    ],
+    ("torch.atan2(x, x)", ONE * 1e-20),
+    ("torch.linalg.det(x)", torch.eye(2) * 1e30),
+    ("torch.linalg.cholesky(x) * 1e30", torch.eye(2) * 1e-20),
+    ("torch.linalg.eig(x)[1].abs().square()[0, 0]", torch.eye(2)),
+    (ATTENTION.format("x[None, :, :1] > x.T[None, :1]"), HUGE),
+    (ATTENTION.format("x[None, :, :1].expand(1, 3, 3) * 0"), HUGE),
+    (f"(m := {MASK}) + (-m)", ZERO),
+    (f"torch.stack([m := {MASK}, -m]).sum(0)", ZERO),
+    *[
+        (f"torch.{name}(torch.nn.ELU()(x))", -LARGE)
+        for name in ("log", "log2", "log10", "sqrt", "rsqrt", "lgamma", "digamma")
+    ],
+    ("torch.log(torch.nn.ELU()(x)[:, 0])", -ONE),
+    (
+        "g(x)\ndef g(x):\n    a, b = torch.nn.ELU()(x).chunk(2, 1)\n    return a.log()",
+        -ONE,
+    ),
+    ("F.poisson_nll_loss(torch.nn.ELU()(x), x * 0 + 1, log_input=False)", -ONE),
+]
+
+
+def programs_of(rule):
+    """Programs that fail, in one of which a search tries a rule."""
+    code = EQUAL[rule.pattern] if rule in (*EXACT, *IN_LOGARITHMS) else None
+    yield from [(code, x) for x in (ZERO, LARGE, -LARGE, HUGE) if code]
+    yield from [program_of(rule)] if rule in GUARDS else []
+    yield from [OF_OTHERS[rule]] if rule in OF_OTHERS else []
+    cold = COLD.get(rule.pattern, "")
+    for zero in ["0", "torch.tensor(0.0)"] if cold else []:
+        yield cold.format(zero), torch.tensor([[1.0, 2.0, 4.0]])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_search_tries_each_rule(tmp_path, monkeypatch):
+    """A row that no failure asks for, of whatever kind, is found here."""
+    tried = set()
+
+    def fails(trial, failure, trials):
+        changes = getattr(trial.patch, "changes", ())
+        tried.update(RULES[e.rule] for e in changes if isinstance(e, RuleChange))
+        return False  # so that what comes after it is tried, too
+
+    def search(code, x):
+        module, _ = module_of(tmp_path, HEAD.format(code))
+
+        def loss_of(x, w):
+            result = module.f(x * w[0].to(x.dtype))
+            result = result[0] if isinstance(result, tuple) else result
+            return (result.abs() if result.is_complex() else result).sum()
+
+        if not is_finite(with_gradient(lambda w: loss_of(x, w), torch.ones(1))):
+            explained(loss_of, x)
+
+    monkeypatch.setattr(attempts, "_attempt", fails)
+    for code, x in TRIED:
+        search(code, x)
+    for rule in RULES:
+        for code, x in programs_of(rule):
+            if rule not in tried:
+                search(code, x)
+    missing = [f"{each.pattern}: {each.text}" for each in RULES if each not in tried]
+    assert missing == []
+
+
 @pytest.mark.parametrize("name", COLD)
 @pytest.mark.parametrize("zero", ["0", "torch.tensor(0.0)"])
 def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, zero, tmp_path):
@@ -468,6 +560,7 @@ PLAIN = (
 )
 CALLS |= {name: [f"torch.{name}(x)", f"x.{name}()"] for name in PLAIN}
 CALLS["i0"] = ["torch.i0(x)", "x.i0()", "torch.special.i0(x)"]
+CALLS["logsumexp"] = ["torch.logsumexp(x, 0)", "x.logsumexp(0)"]
 CALLS["logdet"] = ["torch.logdet(torch.eye(2))", "torch.eye(2).logdet()"]
 
 

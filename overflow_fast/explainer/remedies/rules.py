@@ -331,7 +331,7 @@ GUARDS = _rules(
     ("poisson_nll_loss(y)", "CALL_ON(y.clamp(min=0))",
      "clamp the rate to at least 0"),
     ("poisson_nll_loss(y)", "CALL_ON(y.clamp(max=N))", "clamp the argument to N"),
-    ("softmax|log_softmax|logsumexp(y)", "CALL_ON(y.clamp(min=LOW))",
+    ("softmax|log_softmax(y)", "CALL_ON(y.clamp(min=LOW))",
      "clamp the scores to at least LOW"),
     ("norm|normalize|cdist|cosine_similarity|pairwise_distance|dist|atan2(y)",
      "CALL_ON(y + EPS)", _TO_INPUT),
