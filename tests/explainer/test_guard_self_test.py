@@ -8,6 +8,7 @@ import guarding
 import numpy as np
 import pytest
 import torch
+from containers import FEW, Model
 from guarding import (
     NAN,
     Net,
@@ -428,3 +429,13 @@ def test_results_are_data():
         "found_at": "output of head",
         "is_attributed": True,
     }
+
+
+@pytest.mark.parametrize("kind", FEW[:3])
+def test_faults_are_planted_in_containers(kind):
+    model = Model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer) as guard:
+        result = guard.self_test(torch.randn(3, 4))
+    assert result.has_passed
+    assert "block (Block)" in str(result)

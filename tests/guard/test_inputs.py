@@ -1,11 +1,12 @@
-"""The entries of a batch that are non-finite, in words."""
+"""What a step was given, and the entries of it that are non-finite, in words."""
 
 import math
 
 import pytest
 import torch
+from containers import CONTAINERS, FEW
 
-from overflow_fast.guard.watching.inputs import samples
+from overflow_fast.guard.watching.inputs import Given, LoopBatch, samples
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,24 @@ def test_an_entry_is_named_if_some_of_it_is_bad(as_kept):
     x = torch.ones(2, 3)
     x[1, 2] = math.inf
     as_kept(samples(x, True))
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_inputs_are_held_weakly_by_their_labels(kind):
+    x = torch.randn(2, 4)
+    given = Given((CONTAINERS[kind].make(x),), {"more": CONTAINERS[kind].make(x)})
+    path = CONTAINERS[kind].path
+    assert list(given.tensors) == [f"input[0]{path}", f"input.more{path}"]
+    assert given.unseen == []
+    assert given.find(f"input[0]{path}").tensor() is x
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_the_place_in_a_trainer_s_batch_is_named(kind, as_kept):
+    x = torch.randn(8, 4)
+    x[5, 2] = math.nan
+    path = CONTAINERS[kind].path
+    noted = LoopBatch(CONTAINERS[kind].make(x))
+    place = noted.place_of(x)
+    assert place.startswith(f"`batch{path}`") and noted.bad_places() == [place]
+    as_kept(place.replace(path, ""))

@@ -12,6 +12,7 @@ import attrs
 import torch
 import torch.utils._pytree as pytree
 from hypothesis import strategies as st
+from torch import nn
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
@@ -341,6 +342,39 @@ CONTAINERS = {
     "cyclic": Container(Cyclic, lambda v: v.parts[1], ".parts[1]"),
     "shared": Container(lambda x: [part := [x], part], lambda v: v[1][0], "[0][0]"),
 }
+
+# One for each way to read and to rebuild a value, for what tests/scanner/test_tree.py
+# does not ask: that all of it reads and rebuilds values as the tree does.
+FEW = ("namedtuple", "Mapping", "frozen slots dataclass", "only registered")
+FEW += ("object", "nested 15")
+
+
+class Block(nn.Module):
+    """Takes and returns a container."""
+
+    def __init__(self, kind, scale=1.0):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.container = CONTAINERS[kind]
+        self.scale = scale
+
+    def forward(self, given):
+        self.seen = self.container.get(given).dtype
+        made = self.lin(self.container.get(given)) * self.scale
+        return self.container.make(made)
+
+
+class Model(nn.Module):
+    """Hands a container on to its block, and takes one back."""
+
+    def __init__(self, kind, scale=1.0):
+        super().__init__()
+        self.block = Block(kind, scale)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        container = self.block.container
+        return self.head(container.get(self.block(container.make(x)))).sum()
 
 
 def tensor_of(name, value):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from containers import CONTAINERS, FEW
 from evidence_folders import bad_steps, step_folders, strict
 from guarding import INF, NAN, assert_same, batches, make, plant, train, train_step
 from safetensors.torch import load_file
@@ -109,3 +110,25 @@ def test_without_safetensors_it_is_reported_at_once(tmp_path, monkeypatch):
     model, optimizer = make()
     with pytest.raises(ImportError, match="pip install safetensors"):
         OverflowGuard(model, optimizer, evidence=tmp_path)
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_the_batch_is_kept_by_its_place_in_a_container(kind, tmp_path):
+    container, layer, x = (
+        CONTAINERS[kind],
+        torch.nn.Linear(4, 1),
+        torch.full((2, 4), NAN),
+    )
+
+    class Taking(torch.nn.Module):
+        def forward(self, batch):
+            return layer(container.get(batch)).sum()
+
+    model = Taking()
+    model.layer = layer
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip", evidence=tmp_path, explain=False):
+        model(container.make(x)).backward()
+        optimizer.step()
+    (path,) = tmp_path.rglob("batch.safetensors")
+    assert_same(load_file(path), {f"[0][0]{container.path}": x})

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from compared_models import batch, tower
+from containers import CONTAINERS, FEW, Model
 
 import overflow_fast
 
@@ -148,3 +149,15 @@ def test_compiled_blocks_are_compared_block_by_block():
     assert diff.first is None, diff
     names = {str(row.place) for row in diff.rows}
     assert {"blocks.1: output", "blocks.1: output gradient"} <= names
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_models_are_compared_in_the_module_that_differs(kind):
+    model, reference = Model(kind), Model(kind, scale=2.0)
+    reference.load_state_dict(model.state_dict())
+    found = overflow_fast.compare_live(model, reference, torch.randn(3, 4))
+    assert (found.first.module, found.first.kind) == ("block", "forward")
+    assert "aten.mul" in found.first.op
+    names = [row.name for row in found.rows]
+    assert f"block: output{CONTAINERS[kind].path}" in names
+    assert f"block: input[0]{CONTAINERS[kind].path}" in names

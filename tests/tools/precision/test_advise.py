@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from containers import CONTAINERS, FEW
 from guarding import assert_same, hooks_of, make
 from kept_texts import errors_of
 from torch import nn
@@ -670,3 +671,22 @@ def test_the_example_of_the_docstring():
     example = doctest.DocTestFinder().find(advise_precision)
     example[0].globs = {"torch": torch, "advise_precision": advise_precision}
     assert doctest.DocTestRunner().run(example[0]) == (0, 3)
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_advice_on_precision_judges_the_output(kind):
+    class Large(nn.Module):
+        def __init__(self, kind):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+            self.container = CONTAINERS[kind]
+            nn.init.constant_(self.lin.weight, 300.0)
+
+        def forward(self, x):
+            return self.container.make(self.lin(x))
+
+    x = torch.full((2, 4), 300.0)  # 360000: inf in float16
+    torch.manual_seed(0)
+    expected = str(advise_precision(Large("tuple"), [x]))
+    torch.manual_seed(0)
+    assert str(advise_precision(Large(kind), [x])) == expected

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from containers import CONTAINERS, FEW
+from containers import Model as Holding
 from guarding import hooks_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -503,3 +505,67 @@ def test_wrong_arguments_are_reported(as_kept):
     with pytest.raises(ValueError) as raised:
         keep_in_fp32(make(), ["x"])
     as_kept(raised.value)
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_modules_in_float32_get_and_return_what_they_should(kind):
+    model = Holding(kind).half()
+    keep_in_fp32(model, ["block"])
+    x = torch.randn(2, 4).half()
+    assert model(x).dtype == torch.float16
+    assert model.block.seen == torch.float32
+    given = CONTAINERS[kind].make(x)
+    made = model.block(given)
+    assert CONTAINERS[kind].get(made).dtype == torch.float16
+    assert CONTAINERS[kind].get(given) is x
+
+
+class Cache:
+    """Is updated by the modules that it is given to."""
+
+    def __init__(self):
+        self.keys = torch.zeros(2, 0, dtype=torch.float16)
+        self.fixed = torch.zeros(2, 3, dtype=torch.float16)
+        self.untouched = torch.ones(1, dtype=torch.float16)
+        self.history = [torch.ones(1, dtype=torch.float16)]
+        self.num_calls = 0
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        cache.keys = torch.cat([cache.keys, self.lin(x)], 1)
+        cache.fixed[:, 1] = 2
+        cache.history.append(cache.keys)
+        cache.num_calls += 1
+        return self.lin(x), cache
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_a_cache_is_updated_by_a_module_in_float32(is_inference):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Caching()
+
+        def forward(self, x, cache):
+            return self.inner(x, cache)
+
+    model = Outer().half()
+    keep_in_fp32(model, ["inner"])
+    with torch.inference_mode(is_inference):
+        cache = Cache()
+        untouched, history = cache.untouched, cache.history
+        for _ in range(2):
+            output, returned = model(torch.randn(2, 4).half(), cache)
+    assert output.dtype == torch.float16
+    assert cache.num_calls == returned.num_calls == 2
+    assert cache.keys.shape == (2, 8)
+    assert cache.fixed.dtype == torch.float16
+    assert cache.fixed[:, 1].tolist() == [2, 2]
+    assert cache.untouched is untouched
+    assert cache.history is history
+    assert len(history) == 3

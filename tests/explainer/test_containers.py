@@ -1,0 +1,157 @@
+"""Explanations of batches and outputs that are in containers."""
+
+import datetime
+
+import pytest
+import torch
+from containers import CONTAINERS, FEW
+from torch import nn
+
+import overflow_fast
+from overflow_fast import OverflowGuard
+
+pytestmark = pytest.mark.usefixtures("untried")
+KINDS = pytest.mark.parametrize("kind", FEW)
+NAN = float("nan")
+
+
+class Taking(nn.Module):
+    """Takes a batch."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.lin = nn.Linear(4, 1)
+        self.container = CONTAINERS[kind]
+
+    def forward(self, batch):
+        return self.lin(self.container.get(batch)).sum()
+
+
+class Log(nn.Module):
+    def forward(self, x):
+        return torch.log(x * 0 - 1)
+
+
+class Undefined(nn.Module):
+    """Returns a nan in a container, and nothing else."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.lin, self.log = nn.Linear(4, 4), Log()
+        self.container = CONTAINERS[kind]
+
+    def forward(self, x):
+        return self.container.make(self.log(self.lin(x)))
+
+
+def guarded(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return optimizer, OverflowGuard(model, optimizer, **options)
+
+
+def stopped(optimizer, step):
+    """The report of a step that the guard stops."""
+    with pytest.raises(overflow_fast.NonFiniteError) as caught:
+        step().backward()
+        optimizer.step()
+    return caught.value.report
+
+
+@KINDS
+def test_a_bad_output_is_explained(kind):
+    model = Undefined(kind)
+    optimizer, _ = guarded(model)
+    x = torch.randn(3, 4)
+    report = stopped(optimizer, lambda: CONTAINERS[kind].get(model(x)).sum())
+    found = report.explanation
+    assert (found.cause, found.op.name) == ("undefined", "aten.log")
+    assert "torch.log" in found.op.code
+
+
+@KINDS
+@pytest.mark.parametrize("is_read_by_a_function", [False, True])
+def test_a_bad_sample_of_a_batch_is_named(kind, is_read_by_a_function):
+    x = torch.randn(8, 4)
+    x[5, 2] = NAN
+    batch, model = CONTAINERS[kind].make(x), Taking(kind)
+    optimizer, guard = guarded(model)
+    step = lambda: model(batch)  # noqa: E731
+    run = (lambda: guard.run(step)) if is_read_by_a_function else step
+    found = stopped(optimizer, run).explanation
+    assert (found.cause, found.tensor) == ("bad data", f"batch{CONTAINERS[kind].path}")
+    assert found.sample == 5
+
+
+@KINDS
+def test_a_sample_that_fails_in_the_model_is_found_by_cutting(kind):
+    class Dividing(Taking):
+        def forward(self, batch):
+            x = self.container.get(batch)
+            return (self.lin(x) / x[:, :1]).sum()
+
+    x = torch.rand(8, 4) + 1
+    x[6, 0] = 0
+    batch, model = CONTAINERS[kind].make(x), Dividing(kind)
+    optimizer, _ = guarded(model)
+    found = stopped(optimizer, lambda: model(batch)).explanation
+    assert found.op.name == "aten.div.Tensor"
+    assert found.sample == 6
+    assert CONTAINERS[kind].get(batch) is x  # the batch is as it was
+
+
+def test_a_forward_that_writes_to_its_batch_is_replayed_with_what_it_got():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 1)
+
+        def forward(self, batch):
+            batch.x = batch.x - 1
+            batch.extra.pop()
+            return torch.log(self.lin(batch.x).abs() * 0 + batch.x.min()).sum()
+
+    batch = CONTAINERS["namespace"].make(torch.full((3, 4), 1.0))
+    batch.extra = [torch.ones(1)]
+    model = Writing()
+    optimizer, _ = guarded(model)
+    found = stopped(optimizer, lambda: model(batch)).explanation
+    assert (found.cause, found.op.name) == ("undefined", "aten.log")
+    assert found.op.inputs[0].abs_max == 0
+
+
+def test_a_batch_that_cannot_be_cut_is_said():
+    class Day(datetime.date):
+        pass
+
+    class Dividing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 1)
+
+        def forward(self, batch):
+            return (self.lin(batch.x) / batch.x[:, :1]).sum()
+
+    batch = Day(2024, 1, 1)
+    batch.x = torch.rand(8, 4) + 1
+    batch.x[6, 0] = 0
+    model = Dividing()
+    optimizer, _ = guarded(model)
+    found = stopped(optimizer, lambda: model(batch)).explanation
+    assert found.op.name == "aten.div.Tensor"
+    assert found.sample is None
+    assert any("cannot rebuild" in note and "Day" in note for note in found.notes)
+
+
+def test_an_object_that_leads_to_a_model_is_no_batch():
+    class Trainer:
+        def __init__(self, model):
+            self.model = model
+            self.x = torch.randn(8, 4)
+
+    model = nn.Linear(4, 1)
+    trainer, target = Trainer(model), torch.randn(8, 1)
+    target[3] = NAN
+    optimizer, guard = guarded(model)
+    step = lambda: (trainer.model(trainer.x) - target).sum()  # noqa: E731
+    found = stopped(optimizer, lambda: guard.run(step)).explanation
+    assert (found.cause, found.tensor, found.sample) == ("bad data", "target", 3)
