@@ -68,7 +68,7 @@ def on_ranks(world, function, *arguments, over=None):
 # starting the processes takes longer than all of them. All are of the group of tests
 # `processes`: in another worker of xdist they would run once more.
 _MODULES = ("test_agreement", "test_groups", "test_replay_ranks", "test_suspects")
-_FOLDERS = ("guard/ranks", "guard/report")
+_FOLDERS = ("guard/ranks", "guard/report", "explainer")
 
 
 def _run_scenarios():
