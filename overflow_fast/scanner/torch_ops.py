@@ -1,9 +1,11 @@
 """torch's operations as one table: all that this package knows of them by name.
 
 A name is that of an operator of aten, without namespace and overload, or of a function
-of torch's; an operation in place has the row of the plain one. What torch itself knows
-of its operators is asked of torch: which are random, and which are views. Tests compare
-the table with torch's registry.
+of torch's; an operation in place has the row of the plain one. A function has the row
+of the operator that it becomes, `layer_norm` that of `native_layer_norm`: who asks may
+have either name. What torch itself knows of its operators is asked of torch: which are
+random, and which are views. Tests compare the table with torch's registry, and with the
+operators that functions become.
 """
 
 from __future__ import annotations
@@ -140,15 +142,16 @@ _TABLE = (
     ("rpow", _op("promotes")),
     ("reciprocal", _op("each", **_need("other than 0", lambda x: x != 0))),
     # Of matrices.
-    ("mm bmm addmm baddbmm", _op("product grows")),
-    ("matmul", _op("bilinear grows", _TWO)),
-    ("linear", _op("grows", "input weight bias")),
+    ("mm bmm", _op("bilinear product grows")),
+    ("matmul", _op("bilinear product grows", _TWO)),
+    ("addmm baddbmm", _op("product grows")),
+    ("linear", _op("grows", "input weight bias")),  # its weight is transposed
     ("addbmm addmv mv dot vdot addr inner outer einsum trace", _op("grows")),
     ("kron", _op("grows promotes")),
     ("*convolution* conv1d conv2d conv3d", _op("grows")),
     ("*slogdet* *linalg_inv* *linalg_solve* *linalg_lu* inverse *cholesky*",
      _op("pivots")),
-    ("logdet", _op(needs="matrix whose determinant is not negative")),
+    ("logdet", _op("pivots", needs="matrix whose determinant is not negative")),
     ("linalg_matrix_exp", _op("nan_of_overflow")),
     # Powers and logarithms.
     ("exp", _op("each grows", never=(0.0,), safe=0.0)),
@@ -204,12 +207,11 @@ _TABLE = (
     ("logsumexp", _op(parameters="input dim keepdim")),
     ("dist", _op("grows promotes")),
     ("cdist _cdist_forward", _op("grows")),
-    ("_softmax _safe_softmax", _op("softmax", never=(0.0,))),
-    ("softmax", _op("softmax", "input dim", never=(0.0,))),
-    ("_log_softmax", _op("softmax")),
-    ("log_softmax", _op("softmax", "input dim")),
-    ("layer_norm rms_norm group_norm instance_norm", _op("normalizes")),
-    ("nll_loss_forward nll_loss2d_forward", _op("of_labels")),
+    ("softmax _softmax _safe_softmax", _op("softmax", "input dim", never=(0.0,))),
+    ("log_softmax _log_softmax", _op("softmax", "input dim")),
+    ("layer_norm native_layer_norm group_norm native_group_norm", _op("normalizes")),
+    ("rms_norm _fused_rms_norm instance_norm", _op("normalizes")),
+    ("nll_loss nll_loss_forward nll_loss2d_forward", _op("of_labels")),
     ("mse_loss smooth_l1_loss", _op("grows promotes")),
     ("huber_loss poisson_nll_loss", _op("grows")),
     # What moves numbers, besides views, or keeps some.
@@ -217,10 +219,10 @@ _TABLE = (
     ("_to_copy", _op("casts grows same")),
     ("contiguous clone", _op("moves same")),
     ("detach", _op("same")),
-    ("__getitem__ T mT masked_select take_along_dim", _op("moves")),
+    ("__getitem__ T mT masked_select", _op("moves")),
     ("broadcast_tensors flip fliplr flipud rot90 roll", _op("moves")),
     ("tile repeat repeat_interleave _unsafe_view", _op("moves")),
-    ("gather index_select", _op("lookup moves")),
+    ("gather index_select take_along_dim", _op("lookup moves")),
     ("embedding* _embedding_bag* index gather_backward", _op("lookup")),
     ("index_add scatter_add", _op("grows linear")),
     ("index_put", _op("grows")),
