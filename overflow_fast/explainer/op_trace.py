@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -310,4 +311,19 @@ class OpTrace(TorchDispatchMode):
         if _signature(func)[0].startswith("profiler."):
             return func(*args, **kwargs)
         with without_torch_function():
+            # Elsewhere autograd has taken apart what consists of other operations.
+            if torch.is_inference_mode_enabled():
+                with self._again():
+                    parts = func.decompose(*args, **kwargs)
+                if parts is not NotImplemented:
+                    return parts
             return self._observer.run(OpCall(func, args, kwargs), self._modules)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Shows the operations that an operation consists of, as well."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import Block
 from torch import nn
 
@@ -292,3 +293,45 @@ def test_of_several_hidden_infs_the_one_that_changes_the_output_is_named(mode):
     assert found.op.code.strip().startswith("y = (x * 1000 * x)")
     assert "hidden by aten.clamp" in found.evidence[1]
     assert "from float32" in found.evidence[1]
+
+
+class Scored(nn.Module):
+    """Computes a score of what a layer returns."""
+
+    def __init__(self, score):
+        super().__init__()
+        self.layer, self.score = nn.Linear(3, 3), score
+
+    def forward(self, x):
+        return self.score(self.layer(x))
+
+
+NONE_COUNTS = torch.full((2,), -100)
+
+
+@pytest.mark.parametrize(
+    ("score", "op"),
+    [
+        (lambda y: F.cross_entropy(y, NONE_COUNTS), "aten.nll_loss_forward"),
+        (lambda y: F.nll_loss(y, NONE_COUNTS), "aten.nll_loss_forward"),
+        (lambda y: y.masked_fill(y == y, -torch.inf).softmax(-1), "aten._softmax"),
+        (lambda y: y[:1].std(0), "aten.std.correction"),
+        (lambda y: torch.logdet(-torch.eye(3) + 0 * y[0]), "aten.scalar_tensor"),
+        (lambda y: (y * 1e30).square(), "aten.pow.Tensor_Scalar"),
+    ],
+)
+@pytest.mark.usefixtures("untried")
+def test_a_model_of_inference_mode_has_the_operations_of_others(score, op):
+    """Which autograd takes apart there; a table of operations knows these."""
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        with mode():
+            model = Scored(score)
+        with overflow_fast.OverflowGuard(model, on_overflow="warn") as guard, mode():
+            model(torch.ones(2, 3))
+        found.append(guard.last_report.explanation)
+    plain, own = found
+    assert plain.op.name == op
+    assert (plain.cause, plain.reason) == (own.cause, own.reason)
+    assert (plain.op.name, plain.evidence) == (own.op.name, own.evidence)
