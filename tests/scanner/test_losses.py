@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast.scanner.tensors import model_loss_in
+from overflow_fast.scanner.tensors import loss_in, model_loss_in
 
 torch.manual_seed(0)
 LAYER = nn.Linear(3, 4)
@@ -42,3 +42,9 @@ def test_the_output_for_one_sample_is_no_loss():
     output = nn.Linear(3, 1)(torch.ones(1, 3))
     assert model_loss_in(output) is None
     assert model_loss_in(output.sum()) is not None
+
+
+def test_a_list_that_holds_itself_is_opened_once():
+    returned = [LOGITS, LOSS]
+    returned.insert(0, returned)
+    assert loss_in(returned) is LOSS
