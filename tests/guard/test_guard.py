@@ -261,6 +261,7 @@ def test_what_it_was_before_is_told():
     assert headroom.dtype == "float32"
 
 
+@pytest.mark.explains
 def test_what_came_near_the_end_of_its_dtype_is_told(as_kept):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
     model[0].weight.data.fill_(3e4)
@@ -274,6 +275,7 @@ def test_what_came_near_the_end_of_its_dtype_is_told(as_kept):
     as_kept(report.sentences())
 
 
+@pytest.mark.explains
 def test_a_report_reads_as_text_and_as_json(as_kept):
     """The frames, and then the answer and all that it rests on."""
     model, optimizer = make()

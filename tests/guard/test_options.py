@@ -104,6 +104,7 @@ def test_a_path_may_be_an_object(tmp_path):
     assert config_of(log=tmp_path / "log.jsonl").log.path == tmp_path / "log.jsonl"
 
 
+@pytest.mark.explains
 def test_iterators_are_read_once():
     config = config_of(include=iter(["0"]), monitors=iter([Spikes()]))
     assert config.include == ("0",) and config.monitors == (Spikes(),)
@@ -132,6 +133,7 @@ def test_options_are_values(options):
 # Errors name the argument as it is written.
 
 
+@pytest.mark.explains
 def test_a_wrong_value_of_a_field_is_named(as_kept):
     as_kept(
         errors_of(
@@ -164,6 +166,7 @@ def test_a_wrong_value_of_a_field_is_named(as_kept):
     )
 
 
+@pytest.mark.explains
 def test_a_wrong_type_of_a_field_is_named(as_kept):
     as_kept(
         errors_of(
@@ -201,6 +204,7 @@ def test_a_wrong_value_of_an_argument_is_named(as_kept):
     )
 
 
+@pytest.mark.explains
 def test_a_wrong_type_of_an_argument_is_named(as_kept):
     def call(arguments):
         OverflowGuard(nn.Linear(1, 1), **arguments)

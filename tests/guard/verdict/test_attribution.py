@@ -295,6 +295,7 @@ HANDED_OVER = ["the batch", "the training loop"]
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.explains
 def test_a_bad_feature_was_handed_over(value, as_kept):
     x = inputs()
     x[3, 1] = value
@@ -307,6 +308,7 @@ def test_a_bad_feature_was_handed_over(value, as_kept):
     as_kept(place)
 
 
+@pytest.mark.explains
 def test_a_bad_label_of_a_model_that_computes_its_loss(as_kept):
     labels = inputs(1, 4, 1)
     labels[2] = NAN
@@ -411,6 +413,7 @@ def refilled_in_place(model):
     return model(static.div_(0))
 
 
+@pytest.mark.explains
 def test_minus_inf_in_a_feature_of_a_linear_layer_was_handed_over(as_kept):
     x = inputs()
     x[3, 1] = -INF
@@ -434,6 +437,7 @@ class Biased(nn.Module):
 
 @pytest.mark.parametrize("is_inner", [False, True])
 @pytest.mark.parametrize("is_root", [False, True])
+@pytest.mark.explains
 def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner, as_kept):
     k = torch.arange(5)
     bias = -(k[:, None] - k).abs() * 0.1
@@ -526,6 +530,7 @@ def test_what_nobody_looked_into_is_not_called_finite(
 
 @pytest.mark.parametrize("is_keyword", [False, True])
 @pytest.mark.parametrize("wrap", [Data, lambda x: UserDict(x=x)])
+@pytest.mark.explains
 def test_what_an_object_holds_is_searched(wrap, is_keyword, as_kept):
     x = inputs()
     x[2] = NAN
@@ -1209,6 +1214,7 @@ def test_a_tied_weight_that_is_bad_is_not_called_finite_under_its_other_name():
     assert (verdict.source, verdict.first.is_finite_now) == ("weight", False)
 
 
+@pytest.mark.explains
 def test_a_weight_that_a_forward_wrote_was_not_bad_before(as_kept):
     class Writes(nn.Module):
         def __init__(self):
