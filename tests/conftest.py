@@ -43,6 +43,8 @@ with contextlib.suppress(ImportError):  # where it is missing, its tests say so
 # With --renew: the texts before, and the functions of which some cases do not run.
 BEFORE, IN_PART = pytest.StashKey(), pytest.StashKey()
 
+collect_ignore = ["cpp", "files", "golden", "support"]
+
 # The layer of the tests in a folder, which is their mark.
 LAYERS = {
     "scanner": "scan",
