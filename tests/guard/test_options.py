@@ -30,6 +30,8 @@ from overflow_fast.guard.config import GuardConfig
 from overflow_fast.guard.options import options_of
 from overflow_fast.tools.cli.guard_options import MONITORS
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 PARAMETERS = inspect.signature(OverflowGuard).parameters
 FIELDS = dataclasses.fields(GuardConfig)
 NESTED = (Explain, Evidence, Log, Record, Schedule, *MONITORS)

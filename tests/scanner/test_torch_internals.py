@@ -63,6 +63,7 @@ CPP_PRIVATE_NAME = re.compile(
 )
 
 
+@pytest.mark.day
 @pytest.mark.parametrize("name", registry.INTERNALS)
 def test_torch_has_it(name):
     internal = registry.INTERNALS[name]
