@@ -375,6 +375,7 @@ class Attention(nn.Module):
         return (x + mask).softmax(-1)
 
 
+@pytest.mark.explains
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword, as_kept):
     class Model(nn.Module):
