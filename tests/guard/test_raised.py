@@ -350,6 +350,7 @@ def test_an_exception_that_the_function_catches_itself_ends_no_step():
     guard.remove()
 
 
+@pytest.mark.explains
 def test_left_over_gradients_are_no_finding_of_the_step_that_raises():
     model, optimizer = with_buffers()
     guard = OverflowGuard(model, optimizer, "skip")

@@ -188,6 +188,7 @@ def test_a_transient_fault_is_told_as_one(as_kept):
     assert report.explanation.cause == "not reproducible"
 
 
+@pytest.mark.explains
 def test_without_the_loss_it_says_what_was_not_run():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:
