@@ -9,7 +9,10 @@ JOBS ?= auto
 ON_SEALED = $(shell grep -lE 'mark.sealed|BACKENDS|\(gpu[,)]' -r tests --include='test_*.py')
 RUN := $(VENV)/bin/python
 PYTEST = $(RUN) -m pytest -q --disable-warnings -n $(JOBS) --dist loadfile --no-loadscope-reorder
-CHECKED = tests/scanner tests/detector
+CHECKED = tests/scanner tests/detector $(addprefix tests/guard/,record report undo verdict) \
+  $(wildcard tests/guard/test_guard*.py tests/guard/test_option*.py tests/guard/test_polic*.py) \
+  $(patsubst %,tests/project/test_%.py,additions architecture causes constants layers pages workflows) \
+  tests/tools/cli tests/tools/files/test_formats.py
 # Tests start many processes: each would compile the package's sources anew, for 2 s.
 unexport PYTHONDONTWRITEBYTECODE
 CORE := $(wildcard csrc/scan/*.h csrc/scan/cpu/*)

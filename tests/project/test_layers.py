@@ -51,20 +51,17 @@ INNER = [name for name in MODULES if name not in FACE]
 
 
 @functools.cache
-def _tree_of(name):
-    return ast.parse(MODULES[name].read_text())
-
-
-def _nodes(tree):
-    """All nodes, but for what type checkers alone read."""
-    waiting = [tree]
+def _nodes(name):
+    """All nodes of a module, but for what type checkers alone read."""
+    waiting, found = [ast.parse(MODULES[name].read_text())], []
     while waiting:
         node = waiting.pop()
-        yield node
+        found.append(node)
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
             waiting += node.orelse
         else:
             waiting += ast.iter_child_nodes(node)
+    return found
 
 
 @functools.cache
@@ -73,7 +70,7 @@ def imports_of(name):
     own = name.split(".")
     is_package = MODULES[name].name == "__init__.py"
     found = set()
-    for node in _nodes(_tree_of(name)):
+    for node in _nodes(name):
         if isinstance(node, ast.Import):
             plain = [each.name.split(".") for each in node.names]
             found |= {".".join(p[1:]) for p in plain if p[0] == PACKAGE.name and p[1:]}
@@ -95,16 +92,16 @@ def imports_of(name):
 
 def named_in(name):
     """The modules of the package that stand as text in a module's code."""
-    tree = _tree_of(name)
     documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     docs = {
         id(node.body[0].value)
-        for node in _nodes(tree)
-        if isinstance(node, documented) and ast.get_docstring(node) is not None
+        for node in _nodes(name)
+        if isinstance(node, documented)
+        and ast.get_docstring(node, clean=False) is not None
     }
     texts = [
         node.value
-        for node in _nodes(tree)
+        for node in _nodes(name)
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if id(node) not in docs
     ]
