@@ -1,4 +1,4 @@
-"""The order of tests, which of them need a GPU, and the emulated one for the others."""
+"""Tests by day and by night, their order, and which need a GPU or an emulated one."""
 
 import collections
 import contextlib
