@@ -7,8 +7,12 @@ CXX ?= g++
 JOBS ?= auto
 # The files whose tests run on the simulated device too, or on it alone.
 ON_SEALED = $(shell grep -lE 'mark.sealed|BACKENDS|\(gpu[,)]' -r tests --include='test_*.py')
-WORKERS = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 RUN := $(VENV)/bin/python
+PYTEST = $(RUN) -m pytest -q --disable-warnings -n $(JOBS) --dist loadfile --no-loadscope-reorder
+CHECKED = tests/scanner tests/detector $(addprefix tests/guard/,record report undo verdict) \
+  $(wildcard tests/guard/test_guard*.py tests/guard/test_option*.py tests/guard/test_polic*.py) \
+  $(patsubst %,tests/project/test_%.py,additions architecture causes constants layers pages workflows) \
+  tests/tools/cli tests/tools/files/test_formats.py
 # Tests start many processes: each would compile the package's sources anew, for 2 s.
 unexport PYTHONDONTWRITEBYTECODE
 CORE := $(wildcard csrc/scan/*.h csrc/scan/cpu/*)
@@ -16,7 +20,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/scanner/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo docs check test release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
+.PHONY: build demo docs check test test-rest test-all texts release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -46,14 +50,30 @@ docs: build
 	$(RUN) docs/tools/tables.py
 	$(RUN) -m mkdocs build --strict
 
+# One case of each function, and all cases of tables that are contracts: under 4 minutes.
 test: build
-	$(RUN) -m pytest -q --disable-warnings $(WORKERS)
-	$(RUN) -m pytest -q --disable-warnings $(WORKERS) --sealed $(ON_SEALED)
+	$(PYTEST) --when day
 
-# Lint, types and the quick tests of the inner three layers: about a minute.
+# All others, and those of the simulated device.
+test-rest: build
+	$(PYTEST) --when night
+	$(PYTEST) --sealed $(ON_SEALED)
+
+# Both: what CI runs.
+test-all: build
+	$(PYTEST)
+	$(PYTEST) --sealed $(ON_SEALED)
+
+# Lint, types, and of `make test` the inner layers and what tells what a change has left
+# out (pages, tables, formats, the command line): under a minute.
 check: lint build
-	$(RUN) -m pytest -q --disable-warnings $(WORKERS) -m "not slow and (scan or detector or guard)" \
-	  tests/scanner tests/detector tests/guard
+	$(PYTEST) --when day $(CHECKED)
+
+# Keeps the texts of reports, pages and commands as they are today, and shows what has
+# changed; ARGS="tests/tools -k help", for example, renews those of these tests alone.
+texts: build
+	$(if $(ARGS),,$(RUN) tests/support/golden.py)
+	$(PYTEST) --renew $(or $(ARGS),$(shell grep -l as_kept -r tests --include='test_*.py'))
 
 # Packs the sources, compiles them in an empty folder and runs tests with what was installed.
 release-check: build

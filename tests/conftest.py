@@ -1,5 +1,6 @@
-"""The order of tests, which of them need a GPU, and the emulated one for the others."""
+"""Tests by day and by night, their order, and which need a GPU or an emulated one."""
 
+import collections
 import contextlib
 import functools
 import gc
@@ -7,6 +8,7 @@ import importlib
 import os
 import re
 import sys
+import zlib
 from pathlib import Path
 
 # Before torch is imported, also for the processes that tests start. Tests that need
@@ -21,7 +23,7 @@ import pytest
 import torch
 from emulation import VARIANTS, emulated_device, emulation
 from gpus import GPUS, Cuda, Emulated, Sealed
-from kept_texts import TEXTS, AsKept
+from kept_texts import TEXTS, AsKept, all_kept, differences
 from processes import serve_from_here
 from sealed import sealed_device
 
@@ -37,6 +39,11 @@ with contextlib.suppress(ImportError):  # where it is missing, its tests say so
 
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
+
+# With --renew: the texts before, and the functions of which some cases do not run.
+BEFORE, IN_PART = pytest.StashKey(), pytest.StashKey()
+
+collect_ignore = ["cpp", "files", "golden", "support"]
 
 # The layer of the tests in a folder, which is their mark.
 LAYERS = {
@@ -57,6 +64,9 @@ def pytest_configure(config):
     """
     if config.getoption("--sealed"):
         sealed_device()
+    config.stash[IN_PART] = set()
+    if config.getoption("--renew"):
+        config.stash[BEFORE] = all_kept()
     if hasattr(config, "workerinput"):
         for name in ("torch._inductor.compile_fx", "transformers.modeling_utils"):
             importlib.import_module(name)
@@ -95,12 +105,54 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(LAYERS[folder])
     # A run of their own: torch has one accelerator, from before its first backward on.
     chosen = config.getoption("--sealed")
-    others = [i for i in items if bool(i.get_closest_marker("sealed")) != chosen]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [i for i in items if bool(i.get_closest_marker("sealed")) == chosen]
+    keep_only([i for i in items if is_marked(i, "sealed") == chosen], items, config)
+    if when := config.getoption("--when"):
+        by_day = of_the_day(items)
+        keep_only([i for i in items if (i in by_day) == (when == "day")], items, config)
+
+
+def keep_only(kept, items, config):
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
+
+
+def is_marked(item, *names):
+    return any(item.get_closest_marker(name) for name in names)
+
+
+def of_the_day(items):
+    """The tests of `make test`: one case of each function, the same one each time.
+
+    All cases of what has the mark `day`, and none of what is `slow` without it.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if not is_marked(item, "day", "slow", "cuda", "mps", "release"):
+            cases[function_of(item)].append(item)
+    chosen = {min(each, key=chance_of) for each in cases.values()}
+    return chosen | {item for item in items if is_marked(item, "day")}
+
+
+def function_of(item):
+    return item.nodeid.partition("[")[0]
+
+
+def pytest_deselected(items):
+    for item in items:
+        item.config.stash[IN_PART].add(function_of(item))
+
+
+def chance_of(item):
+    """A number of its name, which stays if other cases come or go."""
+    return zlib.crc32(item.nodeid.encode())
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--when",
+        choices=["day", "night"],
+        help="run the tests of `make test`, or all others; without it, all",
+    )
     parser.addoption(
         "--release", action="store_true", help="compile the packed sources, a minute"
     )
@@ -160,7 +212,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def renews(request):
-    """The tests whose texts were written anew; None without --renew."""
+    """The files of texts that were written anew; None without --renew."""
     return set() if request.config.getoption("--renew") else None
 
 
@@ -168,9 +220,18 @@ def renews(request):
 def as_kept(request, renews):
     """Compares texts with those that are kept for the test: see kept_texts.py."""
     torch.manual_seed(0)
-    name = request.node.originalname
-    parameters = request.node.name.removeprefix(name)
-    return AsKept(TEXTS / f"{request.path.stem}.txt", name, parameters, renews)
+    node = request.node
+    path = TEXTS / request.path.stem / f"{node.originalname}.txt"
+    parameters = node.name.removeprefix(node.originalname)
+    is_named = any("[" in each for each in request.config.args)
+    is_whole = not is_named and function_of(node) not in request.config.stash[IN_PART]
+    return AsKept(path, parameters, renews, is_whole)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Shows what `--renew` has changed."""
+    if config.getoption("--renew"):
+        terminalreporter.write_line("\n".join(differences(config.stash[BEFORE])))
 
 
 @pytest.fixture

@@ -240,7 +240,7 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
         return NotScanned("inside a torch.func transform")
     if tensor.layout is not torch.strided:
         return NotScanned(f"layout {tensor.layout} in compiled code")
-    if is_wrapper(tensor) and not is_functional(tensor):
+    if is_wrapper(tensor):
         return NotScanned(f"tensor subclass {type(tensor).__name__}")
     return tensor
 

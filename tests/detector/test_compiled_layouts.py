@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
+from torch.testing._internal.two_tensor import TwoTensor
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 
@@ -142,3 +143,22 @@ def test_tensors_of_every_layout_are_read_and_left_as_they_are():
     for watched, bare in pairs:
         assert watched.stride() == bare.stride()
         assert watched.equal(bare)
+
+
+def coverage_of_a_subclass(backend):
+    """What frames list of a model that is given a tensor subclass, and leave out."""
+    x = torch.full((3, 4), float("inf"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    run = model if backend is None else torch.compile(model, backend=backend)
+    with DebugUnderflowOverflow(model, max_frames_to_save=None) as detector:
+        run(TwoTensor(x, x.clone()))
+        return detector.frames[0], detector.coverage.not_scanned
+
+
+@torch.no_grad()
+def test_a_tensor_subclass_is_not_scanned_as_in_eager():
+    torch.manual_seed(0)
+    eager, missed = coverage_of_a_subclass(None)
+    torch.manual_seed(0)
+    assert coverage_of_a_subclass("aot_eager") == (eager, missed)
+    assert list(missed) == ["tensor subclass TwoTensor"]

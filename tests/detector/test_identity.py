@@ -97,6 +97,7 @@ def test_buffers_and_gradients_keep_their_role(name):
         assert guard.check().verdict.first.kind == "buffer"
 
 
+@pytest.mark.slow
 def test_the_role_of_a_weight_survives_many_labels():
     class Keys(nn.Module):
         def __init__(self):

@@ -83,6 +83,7 @@ def test_no_tuple_stands_in_the_stub():
     assert "tuple" not in STUB.read_text().lower()
 
 
+@pytest.mark.day
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_stub_has_what_the_class_has(name):
     bound = getattr(_C, name)

@@ -91,6 +91,7 @@ def test_anything_else_is_refused(detector, text):
 KEYS = st.one_of(st.text(st.characters(exclude_categories=())), st.integers())
 
 
+@pytest.mark.slow
 @given(name=st.text(), why=st.text(), key=KEYS, attribute=st.text())
 def test_any_key_is_read_as_it_was_written(name, why, key, attribute):
     path = ((OUTPUT, ""), (INDEX, 7), (KEY, key), (ATTRIBUTE, attribute))

@@ -96,6 +96,7 @@ class Folded(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.tries_remedies
 @pytest.mark.parametrize("factor", [2.0, 7.0])
 def test_a_gradient_that_explodes_through_time(factor, as_kept):

@@ -190,6 +190,7 @@ class Net(nn.Module):
         return self.h(self.a(x).tanh()) + torch.log(x.mean(1, keepdim=True))
 
 
+@pytest.mark.slow
 def test_threads_explain_steps_of_compiled_models_side_by_side():
     reports, start = [], threading.Barrier(3)
 
@@ -242,6 +243,7 @@ def test_other_threads_make_tuples_while_objects_are_looked_for(look):
     assert look is not Before or all(each.has(own) for each in found)
 
 
+@pytest.mark.slow
 def test_a_text_has_a_tree_while_other_threads_make_trees():
     text = "\n".join(f"a{i} = [b.c({i}) + d for b in e]" for i in range(50))
     is_over, failed = threading.Event(), []
@@ -303,6 +305,7 @@ def test_bad_steps_discard_no_compiled_code_of_others(watch):
         assert len(own.graphs) <= 2
 
 
+@pytest.mark.slow
 def test_many_detectors_do_not_use_up_the_entries_that_dynamo_allows():
     model, backend = Sine(), Backend()
     call = torch.compile(lambda x: model(x), backend=backend, fullgraph=True)

@@ -11,6 +11,8 @@ from overflow_fast.explainer.bad_step import BadStep
 from overflow_fast.explainer.questions import BEFORE, FINITE, REPLAYED, TRACED
 from overflow_fast.explainer.replayer import ReplayResult
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 BAD = [torch.tensor(float("inf"))]
 
 

@@ -756,6 +756,7 @@ def test_a_remedy_that_changes_no_other_sample_comes_first(as_kept):
     as_kept(remedies[0].text)
 
 
+@pytest.mark.slow
 def test_the_places_of_a_long_loop_are_read_once_each(monkeypatch):
     class Scan(nn.Module):
         def forward(self, x):

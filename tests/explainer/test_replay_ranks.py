@@ -24,7 +24,11 @@ from overflow_fast.explainer import replay_ranks
 from overflow_fast.explainer.remedies import trials
 from overflow_fast.explainer.replayer import Replayer
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [
+    pytest.mark.explains,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("processes"),
+]
 
 
 class Block(nn.Module):

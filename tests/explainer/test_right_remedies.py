@@ -534,6 +534,7 @@ def test_a_zero_that_was_drawn_is_said_to_be(as_kept):
     as_kept(found.evidence[1])
 
 
+@pytest.mark.slow
 def test_an_underflow_over_many_operations_is_seen_in_the_whole_step():
     model = Holder()
 

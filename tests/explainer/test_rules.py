@@ -39,6 +39,8 @@ from overflow_fast.explainer.torch_calls import TorchCalls
 from overflow_fast.explainer.users_lines import Site
 from overflow_fast.scanner.torch_ops import SWAPPED
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 HEAD = """import math
 import torch
 import torch.nn.functional as F

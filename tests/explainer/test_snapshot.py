@@ -11,6 +11,8 @@ from torch import nn
 from overflow_fast import MaskedOps, OverflowGuard
 from overflow_fast.explainer.snapshot import Snapshot
 
+pytestmark = pytest.mark.explains
+
 
 def test_a_wrapper_has_its_attributes_again():
     """It has the name of what it wraps."""

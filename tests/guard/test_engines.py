@@ -181,6 +181,7 @@ def train(model, optimizer, num_steps=6, bad=()):
     return results
 
 
+@pytest.mark.explains
 def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog, as_kept):
     model, optimizer = make_engine()
     guard = Unexplained(model, optimizer, "skip")
@@ -436,6 +437,7 @@ def test_a_tripwire_that_saw_nothing_says_so_in_that_step(caplog, as_kept):
     as_kept(said[0])
 
 
+@pytest.mark.explains
 def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog, as_kept):
     def fail(watches):
         raise ValueError("broken")
@@ -449,6 +451,7 @@ def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog, as_kept):
     as_kept(caplog.messages)
 
 
+@pytest.mark.explains
 def test_a_backward_is_not_run_again_into_an_engines_gradients(as_kept):
     class Adding(EngineOptimizer):
         def backward(self, loss):

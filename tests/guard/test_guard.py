@@ -261,6 +261,7 @@ def test_what_it_was_before_is_told():
     assert headroom.dtype == "float32"
 
 
+@pytest.mark.explains
 def test_what_came_near_the_end_of_its_dtype_is_told(as_kept):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
     model[0].weight.data.fill_(3e4)
@@ -274,6 +275,7 @@ def test_what_came_near_the_end_of_its_dtype_is_told(as_kept):
     as_kept(report.sentences())
 
 
+@pytest.mark.explains
 def test_a_report_reads_as_text_and_as_json(as_kept):
     """The frames, and then the answer and all that it rests on."""
     model, optimizer = make()
@@ -373,6 +375,7 @@ class Attention(nn.Module):
         return (x + mask).softmax(-1)
 
 
+@pytest.mark.explains
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword, as_kept):
     class Model(nn.Module):

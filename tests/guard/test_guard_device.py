@@ -315,6 +315,7 @@ def test_forwards_without_autograd_pile_up_nowhere(emulated):
 
 
 @pytest.mark.parametrize("is_bad", [False, True])
+@pytest.mark.explains
 def test_replays_of_a_graph_are_judged_with_the_step(emulated, is_bad):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -265,6 +265,7 @@ def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.explains
 def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(
     reentrant, as_kept
 ):

@@ -203,6 +203,7 @@ def test_repeated_alarms_of_one_place_are_logged_ever_more_rarely(
         assert all("head.weight" in record.message for record in caplog.records)
 
 
+@pytest.mark.explains
 def test_too_many_skips_in_a_row_raise(as_kept):
     model, optimizer = make()
     data = batches(7)

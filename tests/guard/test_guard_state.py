@@ -275,6 +275,7 @@ def test_an_optimizer_that_holds_itself_is_found_once():
     assert [path for path, _ in optimizers_in(outer)] == ["", "optim."]
 
 
+@pytest.mark.explains
 def test_a_replay_does_not_log_again_what_is_not_scanned(caplog):
     class Net(nn.Module):
         def __init__(self):

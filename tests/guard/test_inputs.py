@@ -42,6 +42,7 @@ def test_what_has_one_entry_has_none_to_name(shape):
     assert samples(None, True) == ""
 
 
+@pytest.mark.explains
 def test_an_entry_is_named_if_some_of_it_is_bad(as_kept):
     x = torch.ones(2, 3)
     x[1, 2] = math.inf

@@ -240,6 +240,7 @@ def test_steps_that_are_left_out_are_put_into_words(as_kept):
 
 
 @pytest.mark.parametrize("explain", [False, "auto"])
+@pytest.mark.explains
 def test_a_function_has_its_loss_recorded_with_and_without_explanations(explain):
     model, optimizer, guard = make("skip", explain=explain)
     with guard:

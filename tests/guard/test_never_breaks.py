@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from overflow_fast import DebugUnderflowOverflow, Headroom, OverflowGuard, Underflow
 from overflow_fast.scanner.tensors import loss_in
 
-pytestmark = pytest.mark.usefixtures("no_others")
+pytestmark = [pytest.mark.explains, pytest.mark.usefixtures("no_others")]
 X = torch.ones(1, 2)
 
 

@@ -30,6 +30,8 @@ from overflow_fast.guard.config import GuardConfig
 from overflow_fast.guard.options import options_of
 from overflow_fast.tools.cli.guard_options import MONITORS
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 PARAMETERS = inspect.signature(OverflowGuard).parameters
 FIELDS = dataclasses.fields(GuardConfig)
 NESTED = (Explain, Evidence, Log, Record, Schedule, *MONITORS)
@@ -104,6 +106,7 @@ def test_a_path_may_be_an_object(tmp_path):
     assert config_of(log=tmp_path / "log.jsonl").log.path == tmp_path / "log.jsonl"
 
 
+@pytest.mark.explains
 def test_iterators_are_read_once():
     config = config_of(include=iter(["0"]), monitors=iter([Spikes()]))
     assert config.include == ("0",) and config.monitors == (Spikes(),)
@@ -132,6 +135,7 @@ def test_options_are_values(options):
 # Errors name the argument as it is written.
 
 
+@pytest.mark.explains
 def test_a_wrong_value_of_a_field_is_named(as_kept):
     as_kept(
         errors_of(
@@ -164,6 +168,7 @@ def test_a_wrong_value_of_a_field_is_named(as_kept):
     )
 
 
+@pytest.mark.explains
 def test_a_wrong_type_of_a_field_is_named(as_kept):
     as_kept(
         errors_of(
@@ -201,6 +206,7 @@ def test_a_wrong_value_of_an_argument_is_named(as_kept):
     )
 
 
+@pytest.mark.explains
 def test_a_wrong_type_of_an_argument_is_named(as_kept):
     def call(arguments):
         OverflowGuard(nn.Linear(1, 1), **arguments)

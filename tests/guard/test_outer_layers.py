@@ -11,6 +11,8 @@ from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer.step_explainer import StepExplainer
 from overflow_fast.guard import outer
 
+pytestmark = pytest.mark.explains
+
 OUTER = {
     name: f"overflow_fast.{place.partition(':')[0]}"
     for name, place in outer._PLACES.items()

@@ -106,6 +106,7 @@ def test_a_bad_tensor_is_named_before_the_flag(device):
 
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
+@pytest.mark.explains
 def test_the_replay_names_the_operation(device, watch, as_kept):
     model, optimizer = saturating()
     options = {} if watch is None else {"watch": watch}
@@ -122,6 +123,7 @@ def test_the_replay_names_the_operation(device, watch, as_kept):
     as_kept(found.evidence[0])
 
 
+@pytest.mark.explains
 def test_a_flag_that_no_replay_sets_is_not_reproducible(device, as_kept):
     model, optimizer = make()
     OverflowGuard(model, optimizer)

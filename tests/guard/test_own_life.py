@@ -11,6 +11,8 @@ from torch import nn
 
 from overflow_fast import Monitor, NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.explains
+
 BAD = -torch.ones(4, 6)
 LIMIT = 5
 

@@ -11,6 +11,8 @@ from overflow_fast.guard.policy import Situation, checked_action, choose, limit_
 from overflow_fast.guard.report.report import Report
 from overflow_fast.guard.verdict.verdict import Verdict
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 FACTS = list(itertools.product([False, True], repeat=5))
 
 

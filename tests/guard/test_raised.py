@@ -136,6 +136,7 @@ def assert_reported(guard, error, step=BAD_STEP):
 
 @pytest.mark.parametrize("where", ["forward", "run", "loop"])
 @pytest.mark.parametrize("head", HEADS)
+@pytest.mark.explains
 def test_a_step_that_raises_is_reported_with_its_first_bad_value(head, where):
     guard, error = trained(head, where)
     report = assert_reported(guard, error)
@@ -315,6 +316,7 @@ def test_an_exception_of_a_finite_step_gets_no_report(where, caplog):
     assert not caplog.records
 
 
+@pytest.mark.explains
 def test_a_finite_step_that_was_given_up_leaves_nothing_to_the_next_one():
     model, optimizer = with_buffers()
     guard = OverflowGuard(model, optimizer, explain=True)
@@ -348,6 +350,7 @@ def test_an_exception_that_the_function_catches_itself_ends_no_step():
     guard.remove()
 
 
+@pytest.mark.explains
 def test_left_over_gradients_are_no_finding_of_the_step_that_raises():
     model, optimizer = with_buffers()
     guard = OverflowGuard(model, optimizer, "skip")
@@ -390,6 +393,7 @@ def test_a_hook_that_other_code_has_set_since_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "skip", "callable"])
+@pytest.mark.explains
 def test_every_policy_gets_the_report_once(policy, tmp_path):
     asked, log = [], tmp_path / "guard.jsonl"
     own = (lambda report: asked.append(report.raised) or "skip", "callable")
@@ -424,6 +428,7 @@ def test_evidence_and_record_have_the_step(tmp_path):
     assert steps[-1].first == BAD_STEP and steps[-1].actions == {"raise": 1}
 
 
+@pytest.mark.explains
 def test_check_says_what_came_before_an_exception_that_was_caught():
     model, optimizer = with_buffers()
     guard = OverflowGuard(model, optimizer)
@@ -437,6 +442,7 @@ def test_check_says_what_came_before_an_exception_that_was_caught():
     guard.remove()
 
 
+@pytest.mark.explains
 def test_where_notes_cannot_be_added_the_log_has_the_report(caplog):
     class Bare(ValueError):
         add_note = property()  # as in Python 3.10

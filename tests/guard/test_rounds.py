@@ -164,6 +164,7 @@ class Gan:
 
 
 @pytest.mark.parametrize("per_round", [1, 3])
+@pytest.mark.explains
 def test_a_critic_that_stays_bad_raises_though_the_generator_is_clean(
     per_round, as_kept
 ):
@@ -191,6 +192,7 @@ def test_a_bad_critic_alone_is_skipped_where_the_generator_stepped_before():
 
 
 @pytest.mark.parametrize("between", ["evaluation", "check", "bad evaluation"])
+@pytest.mark.explains
 def test_nothing_in_between_resets_the_count(between, as_kept):
     model, (optimizer, _) = split()
     guard = OverflowGuard(model, optimizer, "skip", max_consecutive_skips=3)
@@ -283,6 +285,7 @@ def test_lbfgs_is_one_step_and_one_line(tmp_path):
     assert len([line for line in lines if "is_clean" in line]) == 1
 
 
+@pytest.mark.explains
 def test_steps_that_nobody_watches_reset_no_count(as_kept):
     model, (optimizer, _) = split()
     guard = OverflowGuard(model, optimizer, "skip", schedule=2, max_consecutive_skips=2)

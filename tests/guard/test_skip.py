@@ -158,6 +158,7 @@ def test_state_that_a_first_step_has_made_is_gone():
 
 
 @pytest.mark.parametrize("policy", ["skip", lambda report: "skip"])
+@pytest.mark.explains
 def test_a_weight_that_is_bad_already_raises(policy, as_kept):
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -34,6 +34,7 @@ def test_a_sum_that_overflows_is_skipped(dtype, optimizer, watch):
         assert_same(state_of(model), before)
 
 
+@pytest.mark.explains
 def test_the_report_names_the_gradient_and_the_index(as_kept):
     model = nn.Embedding(4, 3, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)

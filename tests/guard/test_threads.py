@@ -31,6 +31,7 @@ def hurry():
     sys.setswitchinterval(interval)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_training", [False, True])
 @pytest.mark.parametrize("width", [8, 400])  # a scan of many bytes releases the GIL
 def test_each_thread_gets_the_error_of_its_own_forward(hurry, width, is_training):

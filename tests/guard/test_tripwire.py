@@ -128,6 +128,7 @@ ALL = ("activations", "grad_outputs", "gradients", "weights", "buffers", "loss")
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.explains
 def test_the_report_is_that_of_the_full_watch(fault, micro_batches):
     if fault == "weight" and micro_batches > 1:
         pytest.skip("a replay begins with the weights at the end of the step")
@@ -173,6 +174,7 @@ def test_modules_that_have_other_names_by_then_are_watched():
     assert guard.coverage().failures == 0
 
 
+@pytest.mark.explains
 def test_a_transient_fault_is_told_as_one(as_kept):
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer, watch="tripwire")
@@ -186,6 +188,7 @@ def test_a_transient_fault_is_told_as_one(as_kept):
     assert report.explanation.cause == "not reproducible"
 
 
+@pytest.mark.explains
 def test_without_the_loss_it_says_what_was_not_run():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:
@@ -300,6 +303,7 @@ AFTER_THE_NORM = [
 
 @pytest.mark.parametrize("spoil", AFTER_THE_NORM)
 @pytest.mark.parametrize("explain", [False, "auto"])
+@pytest.mark.explains
 def test_a_norm_stands_for_gradients_as_they_were_when_it_was_recorded(spoil, explain):
     model, optimizer = make()
     model.frozen = nn.Parameter(torch.zeros(4))
@@ -392,6 +396,7 @@ def test_a_norm_that_is_not_finite_names_the_gradients():
     assert (verdict.first.kind, verdict.first.fqn) == ("grad_output", "inner.linear")
 
 
+@pytest.mark.explains
 def test_weights_that_grew_are_told_as_divergence():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:
@@ -409,6 +414,7 @@ def test_weights_that_grew_are_told_as_divergence():
     assert error.value.report.explanation.cause == "divergence"
 
 
+@pytest.mark.explains
 def test_arguments_are_checked(as_kept):
     model, optimizer = make()
     with pytest.raises(TypeError) as raised:

@@ -79,6 +79,7 @@ def step(model, optimizer, scale=1.0, how="plain"):
 
 @pytest.mark.parametrize("how", ["plain", "closure"])
 @pytest.mark.parametrize("name", OVERFLOWING)
+@pytest.mark.explains
 def test_a_state_that_overflows_is_reported_and_the_step_undone(name, how):
     model, optimizer = make(OVERFLOWING[name])
     with OverflowGuard(model, optimizer, "skip") as guard:
@@ -166,6 +167,7 @@ def test_states_of_narrow_dtypes(dtype):
         assert guard.last_report.verdict.source == "update"
 
 
+@pytest.mark.explains
 def test_a_learning_rate_that_takes_a_weight_out_of_range_is_of_its_own_step():
     model, optimizer = make(lambda p: torch.optim.SGD(p, lr=1e20))
     with OverflowGuard(model, optimizer, "skip") as guard:
@@ -224,6 +226,7 @@ def test_states_of_eight_bits():
 
 @pytest.mark.parametrize("rate", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["Adam", "Adam, fused", "not torch's", "SGD"])
+@pytest.mark.explains
 def test_a_rate_that_is_no_number_is_seen_in_its_step_which_is_undone(name, rate):
     model, optimizer = make((OVERFLOWING | OTHERS)[name])
     with OverflowGuard(model, optimizer, "skip") as guard:
@@ -241,6 +244,7 @@ def test_a_rate_that_is_no_number_is_seen_in_its_step_which_is_undone(name, rate
         assert guard.num_skipped == 1
 
 
+@pytest.mark.explains
 def test_a_setting_that_no_update_reads_is_not_blamed():
     model, optimizer = make(torch.optim.Adam)
     optimizer.param_groups[0]["unused"] = float("nan")

@@ -13,9 +13,6 @@ from overflow_fast import OverflowGuard
 
 pytestmark = pytest.mark.slow
 
-wandb = pytest.importorskip("wandb")
-mlflow = pytest.importorskip("mlflow")
-
 
 def run(exporter, after_step=lambda i: None):
     """Three steps, the second of which is bad."""
@@ -33,6 +30,7 @@ def run(exporter, after_step=lambda i: None):
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with wandb.init(mode="offline", project="p", dir=tmp_path) as begun:
         yield begun
@@ -54,6 +52,7 @@ def records(path):
 
 def rows(begun):
     """The rows that an offline run has in its file."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
     begun.finish()
@@ -94,6 +93,7 @@ def test_wandb_gets_no_rows_beside_the_programs(offline):
 
 
 def test_wandb_without_a_run_says_what_to_call():
+    pytest.importorskip("wandb")
     from overflow_fast.integrations.wandb import WandbMetrics
 
     with pytest.raises(RuntimeError, match="call wandb"):
@@ -101,6 +101,7 @@ def test_wandb_without_a_run_says_what_to_call():
 
 
 def test_mlflow_gets_metrics(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
     from overflow_fast.integrations.mlflow import MlflowMetrics
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -125,6 +126,7 @@ def test_mlflow_gets_metrics(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_library_is_named(name, monkeypatch, as_kept):
+    pytest.importorskip(name)
     module = f"overflow_fast.integrations.{name}"
     __import__(module)
     monkeypatch.delitem(sys.modules, module)

@@ -152,6 +152,7 @@ class SpoilThird(hf.TrainerCallback):
             self.plant.__exit__()
 
 
+@pytest.mark.day
 def test_transformers_trainer_is_guarded(trainer):
     from overflow_fast.integrations.trainer import TrainerGuardCallback
 

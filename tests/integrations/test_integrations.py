@@ -66,6 +66,7 @@ def test_trainer_attaches_ours_once_however_often_it_trains(tmp_path):
     assert len(detectors_on(model)) == 1
 
 
+@pytest.mark.day
 def test_an_overflow_stops_the_training_with_the_report(tmp_path, capsys, as_kept):
     model = Regression()
     model.linear.weight.data.fill_(3e38)

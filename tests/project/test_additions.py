@@ -17,6 +17,7 @@ _spec.loader.exec_module(additions)
 ADDITIONS = additions.ADDITIONS
 
 
+@pytest.mark.day
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_the_places_of_an_addition_are_there_and_few(name, tmp_path):
     addition = ADDITIONS[name]

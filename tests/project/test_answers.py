@@ -49,6 +49,7 @@ def kept_rows(result):
     return json.loads(path.read_text())["rows"]
 
 
+@pytest.mark.day
 @pytest.mark.parametrize("failure", ALL, ids=names(ALL))
 def test_a_truth_is_whole(failure):
     assert SOURCE.fullmatch(failure.source)

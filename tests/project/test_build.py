@@ -48,6 +48,7 @@ def test_cuda_asked_for_in_vain(as_kept):
     as_kept(message)
 
 
+@pytest.mark.day
 def test_unknown_wish(as_kept):
     status, message = setup_py(cuda="yes")
     assert status == 1

@@ -15,6 +15,8 @@ from overflow_fast.guard.report.report import Report
 from overflow_fast.guard.verdict.verdict import BadEntry, Verdict
 from overflow_fast.tools.page.incidents import Incident
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 
 def tool(name):
     """A script of docs/tools."""

@@ -9,7 +9,7 @@ import pytest
 import quoted_words
 from golden import ALONE, CASES, NAMES, said
 from golden_text import FOLDER, kept, path_of
-from kept_texts import TEXTS, AsKept, name_of, sections
+from kept_texts import TEXTS, AsKept, sections
 from pages import without_numbers
 
 from overflow_fast.guard.report.causes import CAUSES
@@ -65,27 +65,23 @@ def test_the_texts_of_tests_are_of_tests_that_ask_for_them():
         if isinstance(each, ast.FunctionDef)
         and "as_kept" in [argument.arg for argument in each.args.args]
     }
-    kept = {
-        (path.stem, name_of(section))
-        for path in TEXTS.iterdir()
-        for section in sections(path)
-    }
+    kept = {(path.parent.name, path.stem) for path in TEXTS.rglob("*.txt")}
     assert kept <= asking, f"remove {kept - asking}"
 
 
-def kept_for(path, texts, parameters="", renews=None):
+def kept_for(path, texts, parameters="", **options):
     """The fixture `as_kept` as a test has it, given some texts."""
-    as_kept = AsKept(path, "test_it", parameters, renews)
+    as_kept = AsKept(path, parameters, **options)
     for text in texts:
         as_kept(text)
 
 
 def test_a_text_is_the_one_that_is_kept_for_the_test(tmp_path):
-    path = tmp_path / "test_file.txt"
-    kept_for(path, ["one 1.00", "one 1.00", "two"], renews=set())
-    assert list(sections(path)) == ["test_it", "test_it 2"]
-    kept_for(path, ["one 1.01", "two"])
-    kept_for(path, ["one 1.00", "two"], "[of a parameter]")
+    path = tmp_path / "test_file" / "test_it.txt"
+    kept_for(path, ["one 1.00", "one 1.00", "two\n\n3"], renews=set())
+    assert sections(path) == {"": "one 1.00\n", "2": "two\n\n3\n"}
+    kept_for(path, ["one 1.01", "two\n3"])
+    kept_for(path, ["one 1.00", "two\n3"], "[of a parameter]")
     for wrong in (
         ["two"],
         ["one 2.00"],
@@ -95,12 +91,21 @@ def test_a_text_is_the_one_that_is_kept_for_the_test(tmp_path):
         with pytest.raises(AssertionError):
             kept_for(path, wrong)
     renews = set()
-    kept_for(path, ["three"], "[a]", renews)
-    kept_for(path, ["three"], "[b]", renews)
-    kept_for(path, ["four"], "[c]", renews)
-    assert sections(path) == {"test_it": "three\n", "test_it[c]": "four\n"}
+    kept_for(path, ["three"], "[a]", renews=renews)
+    kept_for(path, ["three"], "[b]", renews=renews)
+    kept_for(path, ["four"], "[c]", renews=renews)
+    assert sections(path) == {"": "three\n", "[c]": "four\n"}
     with pytest.raises(AssertionError):
         kept_for(path, ["three"], "[c]")
+
+
+def test_texts_of_cases_that_do_not_run_stay_as_they_are(tmp_path):
+    path = tmp_path / "test_it.txt"
+    path.write_text("three\n=== [c]\nfour\n")
+    kept_for(path, ["five"], "[a]", renews=set(), is_whole=False)
+    assert sections(path) == {"": "three\n", "[a]": "five\n", "[c]": "four\n"}
+    kept_for(path, ["three"], "[a]", renews=set(), is_whole=False)
+    assert sections(path) == {"": "three\n", "[c]": "four\n"}
 
 
 def test_few_checks_quote_sentences():

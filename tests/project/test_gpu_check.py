@@ -120,6 +120,7 @@ def test_a_stage_that_hangs_is_ended_with_all_its_processes(cut_off, tmp_path):
     assert (tmp_path / "out/gpu-gpu-of-a-test.json").exists()
 
 
+@pytest.mark.slow
 def test_tests_that_are_cut_off_say_what_has_failed(cut_off, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "def test_a(): assert 1 == 2\ndef test_b(): import time; time.sleep(600)\n"

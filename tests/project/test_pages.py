@@ -12,6 +12,8 @@ from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 from overflow_fast.guard.monitors.running import DEFAULT_MONITORS
 from overflow_fast.tools.cli.command_line import make_parser
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 
 def linking_pages():
     others = [

@@ -76,9 +76,9 @@ def test_every_bit_pattern_of_8_and_16_bits(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, *INTEGERS], ids=str)
-@pytest.mark.parametrize("numel", [1, 3, 15, 16, 17, 63, 64, 65, 127, 257, 40000])
-def test_random_bits(dtype, numel, backend):
-    check(random_bits(dtype, numel), backend)
+def test_random_bits(dtype, backend):
+    for numel in [1, 3, 15, 16, 17, 63, 64, 65, 127, 257, 40000]:
+        check(random_bits(dtype, numel), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

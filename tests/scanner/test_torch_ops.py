@@ -29,6 +29,8 @@ from overflow_fast.scanner.torch_ops import (
     plain_name,
 )
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 PACKAGE = Path(overflow_fast.__file__).parent
 ATEN = {
     schema.name.removeprefix("aten::")

@@ -1,9 +1,11 @@
-"""The texts that single tests ask for: `tests/golden/tests` has a file for each file.
+"""The texts that single tests ask for: `tests/golden/tests` has a file for each test.
 
-`pytest --renew` writes the texts of the tests that it runs; `git diff` shows what has
-become of the words. A text that all parameters of a test share is kept once.
+`pytest --renew` writes the texts of the tests that it runs, and prints what has become
+of the words. A text that all cases of a test share is kept once; those of their own
+have headlines.
 """
 
+import difflib
 import re
 import tempfile
 
@@ -12,8 +14,8 @@ import torch
 from golden_text import FOLDER, tidied
 
 TEXTS = FOLDER / "tests"
-RENEW = "run this test with --renew and look at `git diff tests/golden`"
-_HEADER = re.compile(r"^=== (test_.*)$", re.MULTILINE)
+RENEW = "run this test with --renew and look at the difference"
+_HEADER = re.compile(r"^=== (\[.*|\d+)$", re.MULTILINE)
 # What differs between installations, and with each line that is added to a test.
 _VOLATILE = (
     (rf"{re.escape(tempfile.gettempdir())}/(?:[^\s'\"`():]+/)*", ""),
@@ -28,12 +30,27 @@ _NEAR = 0.1  # processors round otherwise, by less than this in what tests compu
 
 
 def sections(path):
-    """The texts of a file by the names of their tests."""
-    _, *parts = _HEADER.split(path.read_text() if path.exists() else "")
-    return {
-        name: text.removeprefix("\n")
-        for name, text in zip(parts[::2], parts[1::2], strict=True)
-    }
+    """The texts of a test's file by their headlines; "" for the first of all cases."""
+    first, *parts = _HEADER.split(path.read_text() if path.exists() else "")
+    found = {name: text.removeprefix("\n") for name, text in _pairs(parts)}
+    return {"": first} | found if first else found
+
+
+def _pairs(parts):
+    return zip(parts[::2], parts[1::2], strict=True)
+
+
+def all_kept():
+    """The files of texts as they are now."""
+    return {str(p.relative_to(TEXTS)): p.read_text() for p in TEXTS.rglob("*.txt")}
+
+
+def differences(before):
+    """The lines of a difference between texts of `all_kept` and those of now."""
+    now = all_kept()
+    for name in sorted(before.keys() | now.keys()):
+        lines = (texts.get(name, "").splitlines() for texts in (before, now))
+        yield from difflib.unified_diff(*lines, name, name, lineterm="", n=1)
 
 
 def plain(texts):
@@ -42,11 +59,12 @@ def plain(texts):
     text = "\n".join(str(each) for several in lists for each in several)
     for pattern, stands_for in _VOLATILE:
         text = re.sub(pattern, stands_for, text)
-    return tidied("\n".join(filter(str.strip, text.splitlines())))
+    return tidied(text)
 
 
 def is_same(text, kept):
-    """True if two texts are the same, but for the last digits of decimals."""
+    """True if two texts are the same, but for empty lines and last digits."""
+    text, kept = (re.sub(r"\n\s*\n", "\n", each) for each in (text, kept))
     words, numbers = zip(*map(_words_and_numbers, (text, kept)), strict=True)
     return words[0] == words[1] and numbers[0] == pytest.approx(numbers[1], rel=_NEAR)
 
@@ -60,14 +78,15 @@ class AsKept:
 
     Args:
         path: The file of the texts.
-        test: The test's name.
         parameters: Those of the test as its name has them, such as "[cpu]"; or "".
-        renews: The tests that were renewed in this session; None to compare.
+        renews: The files that were renewed in this session; None to compare.
+        is_whole: True if all cases of the test run in this session.
     """
 
-    def __init__(self, path, test, parameters, renews):
-        self.path, self.test, self.parameters = path, test, parameters
-        self.renews, self.count, self.last = renews, 0, ""
+    def __init__(self, path, parameters="", renews=None, is_whole=True):
+        self.path, self.parameters = path, parameters
+        self.renews, self.is_whole = renews, is_whole
+        self.count, self.last = 0, ""
 
     def __call__(self, *texts):
         """The texts, each on lines of its own, are those that are kept.
@@ -78,8 +97,8 @@ class AsKept:
         if self.count and is_same(text, self.last):
             return
         self.count, self.last = self.count + 1, text
-        number = f" {self.count}" if self.count > 1 else ""
-        shared, own = self.test + number, self.test + self.parameters + number
+        shared = str(self.count) if self.count > 1 else ""
+        own = f"{self.parameters} {shared}".strip()
         if self.renews is not None:
             self._renew(text, shared, own)
         known = sections(self.path)
@@ -89,20 +108,17 @@ class AsKept:
             assert text == kept, RENEW
 
     def _renew(self, text, shared, own):
-        known = sections(self.path)
-        if (self.path, self.test) not in self.renews:
-            self.renews.add((self.path, self.test))
-            known = {k: t for k, t in known.items() if name_of(k) != self.test}
-        if not is_same(text, known.setdefault(shared, text)):
+        is_first = self.path not in self.renews
+        known = {} if is_first and self.is_whole else sections(self.path)
+        self.renews.add(self.path)
+        if is_same(text, known.setdefault(shared, text)):
+            known = {k: t for k, t in known.items() if k != own or own == shared}
+        else:
             known[own] = text
-        self.path.parent.mkdir(exist_ok=True)
-        parts = [f"=== {name}\n{known[name]}" for name in sorted(known)]
-        self.path.write_text("".join(parts))
-
-
-def name_of(section):
-    """The name of the test that a section is of."""
-    return re.split(r"[\[ ]", section)[0]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        heads = (f"=== {name}\n" if name else "" for name in sorted(known))
+        parts = zip(heads, (known[name] for name in sorted(known)), strict=True)
+        self.path.write_text("".join(head + text for head, text in parts))
 
 
 def errors_of(call, cases):

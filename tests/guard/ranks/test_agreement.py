@@ -557,6 +557,7 @@ def test_ranks_without_batches_go_on_deciding():
 
 
 @pytest.mark.parametrize("scenario", ["joined, bad", "joined alone"])
+@pytest.mark.explains
 def test_ranks_without_batches_raise_with_the_others(scenario, as_kept):
     found = all_of(scenario)
     assert all(each == found[0] for each in found), found

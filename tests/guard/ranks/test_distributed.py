@@ -115,6 +115,7 @@ def test_a_replicated_modules_class_is_its_authors(mesh, wrap):
         assert "0 Linear\n" in detector.frames[0]
 
 
+@pytest.mark.explains
 def test_the_state_of_a_shard_is_looked_at(mesh, as_kept):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

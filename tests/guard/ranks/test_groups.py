@@ -415,6 +415,7 @@ def test_what_replicates_at_the_first_forward_can_be_joined_before():
     assert all_of("replicate, joined") == [True] * 4
 
 
+@pytest.mark.explains
 def test_sharding_shows_between_forward_and_backward(as_kept):
     first, *others = all_of("forward")
     as_kept(first)
@@ -449,6 +450,7 @@ def test_a_joined_zero_skips_on_all_ranks(order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.explains
 def test_a_joined_zero_raises_on_all_ranks(order, as_kept):
     for found in all_of(f"join {order}, raise"):
         as_kept(found["message"].splitlines()[0])

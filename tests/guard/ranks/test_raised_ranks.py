@@ -67,10 +67,12 @@ def _train(wrapped, name):
 @pytest.mark.parametrize(
     ("wrapped", "name"),
     [
-        *((True, "own check"), (False, "own check")),
+        pytest.param(True, "own check", marks=pytest.mark.day),
+        (False, "own check"),
         *((True, "distribution"), (True, "decomposition")),
     ],
 )
+@pytest.mark.explains
 def test_a_rank_that_raises_is_reported_and_replays_nothing(wrapped, name):
     first, second = on_ranks(2, _train, wrapped, name)
     assert first is None

@@ -36,6 +36,7 @@ def test_quiet_ranks_join_one_collective_of_64_bytes_a_step(tmp_path):
     }
 
 
+@pytest.mark.explains
 def test_all_say_what_the_bad_rank_has_found(tmp_path, as_kept):
     seen, _ = played("one bad rank", tmp_path)
     assert len({(each.headline, each.cause, each.weights) for each in seen}) == 1
@@ -43,6 +44,8 @@ def test_all_say_what_the_bad_rank_has_found(tmp_path, as_kept):
     assert {each.num_skipped for each in seen} == {1} and seen[0].cause == "bad data"
 
 
+@pytest.mark.slow
+@pytest.mark.explains
 def test_of_many_bad_ranks_one_is_told_and_writes(tmp_path, as_kept):
     seen, _ = played("most ranks bad", tmp_path)
     assert len({each.headline for each in seen}) == 1
@@ -71,6 +74,8 @@ def test_a_rank_that_is_a_step_behind_is_a_failure_on_all_and_ends_none(tmp_path
     assert network.joined == [3] * WORLD
 
 
+@pytest.mark.slow
+@pytest.mark.explains
 def test_a_restart_with_other_ranks_does_not_tell_again(tmp_path, as_kept):
     first, _ = played("one bad rank", tmp_path)
     assert {each.repeats for each in first} == {""}

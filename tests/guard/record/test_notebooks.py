@@ -95,6 +95,7 @@ def test_reports_and_headroom_are_escaped_html():
         assert "&lt;b&gt;" in html and "<b>" not in html and "<script>" not in html
 
 
+@pytest.mark.explains
 def test_a_report_in_a_notebook_has_aligned_rows_and_code_as_code(as_kept):
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -7,6 +7,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 
+pytestmark = pytest.mark.explains
+
 
 def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr)

@@ -154,6 +154,7 @@ def explained(remedies, **named):
 
 
 @pytest.mark.parametrize("num_notes", [0, 2, 9])
+@pytest.mark.explains
 def test_the_text_ends_with_the_remedy(num_notes, as_kept):
     words = [f"note {each}" for each in range(num_notes)]
     report = explained([FAILED, HELPED], notes=words, evidence=words, chain=words)
@@ -169,6 +170,7 @@ def test_the_text_ends_with_the_remedy(num_notes, as_kept):
     assert str(report).endswith("\n".join(lines[-3:])) and repr(report) == str(report)
 
 
+@pytest.mark.explains
 def test_one_cause_has_one_name():
     op = Op("aten.mul.Tensor", outputs=[])
     for outputs in ([], [TensorSummary("float16", (2,), 0.0, 1.0, 0, 1)]):

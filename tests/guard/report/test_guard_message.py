@@ -254,6 +254,7 @@ def test_where_nothing_is_trained_nothing_is_said(caplog):
         ("unknown", Op("aten.log", code="p.log()")),
     ],
 )
+@pytest.mark.explains
 def test_no_origin_is_called_unknown_where_the_replay_names_it(cause, op):
     made_by = "code after the model"
     first = BadEntry("loss", "", "", "loss", "float32", num_nan=1, num_inf=0, numel=1)
@@ -274,6 +275,7 @@ class Exponential(nn.Module):
 
 
 @pytest.mark.parametrize("explain", [False, True])
+@pytest.mark.explains
 def test_where_a_replay_answers_nothing_else_does(explain, as_kept):
     model = nn.Sequential(Exponential(), nn.Linear(4, 1)).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -305,6 +307,7 @@ class Masked(nn.Module):
         return (x + mask).softmax(-1)
 
 
+@pytest.mark.explains
 def test_a_mask_is_not_said_to_be_given_to_another_module():
     model = Divided()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -330,6 +333,7 @@ class WithPosition(nn.Module):
 
 @pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize("explain", [True, False])
+@pytest.mark.explains
 def test_a_weight_is_not_both_known_and_not_known_to_be_bad_before(
     is_trained, explain, as_kept
 ):

@@ -25,7 +25,7 @@ from overflow_fast.guard.report.suspects import (
     suspects_of,
 )
 
-pytestmark = pytest.mark.xdist_group("processes")
+pytestmark = [pytest.mark.explains, pytest.mark.xdist_group("processes")]
 
 
 def incident(step, device="cuda:1", host="n1", first="head: output", cause="", run="a"):

@@ -12,6 +12,8 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.watching import watch as watching
 
+pytestmark = pytest.mark.explains
+
 NAN = float("nan")
 
 

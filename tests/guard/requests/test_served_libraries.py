@@ -7,6 +7,8 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 
+pytestmark = pytest.mark.explains
+
 
 def stable_diffusion():
     """A pipeline from configurations, whose float16 VAE overflows in one block."""

@@ -8,6 +8,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
+pytestmark = pytest.mark.explains
+
 transformers = pytest.importorskip("transformers")
 IDS = ["a", "b", "c"]
 

@@ -25,6 +25,8 @@ from overflow_fast import (
     compare_live,
 )
 
+pytestmark = pytest.mark.explains
+
 NAN = float("nan")
 
 

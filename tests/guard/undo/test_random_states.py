@@ -13,6 +13,8 @@ from torch import nn
 from overflow_fast import advise_precision, compare_live, shadow
 from overflow_fast.guard.undo.random import RandomStates
 
+pytestmark = pytest.mark.explains
+
 DRAWS = {
     "torch": (torch.manual_seed, lambda: float(torch.rand(()))),
     "python": (random.seed, random.random),

@@ -15,6 +15,8 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.guard.undo import attributes, step_start
 
+pytestmark = pytest.mark.explains
+
 
 @pytest.mark.parametrize("fault", ["loss", "input", "gradient"])
 def test_a_run_that_catches_the_error_goes_on_as_if_the_step_had_not_been(fault):

@@ -9,6 +9,8 @@ from torch import nn
 
 from overflow_fast import LayerAudit, MaskedOps, OverflowGuard, assert_finite_state
 
+pytestmark = pytest.mark.explains
+
 
 class Codebook(nn.Module):
     def __init__(self, size, is_trained=False):

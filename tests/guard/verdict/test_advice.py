@@ -43,6 +43,7 @@ def test_a_buffer_is_no_name_of_a_module():
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.explains
 def test_a_bad_batch(value, as_kept):
     model, optimizer = make()
     x, y = batches(1)[0]
@@ -152,6 +153,7 @@ def test_eps_is_not_blamed_for_gradients_that_were_let_through(has_bad_gradient)
     assert ("eps=1e-08" in str(report)) == (not has_bad_gradient)
 
 
+@pytest.mark.explains
 def test_an_overflow_to_minus_inf_is_no_mask():
     first = mock.Mock(signs="-", num_nan=0)
     overflow, other = Explanation(cause="range overflow"), Explanation()

@@ -191,6 +191,7 @@ def said(caplog):
 
 
 @pytest.mark.parametrize("options", [{}, {"_defer": True}], ids=["cpu", "deferred"])
+@pytest.mark.explains
 def test_an_overflow_is_announced(said, options, as_kept):
     values = [1250.0 * 2**i for i in range(6)]
     grown(values, monitors=[Headroom(bits=2.0)], **options)
@@ -213,6 +214,7 @@ def test_float32_is_not_told_to_go_to_float32(said, as_kept):
     as_kept(said()[0])
 
 
+@pytest.mark.explains
 def test_lagged_stats_may_be_of_the_step_before(said, as_kept):
     grown([1.0, 50000.0], monitors=[Headroom(bits=1.0)], sync="lagged")
     as_kept(said()[0])
@@ -476,6 +478,7 @@ def test_wrong_exporters_are_reported(as_kept):
     as_kept(errors_of(call, [nn.Linear, "runs", [print, 3]]))
 
 
+@pytest.mark.explains
 def test_a_bad_step_says_what_came_nearest(as_kept):
     model = nn.Sequential(Growing(), nn.Tanh())
     with OverflowGuard(model) as guard:

@@ -485,6 +485,7 @@ def test_learning_needs_to_look_at_activations_and_gradients(as_kept):
     as_kept(raised.value)
 
 
+@pytest.mark.explains
 def test_the_report_gives_the_sign_and_the_rule(as_kept):
     model, optimizer = attention()
     with OverflowGuard(model, optimizer, "warn") as guard:
@@ -510,6 +511,7 @@ def warnings(caplog):
     caplog.set_level(logging.WARNING, "overflow_fast")
 
 
+@pytest.mark.explains
 def test_what_is_allowed_is_said_where_it_did_harm(as_kept):
     model = nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
     model[0].weight.data[:] = 3e38

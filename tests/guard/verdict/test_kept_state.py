@@ -112,6 +112,7 @@ def test_a_bad_value_that_a_module_keeps_is_named(
 
 
 @pytest.mark.parametrize("kind, where, watch", pairs(KINDS, WHERE, SEE_FORWARDS))
+@pytest.mark.explains
 def test_the_replay_and_the_hooks_do_not_contradict_each_other(kind, where, watch):
     net, owner = make(kind, where)
     report = report_of(
@@ -127,6 +128,7 @@ def test_the_replay_and_the_hooks_do_not_contradict_each_other(kind, where, watc
 
 @pytest.mark.parametrize("explain", [False, "auto"])
 @pytest.mark.parametrize("arguments", [{"watch": ("activations",)}, {"exclude": ["b"]}])
+@pytest.mark.explains
 def test_a_weight_of_a_layer_that_was_not_checked_is_named(arguments, explain, as_kept):
     net, _ = make("buffer", "root")
     report = report_of(
@@ -204,6 +206,7 @@ def stands_in(requires_grad, name):
     "kind, where, watch, explain",
     pairs(("trainable", "frozen"), WHERE, SEE_FORWARDS, (False, "auto")),
 )
+@pytest.mark.explains
 def test_a_tensor_that_stands_in_for_a_weight_is_a_candidate(
     kind, where, watch, explain, as_kept
 ):
@@ -226,6 +229,7 @@ def test_a_tensor_that_stands_in_for_a_weight_is_a_candidate(
         as_kept(report.notes)
 
 
+@pytest.mark.explains
 def test_a_function_that_stands_tensors_in_is_run_again_with_them(as_kept):
     net, _ = make("frozen", "root")
     optimizer = torch.optim.SGD(net.a.parameters(), 0.1)

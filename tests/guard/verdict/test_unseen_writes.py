@@ -187,6 +187,7 @@ def once_writing():
 
 
 @pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.explains
 def test_a_replay_that_is_finite_names_no_reader_either(defer):
     model = once_writing()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -201,6 +202,7 @@ def test_a_replay_that_is_finite_names_no_reader_either(defer):
 
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
+@pytest.mark.explains
 def test_the_loss_is_not_blamed_for_what_it_was_given(watch, as_kept):
     """A replay's outputs are finite, the gradient that it gives them is the step's."""
     model = once_writing()

@@ -240,9 +240,9 @@ def test_a_file_to_write_has_one_name_in_all_commands(name):
     assert ["-o", "--output"] in options
 
 
-def test_help_of_run_has_defaults_and_no_python(as_kept):
-    text = " ".join(commands()["run"].format_help().split())
-    as_kept(text)
+def test_help_of_run_has_defaults_and_no_python(monkeypatch, as_kept):
+    monkeypatch.setenv("COLUMNS", "80")
+    as_kept(commands()["run"].format_help())
 
 
 @pytest.mark.parametrize("name", ["watch", "include", "exclude", "checkpoints"])

@@ -52,6 +52,7 @@ def said_by_us(done):
     return [e for e in lines if e.startswith(opening) or "steps watched" in e]
 
 
+@pytest.mark.day
 def test_the_first_step_of_a_plain_loop_is_guarded_and_explained(tmp_path, as_kept):
     done = run(tmp_path, PLAIN, "0")
     assert done.returncode == 3

@@ -110,6 +110,7 @@ def test_steps_of_which_nothing_was_compared_are_not_called_equal(tmp_path):
     assert found.row.step == 1 and found.earlier == ()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "MAX_ROWS", 50)
     peaks = []

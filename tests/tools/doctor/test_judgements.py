@@ -121,6 +121,7 @@ def healthy(chance):
     yield AGREEMENT, {rank: GuardSummary(8, {1: "it"}, 1, 7) for rank in range(WORLD)}
 
 
+@pytest.mark.slow
 def test_a_thousand_healthy_runs_raise_nothing():
     for seed in range(1000):
         chance = random.Random(seed)

@@ -154,6 +154,7 @@ def test_evidence(whole, tmp_path):
         assert ask("report", tmp_path / "step", "-o", tmp_path / "page.html") in (0, 2)
 
 
+@pytest.mark.slow
 def test_saved_steps(whole, tmp_path):
     model = f"{whole / 'model.py'}:build"
     assert ask("explain", whole / "step", "--model", model) == 0

@@ -41,6 +41,8 @@ from overflow_fast.tools.compare import recording_schema
 from overflow_fast.tools.page import evidence_schema
 from overflow_fast.tools.record.table import FlightRecord
 
+pytestmark = pytest.mark.day  # a contract: all of its cases
+
 FORMATS = {
     "run.ofr": record_lines,
     "guard.jsonl": log_lines,

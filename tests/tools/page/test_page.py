@@ -218,6 +218,7 @@ def test_nothing_is_loaded_from_anywhere():
     assert parsed([record_of(torch.ones(2, 1))]).addresses == ["data:,"]
 
 
+@pytest.mark.slow
 def test_a_page_stays_below_2_mib():
     torch.manual_seed(0)
     high = 2 ** (torch.randn(3000, 300) * 4)

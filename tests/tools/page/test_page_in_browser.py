@@ -51,6 +51,7 @@ def blocks(num_steps=10):
     return high, entries, nans
 
 
+@pytest.mark.day
 def test_pointing_at_a_cell_tells_module_step_and_magnitude(opened, as_kept):
     page = opened([record_of(*blocks())])
     text = page.hover(0.95, 2)

@@ -1,0 +1,19 @@
+"""Guards of these tests explain nothing, unless they are told to or a mark asks for it.
+
+An explanation takes 0.1 s, fifteen times what the rest of an alarm does. The processes
+that tests start have the package's default.
+"""
+
+import pytest
+
+from overflow_fast import OverflowGuard
+
+
+@pytest.fixture(autouse=True)
+def unexplained(request, monkeypatch):
+    """`explain=False` is the default, also of guards that helpers make.
+
+    For tests and modules without the mark `explains`.
+    """
+    if request.node.get_closest_marker("explains") is None:
+        monkeypatch.setitem(OverflowGuard.__init__.__kwdefaults__, "explain", False)
