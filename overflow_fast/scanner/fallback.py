@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..binaries import EXTENSION
 from ..torch_internals.tensor_internals import is_in_transform, is_zero_tensor
 from .text import dtype_name
 
@@ -295,7 +296,8 @@ def refuse() -> NoReturn:
     """Raises the error of what needs the extension."""
     raise ImportError(
         "The guard, the detector and the replay of a step need overflow_fast's "
-        f"extension.\n{why_missing[0]}"
+        f"extension.\n{why_missing[0]}",
+        name=EXTENSION,
     )
 
 
