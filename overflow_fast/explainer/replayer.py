@@ -555,7 +555,7 @@ class Replayer:
                         self._run_tail(self._tail)
             self._look_at_state(result)
         except Exception as error:
-            if type(error) is call.raised:
+            if _is_of(error, call.raised):
                 result.has_raised = True
                 self._look_at_state(result)
             else:
@@ -650,6 +650,16 @@ class Replayer:
             (p, *each) for p, m in self.models.items() for each in named_buffers(m)
         )
         return [(f"{prefix}{name}", buffer) for prefix, name, buffer in found]
+
+
+def _is_of(error: BaseException | None, kind: type[Exception] | None) -> bool:
+    """True for an exception of a type, or what was raised as it was handled.
+
+    Context managers set attributes of an exception, which its class may forbid.
+    """
+    while error is not None and type(error) is not kind:
+        error = error.__context__
+    return error is not None
 
 
 def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]:

@@ -119,9 +119,9 @@ def _report(pipeline: Pipeline, step: Step, error: Exception, ends: bool) -> Non
     if is_undone:
         report.notes += pipeline._restore()
     pipeline._record_step(step.number, None)
-    with _added_to(error):
+    with contextlib.suppress(NonFiniteError):
         pipeline._publish(step, report, is_own=True)
-    if policy != "raise" and hasattr(error, "add_note"):
+    if add_report(error, report) and policy != "raise":
         _log.warning("%s", report.short_text(_IN_NOTES))
 
 
@@ -134,15 +134,25 @@ def _added_to(error: Exception) -> Iterator[None]:
         add_report(error, found.report)
 
 
-def add_report(error: Exception, report: Report) -> None:
-    """Adds a report to the program's own exception, or logs it."""
-    if not add_note(error, report.answer()):
-        _log.warning("%s", report)
+def add_report(error: Exception, report: Report) -> bool:
+    """Adds a report to the program's own exception; see `add_note()`."""
+    return add_note(error, report.answer(), report)
 
 
-def add_note(error: Exception, text: str) -> bool:
-    """Adds a text to an exception; returns False where Python has no notes."""
-    if not hasattr(error, "add_note"):  # Python 3.11
+def add_note(error: Exception, text: str, whole: object = "") -> bool:
+    """Adds a text to an exception, or logs it where that takes no notes.
+
+    Args:
+        error: The exception.
+        text: The text.
+        whole: Logged in place of the text.
+
+    Returns:
+        True if it was added.
+    """
+    try:  # a class may forbid attributes, or have a method of its own that fails
+        error.add_note(f"[overflow_fast] {text}")  # Python 3.11
+    except Exception:
+        _log.warning("%s", whole or text)
         return False
-    error.add_note(f"[overflow_fast] {text}")
     return True
