@@ -447,7 +447,9 @@ class Replayer:
             weights = (first_parameter_of(each) for each in self.models.values())
             is_of_inference = any(w is not None and w.is_inference() for w in weights)
             stack.enter_context(torch.inference_mode(is_of_inference))
-            has_autograd = any(c.has_backward is not False for c in self.calls)
+            has_autograd = any(
+                c.has_backward is not False or c.has_autograd for c in self.calls
+            )
             stack.enter_context(torch.set_grad_enabled(has_autograd))
             stack.enter_context(without_reduction(self.models.values()))
             for patch in order.patches:

@@ -259,6 +259,7 @@ class KeptCall:
             where it was not seen to be called.
         has_backward: Whether one follows; False for a forward without autograd, whose
             output is all there is; None where a loss that it returns will tell.
+        has_autograd: Whether it ran with autograd, where no backward follows.
         forwards: Of a function: the calls of models in it, which can be made again
             where the function itself cannot.
         has_returned: Whether it returned; False if an exception has left it.
@@ -272,6 +273,7 @@ class KeptCall:
     follows_others = False
     began: float | None = None
     has_backward: bool | None = True
+    has_autograd = False
     forwards: Sequence[Any] = ()
 
     def __init__(
