@@ -474,11 +474,23 @@ class StepKeeper:
             call.has_returned = False
             self._add(call, self._forwards if self.is_running else self.calls)
 
-    def note_raised(self, error: Exception) -> None:
-        """Notes the exception that has ended the step: a replay may raise it, too."""
-        for call in self.calls:
+    def note_raised(
+        self, error: Exception, calls: Sequence[KeptCall] | None = None
+    ) -> None:
+        """Notes the exception that has ended the step: a replay may raise it, too.
+
+        Args:
+            error: The exception.
+            calls: Those that may raise it again; None for all.
+        """
+        for call in self.calls if calls is None else calls:
             for each in (call, *call.forwards):
                 each.raised = type(error)
+
+    @property
+    def has_left(self) -> bool:
+        """True if an exception has left the last call."""
+        return bool(self.calls) and not self.calls[-1].has_returned
 
     def drop_left(self) -> None:
         """Lets go of calls that an exception has left: the step goes on without."""

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,13 +35,13 @@ from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
 from ...torch_internals.registry import stack
 from ..config import EVERYTHING, wanted_of
-from ..explaining import with_note
+from ..explaining import FREE_SECONDS, SHARE, with_note
 from ..options import Schedule
 from ..outer import outer
 from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
 from ..step_keeper import HeldFunction, KeptCall, LastSteps
-from ..verdict.verdict import BadFrame
+from ..verdict.verdict import BadFrame, Verdict
 from ..watching.step_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .begun import Begun, request_of
@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("overflow_fast")
 _MOST_FORWARDS = 4  # whose stats may be on their way from a device
 _WAIT = 1.0  # seconds for forwards of other threads before a replay; chosen
-# Explanations may take these seconds, and a share of the time since the first request.
-_FREE_SECONDS, _SHARE = 30.0, 0.1
 _KINDS = ("activations", "weights", "buffers")  # that a forward alone has
 _OF_FORWARDS = (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED, _C.FrameKind.BACKWARD)
 _BUSY = (
@@ -74,10 +72,9 @@ _BEHIND = (
     "which may be a mask: what is wrong came from code between the watched modules or "
     "behind them."
 )
-_OF_VALUES = re.compile(r"\b(inf|nan|non-?finite|infinity)\b", re.IGNORECASE)
 _OFTEN = (
     "The forward was not run again: explanations have taken more than "
-    f"{_SHARE:.0%} of the time since the first request."
+    f"{SHARE:.0%} of the time since the first request."
 )
 
 
@@ -99,6 +96,7 @@ class Request:
         frames: The bad frames of the first forward that had any.
         bad: That forward, or None.
         forward: Its number within the request.
+        left: The last forward, where an exception has left it.
         is_text: Each forward reads the tokens of a text, and but for the first one only
             the last of each row.
         function: The function that it runs as a whole, which can be made again, or
@@ -121,6 +119,7 @@ class Request:
         self.num_forwards = 0
         self.frames: list[BadFrame] = []
         self.bad: HeldCall | None = None
+        self.left: HeldCall | None = None
         self.forward, self.is_text = 0, True
         self.function: KeptCall | None = None
         self.output: Any = None
@@ -337,6 +336,7 @@ class Requests:
         begin, call = self._now.begin or time.perf_counter(), self._leave()
         self._now.begin = 0.0
         request, is_own = self._added(watch, batch, call)
+        request.left = None
         with self._counts:
             self.num_forwards += 1
             self.num_tokens += 0 if call is None else call.num_tokens
@@ -366,6 +366,7 @@ class Requests:
         batch = watch.recorder.last_batch if root is None else root.batch
         with watch.frames.evaluated(batch):
             request, is_own = self._added(watch, batch, call)
+        request.left = call
         watch.frames.send()
         watch.frames.receive(is_lagged=False)
         request.collect(watch)
@@ -602,13 +603,11 @@ class Requests:
         request.end()
         with self._lock:
             try:
-                if request.frames:
-                    self._judge(request, error)
-                elif request.num_forwards and _is_of_values(error):
-                    from ..raised import add_note  # of few requests
-
-                    forwards = counted(request.num_forwards, "forward")
-                    add_note(error, _BEHIND.format(forwards))
+                known = self._searched(request, error)
+                if request.frames or known is not None:
+                    self._judge(request, error, known)
+                elif error is not None:
+                    self._say_behind(request, error)
             finally:
                 self._end_round(request)
                 if request.num_forwards > 1:
@@ -655,7 +654,55 @@ class Requests:
 
     # A bad request.
 
-    def _judge(self, request: Request, error: Exception | None) -> None:
+    def _say_behind(self, request: Request, error: Exception) -> None:
+        from ..raised import add_note, says_values  # of few requests
+
+        if request.num_forwards and says_values(error):
+            forwards = counted(request.num_forwards, "forward")
+            add_note(error, _BEHIND.format(forwards))
+
+    def _searched(
+        self, request: Request, error: Exception | None
+    ) -> tuple[Verdict, Explanation] | None:
+        """Looks for a bad value where the program has raised, and no module showed one.
+
+        What was left is run again: the function of `guard.run()`, or a forward.
+        """
+        config = self._parts.config
+        if error is None or request.frames or not config.explain.replay_safe:
+            return None
+        if request.function is None and request.left is None:
+            return None
+        from ..raised import is_of_values  # of few requests
+
+        is_asked = config.explain.when != "never" and not self._has_no_time
+        if not is_asked or isinstance(error, NonFiniteError) or not is_of_values(error):
+            return None
+        if request.function is None and request.left is not None:
+            request.bad, request.zeroed = request.left, request.left.left_bad()
+        found: tuple[Verdict, Explanation] | None = None
+        with contextlib.suppress(Exception):  # nothing is known of it
+            with self._explainer(request, list(self._parts.watches)) as explainer:
+                found = explainer and explainer.search("evaluation")
+        if found is None and request.zeroed:
+            request.zeroed = []  # it was there before
+            with contextlib.suppress(Exception):
+                with self._explainer(request, list(self._parts.watches)) as explainer:
+                    found = explainer and explainer.search("evaluation")
+        return found
+
+    @property
+    def _has_no_time(self) -> bool:
+        """True if explanations have taken more than their share of the time."""
+        most = FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
+        return self._explaining_seconds > most
+
+    def _judge(
+        self,
+        request: Request,
+        error: Exception | None,
+        known: tuple[Verdict, Explanation] | None = None,
+    ) -> None:
         from ..raised import add_report
         from .request_report import RequestReport, left_in_state
 
@@ -663,17 +710,21 @@ class Requests:
         pipeline, config = parts.pipeline, parts.config
         step = Step(request.number, moment="evaluation", frames=request.frames)
         pipeline._leave_out_learned(step)
-        if not step.frames:
+        if known is not None:
+            step.verdict = known[0]
+        elif not step.frames:
             return
         left = dict(left_in_state(request.bad, parts.watches, self.poisoned))
         if config.may_replay and request.bad is not None and not request.function:
             request.zeroed = request.bad.left_bad()
-        if config.is_tripwire:
+        if config.is_tripwire and known is None:
             step = self._looked_again(step, request)
         plain = pipeline._make_report(step, pipeline._detect(step))
         plain.not_covered = self.coverage().gaps()
         report = RequestReport.of(plain, request, left, self.poisoned)
-        if config.explain.when != "never":
+        if known is not None:
+            report.explanation = known[1]
+        elif config.explain.when != "never":
             report.explanation = self._explained(report, step, request)
         report.note_explained()
         self.num_bad += 1
@@ -738,9 +789,7 @@ class Requests:
         from ..report.explanation import Explanation
 
         config, verdict = self._parts.config, report.verdict
-        spent = self._explaining_seconds
-        most = _FREE_SECONDS + _SHARE * (time.perf_counter() - self._began)
-        if spent > most and config.explain.when != "always":
+        if self._has_no_time and config.explain.when != "always":
             return Explanation(notes=[_OFTEN])
         if not config.explain.replay_safe or verdict.first is None:
             return None
@@ -981,7 +1030,3 @@ def _recorded(
 ) -> tuple[_C.FrameKind, tuple[list[str], list[torch.Tensor]]]:
     return _C.FrameKind.RECORDED, (list(named), list(named.values()))
 
-
-def _is_of_values(error: Exception | None) -> TypeGuard[Exception]:
-    """True for an exception about nan or inf, as `torch.multinomial` raises."""
-    return error is not None and _OF_VALUES.search(str(error)) is not None
