@@ -17,9 +17,9 @@ from ..guard.options import Schedule
 from ..guard.process import world_size
 from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
+from ..guard.report.gist import expression_of, plain_name
 from ..guard.step import Step
 from ..guard.step_keeper import LastSteps, StepKeeper
-from ..guard.report.gist import expression_of, plain_name
 from ..guard.verdict.verdict import BadEntry, BadFrame, Verdict, collect, is_of_flag
 from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
@@ -141,7 +141,9 @@ class StepExplainer:
         if entry is None:
             return None
         maker = found.module or "code that no call of a module shows"
-        return Verdict(first=entry, origin="unclear", source="unclear", maker=maker), found
+        return Verdict(
+            first=entry, origin="unclear", source="unclear", maker=maker
+        ), found
 
     def _entry_of(self, found: Explanation) -> BadEntry | None:
         """The value that an explanation is of; None where its tensor is not known."""

@@ -243,7 +243,9 @@ def _is_of_check(last: TracebackType | None) -> bool:
     held = last.tb_frame.f_locals.values()
     found = [each for each in held if is_plain(each) and each.is_floating_point()]
     with torch.no_grad():  # of -inf alone are masks
-        return any(bool((each != each).any() | (each == torch.inf).any()) for each in found)
+        return any(
+            bool((each != each).any() | (each == torch.inf).any()) for each in found
+        )
 
 
 def _condition_of(lines: list[str]) -> str:

@@ -270,7 +270,7 @@ def ends_alone(head, **arguments):
         model = Net().eval()
         given = [torch.optim.SGD(model.parameters(), 1e-6)] * has_optimizer
         with OverflowGuard(model, given, **arguments) as guard:
-            with pytest.raises(BaseException) as raised:  # noqa: PT011
+            with pytest.raises(BaseException) as raised:
                 guard.run(lambda m=model: head(m(batch(BAD_STEP))))
         said.append(guard.last_report)
         said += [e for e in getattr(raised.value, "__notes__", []) if "Request" in e]

@@ -17,9 +17,7 @@ from typing import Generic, TypeVar
 from ...torch_internals.registry import stack
 
 _Request = TypeVar("_Request")
-_SUSPENDED = (
-    inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-)
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class Begun(Generic[_Request]):

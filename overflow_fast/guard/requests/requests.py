@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -283,9 +283,9 @@ class Requests:
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Notes what it has returned, before its frames are judged."""
-        if self._now.call is None or torch.is_grad_enabled():
-            if self._keeper is not None:
-                self._keeper.end(output, loss)
+        is_kept = self._now.call is None or torch.is_grad_enabled()
+        if is_kept and self._keeper is not None:
+            self._keeper.end(output, loss)
         self._note_output(output)
 
     def _note_output(self, output: Any) -> None:
@@ -680,16 +680,20 @@ class Requests:
             return None
         if request.function is None and request.left is not None:
             request.bad, request.zeroed = request.left, request.left.left_bad()
-        found: tuple[Verdict, Explanation] | None = None
-        with contextlib.suppress(Exception):  # nothing is known of it
-            with self._explainer(request, list(self._parts.watches)) as explainer:
-                found = explainer and explainer.search("evaluation")
+        found = self._search(request)
         if found is None and request.zeroed:
             request.zeroed = []  # it was there before
-            with contextlib.suppress(Exception):
-                with self._explainer(request, list(self._parts.watches)) as explainer:
-                    found = explainer and explainer.search("evaluation")
+            found = self._search(request)
         return found
+
+    def _search(self, request: Request) -> tuple[Verdict, Explanation] | None:
+        try:
+            with self._explainer(request, list(self._parts.watches)) as explainer:
+                found = None if explainer is None else explainer.search("evaluation")
+        except Exception as error:  # nothing is known of it
+            _log.debug("A request that has raised was not explained: %s", error)
+            return None
+        return cast("tuple[Verdict, Explanation] | None", found)
 
     @property
     def _has_no_time(self) -> bool:
@@ -1029,4 +1033,3 @@ def _recorded(
     named: Mapping[str, torch.Tensor],
 ) -> tuple[_C.FrameKind, tuple[list[str], list[torch.Tensor]]]:
     return _C.FrameKind.RECORDED, (list(named), list(named.values()))
-

@@ -89,7 +89,9 @@ def test_what_a_task_gives_to_threads_is_of_its_request(served):
             return names(error)
 
     async def serve():
-        return dict(zip("abc", await asyncio.gather(*map(endpoint, "abc")), strict=True))
+        return dict(
+            zip("abc", await asyncio.gather(*map(endpoint, "abc")), strict=True)
+        )
 
     assert asyncio.run(serve()) == ANSWERS
     numbers = guard.metrics()
