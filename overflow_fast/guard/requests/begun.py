@@ -12,15 +12,14 @@ import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any
 
 from ...torch_internals.registry import stack
 
-_Request = TypeVar("_Request")
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-class Begun(Generic[_Request]):
+class Begun:
     """A request that has begun.
 
     Args:
@@ -33,9 +32,9 @@ class Begun(Generic[_Request]):
             it may go on in its context.
     """
 
-    def __init__(self, owner: object, request: _Request, frame: FrameType) -> None:
+    def __init__(self, owner: object, request: Any, frame: FrameType) -> None:
         self.owner: object = owner
-        self.request: _Request | None = request
+        self.request: Any = request
         frame = _beginner(frame)
         is_suspended = frame.f_code.co_flags & _SUSPENDED
         self._frame = frame if is_suspended else None
@@ -52,10 +51,10 @@ class Begun(Generic[_Request]):
         return self._frame is None or self._frame in frames
 
 
-_BEGUN: ContextVar[Begun[object] | None] = ContextVar("overflow_fast", default=None)
+_BEGUN: ContextVar[Begun | None] = ContextVar("overflow_fast", default=None)
 
 
-def request_of(owner: object) -> object | None:
+def request_of(owner: object) -> Any:
     """The request that this code is in, of one owner; None if it is in none."""
     found = [each for each in _begun() if each.owner is owner]
     if len(found) > 1:
@@ -64,7 +63,7 @@ def request_of(owner: object) -> object | None:
     return found[0].request if found else None
 
 
-def _begun() -> Iterator[Begun[object]]:
+def _begun() -> Iterator[Begun]:
     """Yields what has begun in this context, the last one first."""
     each = _BEGUN.get()
     while each is not None:
@@ -72,7 +71,7 @@ def _begun() -> Iterator[Begun[object]]:
         each = each.before
 
 
-def _innermost() -> Begun[object] | None:
+def _innermost() -> Begun | None:
     return next((each for each in _begun() if each.owner is not None), None)
 
 

@@ -425,7 +425,7 @@ class Requests:
 
     def hides(self) -> bool:
         """Hides the forward that begins, where a schedule leaves its request out."""
-        request: Any = None if self._schedule is None else request_of(self)
+        request = None if self._schedule is None else request_of(self)
         if request is None or not request.is_left_out:
             return False
         self._now.unwatched, self._now.num_hidden = _C.Unwatched(), 1
@@ -443,7 +443,7 @@ class Requests:
 
     def _request_now(self) -> tuple[Request, bool]:
         """The request that this code is in, or a new one, and whether it is new."""
-        request: Any = request_of(self)
+        request = request_of(self)
         return (self._new(None), True) if request is None else (request, False)
 
     def _added(
@@ -464,9 +464,7 @@ class Requests:
         """Makes what its context runs within one request."""
         return _Within(self, ids)
 
-    def begin_request(
-        self, ids: Sequence[object] | None, frame: FrameType
-    ) -> Begun[Request]:
+    def begin_request(self, ids: Sequence[object] | None, frame: FrameType) -> Begun:
         """Begins a request.
 
         Args:
@@ -479,9 +477,7 @@ class Requests:
         request.is_left_out = self._is_left_out(request)
         return Begun(self, request, frame)
 
-    def end_request(
-        self, begun: Begun[Request], error: BaseException | None = None
-    ) -> None:
+    def end_request(self, begun: Begun, error: BaseException | None = None) -> None:
         """Ends a request, in whatever context; judges it unless it was interrupted."""
         request = begun.request
         begun.end()
@@ -490,7 +486,7 @@ class Requests:
 
     def run(self, function: Any) -> Any:
         """Runs a function as a request, whose outputs are judged, too."""
-        request: Any = request_of(self)
+        request = request_of(self)
         if request is not None:
             return self._run(function, request)
         with self.request(None) as request:
@@ -905,8 +901,8 @@ class _Within(contextlib.ContextDecorator):
 
     def __enter__(self) -> Request:
         self._begun = self._requests.begin_request(self._ids, sys._getframe(1))
-        assert self._begun.request is not None
-        return self._begun.request
+        request: Request = self._begun.request
+        return request
 
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: object
