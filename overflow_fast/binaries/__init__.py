@@ -6,12 +6,14 @@ loaded without an error and crash later. So only the folder for this torch is se
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sysconfig
 from pathlib import Path
 from types import ModuleType
 
 HERE = Path(__file__).parent
+EXTENSION = "overflow_fast._C"  # of an ImportError that is about it, the name
 
 
 def folder_for(torch_version: str) -> Path:
@@ -23,6 +25,19 @@ def folder_for(torch_version: str) -> Path:
 def is_there(torch_version: str) -> bool:
     """True if there is an extension for this torch and this Python."""
     return _file_for(torch_version).exists()
+
+
+def require_extension() -> None:
+    """Loads the extension, for what does nothing without it.
+
+    Raises:
+        ImportError: If there is none for this torch, or it cannot be loaded.
+    """
+    import torch
+
+    if not is_there(torch.__version__):
+        raise ImportError(_why_not_there(torch.__version__), name=EXTENSION)
+    importlib.import_module(EXTENSION)
 
 
 def load_extension(name: str) -> ModuleType:
@@ -50,7 +65,8 @@ def load_extension(name: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"overflow_fast's extension cannot be loaded: {error}.\n"
-            f"To build it again, {_how_to_build()}."
+            f"To build it again, {_how_to_build()}.",
+            name=EXTENSION,
         ) from error
     return module
 

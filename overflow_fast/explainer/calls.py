@@ -223,7 +223,7 @@ class Call(KeptCall):
         """The same call, with another batch and other gradients of its output."""
         copy = type(self)(self.function, batch, self.ambient)
         copy.returns_loss, copy.held, copy.raised = self.returns_loss, held, self.raised
-        copy.has_backward = self.has_backward
+        copy.has_backward, copy.has_autograd = self.has_backward, self.has_autograd
         return copy
 
     def computed_outside(self) -> list[tuple[str, torch.Tensor]]:
@@ -335,6 +335,8 @@ def loss_and_gradients(call: Call, output: Any) -> list[tuple[Any, Any]]:
         call: The kept call.
         output: What it returned now.
     """
+    if call.has_backward is False:
+        return []
     tensors = tensors_in(output)
     if call.held:
         places = [place for place in call.held if place < len(tensors)]

@@ -118,6 +118,7 @@ class Row:
         kinds: The kinds of non-finite values that it returned.
         abs_max: The largest magnitude of its first result; None if it has none.
         is_meant: Whether these are infs that the code asked for; see `is_meant()`.
+        is_asked: Whether its infs are a number of Python that it was given.
         masks: The sources of the infs that it was given, where all of them are meant.
         reduces: Whether its infs are fewer than those: a mask has gone beyond itself.
         is_empty: Whether it returned memory that nobody has written to.
@@ -132,7 +133,7 @@ class Row:
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
         *("variable", "call", "is_communication"),
         *("in_hook", "masks", "reduces", "read_from", "abs_max"),
-        "torch_call",
+        *("torch_call", "is_asked"),
     )
 
     def __init__(self, index: int, name: str, module: str | None, sites: Sites) -> None:
@@ -149,7 +150,7 @@ class Row:
         self.masks: list[Source] = []
         self.kinds = 0
         self.is_meant = self.is_empty = self.custom = self.is_communication = False
-        self.in_hook = self.reduces = False
+        self.in_hook = self.reduces = self.is_asked = False
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
         self.call: OpCall | None = None

@@ -273,6 +273,7 @@ class OpTable:
         if not row.parents:
             given = functools.reduce(operator.or_, (k for _, k, _ in read), 0)
             row.is_meant = returns_meant(op, row.kinds, given)
+            row.is_asked = not row.kinds & NAN and bool(op.is_constant or op.numbers)
             row.masks = [each for of, _, _ in read for each in of]
             sizes = [size for _, _, size in read]
             row.reduces = bool(sizes) and max(t.numel() for t in bad) < min(sizes)

@@ -43,7 +43,7 @@ from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
 from .held_tensors import held_leaves
 from .named_tensors import names_of, partitions_of, state_by_name
-from .op_rows import Leaf
+from .op_rows import Leaf, Row
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, RankCoordinator
@@ -242,7 +242,7 @@ class ReplayResult:
                 targets = [named[name] for name in self.bad_buffers]
             if not targets and self.has_raised:
                 origins = (trace_back([row]) for row in table.last_bad())
-                return next(filter(None, origins), None)
+                return next((e for e in origins if e and not _is_asked(e)), None)
         found = trace_back([s for t in targets for s in table.sources(t)])
         source = None if found is None else found.source
         is_given = isinstance(source, Leaf) and source.kind == "gradient"
@@ -447,7 +447,9 @@ class Replayer:
             weights = (first_parameter_of(each) for each in self.models.values())
             is_of_inference = any(w is not None and w.is_inference() for w in weights)
             stack.enter_context(torch.inference_mode(is_of_inference))
-            has_autograd = any(c.has_backward is not False for c in self.calls)
+            has_autograd = any(
+                c.has_backward is not False or c.has_autograd for c in self.calls
+            )
             stack.enter_context(torch.set_grad_enabled(has_autograd))
             stack.enter_context(without_reduction(self.models.values()))
             for patch in order.patches:
@@ -555,7 +557,7 @@ class Replayer:
                         self._run_tail(self._tail)
             self._look_at_state(result)
         except Exception as error:
-            if type(error) is call.raised:
+            if _is_of(error, call.raised):
                 result.has_raised = True
                 self._look_at_state(result)
             else:
@@ -650,6 +652,21 @@ class Replayer:
             (p, *each) for p, m in self.models.items() for each in named_buffers(m)
         )
         return [(f"{prefix}{name}", buffer) for prefix, name, buffer in found]
+
+
+def _is_asked(root_op: RootOp) -> bool:
+    """True for infs that the code has written as a number, as the first of minima."""
+    return isinstance(root_op.source, Row) and root_op.source.is_asked
+
+
+def _is_of(error: BaseException | None, kind: type[Exception] | None) -> bool:
+    """True for an exception of a type, or what was raised as it was handled.
+
+    Context managers set attributes of an exception, which its class may forbid.
+    """
+    while error is not None and type(error) is not kind:
+        error = error.__context__
+    return error is not None
 
 
 def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]:

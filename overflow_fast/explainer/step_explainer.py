@@ -17,9 +17,10 @@ from ..guard.options import Schedule
 from ..guard.process import world_size
 from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
+from ..guard.report.gist import expression_of, plain_name
 from ..guard.step import Step
 from ..guard.step_keeper import LastSteps, StepKeeper
-from ..guard.verdict.verdict import BadFrame, Verdict, collect, is_of_flag
+from ..guard.verdict.verdict import BadEntry, BadFrame, Verdict, collect, is_of_flag
 from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
@@ -29,9 +30,11 @@ from ..torch_internals.compiler import has_compiled
 from .bad_step import BadStep
 from .calls import Call, ModelCall, batch_size, made_again
 from .explain import investigate
+from .named_tensors import state_by_name
 from .past_steps import past_steps_of
 from .replay_ranks import NotJoined, RankCoordinator, StoreChannel
 from .replayer import Observer, ReplayCheck, Replayer, StepPart
+from .tensor_kinds import summary_of
 
 _UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
 _FORWARD_ALONE = (
@@ -125,6 +128,38 @@ class StepExplainer:
             ranks=ranks,
             replay_check=self._replay_check(),
         )
+
+    def search(self, moment: str) -> tuple[Verdict, Explanation] | None:
+        """Looks for a bad value in a step that has raised; see `Explaining.search()`.
+
+        Args:
+            moment: See `Report.moment`.
+        """
+        unknown = BadEntry("value", "", "", "", "", 0, 0, 0)
+        found = self.explain(Verdict(first=unknown, reaches_loss=True), moment)
+        entry = self._entry_of(found) if found.names_maker else None
+        if entry is None:
+            return None
+        maker = found.module or "code that no call of a module shows"
+        return Verdict(
+            first=entry, origin="unclear", source="unclear", maker=maker
+        ), found
+
+    def _entry_of(self, found: Explanation) -> BadEntry | None:
+        """The value that an explanation is of; None where its tensor is not known."""
+        op, name = found.op, found.tensor
+        if op is not None:
+            bad = (each for each in op.outputs if not each.is_finite)
+            summary = next(bad, None)
+            name = expression_of(op) or plain_name(op.name)
+        else:
+            leaves = (leaf for call in self._calls() for leaf in call.leaves())
+            named = dict(leaves) | state_by_name(models_of(self._watches))
+            summary = summary_of(named[name]) if name in named else None
+        if summary is None:
+            return None
+        counts = summary.num_nan, summary.num_inf, summary.numel, summary.signs
+        return BadEntry("value", name, "", name, summary.dtype, *counts)
 
     def offer(self, is_due: bool, joins: bool) -> ReplayOffer:
         """This rank's part in a replay of all ranks.

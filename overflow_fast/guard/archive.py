@@ -193,13 +193,15 @@ class Archive:
 
         Args:
             report: The step's, which names both then.
-            frames: The step's bad frames, at least one.
+            frames: The step's bad frames; none where a replay alone has found it.
             tensors: Has the scanned tensors that stand in no module's call.
         """
         if self._evidence is not None:
-            leading = leading_frame(frames)
-            batch = leading.watch.inputs.batches.get(leading.frame.batch)
-            offending = _offending(leading, frames, tensors)
+            offending, batch = {}, None
+            if frames:
+                leading = leading_frame(frames)
+                batch = leading.watch.inputs.batches.get(leading.frame.batch)
+                offending = _offending(leading, frames, tensors)
             report.evidence = self._evidence.keep(report.step, offending, batch)
         first = report.verdict.first
         if first is not None and self._earlier:

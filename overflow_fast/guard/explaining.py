@@ -8,6 +8,8 @@ policy, the log and the evidence are what they are without an explanation.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +32,10 @@ from .watching.watch import ModelWatch
 if TYPE_CHECKING:
     from .report.explanation import Explanation
 
+_log = logging.getLogger("overflow_fast")
 USE_RUN = "guard.run(lambda: loss)"
+# What is run again unasked may take these seconds, and a share of the time.
+FREE_SECONDS, SHARE = 30.0, 0.1
 _STEPS_BETWEEN = 100  # until another place is explained; chosen, not measured
 _LATE = (
     "The step was not replayed: its verdict came when the weights had been stepped "
@@ -51,6 +56,9 @@ class Explainer(Protocol):
 
     def explain(self, verdict: Verdict, moment: str) -> Explanation:
         """Explains a step; see `Explaining.explain()`."""
+
+    def search(self, moment: str) -> tuple[Verdict, Explanation] | None:
+        """Looks for a bad value that no module showed; see `Explaining.search()`."""
 
     def offer(self, is_due: bool, joins: bool) -> ReplayOffer:
         """This rank's part in a replay of all ranks; see `Explaining.offer()`."""
@@ -144,6 +152,7 @@ class Explaining:
         self._explainer: Explainer | None = None
         self._places: set[tuple[str, str, str]] = set()
         self._last: int | None = None
+        self._began, self._searching_seconds = time.perf_counter(), 0.0
 
     def note_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Takes in that an optimizer has made its step."""
@@ -167,6 +176,25 @@ class Explaining:
             return self._loaded().explain(verdict, step.moment)
         except Exception as error:  # the alarm matters more than its explanation
             return _noting(f"The step was not explained: {error_line(error)}.")
+
+    def search(self, step: Step) -> tuple[Verdict, Explanation] | None:
+        """Runs a step again that has raised, where no module showed a bad value.
+
+        Returns:
+            What the replay has found up to the exception; None for nothing.
+        """
+        begin = time.perf_counter()
+        most = FREE_SECONDS + SHARE * (begin - self._began)
+        is_asked = self._asked != "never" and self._keeper is not None
+        if not is_asked or self._searching_seconds > most or world_size() > 1:
+            return None
+        try:
+            return self._loaded().search(step.moment)
+        except Exception as error:  # nothing is known of it
+            _log.debug("A step that has raised was not explained: %s", error)
+            return None
+        finally:
+            self._searching_seconds += time.perf_counter() - begin
 
     def offer(
         self, step: Step, verdict: Verdict, ends: bool, joins: bool

@@ -314,9 +314,11 @@ class OverflowGuard:
     def request(
         self, ids: Iterable[object] | None = None
     ) -> AbstractContextManager[object]:
-        """Judges what this thread runs without autograd within it as one request.
+        """Judges what runs without autograd within it as one request.
 
-        Outside of it each outermost forward is one. Incurs a sync at its end.
+        That is what its thread or task runs, with `asyncio.to_thread`, too. Without an
+        optimizer also with autograd. Outside of it each outermost forward is a request,
+        with autograd that of a model in eval mode. Incurs a sync at its end.
 
         Args:
             ids: Names of those that the rows of the batch are for, for the report.

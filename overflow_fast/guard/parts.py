@@ -117,7 +117,8 @@ class LoopInputs:
         """Calls a function that calls the models; keeps it until the step is judged."""
         if _C.is_unwatched():  # a replay of another guard's, whose function calls this
             return function()
-        if self.requests is not None and not torch.is_grad_enabled():
+        models = [watch.model for watch in self._watches]
+        if self.requests is not None and self.requests.takes(models):
             return self.requests.run(function)
         model = self._watches[0].model
         is_watched = self._clock.level is ScanLevel.ALL
@@ -144,8 +145,9 @@ class LoopInputs:
 
         Where gradients alone are watched, only single numbers, such as a loss.
         """
-        if self.requests is not None and not torch.is_grad_enabled():
-            self.requests.record(tensors)
+        requests = self.requests
+        if requests is not None and requests.takes_now:
+            requests.record(tensors)
             return
         level, watch = self._clock.level, self._watches[0]
         if level is ScanLevel.GRADIENTS:
@@ -654,7 +656,7 @@ class GuardParts:
         if self.inputs.is_running or model is None or not self.is_enabled:
             return is_report  # what `guard.run()` runs is judged as a whole
         with spare_forward_hooks(model):
-            if self.requests is not None and not torch.is_grad_enabled():
+            if self.requests is not None and watch.is_evaluation:
                 self.requests.left(watch, error)
             else:
                 self.pipeline.judge_raised(error, ends=False, is_in_forward=True)

@@ -46,6 +46,8 @@ def report_of(pipeline: Pipeline, step: Step, verdict: Verdict) -> Report:
 
 def _shown_frames(pipeline: Pipeline, step: Step) -> list[str]:
     """The frames up to the first call that was bad."""
+    if not step.frames:  # of a step that has raised, and no call showed it
+        return []
     leading = leading_frame(step.frames)
     shown = list(leading.watch.frames.before)
     if step.moment == "evaluation":  # other threads may run forwards meanwhile

@@ -259,6 +259,7 @@ class KeptCall:
             where it was not seen to be called.
         has_backward: Whether one follows; False for a forward without autograd, whose
             output is all there is; None where a loss that it returns will tell.
+        has_autograd: Whether it ran with autograd, where no backward follows.
         forwards: Of a function: the calls of models in it, which can be made again
             where the function itself cannot.
         has_returned: Whether it returned; False if an exception has left it.
@@ -272,6 +273,7 @@ class KeptCall:
     follows_others = False
     began: float | None = None
     has_backward: bool | None = True
+    has_autograd = False
     forwards: Sequence[Any] = ()
 
     def __init__(
@@ -472,11 +474,23 @@ class StepKeeper:
             call.has_returned = False
             self._add(call, self._forwards if self.is_running else self.calls)
 
-    def note_raised(self, error: Exception) -> None:
-        """Notes the exception that has ended the step: a replay may raise it, too."""
-        for call in self.calls:
+    def note_raised(
+        self, error: Exception, calls: Sequence[KeptCall] | None = None
+    ) -> None:
+        """Notes the exception that has ended the step: a replay may raise it, too.
+
+        Args:
+            error: The exception.
+            calls: Those that may raise it again; None for all.
+        """
+        for call in self.calls if calls is None else calls:
             for each in (call, *call.forwards):
                 each.raised = type(error)
+
+    @property
+    def has_left(self) -> bool:
+        """True if an exception has left the last call."""
+        return bool(self.calls) and not self.calls[-1].has_returned
 
     def drop_left(self) -> None:
         """Lets go of calls that an exception has left: the step goes on without."""

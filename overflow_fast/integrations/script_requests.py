@@ -85,7 +85,9 @@ class RequestGuard:
         return None if self.guard is None else self.guard._parts.requests
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled() and module.training:
             return
         if module in self._known:
             if module in self._roots:

@@ -289,13 +289,15 @@ _orders = itertools.count(1)
 # What the package gives the extension; see `core.callbacks`.
 callbacks: dict[str, Callable[..., Any]] = {}
 why_missing = ["overflow_fast has no extension"]
+_NAME = "overflow_fast._C"
 
 
 def refuse() -> NoReturn:
     """Raises the error of what needs the extension."""
     raise ImportError(
         "The guard, the detector and the replay of a step need overflow_fast's "
-        f"extension.\n{why_missing[0]}"
+        f"extension.\n{why_missing[0]}",
+        name=_NAME,
     )
 
 
@@ -545,7 +547,7 @@ def isa() -> str:
 
 def fallback_module() -> ModuleType:
     """Returns a module with the names of the extension."""
-    module = ModuleType("overflow_fast._C", __doc__)
+    module = ModuleType(_NAME, __doc__)
     public = {k: v for k, v in globals().items() if not k.startswith("_")}
     module.__dict__.update(public)
     # The package has a class of its own by this name.

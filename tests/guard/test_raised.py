@@ -442,20 +442,34 @@ def test_check_says_what_came_before_an_exception_that_was_caught():
     guard.remove()
 
 
-@pytest.mark.explains
-def test_where_notes_cannot_be_added_the_log_has_the_report(caplog):
-    class Bare(ValueError):
-        add_note = property()  # as in Python 3.10
+class Bare(ValueError):
+    add_note = property()  # as in Python 3.10
 
+
+class Frozen(ValueError):
+    def __setattr__(self, name, value):
+        raise AttributeError("frozen")
+
+
+class Fails(ValueError):
+    def add_note(self, text):
+        raise OSError("full")
+
+
+@pytest.mark.explains
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("kind", [Bare, Frozen, Fails])
+def test_where_notes_cannot_be_added_the_log_has_the_report(kind, policy, caplog):
     def head(h):
         if not h.isfinite().all():
-            raise Bare
+            raise kind
         return h.mean()
 
-    guard, _ = trained(head, "run", "skip")
-    assert guard.last_report.raised.endswith("Bare")
-    texts = [each.message for each in caplog.records if "Step " in each.message]
-    assert len(texts) == 1 and "cause" in texts[0]
+    guard, error = trained(head, "run", policy)
+    assert type(error) is kind and guard.last_report.raised == kind.__name__
+    (text,) = [each.message for each in caplog.records if "Step " in each.message]
+    assert "cause     range overflow" in text
+    assert guard.coverage().failures == 0
 
 
 def test_the_traceback_of_the_program_is_as_without_a_guard():

@@ -306,6 +306,32 @@ def test_env_says_that_there_is_no_extension(tmp_path, as_kept):
     as_kept(done.stderr)
 
 
+COMMANDS = """
+import sys, torch
+from overflow_fast.__main__ import main
+for arguments in (["run", "train.py"], ["run", "--help"], ["demo"], ["explain", "x"]):
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = end.code
+    print(arguments, status, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_commands_that_need_the_extension_end_with_its_sentence(tmp_path, is_there):
+    (tmp_path / "train.py").write_text("raise SystemExit('trained')")
+    names = [f"{FOLDER}/_C{SUFFIX}"] if is_there else []
+    done = used_with_binaries(tmp_path, COMMANDS, *names)
+    said = done.stderr.splitlines()
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    wanted = "cannot be loaded" if is_there else "is not built"
+    told = [line for line in said if wanted in line and "_fast]" not in line]
+    assert len(told) == (4 if is_there else 3)  # help needs none, if it can be made
+    assert said[:2] == [told[0], "['run', 'train.py'] 2"]
+    assert "['demo'] 2" in said and said[-2:] == [told[-1], "['explain', 'x'] 2"]
+
+
 def test_an_extension_beside_the_package_is_not_loaded(tmp_path, as_kept):
     status, message = package_with_binaries(tmp_path, f"../_C{SUFFIX}")
     assert status == 0

@@ -181,7 +181,7 @@ USES = {
     ),
     "a guard's clean steps": (f"steps(3, {FILES})", "guard", 20_500),
     "a bad step without explanation": (
-        *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 23_000),
+        *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 23_100),
     ),
     "a bad step": (f"{BAD}; steps(1, {FILES})", "explain", 41_000),
 }

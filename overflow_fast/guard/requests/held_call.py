@@ -107,6 +107,7 @@ class HeldCall:
     Attributes:
         module, args, kwargs: The same, by reference.
         layout: That of the arguments.
+        has_autograd: Autograd is on.
         output: What it has returned.
         state: What else the forward began with.
     """
@@ -130,6 +131,7 @@ class HeldCall:
         self.layout = layout
         self._copies = copies
         self.ambient = Ambient(module, devices)
+        self.has_autograd = torch.is_grad_enabled()
         self.output: Any = None
         self.state: ForwardStart | None = None
         self._tensors = self._given()
@@ -245,7 +247,7 @@ class HeldCall:
             for container, items in zip(containers, now, strict=True):
                 _fill(container, items)
         call = KeptCall(self.module, batch, self.ambient)
-        call.has_backward = False
+        call.has_backward, call.has_autograd = False, self.has_autograd
         return call
 
 

@@ -2,7 +2,7 @@
 
 A training has one unit of judgement, the optimizer's step; where there is none, it is
 the request: what runs within `guard.request()`, else one outermost forward. A request
-is of one thread, and gets the error of no other.
+gets the error of no other, whatever threads and tasks run beside it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import contextlib
 import dataclasses
 import logging
 import re
+import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeGuard
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -33,15 +35,16 @@ from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
 from ...torch_internals.registry import stack
 from ..config import EVERYTHING, wanted_of
-from ..explaining import with_note
+from ..explaining import FREE_SECONDS, SHARE, with_note
 from ..options import Schedule
 from ..outer import outer
 from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
 from ..step_keeper import HeldFunction, KeptCall, LastSteps
-from ..verdict.verdict import BadFrame
+from ..verdict.verdict import BadFrame, Verdict
 from ..watching.step_tensors import ScanLevel
 from ..watching.watch import ModelWatch
+from .begun import Begun, request_of
 from .gate import Gate
 from .held_call import ForwardStart, HeldCall, Layout, SmallState
 
@@ -54,10 +57,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("overflow_fast")
 _MOST_FORWARDS = 4  # whose stats may be on their way from a device
 _WAIT = 1.0  # seconds for forwards of other threads before a replay; chosen
-# Explanations may take these seconds, and a share of the time since the first request.
-_FREE_SECONDS, _SHARE = 30.0, 0.1
 _KINDS = ("activations", "weights", "buffers")  # that a forward alone has
-_OF_FORWARDS = (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED)
+_OF_FORWARDS = (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED, _C.FrameKind.BACKWARD)
 _BUSY = (
     "The forward was not run again: other threads ran the models, and were waited for "
     f"{_WAIT:g} s."
@@ -71,10 +72,9 @@ _BEHIND = (
     "which may be a mask: what is wrong came from code between the watched modules or "
     "behind them."
 )
-_OF_VALUES = re.compile(r"\b(inf|nan|non-?finite|infinity)\b", re.IGNORECASE)
 _OFTEN = (
     "The forward was not run again: explanations have taken more than "
-    f"{_SHARE:.0%} of the time since the first request."
+    f"{SHARE:.0%} of the time since the first request."
 )
 
 
@@ -84,7 +84,7 @@ _SORTS = re.compile("(arg)?sort|sorted")  # Python's, NumPy's and torch's functi
 
 
 class Request:
-    """One request: the forwards that a thread runs for it.
+    """One request: the forwards that are run for it, by one thread or several.
 
     Args:
         number: Its number, from 0.
@@ -96,17 +96,21 @@ class Request:
         frames: The bad frames of the first forward that had any.
         bad: That forward, or None.
         forward: Its number within the request.
+        left: The last forward, where an exception has left it.
         is_text: Each forward reads the tokens of a text, and but for the first one only
             the last of each row.
         function: The function that it runs as a whole, which can be made again, or
             None.
         output: What the program has recorded, or that function has returned.
         raised: The type of the exception that has ended it, or None.
-        depth: How many calls were under way where it began.
+        begun_at: The thread in which it began, and how many calls were under way.
         sorted_by: The function between there and its first forward that sorts, and may
             have sorted the rows, with its place; or "".
         zeroed: What that forward or a later one has left non-finite in tensors that it
             was given, with 0 for it: a replay begins with these.
+        is_left_out: It is one that a schedule leaves out.
+        is_over: It has ended: forwards that still run in other threads are not of it.
+        seconds: What the guard has taken in its forwards.
     """
 
     def __init__(self, number: int, ids: Sequence[object] | None) -> None:
@@ -115,13 +119,17 @@ class Request:
         self.num_forwards = 0
         self.frames: list[BadFrame] = []
         self.bad: HeldCall | None = None
+        self.left: HeldCall | None = None
         self.forward, self.is_text = 0, True
         self.function: KeptCall | None = None
         self.output: Any = None
         self.raised: type[Exception] | None = None
-        self.depth, self.sorted_by = 0, ""
+        self.begun_at, self.sorted_by = (0, 0), ""
+        self.is_left_out = self.is_over = False
+        self.seconds = 0.0
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
+        self.lock = threading.RLock()
 
     def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
         """Adds what a forward has shown, whose stats may have yet to arrive."""
@@ -134,6 +142,10 @@ class Request:
 
     def collect(self, watch: ModelWatch) -> None:
         """Takes the bad frames of its own forwards that have arrived."""
+        with self.lock:
+            self._collect(watch)
+
+    def _collect(self, watch: ModelWatch) -> None:
         mine = {batch for of, batch in self._recent if of == id(watch)}
         weights = watch.frames._evaluated_weights
         found = watch.frames._take(
@@ -149,16 +161,17 @@ class Request:
         self.forward, self.bad = self._recent[id(watch), batch]
         self.frames = [BadFrame(watch, frame) for frame in found]
 
-    def forget(self) -> None:
+    def end(self) -> None:
         """Lets go of its forwards."""
-        self._recent.clear()
+        with self.lock:
+            self.is_over = True
+            self._recent.clear()
 
 
 class _Now(threading.local):
     """The forwards that a thread runs.
 
     Attributes:
-        request: The request that it is in, by `guard.request()`.
         call: The outermost forward that it runs.
         watch: That of its model.
         is_in: It has passed the gate.
@@ -167,9 +180,12 @@ class _Now(threading.local):
         begin: When the guard's hooks before or behind the forward began; 0 between.
         since: When the last request ended, or the first forward began; 0 before.
         layout: The arguments of the one before.
+        unwatched: Hides a forward that a schedule leaves out; None for others.
+        num_hidden: How many calls it has under way.
     """
 
-    request: Request | None = None
+    unwatched: _C.Unwatched | None = None
+    num_hidden = 0
     call: HeldCall | None = None
     watch: ModelWatch | None = None
     seconds = begin = since = 0.0
@@ -218,6 +234,7 @@ class Requests:
             self._schedule = WatchSchedule(**vars(asked), has_gradients=False)
         for watch in parts.watches:
             watch.inputs.capture = self
+            watch.is_of_request = self._is_in_forward
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained
             watch.looks_for_loss = bool(parts.hooks)  # it is an output, as others are
             if not parts.hooks and watch.on_forward_end is not None:
@@ -232,11 +249,15 @@ class Requests:
         self, module: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
     ) -> None:
         """Holds what an outermost forward is called with."""
-        now = self._now
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # `check()` may judge it, too
             if self._keeper is not None:
                 self._keeper.begin(module, args, kwargs, has_stand_ins)
-            return
+            if not self._now.is_in:
+                return
+        self._hold(module, args, kwargs)
+
+    def _hold(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        now = self._now
         begin = now.begin or time.perf_counter()
         if not self._has_looked:
             self._look_at_buffers()
@@ -262,10 +283,14 @@ class Requests:
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Notes what it has returned, before its frames are judged."""
+        is_kept = self._now.call is None or torch.is_grad_enabled()
+        if is_kept and self._keeper is not None:
+            self._keeper.end(output, loss)
+        self._note_output(output)
+
+    def _note_output(self, output: Any) -> None:
         now = self._now
-        if now.call is None or torch.is_grad_enabled():
-            if self._keeper is not None:
-                self._keeper.end(output, loss)
+        if now.call is None:
             return
         now.begin = time.perf_counter()
         now.call.output = output
@@ -277,7 +302,8 @@ class Requests:
 
     def leave(self) -> None:
         """Notes that an exception has left it."""
-        if self._now.call is None and self._keeper is not None:
+        is_kept = self._now.call is None or torch.is_grad_enabled()
+        if is_kept and self._keeper is not None:
             self._keeper.leave()
 
     def clear(self) -> None:
@@ -309,11 +335,8 @@ class Requests:
         """Judges a forward that has ended, or leaves it to the request it is of."""
         begin, call = self._now.begin or time.perf_counter(), self._leave()
         self._now.begin = 0.0
-        request, is_own = self._request_now()
-        request.add(watch, batch, call)
-        if not request.num_forwards and request.ids:
-            request.sorted_by = _sorted_by(request.depth)
-        request.num_forwards += 1
+        request, is_own = self._added(watch, batch, call)
+        request.left = None
         with self._counts:
             self.num_forwards += 1
             self.num_tokens += 0 if call is None else call.num_tokens
@@ -323,7 +346,8 @@ class Requests:
         else:
             watch._process_arrived(1)
         request.collect(watch)
-        self._now.seconds += time.perf_counter() - begin
+        request.seconds += self._now.seconds + time.perf_counter() - begin
+        self._now.seconds = 0.0
         self.pass_out()  # others may run theirs again now
         if is_own:
             self._end(request)
@@ -338,12 +362,11 @@ class Requests:
     def left(self, watch: ModelWatch, error: Exception) -> None:
         """Judges a forward that an exception has left, with the request it is of."""
         call = self._leave()
-        request, is_own = self._request_now()
         root = watch._roots.get(get_ident())
         batch = watch.recorder.last_batch if root is None else root.batch
         with watch.frames.evaluated(batch):
-            request.add(watch, batch, call)
-        request.num_forwards += 1
+            request, is_own = self._added(watch, batch, call)
+        request.left = call
         watch.frames.send()
         watch.frames.receive(is_lagged=False)
         request.collect(watch)
@@ -358,7 +381,56 @@ class Requests:
     @property
     def is_in_forward(self) -> bool:
         """True where this thread runs a forward that is watched."""
+        return self._is_in_forward()
+
+    def _is_in_forward(self) -> bool:
         return self._now.is_in
+
+    def takes(self, models: Iterable[nn.Module | None]) -> bool:
+        """True if forwards of models that begin now are judged as requests.
+
+        With autograd they are of a step, where the guard has an optimizer; without one,
+        `check()` may judge the training of models, outside of requests.
+        """
+        if self.takes_now:
+            return True
+        is_trained = any(each is not None and each.training for each in models)
+        return not (is_trained or self._parts.hooks)
+
+    @property
+    def takes_now(self) -> bool:
+        """True if it is a request that runs, whatever the models are."""
+        if not torch.is_grad_enabled():
+            return True
+        return not self._parts.hooks and request_of(self) is not None
+
+    def is_left_alone(self, change: int = 0) -> bool:
+        """True for what is trained, run again, traced by a compiler, or left out.
+
+        Args:
+            change: 1 where a call begins, -1 where it ends.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        if torch.is_grad_enabled() and self._parts.hooks:
+            return True
+        now = self._now
+        if now.unwatched is None:
+            return _C.is_unwatched()
+        now.num_hidden += change
+        if not now.num_hidden:
+            now.unwatched.__exit__(None, None, None)
+            now.unwatched = None
+        return True
+
+    def hides(self) -> bool:
+        """Hides the forward that begins, where a schedule leaves its request out."""
+        request = None if self._schedule is None else request_of(self)
+        if request is None or not request.is_left_out:
+            return False
+        self._now.unwatched, self._now.num_hidden = _C.Unwatched(), 1
+        self._now.unwatched.__enter__()
+        return True
 
     # Requests.
 
@@ -370,33 +442,51 @@ class Requests:
         own.num_bad, own.last_report = other.num_bad, other.last_report
 
     def _request_now(self) -> tuple[Request, bool]:
-        """The request that this thread is in, or a new one, and whether it is new."""
-        request = self._now.request
+        """The request that this code is in, or a new one, and whether it is new."""
+        request = request_of(self)
         return (self._new(None), True) if request is None else (request, False)
 
-    @contextlib.contextmanager
-    def request(self, ids: Sequence[object] | None) -> Iterator[Request]:
-        """Makes what this thread runs within one request."""
-        now, before = self._now, self._now.request
-        now.request = request = self._new(ids)
+    def _added(
+        self, watch: ModelWatch, batch: int, call: HeldCall | None
+    ) -> tuple[Request, bool]:
+        """Adds a forward that has ended to the request that it is of; see above."""
+        request, is_own = self._request_now()
+        with request.lock:
+            if not request.is_over:
+                request.add(watch, batch, call)
+                if not request.num_forwards and request.ids:
+                    request.sorted_by = _sorted_by(*request.begun_at)
+                request.num_forwards += 1
+                return request, is_own
+        return self._added(watch, batch, call)  # it has just ended in another thread
+
+    def request(self, ids: Sequence[object] | None) -> _Within:
+        """Makes what its context runs within one request."""
+        return _Within(self, ids)
+
+    def begin_request(self, ids: Sequence[object] | None, frame: FrameType) -> Begun:
+        """Begins a request.
+
+        Args:
+            ids: See `Request`.
+            frame: Of the code that has begun it.
+        """
+        request = self._new(ids)
         if request.ids:
-            request.depth = len(stack()) - 2  # of whoever has entered this
-        with contextlib.ExitStack() as exits:
-            if self._is_left_out(request):
-                exits.enter_context(_C.Unwatched())
-            try:
-                yield request
-            except Exception as error:
-                now.request = before
-                self._end(request, error)
-                raise
-            finally:
-                now.request = before
-        self._end(request)
+            request.begun_at = get_ident(), len(stack(frame))
+        request.is_left_out = self._is_left_out(request)
+        return Begun(self, request, frame)
+
+    def end_request(self, begun: Begun, error: BaseException | None = None) -> None:
+        """Ends a request, in whatever context; judges it unless it was interrupted."""
+        request = begun.request
+        begun.end()
+        if request is not None and (error is None or isinstance(error, Exception)):
+            self._end(request, error)
 
     def run(self, function: Any) -> Any:
         """Runs a function as a request, whose outputs are judged, too."""
-        request = self._now.request
+        request = request_of(self)
         if request is not None:
             return self._run(function, request)
         with self.request(None) as request:
@@ -410,15 +500,23 @@ class Requests:
                 batch, ambient = held.values, HeldCall(first, (), {}, [], None).ambient
                 request.function = KeptCall(held, batch, ambient)
                 request.function.has_backward = False
+                request.function.has_autograd = torch.is_grad_enabled()
                 request.function.returns_loss = True
-        output = function()
+        output = self._call(first, function)
         with self._parts.isolation.isolated():
             found = tensors(output)
             self.record({f"output{path_text(path)}": each for path, each in found})
         return output
 
+    def _call(self, model: nn.Module | None, function: Any) -> Any:
+        """Calls a function; with autograd, `check()` may judge it, too."""
+        keeper = self._keeper
+        if keeper is None or model is None or not torch.is_grad_enabled():
+            return function()
+        return keeper.run(model, function, self._parts.isolation.isolated)
+
     def record(self, named: Mapping[str, torch.Tensor]) -> None:
-        """Adds tensors to the request that this thread is in, or one of their own."""
+        """Adds tensors to the request that this code is in, or one of their own."""
         request, is_own = self._request_now()
         watch = self._parts.watches[0]
         self._record(request, watch, named)
@@ -434,7 +532,7 @@ class Requests:
     ) -> None:
         """Scans tensors for a request."""
         found = {name: each for name, each in named.items() if each.numel()}
-        if not found or _C.is_unwatched():
+        if not found or _C.is_unwatched() or request.is_left_out:
             return
         with self._batch_of(watch) as batch, watch.frames.evaluated(batch):
             watch.record(*_recorded(found))
@@ -498,16 +596,14 @@ class Requests:
             if request.num_forwards and not request.frames:
                 watch.frames.receive(is_lagged=parts.config.sync == "lagged")
                 request.collect(watch)
-        request.forget()
+        request.end()
         with self._lock:
             try:
-                if request.frames:
-                    self._judge(request, error)
-                elif request.num_forwards and _is_of_values(error):
-                    from ..raised import add_note  # of few requests
-
-                    forwards = counted(request.num_forwards, "forward")
-                    add_note(error, _BEHIND.format(forwards))
+                known = self._searched(request, error)
+                if request.frames or known is not None:
+                    self._judge(request, error, known)
+                elif error is not None:
+                    self._say_behind(request, error)
             finally:
                 self._end_round(request)
                 if request.num_forwards > 1:
@@ -520,8 +616,7 @@ class Requests:
         for watch in parts.watches:
             watch.recorder.forget_calls(True)
             watch.frames._unjudged = 0
-        timer._seconds += self._now.seconds
-        self._now.seconds = 0.0
+        timer._seconds += request.seconds
         # In this thread: the requests of others overlap with it.
         began = max(self._now.since, self._on_since) if self._now.since else None
         cost = timer.end_step(is_watched=True, began=began)
@@ -555,7 +650,59 @@ class Requests:
 
     # A bad request.
 
-    def _judge(self, request: Request, error: Exception | None) -> None:
+    def _say_behind(self, request: Request, error: Exception) -> None:
+        from ..raised import add_note, says_values  # of few requests
+
+        if request.num_forwards and says_values(error):
+            forwards = counted(request.num_forwards, "forward")
+            add_note(error, _BEHIND.format(forwards))
+
+    def _searched(
+        self, request: Request, error: Exception | None
+    ) -> tuple[Verdict, Explanation] | None:
+        """Looks for a bad value where the program has raised, and no module showed one.
+
+        What was left is run again: the function of `guard.run()`, or a forward.
+        """
+        config = self._parts.config
+        if error is None or request.frames or not config.explain.replay_safe:
+            return None
+        if request.function is None and request.left is None:
+            return None
+        from ..raised import is_of_values  # of few requests
+
+        is_asked = config.explain.when != "never" and not self._has_no_time
+        if not is_asked or isinstance(error, NonFiniteError) or not is_of_values(error):
+            return None
+        if request.function is None and request.left is not None:
+            request.bad, request.zeroed = request.left, request.left.left_bad()
+        found = self._search(request)
+        if found is None and request.zeroed:
+            request.zeroed = []  # it was there before
+            found = self._search(request)
+        return found
+
+    def _search(self, request: Request) -> tuple[Verdict, Explanation] | None:
+        try:
+            with self._explainer(request, list(self._parts.watches)) as explainer:
+                found = None if explainer is None else explainer.search("evaluation")
+        except Exception as error:  # nothing is known of it
+            _log.debug("A request that has raised was not explained: %s", error)
+            return None
+        return cast("tuple[Verdict, Explanation] | None", found)
+
+    @property
+    def _has_no_time(self) -> bool:
+        """True if explanations have taken more than their share of the time."""
+        most = FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
+        return self._explaining_seconds > most
+
+    def _judge(
+        self,
+        request: Request,
+        error: Exception | None,
+        known: tuple[Verdict, Explanation] | None = None,
+    ) -> None:
         from ..raised import add_report
         from .request_report import RequestReport, left_in_state
 
@@ -563,17 +710,21 @@ class Requests:
         pipeline, config = parts.pipeline, parts.config
         step = Step(request.number, moment="evaluation", frames=request.frames)
         pipeline._leave_out_learned(step)
-        if not step.frames:
+        if known is not None:
+            step.verdict = known[0]
+        elif not step.frames:
             return
         left = dict(left_in_state(request.bad, parts.watches, self.poisoned))
         if config.may_replay and request.bad is not None and not request.function:
             request.zeroed = request.bad.left_bad()
-        if config.is_tripwire:
+        if config.is_tripwire and known is None:
             step = self._looked_again(step, request)
         plain = pipeline._make_report(step, pipeline._detect(step))
         plain.not_covered = self.coverage().gaps()
         report = RequestReport.of(plain, request, left, self.poisoned)
-        if config.explain.when != "never":
+        if known is not None:
+            report.explanation = known[1]
+        elif config.explain.when != "never":
             report.explanation = self._explained(report, step, request)
         report.note_explained()
         self.num_bad += 1
@@ -638,9 +789,7 @@ class Requests:
         from ..report.explanation import Explanation
 
         config, verdict = self._parts.config, report.verdict
-        spent = self._explaining_seconds
-        most = _FREE_SECONDS + _SHARE * (time.perf_counter() - self._began)
-        if spent > most and config.explain.when != "always":
+        if self._has_no_time and config.explain.when != "always":
             return Explanation(notes=[_OFTEN])
         if not config.explain.replay_safe or verdict.first is None:
             return None
@@ -719,13 +868,13 @@ class Requests:
         self._now.entry = module
         if not watch.recorder.is_off:
             with self._parts.isolation.isolated():
-                self.begin(module, *given)
+                self._hold(module, *given)
 
     def after_entry(self, watch: ModelWatch, module: nn.Module, output: Any) -> None:
         """Ends it, with what it has returned."""
         if self._now.entry is not module:
             return
-        self.end(output, None)
+        self._note_output(output)
         if self._parts.config.is_tripwire:  # no other hook ends it
             self._judge_entry(watch, output)
 
@@ -734,6 +883,31 @@ class Requests:
         if self._now.entry is module:
             self._now.entry = None
             self.pass_out()
+
+
+class _Within(contextlib.ContextDecorator):
+    """Makes what its context runs within one request; see `OverflowGuard.request()`.
+
+    Args:
+        requests: Those of the guard.
+        ids: See `Request`.
+    """
+
+    def __init__(self, requests: Requests, ids: Sequence[object] | None) -> None:
+        self._requests, self._ids = requests, ids
+
+    def _recreate_cm(self) -> _Within:
+        return _Within(self._requests, self._ids)  # each call is a request
+
+    def __enter__(self) -> Request:
+        self._begun = self._requests.begin_request(self._ids, sys._getframe(1))
+        request: Request = self._begun.request
+        return request
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
+        self._requests.end_request(self._begun, error)
 
 
 class _Hooks:
@@ -755,33 +929,33 @@ class _Hooks:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Begins a call; without `kwargs` it ran when the hook was put on."""
-        if self._requests is None or kwargs is None or _is_left_alone():
+        requests, watch = self._requests, self._watch
+        if requests is None or kwargs is None or requests.is_left_alone(1):
             return
-        if self._watch is None:
-            self._requests.pass_in()
+        model = module if watch is None else watch.model
+        if not requests.takes([model]) or requests.hides():
+            return
+        if watch is None:
+            requests.pass_in()
         else:
-            self._requests.before_entry(self._watch, module, (args, kwargs))
+            requests.before_entry(watch, module, (args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a call that has returned."""
-        if self._requests is not None and self._watch and not _is_left_alone():
-            self._requests.after_entry(self._watch, module, output)
+        requests = self._requests
+        if requests is None or self._watch is None or requests.is_left_alone():
+            return
+        requests.after_entry(self._watch, module, output)
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends any call."""
-        if self._requests is None or _is_left_alone():
+        requests = self._requests
+        if requests is None or requests.is_left_alone(-1):
             return
         if self._watch is None:
-            self._requests.pass_out()
+            requests.pass_out()
         else:
-            self._requests.entry_ended(module)
-
-
-def _is_left_alone() -> bool:
-    """True for what is trained, run again, or traced by a compiler."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return True
-    return _C.is_unwatched()
+            requests.entry_ended(module)
 
 
 def _of_training(function: Callable[[ModelWatch], None]) -> Callable[..., None]:
@@ -795,10 +969,11 @@ def _of_training(function: Callable[[ModelWatch], None]) -> Callable[..., None]:
     return call
 
 
-def _sorted_by(depth: int) -> str:
-    """The function above so many calls that sorts, in words; or ""."""
+def _sorted_by(thread: int, depth: int) -> str:
+    """The function above so many calls of a thread that sorts, in words; or ""."""
     frames = stack()
-    for code in (frame.f_code for frame in frames[: len(frames) - depth]):
+    num = len(frames) - (depth if thread == get_ident() else 0)
+    for code in (frame.f_code for frame in frames[: max(0, num)]):
         if any(map(_SORTS.fullmatch, code.co_names)):
             place = f"{short_name(code.co_filename)}:{code.co_firstlineno}"
             return f"{code.co_name}() ({place})"
@@ -854,8 +1029,3 @@ def _recorded(
     named: Mapping[str, torch.Tensor],
 ) -> tuple[_C.FrameKind, tuple[list[str], list[torch.Tensor]]]:
     return _C.FrameKind.RECORDED, (list(named), list(named.values()))
-
-
-def _is_of_values(error: Exception | None) -> TypeGuard[Exception]:
-    """True for an exception about nan or inf, as `torch.multinomial` raises."""
-    return error is not None and _OF_VALUES.search(str(error)) is not None

@@ -497,6 +497,7 @@ class ModelWatch(StepHooks):
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
         is_abandoned: Returns True if nobody has the guard any more, and it has ended.
+        is_of_request: Returns True in a forward of a request, also with autograd.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
     """
 
@@ -527,6 +528,7 @@ class ModelWatch(StepHooks):
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
         self.needs_buffers = False
         self.is_abandoned: Callable[[], bool] = lambda: False
+        self.is_of_request: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
         self._has_looked_for_shards = False
@@ -618,8 +620,9 @@ class ModelWatch(StepHooks):
         root.is_left = True
         self.inputs.leave(root.batch)
         super().root_ended(module, args, output)
+        is_evaluation = self.is_evaluation
         is_judged = self.on_left is not None and self.on_left(self, error)
-        if is_judged and not torch.is_grad_enabled():
+        if is_judged and is_evaluation:
             self.frames.take_evaluated(root.batch)
 
     def leave(self) -> None:
@@ -631,6 +634,11 @@ class ModelWatch(StepHooks):
             super().root_ended(model, None, None)
 
     @property
+    def is_evaluation(self) -> bool:
+        """True in a forward that is judged when it ends, and of no step."""
+        return not torch.is_grad_enabled() or self.is_of_request()
+
+    @property
     def evaluated(self) -> object:
         """The output of the outermost forward of this thread."""
         root = self._roots.get(get_ident())
@@ -638,7 +646,7 @@ class ModelWatch(StepHooks):
 
     def _before_step(self) -> None:
         self._announce_forward()
-        if not torch.is_grad_enabled():
+        if self.is_evaluation:
             self.recorder.forget_parameters()  # it is a judgement of its own
         # The model may have been sharded since its hooks were put on. Its parameters
         # are scanned once for each optimizer's step then, and not when gathered.
@@ -664,7 +672,7 @@ class ModelWatch(StepHooks):
 
     def _begin_submodule_call(self, index: int) -> None:
         super()._begin_submodule_call(index)
-        if not torch.is_grad_enabled():
+        if self.is_evaluation:
             self.recorder.forget_parameters()
         self.has_submodule_calls = True
         module = self.module_at(index)
@@ -701,7 +709,7 @@ class ModelWatch(StepHooks):
         self.has_loss_of_step |= has_loss
 
     def _send(self) -> None:
-        self.frames.note_forward(torch.is_grad_enabled())
+        self.frames.note_forward(not self.is_evaluation)
 
     def _end_step(self, is_recomputed: bool = False) -> None:
         super()._end_step(is_recomputed)
@@ -709,7 +717,7 @@ class ModelWatch(StepHooks):
             self.on_forward_end(self)
         if self.is_paused:
             return  # by another thread, meanwhile
-        if not torch.is_grad_enabled() and not is_recomputed:
+        if self.is_evaluation and not is_recomputed:
             root = self._roots.get(get_ident())
             batch = self.recorder.last_batch if root is None else root.batch
             with self.frames.evaluated(batch):

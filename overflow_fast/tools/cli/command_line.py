@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 
 from ... import binaries
 from ...scanner.text import either, nearest, printable
-from .subcommand import listed_after
+from .subcommand import fail, listed_after
 
 _FILES = re.compile(r"\w+_commands?")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> _Parser:
     """Returns the parser of `overflow-fast` and `python -m overflow_fast`."""
     parser = _Parser(
         prog=_called_as(),
@@ -45,10 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What stands behind the program's name; `sys.argv[1:]` by default.
 
     Returns:
-        The exit status: 0, or 2 where a path or an argument cannot be used; of
-        `compare` 1 where the runs differ.
+        The exit status: 0, or 2 where a path, an argument or the extension cannot be
+        used; of `compare` 1 where the runs differ.
     """
-    parsed = make_parser().parse_args(arguments)
+    try:
+        return _run(make_parser(), arguments)
+    except ImportError as error:
+        if error.name not in (binaries.EXTENSION, "torch"):
+            raise
+        return fail(f"{_called_as()}: {' '.join(str(error).splitlines())}")
+
+
+def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
+    parsed = parser.parse_args(arguments)
     if parsed.command != "run" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # such as ASCII, and a name
     try:
@@ -79,9 +88,11 @@ class _Parser(argparse.ArgumentParser):
     Attributes:
         commands: The names of its commands.
         add_arguments: Adds the arguments of a command that are not there yet, or None.
+        needs_extension: The command does nothing where no extension is built.
     """
 
     commands: Sequence[str] = ()
+    needs_extension = False
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
 
     def complete(self) -> None:
@@ -97,6 +108,8 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments; a command itself refuses those that it does not know."""
+        if self.needs_extension and args[:1] not in (["-h"], ["--help"]):
+            binaries.require_extension()  # before arguments that the guard has
         self.complete()
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:

@@ -241,6 +241,7 @@ def add_demo(commands: Commands) -> None:
         "train until a step is nan, and watch a T5 overflow",
         "demo --tiny --batch-size 2 --length 32",
         more=", with report and page",
+        needs_extension=True,
     )
     parser.add_argument(
         "--dtype",

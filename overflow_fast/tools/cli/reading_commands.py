@@ -513,6 +513,7 @@ def add_explain(commands: Commands) -> None:
             ": [how](explanations.md#explain-it-elsewhere); `--any-weights` "
             "accepts other weights than those of the step"
         ),
+        needs_extension=True,
     )
     parser.add_argument("folder", help="the folder, such as evidence/.../step-00000012")
     parser.add_argument(

@@ -173,6 +173,7 @@ def add_run(commands: Commands) -> None:
         """,
         _add_arguments,
         more=": [above](#without-a-change-to-the-script)",
+        needs_extension=True,
     )
     parser.usage = f"{parser.prog} [options] program ..."
 

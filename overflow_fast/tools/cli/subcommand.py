@@ -56,6 +56,7 @@ def add_command(
     example: str,
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     more: str = "",
+    needs_extension: bool = False,
 ) -> argparse.ArgumentParser:
     """Adds a command, and returns the parser of its arguments.
 
@@ -67,6 +68,7 @@ def add_command(
         example: One or more command lines, without the program's name.
         add_arguments: Adds its arguments when it is chosen, if they take long to make.
         more: What docs/guides/command-line.md says besides the summary.
+        needs_extension: It does nothing where no extension is built.
     """
     lines = textwrap.dedent(example).strip().splitlines()
     parser = commands.add_parser(
@@ -79,6 +81,7 @@ def add_command(
     parser.epilog = "\n".join(["example:", *(f"  {prog}{line}" for line in lines)])
     parser.set_defaults(run=run)
     vars(parser).update(add_arguments=add_arguments, more=more)
+    vars(parser).update(needs_extension=needs_extension)
     return parser
 
 
