@@ -134,6 +134,9 @@ def _weight_before(search: Search) -> Explanation | None:
     """The explanation of a weight, unless the step's forward may have made it so."""
     case, incident = search.case, search.incident
     found = first_bad_weight(case.models, "parameter")
+    if found is None and incident.kind == "weight":  # -inf, which no rule allows
+        models, within = case.models, incident.module
+        found = first_bad_weight(models, "parameter", masks=True, within=within)
     if found is None:
         text = "Which step made the optimizer's state is not known."
         is_state = incident.kind == "optimizer_state"
@@ -143,7 +146,7 @@ def _weight_before(search: Search) -> Explanation | None:
         held = start.held(weight)
         if held is None:
             return _explain_written_weight(found.tensor)
-        if not bad_names([("", held)], masks=False):
+        if not bad_names([("", held)], masks=True):
             return None
     if incident.past.weights.get(found.tensor):
         from .optimizer_step import explain_update  # of weights alone
