@@ -10,7 +10,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
 from .verdict.rules import Rules
 from .watching.inputs import LoopBatch
+from .watching.missed_steps import ENOUGH
 from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
 
@@ -51,6 +52,21 @@ if TYPE_CHECKING:
 
 
 _MAX_NAMES = 1000  # 2 KiB each
+_MANY_RUNS = 8  # without a step, before it is said that they run another model
+
+
+class _Strangers(NamedTuple):
+    """Calls of `guard.run()` in a row that ran nothing which is watched.
+
+    Attributes:
+        num_steps: The steps that were over at the first one.
+        gradients: The gradients of the watched models then.
+        num: How many they are.
+    """
+
+    num_steps: int
+    gradients: list[tuple[int, int]]
+    num: int = 0
 
 
 class LoopInputs:
@@ -87,6 +103,8 @@ class LoopInputs:
         self._isolation = isolation
         self._hooks = hooks
         self._num_running = 0
+        self._strangers: _Strangers | None = None
+        self._is_warned = False
         self.on_left: Callable[[Exception], None] = lambda error: None
         self.requests: Requests | None = None
         self._names: set[str] = set()
@@ -119,7 +137,7 @@ class LoopInputs:
             return function()
         if self.requests is not None and not torch.is_grad_enabled():
             return self.requests.run(function)
-        model = self._watches[0].model
+        model, seen = self._watches[0].model, self._seen()
         is_watched = self._clock.level is ScanLevel.ALL
         self._num_running += 1
         try:
@@ -135,9 +153,44 @@ class LoopInputs:
             self._num_running -= 1
         with self._isolation.isolated():
             loss = loss_in(output)
+            if is_watched and loss is not None and loss.requires_grad:
+                self._note_run(is_of_others=seen == self._seen())
             if loss is not None and self._config.wanted.loss and records_loss:
                 self.record({"loss": loss})
         return output
+
+    def _seen(self) -> list[tuple[int, int]]:
+        """The numbers of forwards, and of calls, that watches have seen."""
+        return [(each.batch_number, each.total_calls) for each in self._watches]
+
+    def _note_run(self, is_of_others: bool) -> None:
+        """Logs, once, that the function ran modules which are not watched alone.
+
+        A tripwire does not see a model whose forward is not called: its gradients tell.
+        """
+        is_unseen = is_of_others and any(each.is_attached for each in self._watches)
+        if self._is_warned or not is_unseen:
+            self._strangers = None
+            return
+        before = self._strangers
+        if before is None or before.num_steps != self._clock.num_steps:
+            before = _Strangers(self._clock.num_steps, self._gradients())
+        self._strangers = before._replace(num=before.num + 1)
+        if before.num + 1 < _MANY_RUNS or before.gradients != self._gradients():
+            return
+        self._is_warned = True
+        _log.warning(
+            "guard.run() was called %d times, and nothing of the model that the guard "
+            "watches ran in it.\nWhere a cell has made the model anew, make the guard "
+            "anew as well, of the model and the optimizer that run now. Logged once.",
+            _MANY_RUNS,
+        )
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """The gradients of the models, as far as writes to them are counted."""
+        models = models_of(self._watches).values()
+        found = [g for m in models for p in parameters_of(m) if (g := p.grad) is not None]
+        return list(zip(map(id, found), _C.versions_of(found), strict=False))
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Adds tensors that no module returns to the step, if it is watched.
@@ -278,21 +331,28 @@ def warn_foreign_parameters(
 
 
 def warn_of_other_guards(
-    watches: Sequence[ModelWatch], others: Sequence[ModelWatch]
+    watches: Sequence[ModelWatch],
+    others: Sequence[ModelWatch],
+    ending: Sequence[ModelWatch],
 ) -> None:
     """Logs a warning if other guards, which are on, watch modules of the same models.
 
     Args:
         watches: The guard's.
         others: Those of the other guards.
+        ending: Those of them that end when the program lets go of their guard.
     """
-    own, foreign = (models_of(each).values() for each in (watches, others))
-    for model, other in itertools.product(own, foreign):
+    for watch, each in itertools.product(watches, others):
+        model, other = watch.model, each.model
+        if model is None or other is None:
+            continue
         if other in set(modules_in(model)) or model in set(modules_in(other)):
+            until = ", until your program lets go of that one, as where a cell is run again"
             _log.warning(
                 "Another OverflowGuard already watches this %s. Both work, each by "
-                "its own policy. Call remove() on the other to replace it.",
+                "its own policy%s. Call remove() on the other to replace it.",
                 type(model).__name__,
+                until * (each in ending),
             )
             return
 
@@ -360,8 +420,9 @@ class GuardParts:
     ) -> None:
         self.config = config
         self._handle = weakref.ref(handle)
+        self._later: Callable[[], GuardParts | None] = lambda: None
         self._defer = defer
-        self.is_enabled = False
+        self.is_enabled = self._is_warned = False
         check_names(config, models)
         self.rules = Rules(config.allow or {})
         self.watches = watches = self._make_watches(
@@ -431,6 +492,7 @@ class GuardParts:
             watch.suppresses = isolation.suppresses
             watch.needs_buffers = is_restored
             watch.on_left = self._on_left
+            watch.on_missed = self._warn_of_missed_steps
             watch.is_abandoned = self._is_abandoned
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
@@ -515,14 +577,31 @@ class GuardParts:
         """Judges what has run since the last step."""
         return self.pipeline.check() if self.is_enabled else None
 
-    def is_replaced_by(self, other: GuardParts) -> bool:
-        """True if the program let go of this guard, and another has its optimizers."""
+    def note_later(self, other: GuardParts) -> bool:
+        """Ends this guard if it gives way to a later one of the same models.
+
+        One that has its optimizers, or else its models, takes its place: at once where
+        the program has let go of this guard, else when it does, which returns True.
+        """
         own, others = (set(map(id, each.optimizers)) for each in (self, other))
-        return self._handle() is None and own <= others
+        models, theirs = (models_of(each.watches).values() for each in (self, other))
+        within = {each for model in theirs for each in modules_in(model)}
+        is_of_same = own <= others if own else within.issuperset(models)
+        if self.gives_way or (is_of_same and self._handle() is None):
+            self.finish()
+        elif is_of_same:
+            self._later = weakref.ref(other)
+        return is_of_same and self.is_enabled
 
     def _is_abandoned(self) -> bool:
-        """True if the program let go of it and of its optimizers; it ends then."""
-        if self._handle() is not None or not self.hooks or self.optimizers:
+        """True if the program let go of it, and nothing is left to do; it ends then.
+
+        Its optimizers are gone, or a later guard has them.
+        """
+        if self._handle() is not None:
+            return False
+        later, is_over = self._later(), bool(self.hooks) and not self.optimizers
+        if not is_over and (later is None or not later.is_enabled):
             return False
         self.finish()
         return True
@@ -659,6 +738,22 @@ class GuardParts:
             else:
                 self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
         return is_report
+
+    def _warn_of_missed_steps(self, watch: ModelWatch) -> None:
+        if self._is_warned or not self.is_enabled:
+            return
+        self._is_warned = True
+        own = ", ".join(type(each).__name__ for each in self.optimizers)
+        gone = "the one that it was given is gone" if self.hooks else "it was given none"
+        _log.warning(
+            "The weights of %s have changed %d times between its forwards, and no step "
+            "was judged meanwhile: the guard judges the steps of its own optimizers, "
+            "and %s.\nGive it the optimizer that steps, in a new guard where a cell has "
+            "made it anew, or call `check()` after each step. Logged once.",
+            "the model" if watch.model is None else type(watch.model).__name__,
+            ENOUGH,
+            f"it was given {own}" if own else gone,
+        )
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
         (self.requests or self.pipeline).judge_evaluated(watch, batch)

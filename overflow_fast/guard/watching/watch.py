@@ -34,6 +34,7 @@ from ...torch_internals.compiler import has_compiled
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS, own_parameters
 from ...torch_internals.running import is_jit_tracing
 from .inputs import ForwardInputs
+from .missed_steps import MissedSteps
 
 # The modules of a watched model, by indices that do not change.
 
@@ -491,6 +492,7 @@ class ModelWatch(StepHooks):
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
+        on_missed: Called once steps pass that nobody judges; see `MissedSteps`.
         on_left: Called with the exception that has left an outermost forward; returns
             True if it is another guard's report of it.
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
@@ -525,6 +527,8 @@ class ModelWatch(StepHooks):
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
+        self.on_missed: Callable[[ModelWatch], None] = lambda watch: None
+        self._missed = MissedSteps()
         self.needs_buffers = False
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
@@ -638,7 +642,10 @@ class ModelWatch(StepHooks):
 
     def _before_step(self) -> None:
         self._announce_forward()
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            if self._missed.begin_forward():
+                self.on_missed(self)
+        else:
             self.recorder.forget_parameters()  # it is a judgement of its own
         # The model may have been sharded since its hooks were put on. Its parameters
         # are scanned once for each optimizer's step then, and not when gathered.
@@ -664,7 +671,10 @@ class ModelWatch(StepHooks):
 
     def _begin_submodule_call(self, index: int) -> None:
         super()._begin_submodule_call(index)
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            if self._missed.begin_forward():
+                self.on_missed(self)
+        else:
             self.recorder.forget_parameters()
         self.has_submodule_calls = True
         module = self.module_at(index)
@@ -701,7 +711,10 @@ class ModelWatch(StepHooks):
         self.has_loss_of_step |= has_loss
 
     def _send(self) -> None:
-        self.frames.note_forward(torch.is_grad_enabled())
+        is_training = torch.is_grad_enabled()
+        self.frames.note_forward(is_training)
+        if is_training:
+            self._missed.end_forward(self.model)
 
     def _end_step(self, is_recomputed: bool = False) -> None:
         super()._end_step(is_recomputed)
@@ -730,6 +743,7 @@ class ModelWatch(StepHooks):
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.has_loss_of_step = False
+        self._missed.restart()
         self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
 
     def name_at(self, index: int) -> str:
