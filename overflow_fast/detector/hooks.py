@@ -20,6 +20,7 @@ from ..torch_internals.module_internals import (
     share_key,
 )
 from ..torch_internals.running import running_modules
+from ..torch_internals.scripting import has_no_hooks, leave_hooks_out
 from . import dynamo
 
 
@@ -59,6 +60,7 @@ class Attachment:
         Code that was compiled before is compiled again at its next call.
         """
         dynamo.register(self)
+        leave_hooks_out(self)
         for index, module in walk(model):
             if module is model or isinstance(module, torch.jit.ScriptModule):
                 continue  # TorchScript has no forward hooks
@@ -80,6 +82,7 @@ class Attachment:
     def adopt(self, handles: list[RemovableHandle]) -> None:
         """Takes over the hooks that a copy of the model has."""
         dynamo.register(self)
+        leave_hooks_out(self)
         self.handles = handles
 
     def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
@@ -94,6 +97,7 @@ class Attachment:
             handle.remove()
         self.handles.clear()
         dynamo.unregister(self)
+        has_no_hooks(self)
 
 
 class StepBoundaryHook:

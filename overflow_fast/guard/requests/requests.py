@@ -32,6 +32,7 @@ from ...scanner.text import counted, error_line, short_name
 from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
 from ...torch_internals.registry import stack
+from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..config import EVERYTHING, wanted_of
 from ..explaining import with_note
 from ..options import Schedule
@@ -687,6 +688,7 @@ class Requests:
     def attach(self) -> None:
         """Puts hooks on the models, and on what a program may call instead of them."""
         self._on_since = time.perf_counter()
+        leave_hooks_out(self)
         for watch in self._parts.watches:
             model = watch.model
             if model is None:
@@ -710,6 +712,7 @@ class Requests:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        has_no_hooks(self)
 
     def before_entry(self, watch: ModelWatch, module: nn.Module, given: Any) -> None:
         """Begins the call of a module that the program calls alone."""
