@@ -189,7 +189,8 @@ class LoopInputs:
     def _gradients(self) -> list[tuple[int, int]]:
         """The gradients of the models, as far as writes to them are counted."""
         models = models_of(self._watches).values()
-        found = [g for m in models for p in parameters_of(m) if (g := p.grad) is not None]
+        each = (p.grad for model in models for p in parameters_of(model))
+        found = [gradient for gradient in each if gradient is not None]
         return list(zip(map(id, found), _C.versions_of(found), strict=False))
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -347,7 +348,7 @@ def warn_of_other_guards(
         if model is None or other is None:
             continue
         if other in set(modules_in(model)) or model in set(modules_in(other)):
-            until = ", until your program lets go of that one, as where a cell is run again"
+            until = ", until your program lets go of that one, as in a cell's next run"
             _log.warning(
                 "Another OverflowGuard already watches this %s. Both work, each by "
                 "its own policy%s. Call remove() on the other to replace it.",
@@ -744,15 +745,15 @@ class GuardParts:
             return
         self._is_warned = True
         own = ", ".join(type(each).__name__ for each in self.optimizers)
-        gone = "the one that it was given is gone" if self.hooks else "it was given none"
+        none = "the one that it was given is gone" if self.hooks else "it has none"
         _log.warning(
             "The weights of %s have changed %d times between its forwards, and no step "
             "was judged meanwhile: the guard judges the steps of its own optimizers, "
-            "and %s.\nGive it the optimizer that steps, in a new guard where a cell has "
-            "made it anew, or call `check()` after each step. Logged once.",
+            "and %s.\nGive it the optimizer that steps, in a new guard where a cell "
+            "has made it anew, or call `check()` after each step. Logged once.",
             "the model" if watch.model is None else type(watch.model).__name__,
             ENOUGH,
-            f"it was given {own}" if own else gone,
+            f"it was given {own}" if own else none,
         )
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:

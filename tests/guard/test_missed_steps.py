@@ -1,4 +1,4 @@
-"""A guard that is on and judges nothing says so once; a healthy program hears nothing."""
+"""A guard that is on and judges nothing says so once; healthy programs hear nothing."""
 
 import logging
 
@@ -8,7 +8,8 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 
-CHANGED, OTHERS = "have changed 3 times between its forwards", "guard.run() was called 8"
+CHANGED = "have changed 3 times between its forwards"
+OTHERS = "guard.run() was called 8 times"
 WATCH = ["tripwire", ("activations", "weights", "gradients", "loss")]
 
 
@@ -64,7 +65,8 @@ def model_gone(watch):
 @pytest.mark.parametrize("watch", WATCH, ids=["tripwire", "all"])
 @pytest.mark.parametrize("runs", [True, False])
 @pytest.mark.parametrize(
-    "setup", [forgotten, fused, optimizer_again, optimizer_gone, model_again, model_gone]
+    "setup",
+    [forgotten, fused, optimizer_again, optimizer_gone, model_again, model_gone],
 )
 def test_steps_that_nobody_judges_are_said_once(setup, runs, watch, caplog):
     guard, model, optimizer = setup(watch)
@@ -136,7 +138,8 @@ def gan(watch):
     guard = OverflowGuard({"g": net, "d": critic}, [own, its], watch=watch)
     for step in range(30):
         for _ in range(step % 5):
-            guard.run(lambda: critic(net(torch.randn(4, 4)).detach().expand(4, 4)).sum())
+            made = net(torch.randn(4, 4)).detach().expand(4, 4)
+            guard.run(lambda made=made: critic(made).sum())
             train(guard, critic, its, 1)
         train(guard, nn.Sequential(net), own, 1)
 
@@ -153,7 +156,7 @@ def apart(watch):
 
 
 def requests(watch):
-    model, optimizer = pair()
+    model, _ = pair()
     OverflowGuard(model, watch=watch, explain=False)
     for _ in range(20):
         model(torch.randn(4, 4))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 
-import torch
 from torch import nn
 
 from ... import _C
