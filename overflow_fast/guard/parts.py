@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
-from ..detector.coverage import warn_of_scripted
+from ..detector.coverage import warn_of_asking, warn_of_scripted
 from ..detector.selection import Selection, Wanted, check_patterns, full_name
 from ..scanner.modules import modules_in, named_modules, parameters_of, tensors_of
 from ..scanner.tensors import loss_in
@@ -436,6 +436,7 @@ class GuardParts:
         trained = list(models.values())
         for model in trained:
             warn_of_scripted(model)
+            warn_of_asking(model)
         self.hooks = hooks = [
             OptimizerHook(each, config.may_act, trained) for each in optimizers
         ]

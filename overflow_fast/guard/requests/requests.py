@@ -30,7 +30,11 @@ from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
 from ...scanner.text import counted, error_line, short_name
 from ...scanner.tree import is_container, path_text, tensors
-from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
+from ...torch_internals.module_internals import (
+    asks_for_hooks,
+    forward_pre_hooks,
+    share_called_key,
+)
 from ...torch_internals.registry import stack
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..config import EVERYTHING, wanted_of
@@ -826,7 +830,7 @@ def entries_of(model: nn.Module) -> Iterator[nn.Module]:
     Of one that has an encoder and a decoder, these too: a generation calls them alone.
     """
     for child in children_of(model).values():
-        if isinstance(child, torch.jit.ScriptModule):
+        if isinstance(child, torch.jit.ScriptModule) or asks_for_hooks(child):
             continue
         if type(child).forward is nn.Module.forward:
             yield from entries_of(child)

@@ -55,6 +55,7 @@ class ModuleIndex:
         names: The qualified name of each module in the model, or the last one it had,
             by its index.
         order: The indices of those that are in the model, in the model's order.
+        apart: Returns the indices of those that have no hooks for now.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ModuleIndex:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._places: dict[int, int] = {}  # in the order, by the index
         self._named: dict[str, list[int]] = {}
+        self.apart: Callable[[], set[int]] = set
         self.update(model)
 
     def update(self, model: nn.Module) -> bool:
@@ -126,12 +128,13 @@ class ModuleIndex:
     def unwatched_in(self, index: int) -> list[str]:
         """Lists the qualified names of the modules within one that are not watched."""
         name = self.names[index] if index < len(self.names) else ""
-        inside = f"{name}." if name else ""
+        inside, apart = f"{name}." if name else "", self.apart()
         return [
             self.name_at(other)
             for other, each in enumerate(self.names)
             if other != index and each.startswith(inside) and each != name
-            if not self._selected[other] and self.has_forward(other)
+            if not self._selected[other] or other in apart
+            if self.has_forward(other)
         ]
 
     def has_forward(self, index: int) -> bool:
@@ -161,8 +164,8 @@ class ModuleIndex:
             return len(self.order), 0
         indices = {id(module): index for index, module in self.present()}
         known = [indices.get(id(module)) for module in modules_in(model)]
-        watched = [i for i in known if i is not None and self.is_selected(i)]
-        return len(known), len(watched)
+        watched = {i for i in known if i is not None and self.is_selected(i)}
+        return len(known), len(watched - self.apart())
 
     def module_at(self, index: int) -> nn.Module | None:
         """The module of an index, or None if it is gone."""
@@ -538,6 +541,7 @@ class ModelWatch(StepHooks):
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options, MAX_IN_FLIGHT)
         self.frames = UnjudgedFrames(self.recorder, self._process_arrived)
+        self.modules.apart = self._attachment.apart
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedHooks, (), {"handles": self._attachment.handles}
