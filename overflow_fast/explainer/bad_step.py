@@ -75,7 +75,7 @@ def fast_text(modules: Sequence[str]) -> str:
     """Returns, as a clause, that modules take a fast path that no trace takes."""
     return (
         f"{', '.join(modules[:_FEW])} may take a fast path of torch, which no replay "
-        "takes that lists operations: look at what they are given, such as rows that are "
+        "takes that lists operations: look at what they are given, as rows that are "
         "masked as a whole"
     )
 
