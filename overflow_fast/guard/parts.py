@@ -358,13 +358,19 @@ def warn_of_other_guards(
             return
 
 
-def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
+def warn_of_idle_arguments(
+    config: GuardConfig, watches: Sequence[ModelWatch]
+) -> set[str]:
     """Logs a warning for each argument that can do nothing.
 
     Args:
         config: The guard's.
         watches: The watched models.
+
+    Returns:
+        The names of those whose path cannot be written to.
     """
+    told = set[str]()
     if not any(w.modules.is_selected(i) for w in watches for i in w.modules.order):
         _log.warning(
             "include= and exclude= leave no module to check. What is recorded is "
@@ -380,11 +386,13 @@ def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -
         )
     log, record, evidence = config.log, config.record, config.evidence
     for name, asked_for in (("log", log), ("record", record), ("evidence", evidence)):
-        if asked_for is None or (asked_for is record and os.path.isfile(record.path)):
-            continue  # a record that is there is left alone: its folder has another
+        if asked_for is None or (asked_for is record and os.path.lexists(record.path)):
+            continue  # what is there is left alone: its folder has another
         why = why_not_writable(asked_for.path, is_folder=asked_for is evidence)
         if why:
             _log.warning("%s=%s cannot be written: %s.", name, asked_for.path, why)
+            told.add(name)
+    return told
 
 
 class Handle:
@@ -432,7 +440,7 @@ class GuardParts:
         self.rules.check(
             name for watch in watches for name in watch.modules.all_names()
         )
-        warn_of_idle_arguments(config, watches)
+        told = warn_of_idle_arguments(config, watches)
         trained = list(models.values())
         for model in trained:
             warn_of_scripted(model)
@@ -445,7 +453,7 @@ class GuardParts:
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
         self.keeper = make_keeper(config, watches, start)
         self.timer = OverheadTimer(watches)
-        self.measurements = Measurements(config, watches, self.timer)
+        self.measurements = Measurements(config, watches, self.timer, told)
         self.headroom = self.measurements.headroom
         find_optimizers = functools.partial(living, hooks)
         agreement = Agreement(
