@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import nn
 
 from ... import _C
@@ -60,7 +61,7 @@ class MissedSteps:
 
     def _state(self) -> _State:
         refs = self._weights or ()
-        held = [each for ref in refs if (each := ref()) is not None]
+        held: list[torch.Tensor] = [p for ref in refs if (p := ref()) is not None]
         # Fused optimizers write without a count of torch's.
         return _C.versions_of(held), _C.samples_of(held, 1)
 
