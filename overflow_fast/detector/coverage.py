@@ -11,6 +11,7 @@ from torch import nn
 from .. import _C
 from ..scanner.modules import modules_in
 from ..scanner.text import printable
+from ..torch_internals.module_internals import asks_for_hooks
 
 _log = logging.getLogger("overflow_fast")
 
@@ -80,6 +81,17 @@ class CoverageWarnings:
                 "Logged once for each type.",
                 ", ".join(map(printable, new)),
             )
+
+
+def warn_of_asking(model: nn.Module) -> None:
+    """Logs that a model computes in another way while it is watched."""
+    if asks_for_hooks(model):
+        _log.warning(
+            "%s asks whether modules have hooks: watched, it does not take its fast "
+            "path, and its results may differ from those without a watch.\nWatch a "
+            "module around it to see it from outside.",
+            type(model).__name__,
+        )
 
 
 def warn_of_scripted(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from .. import _C
 from ..scanner.modules import check_module
 from ..scanner.ops import scan
 from ..scanner.text import printable
-from .coverage import warn_of_scripted
+from .coverage import warn_of_asking, warn_of_scripted
 from .frames import PREFIX, batch_header, frame_text, frames_text, nonfinite_lines
 from .frames import get_abs_min_max as get_abs_min_max
 from .steps import StepHooks
@@ -108,6 +108,8 @@ class DebugUnderflowOverflow(StepHooks):
         }
         super().__init__(model, max_frames_to_save, options, _MAX_IN_FLIGHT[sync])
         warn_of_scripted(model)
+        if not strict_compat:
+            warn_of_asking(model)
         self._attach(model)
 
     def __getstate__(self) -> dict[str, Any]:

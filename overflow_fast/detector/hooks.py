@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
@@ -14,12 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from .. import _C
 from ..scanner.modules import modules_in
 from ..scanner.text import drop_own_frames
+from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import (
+    asks_for_hooks,
     forward_hooks,
     forward_pre_hooks,
     share_key,
 )
 from ..torch_internals.running import running_modules
+from ..torch_internals.scripting import has_no_hooks, leave_hooks_out
 from . import dynamo
 
 
@@ -37,6 +41,42 @@ def modules_as_applied(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         yield index[id(module)], module
 
 
+class _Apart:
+    """The frame hooks in a module whose forward asks whether modules have hooks.
+
+    They are on where that makes no difference: such a module takes its fast path where
+    nothing is trained. There it is seen from outside.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        inner: That module and those in it, each with its index in the model.
+        is_on: They have their hooks.
+        handles: Those of the hooks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.inner: list[tuple[int, weakref.ref[nn.Module]]] = []
+        self.is_on = False
+        self.handles: list[RemovableHandle] = []
+
+    def may_be_on(self) -> bool:
+        """True if the module is trained."""
+        module = self._module()
+        if module is None or module.training:
+            return module is not None
+        is_recorded = torch.is_grad_enabled()
+        return is_recorded and any(p.requires_grad for p in module.parameters())
+
+    @property
+    def is_training(self) -> bool:
+        """True if the module is in training mode."""
+        module = self._module()
+        return module is not None and module.training
+
+
 class Attachment:
     """The hooks of one owner on one model. Holds modules weakly.
 
@@ -47,24 +87,39 @@ class Attachment:
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
+        self._apart: list[_Apart] = []
 
     def attach(
         self,
         owner: Any,
         model: nn.Module,
         walk: Callable[[nn.Module], Iterator[tuple[int, nn.Module]]] = modules_once,
+        hooks_all: bool = False,
     ) -> None:
         """Registers a frame hook on the modules that `walk` yields, and the root's.
 
         Code that was compiled before is compiled again at its next call.
+
+        Args:
+            owner: The owner.
+            model: The model.
+            walk: Yields the modules with their indices.
+            hooks_all: Also on modules that compute in another way then.
         """
         dynamo.register(self)
+        leave_hooks_out(self)
+        apart = {} if hooks_all else _apart_in(model)
         for index, module in walk(model):
             if module is model or isinstance(module, torch.jit.ScriptModule):
                 continue  # TorchScript has no forward hooks
-            hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
-            self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
-            share_key(module, self.handles[-1], self.handles[0].id)
+            if module in apart:
+                apart[module].inner.append((index, weakref.ref(module)))
+            else:
+                self._hook(owner, index, module)
+        self._apart = list(dict.fromkeys(apart.values()))
+        for each in self._apart:
+            if each.is_training:
+                self._switch_on(each, owner)
         before, after, ended = (
             functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
             for name in ("before_root", "after_root", "root_ended")
@@ -77,13 +132,51 @@ class Attachment:
         move_hook_to_front(forward_pre_hooks(model), self.handles[-2].id)
         dynamo.recompile()
 
+    def _hook(self, owner: Any, index: int, module: nn.Module) -> RemovableHandle:
+        hook = functools.partial(_C.run_hook, _C.FrameHook(owner, index))
+        handle = module.register_forward_hook(hook, with_kwargs=True)
+        self.handles.append(handle)
+        share_key(module, handle, self.handles[0].id)
+        return handle
+
+    def _switch_on(self, each: _Apart, owner: Any) -> None:
+        each.is_on = True
+        found = [(index, ref()) for index, ref in each.inner]
+        each.handles = [
+            self._hook(owner, i, module) for i, module in found if module is not None
+        ]
+
+    def follow_modes(self, owner: Any) -> None:
+        """Takes hooks off where they would change what is computed, or puts them on.
+
+        Compiled code would be compiled again each time: there they stay as they are.
+        """
+        for each in self._apart:
+            if each.may_be_on() == each.is_on or has_compiled():
+                continue
+            if not each.is_on:
+                self._switch_on(each, owner)
+                continue
+            each.is_on = False
+            gone = set(map(id, each.handles))
+            for handle in each.handles:
+                handle.remove()
+            self.handles = [h for h in self.handles if id(h) not in gone]
+
+    def apart(self) -> set[int]:
+        """The indices of modules that have no hooks, to compute as without any."""
+        return {i for each in self._apart if not each.is_on for i, _ in each.inner}
+
     def adopt(self, handles: list[RemovableHandle]) -> None:
         """Takes over the hooks that a copy of the model has."""
         dynamo.register(self)
+        leave_hooks_out(self)
         self.handles = handles
 
     def add_before(self, owner: Any, name: str, module: nn.Module) -> None:
         """Calls a method of the owner before each call of one more module."""
+        if any(ref() is module for each in self._apart for _, ref in each.inner):
+            return
         hook = functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
         self.handles.append(module.register_forward_pre_hook(hook))
         move_hook_to_front(forward_pre_hooks(module), self.handles[-1].id)
@@ -94,6 +187,16 @@ class Attachment:
             handle.remove()
         self.handles.clear()
         dynamo.unregister(self)
+        has_no_hooks(self)
+
+
+def _apart_in(model: nn.Module) -> dict[nn.Module, _Apart]:
+    """The modules within those whose forward asks for hooks, and these themselves."""
+    found: dict[nn.Module, _Apart] = {}
+    for module in modules_in(model):
+        if module not in found and module is not model and asks_for_hooks(module):
+            found.update(dict.fromkeys(modules_in(module), _Apart(module)))
+    return found
 
 
 class StepBoundaryHook:

@@ -197,7 +197,7 @@ class StepHooks:
 
     def _attach(self, model: nn.Module) -> None:
         self.recorder.note_depth()
-        self._attachment.attach(self, model, self._walk)
+        self._attachment.attach(self, model, self._walk, self._is_strict)
         self.update_plan()
 
     def record(self, kind: _C.FrameKind, named: Named) -> None:
@@ -407,6 +407,7 @@ class StepHooks:
         self.recorder.end_step()
         self._process_arrived(self._max_in_flight)
         self.recorder.in_step = True
+        self._attachment.follow_modes(self)
         self._submodule_calls.begin_batch()
         self._before_step()
         self._choose_watch(self.batch_number)
@@ -564,6 +565,7 @@ class StepHooks:
         self.recorder.process_arrived(max_in_flight, self._choose_watch, self.on_frame)
 
     def _begin_submodule_call(self, index: int) -> None:
+        self._attachment.follow_modes(self)  # for the next one
         self.recorder.end_step()
         if self._submodule_calls.repeats(index):
             self._begin_batch()

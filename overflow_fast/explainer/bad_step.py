@@ -71,6 +71,15 @@ def effects_text(names: Sequence[str]) -> str:
     return f"the step changes {first}, which could not be put back"
 
 
+def fast_text(modules: Sequence[str]) -> str:
+    """Returns, as a clause, that modules take a fast path that no trace takes."""
+    return (
+        f"{', '.join(modules[:_FEW])} may take a fast path of torch, which no replay "
+        "takes that lists operations: look at what they are given, as rows that are "
+        "masked as a whole"
+    )
+
+
 def outside_text(name: str) -> str:
     """Returns, as a clause, that code outside of `guard.run()` computed a tensor."""
     return (

@@ -404,11 +404,25 @@ def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanatio
 
 
 def first_bad_weight(
-    models: Mapping[str, nn.Module], *kinds: str
+    models: Mapping[str, nn.Module],
+    *kinds: str,
+    masks: bool = False,
+    within: str | None = None,
 ) -> Explanation | None:
-    """The explanation of the first parameter or buffer that is bad, or None."""
-    named = [(kind, name, t) for kind, name, t in names_of(models) if kind in kinds]
-    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=False)
+    """The explanation of the first parameter or buffer that is bad, or None.
+
+    Args:
+        models: The models.
+        kinds: What to look at.
+        masks: Whether -inf counts.
+        within: The name of the module that has it, or its own; None for any.
+    """
+    named = [
+        (kind, name, tensor)
+        for kind, name, tensor in names_of(models)
+        if kind in kinds and within in (None, name, module_of_parameter(name))
+    ]
+    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=masks)
     for kind, name, tensor in named:
         if name in bad:
             return _explain_weight(kind, name, _counts(tensor, names_rows=True))

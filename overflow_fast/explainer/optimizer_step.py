@@ -11,12 +11,13 @@ from torch import nn
 
 from ..guard.report.causes import (
     BAD_SETTING,
+    BAD_WEIGHTS,
     DIVERGENCE,
     RANGE_OVERFLOW,
     UNDEFINED,
     UNDERFLOW,
 )
-from ..guard.report.explanation import Explanation, Op, Remedy
+from ..guard.report.explanation import REPLACED, Explanation, Op, Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
 from ..scanner.text import dtype_name
 from ..scanner.tree import path_text, tensors
@@ -37,6 +38,10 @@ _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
 _BETWEEN = (
     "{} was finite when the step before was judged: the optimizer's step made it "
     "non-finite, or code that wrote to it since"
+)
+_PUT = (
+    "{} is another parameter than in the optimizer's last step{}: code outside of it "
+    "has put this one there since, which holds {}"
 )
 _STATE = (
     "A checkpoint may have brought the non-finite state, or a step have made it: "
@@ -76,6 +81,20 @@ def explain_update(
     for optimizer in incident.optimizers:
         place = group_of(optimizer, parameter)
         if place is not None:
+            before = incident.last_steps.shape_before(optimizer, parameter)
+            if before is not None:
+                shape = f", of shape {list(parameter.shape)} in place of {list(before)}"
+                grown = shape * (parameter.shape != before)
+                held = summary_of(parameter.detach()).nonfinite_text()
+                put = _PUT.format(found.tensor, grown, held)
+                return Explanation(
+                    "weights",
+                    BAD_WEIGHTS.name,
+                    found.module,
+                    tensor=found.tensor,
+                    evidence=[put],
+                    notes=[REPLACED],
+                )
             now = optimizer.param_groups[place]
             group = {**now, **incident.last_steps.settings(optimizer, place)}
             wrong = _by_settings(optimizer, place, group, parameter, found)

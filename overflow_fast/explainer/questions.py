@@ -37,6 +37,7 @@ from ..guard.report.explanation import (
 )
 from ..guard.step_keeper import GRAPH
 from ..scanner.modules import (
+    class_name_of,
     gradient_taker,
     module_of_parameter,
     named_modules,
@@ -46,6 +47,7 @@ from ..scanner.modules import (
 from ..scanner.tensors import place_of
 from ..scanner.text import counted, dtype_name, error_line
 from ..torch_internals.compiler import has_compiled
+from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes
 from ..torch_internals.tensor_internals import sparse_indices, sparse_values
 from . import bad_step as notes
@@ -134,6 +136,9 @@ def _weight_before(search: Search) -> Explanation | None:
     """The explanation of a weight, unless the step's forward may have made it so."""
     case, incident = search.case, search.incident
     found = first_bad_weight(case.models, "parameter")
+    if found is None and incident.kind == "weight":  # -inf, which no rule allows
+        models, within = case.models, incident.module
+        found = first_bad_weight(models, "parameter", masks=True, within=within)
     if found is None:
         text = "Which step made the optimizer's state is not known."
         is_state = incident.kind == "optimizer_state"
@@ -143,7 +148,7 @@ def _weight_before(search: Search) -> Explanation | None:
         held = start.held(weight)
         if held is None:
             return _explain_written_weight(found.tensor)
-        if not bad_names([("", held)], masks=False):
+        if not bad_names([("", held)], masks=True):
             return None
     if incident.past.weights.get(found.tensor):
         from .optimizer_step import explain_update  # of weights alone
@@ -444,6 +449,14 @@ def _differs(search: Search) -> Explanation:
     if search.changed:
         text = notes.SOME.format(notes.effects_text(search.changed))
         return Explanation(notes=[text])
+    asking = [
+        f"{prefix}{name} ({class_name_of(type(module))})"
+        for prefix, model in search.case.models.items()
+        for name, module in named_modules(model)
+        if asks_for_hooks(module) and not module.training
+    ]
+    if asking:
+        return Explanation(notes=[notes.SOME.format(notes.fast_text(asking))])
     text = "replays of the same step differ: some of them are finite"
     return Explanation("forward", NOT_REPRODUCIBLE.name, evidence=[text])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,16 +44,22 @@ class Measurements:
         config: The guard's.
         watches: The watched models.
         timer: Measures the guard's own cost.
+        told: The arguments of which a warning says that their path cannot be used.
 
     Attributes:
-        timer: The same.
+        timer, told: The same.
         headroom: Tracks how far values are from the end of their dtype.
         record: Keeps the flight record, or None.
     """
 
     def __init__(
-        self, config: GuardConfig, watches: Sequence[ModelWatch], timer: OverheadTimer
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        timer: OverheadTimer,
+        told: Container[str] = (),
     ) -> None:
+        self.told = told
         self._watches = watches
         self._exporters = exporters_of(config.metrics)
         self._failed: set[int] = set()  # exporters whose failure was logged
@@ -67,7 +73,7 @@ class Measurements:
             None if saturation is None else saturation.share,
             config.sync == "lagged",
         )
-        self.record = _recorder_of(config, watches, lambda: self.run)
+        self.record = _recorder_of(config, watches, lambda: self.run, "record" in told)
 
     @functools.cached_property
     def run(self) -> RunIdentity:
@@ -112,7 +118,10 @@ class Measurements:
 
 
 def _recorder_of(
-    config: GuardConfig, watches: Sequence[ModelWatch], run: Callable[[], RunIdentity]
+    config: GuardConfig,
+    watches: Sequence[ModelWatch],
+    run: Callable[[], RunIdentity],
+    is_told: bool,
 ) -> FlightRecorder | None:
     record = config.record
     if record is None or not RunIdentity.begin().collects(record.ranks):
@@ -125,6 +134,7 @@ def _recorder_of(
         config.on_overflow,
         config.sync == "lagged",
         run,
+        is_told,
     )
 
 
@@ -169,7 +179,8 @@ class Archive:
         from .report.evidence import EvidenceFolder
 
         most = int(evidence.mib * _MIB)
-        return EvidenceFolder(evidence.path, self._run, most, evidence.keep)
+        is_told = "evidence" in self._measurements.told
+        return EvidenceFolder(evidence.path, self._run, most, evidence.keep, is_told)
 
     @functools.cached_property
     def _log(self) -> JsonLog | None:
@@ -184,6 +195,7 @@ class Archive:
             lambda: self._run.header(self._watches, config.on_overflow),
             int(log.mib * _MIB),
             log.keep,
+            "log" in self._measurements.told,
         )
 
     def begin_report(

@@ -47,6 +47,7 @@ from .parts import (
 )
 from .report.report import Cost, NonFiniteError, Report
 from .verdict.rules import Allow
+from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,18 +71,18 @@ _guards: weakref.WeakSet[GuardParts] = weakref.WeakSet()
 def note_enabled(parts: GuardParts) -> None:
     """Notes a guard that is switched on, and warns of others on the same models.
 
-    Those that give way are switched off.
+    Those that give way are switched off: at once, or when the program lets go of them.
     """
     others = [each for each in _guards if each.is_enabled and each is not parts]
     _guards.add(parts)
-    own = modules_of(parts)
+    own, ending = modules_of(parts), list[ModelWatch]()
     for each in others:
         if own.isdisjoint(modules_of(each)):
             continue
-        if each.gives_way or each.is_replaced_by(parts):
-            each.finish()
+        if each.note_later(parts):
+            ending += each.watches
     watches = [w for each in others if each.is_enabled for w in each.watches]
-    warn_of_other_guards(parts.watches, watches)
+    warn_of_other_guards(parts.watches, watches, ending)
 
 
 def guards_of(modules: Iterable[nn.Module]) -> list[GuardParts]:
@@ -226,6 +227,7 @@ class OverflowGuard:
                     log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
 
     def __enter__(self) -> OverflowGuard:
+        self.enable()  # it is off behind a `with` block
         return self
 
     def __exit__(

@@ -10,14 +10,14 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
-from ..detector.coverage import warn_of_scripted
+from ..detector.coverage import warn_of_asking, warn_of_scripted
 from ..detector.selection import Selection, Wanted, check_patterns, full_name
 from ..scanner.modules import modules_in, named_modules, parameters_of, tensors_of
 from ..scanner.tensors import loss_in
@@ -40,6 +40,7 @@ from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
 from .verdict.rules import Rules
 from .watching.inputs import LoopBatch
+from .watching.missed_steps import ENOUGH
 from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
 
@@ -51,6 +52,21 @@ if TYPE_CHECKING:
 
 
 _MAX_NAMES = 1000  # 2 KiB each
+_MANY_RUNS = 8  # without a step, before it is said that they run another model
+
+
+class _Strangers(NamedTuple):
+    """Calls of `guard.run()` in a row that ran nothing which is watched.
+
+    Attributes:
+        num_steps: The steps that were over at the first one.
+        gradients: The gradients of the watched models then.
+        num: How many they are.
+    """
+
+    num_steps: int
+    gradients: list[tuple[int, int]]
+    num: int = 0
 
 
 class LoopInputs:
@@ -87,6 +103,8 @@ class LoopInputs:
         self._isolation = isolation
         self._hooks = hooks
         self._num_running = 0
+        self._strangers: _Strangers | None = None
+        self._is_warned = False
         self.on_left: Callable[[Exception], None] = lambda error: None
         self.requests: Requests | None = None
         self._names: set[str] = set()
@@ -120,7 +138,7 @@ class LoopInputs:
         models = [watch.model for watch in self._watches]
         if self.requests is not None and self.requests.takes(models):
             return self.requests.run(function)
-        model = self._watches[0].model
+        model, seen = self._watches[0].model, self._seen()
         is_watched = self._clock.level is ScanLevel.ALL
         self._num_running += 1
         try:
@@ -136,9 +154,45 @@ class LoopInputs:
             self._num_running -= 1
         with self._isolation.isolated():
             loss = loss_in(output)
+            if is_watched and loss is not None and loss.requires_grad:
+                self._note_run(is_of_others=seen == self._seen())
             if loss is not None and self._config.wanted.loss and records_loss:
                 self.record({"loss": loss})
         return output
+
+    def _seen(self) -> list[tuple[int, int]]:
+        """The numbers of forwards, and of calls, that watches have seen."""
+        return [(each.batch_number, each.total_calls) for each in self._watches]
+
+    def _note_run(self, is_of_others: bool) -> None:
+        """Logs, once, that the function ran modules which are not watched alone.
+
+        A tripwire does not see a model whose forward is not called: its gradients tell.
+        """
+        is_unseen = is_of_others and any(each.is_attached for each in self._watches)
+        if self._is_warned or not is_unseen:
+            self._strangers = None
+            return
+        before = self._strangers
+        if before is None or before.num_steps != self._clock.num_steps:
+            before = _Strangers(self._clock.num_steps, self._gradients())
+        self._strangers = before._replace(num=before.num + 1)
+        if before.num + 1 < _MANY_RUNS or before.gradients != self._gradients():
+            return
+        self._is_warned = True
+        _log.warning(
+            "guard.run() was called %d times, and nothing of the model that the guard "
+            "watches ran in it.\nWhere a cell has made the model anew, make the guard "
+            "anew as well, of the model and the optimizer that run now. Logged once.",
+            _MANY_RUNS,
+        )
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """The gradients of the models, as far as writes to them are counted."""
+        models = models_of(self._watches).values()
+        each = (p.grad for model in models for p in parameters_of(model))
+        found = [gradient for gradient in each if gradient is not None]
+        return list(zip(map(id, found), _C.versions_of(found), strict=False))
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Adds tensors that no module returns to the step, if it is watched.
@@ -280,32 +334,45 @@ def warn_foreign_parameters(
 
 
 def warn_of_other_guards(
-    watches: Sequence[ModelWatch], others: Sequence[ModelWatch]
+    watches: Sequence[ModelWatch],
+    others: Sequence[ModelWatch],
+    ending: Sequence[ModelWatch],
 ) -> None:
     """Logs a warning if other guards, which are on, watch modules of the same models.
 
     Args:
         watches: The guard's.
         others: Those of the other guards.
+        ending: Those of them that end when the program lets go of their guard.
     """
-    own, foreign = (models_of(each).values() for each in (watches, others))
-    for model, other in itertools.product(own, foreign):
+    for watch, each in itertools.product(watches, others):
+        model, other = watch.model, each.model
+        if model is None or other is None:
+            continue
         if other in set(modules_in(model)) or model in set(modules_in(other)):
+            until = ", until your program lets go of that one, as in a cell's next run"
             _log.warning(
                 "Another OverflowGuard already watches this %s. Both work, each by "
-                "its own policy. Call remove() on the other to replace it.",
+                "its own policy%s. Call remove() on the other to replace it.",
                 type(model).__name__,
+                until * (each in ending),
             )
             return
 
 
-def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
+def warn_of_idle_arguments(
+    config: GuardConfig, watches: Sequence[ModelWatch]
+) -> set[str]:
     """Logs a warning for each argument that can do nothing.
 
     Args:
         config: The guard's.
         watches: The watched models.
+
+    Returns:
+        The names of those whose path cannot be written to.
     """
+    told = set[str]()
     if not any(w.modules.is_selected(i) for w in watches for i in w.modules.order):
         _log.warning(
             "include= and exclude= leave no module to check. What is recorded is "
@@ -321,11 +388,13 @@ def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -
         )
     log, record, evidence = config.log, config.record, config.evidence
     for name, asked_for in (("log", log), ("record", record), ("evidence", evidence)):
-        if asked_for is None or (asked_for is record and os.path.isfile(record.path)):
-            continue  # a record that is there is left alone: its folder has another
+        if asked_for is None or (asked_for is record and os.path.lexists(record.path)):
+            continue  # what is there is left alone: its folder has another
         why = why_not_writable(asked_for.path, is_folder=asked_for is evidence)
         if why:
             _log.warning("%s=%s cannot be written: %s.", name, asked_for.path, why)
+            told.add(name)
+    return told
 
 
 class Handle:
@@ -362,8 +431,9 @@ class GuardParts:
     ) -> None:
         self.config = config
         self._handle = weakref.ref(handle)
+        self._later: Callable[[], GuardParts | None] = lambda: None
         self._defer = defer
-        self.is_enabled = False
+        self.is_enabled = self._is_warned = False
         check_names(config, models)
         self.rules = Rules(config.allow or {})
         self.watches = watches = self._make_watches(
@@ -372,10 +442,11 @@ class GuardParts:
         self.rules.check(
             name for watch in watches for name in watch.modules.all_names()
         )
-        warn_of_idle_arguments(config, watches)
+        told = warn_of_idle_arguments(config, watches)
         trained = list(models.values())
         for model in trained:
             warn_of_scripted(model)
+            warn_of_asking(model)
         self.hooks = hooks = [
             OptimizerHook(each, config.may_act, trained) for each in optimizers
         ]
@@ -384,7 +455,7 @@ class GuardParts:
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
         self.keeper = make_keeper(config, watches, start)
         self.timer = OverheadTimer(watches)
-        self.measurements = Measurements(config, watches, self.timer)
+        self.measurements = Measurements(config, watches, self.timer, told)
         self.headroom = self.measurements.headroom
         find_optimizers = functools.partial(living, hooks)
         agreement = Agreement(
@@ -433,6 +504,7 @@ class GuardParts:
             watch.suppresses = isolation.suppresses
             watch.needs_buffers = is_restored
             watch.on_left = self._on_left
+            watch.on_missed = self._warn_of_missed_steps
             watch.is_abandoned = self._is_abandoned
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
@@ -517,14 +589,31 @@ class GuardParts:
         """Judges what has run since the last step."""
         return self.pipeline.check() if self.is_enabled else None
 
-    def is_replaced_by(self, other: GuardParts) -> bool:
-        """True if the program let go of this guard, and another has its optimizers."""
+    def note_later(self, other: GuardParts) -> bool:
+        """Ends this guard if it gives way to a later one of the same models.
+
+        One that has its optimizers, or else its models, takes its place: at once where
+        the program has let go of this guard, else when it does, which returns True.
+        """
         own, others = (set(map(id, each.optimizers)) for each in (self, other))
-        return self._handle() is None and own <= others
+        models, theirs = (models_of(each.watches).values() for each in (self, other))
+        within = {each for model in theirs for each in modules_in(model)}
+        is_of_same = own <= others if own else within.issuperset(models)
+        if self.gives_way or (is_of_same and self._handle() is None):
+            self.finish()
+        elif is_of_same:
+            self._later = weakref.ref(other)
+        return is_of_same and self.is_enabled
 
     def _is_abandoned(self) -> bool:
-        """True if the program let go of it and of its optimizers; it ends then."""
-        if self._handle() is not None or not self.hooks or self.optimizers:
+        """True if the program let go of it, and nothing is left to do; it ends then.
+
+        Its optimizers are gone, or a later guard has them.
+        """
+        if self._handle() is not None:
+            return False
+        later, is_over = self._later(), bool(self.hooks) and not self.optimizers
+        if not is_over and (later is None or not later.is_enabled):
             return False
         self.finish()
         return True
@@ -661,6 +750,22 @@ class GuardParts:
             else:
                 self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
         return is_report
+
+    def _warn_of_missed_steps(self, watch: ModelWatch) -> None:
+        if self._is_warned or not self.is_enabled:
+            return
+        self._is_warned = True
+        own = ", ".join(type(each).__name__ for each in self.optimizers)
+        none = "the one that it was given is gone" if self.hooks else "it has none"
+        _log.warning(
+            "The weights of %s have changed %d times between its forwards, and no step "
+            "was judged meanwhile: the guard judges the steps of its own optimizers, "
+            "and %s.\nGive it the optimizer that steps, in a new guard where a cell "
+            "has made it anew, or call `check()` after each step. Logged once.",
+            "the model" if watch.model is None else type(watch.model).__name__,
+            ENOUGH,
+            f"it was given {own}" if own else none,
+        )
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
         (self.requests or self.pipeline).judge_evaluated(watch, batch)

@@ -228,6 +228,8 @@ class Pipeline:
     def after_call(self) -> None:
         """Does what was put off until an optimizer's call has ended."""
         self._isolation.end()
+        if not self._watches[0].is_attached:  # else the next forward asks
+            self._watches[0].is_abandoned()
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
         """Prepares to notice whether a scaler lets its optimizer step."""

@@ -644,6 +644,7 @@ class _LastStep(NamedTuple):
     names: tuple[str, ...]
     settings: list[tuple[Any, ...]]
     versions: list[int]
+    weights: list[tuple[weakref.ref[torch.Tensor], torch.Size]]
 
 
 def _names_of_numbers(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -663,11 +664,13 @@ class LastSteps:
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes in a step that was made. Does not incur a CPU-GPU sync."""
-        groups, versions = (
-            optimizer.param_groups,
-            _C.versions_of(stepped_by(optimizer)),
-        )
+        groups, stepped = optimizer.param_groups, stepped_by(optimizer)
+        versions = _C.versions_of(stepped)
         known = self._of.get(optimizer)
+        weights = [] if known is None else known.weights
+        both = zip(weights, stepped, strict=False)
+        if len(weights) != len(stepped) or not all(w() is p for (w, _), p in both):
+            weights = [(weakref.ref(each), each.shape) for each in stepped]
         names = known.names if known is not None else _names_of_numbers(groups[0])
         try:
             settings = [tuple(map(group.__getitem__, names)) for group in groups]
@@ -676,7 +679,7 @@ class LastSteps:
                 set.intersection(*(set(_names_of_numbers(g)) for g in groups))
             )
             settings = [tuple(map(group.__getitem__, names)) for group in groups]
-        self._of[optimizer] = _LastStep(names, settings, versions)
+        self._of[optimizer] = _LastStep(names, settings, versions, weights)
 
     def settings(
         self, optimizer: torch.optim.Optimizer, place: int
@@ -698,3 +701,17 @@ class LastSteps:
         pairs = zip(weights, last.versions, strict=True)
         before = [version for each, version in pairs if each is weight]
         return max(0, _C.versions_of([weight])[0] - before[0]) if before else 0
+
+    def shape_before(
+        self, optimizer: torch.optim.Optimizer, weight: torch.Tensor
+    ) -> torch.Size | None:
+        """The shape of the weight that the last step had in the place of this one.
+
+        None for the same weight, and where that is not known.
+        """
+        last, weights = self._of.get(optimizer), stepped_by(optimizer)
+        if last is None or len(weights) != len(last.weights):
+            return None
+        pairs = zip(weights, last.weights, strict=True)
+        before = [old for each, old in pairs if each is weight]
+        return before[0][1] if before and before[0][0]() is not weight else None

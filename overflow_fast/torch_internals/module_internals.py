@@ -7,7 +7,9 @@ is used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -51,6 +53,28 @@ forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = direct(
     "Hooks of others around a module are not noticed",
     {},
 )
+
+
+@listed(
+    "torch.nn.Module._forward_hooks",
+    "modules that compute in another way where they have hooks",
+    "A watched nn.TransformerEncoderLayer does not take its fast path",
+)
+def asks_for_hooks(module: nn.Module) -> bool:
+    """True if a module's forward asks whether modules have hooks.
+
+    nn.TransformerEncoderLayer does, and takes its fast path only where none has any.
+    """
+    own = (vars(base).get("forward") for base in type(module).__mro__)
+    codes = (getattr(forward, "__code__", None) for forward in own)
+    return any(code is not None and _mentions_hooks(code) for code in codes)
+
+
+@functools.lru_cache(4096)
+def _mentions_hooks(code: types.CodeType) -> bool:
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    is_named = "_forward_hooks" in (*code.co_names, *code.co_consts)
+    return is_named or any(map(_mentions_hooks, inner))
 
 
 @contextlib.contextmanager

@@ -293,3 +293,57 @@ def test_reduce_overhead_replays_are_judged():
         model.blocks[1].fc1.weight.data.fill_(3e38)
         train_step(compiled, optimizer, (data[0][0] * 1e3, data[0][1]))
     assert guard.last_report.verdict.maker == "blocks.1.fc1"
+
+
+class Scaled(nn.Module):
+    """Has a hook that TorchScript can compile."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        self.register_forward_hook(doubled)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Unscriptable(nn.Module):
+    def forward(self, x):
+        return [*x, *{}]
+
+
+def doubled(self, x: tuple[torch.Tensor], y: torch.Tensor):
+    return 2 * y
+
+
+WATCHES = {
+    "detector": DebugUnderflowOverflow,
+    "guard": lambda model: OverflowGuard(model, explain=False),
+    "trained": lambda m: OverflowGuard(m, torch.optim.SGD(m.parameters()), "warn"),
+    "tripwire": lambda model: OverflowGuard(model, watch="tripwire", explain=False),
+    "gradients": lambda model: OverflowGuard(model, watch=["gradients"], explain=False),
+}
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("part", ["", "inner", "inner.0"])
+def test_a_watched_module_is_scripted_without_the_hooks_of_a_watch(watch, part):
+    create = torch.jit._recursive.create_script_module
+    model, x = Scaled(), torch.ones(2, 3)
+    before = [len(m._forward_hooks) for m in model.modules()]
+    watching = WATCHES[watch](model)
+    hooked = [list(m._forward_hooks) for m in model.modules()]
+    module = model.get_submodule(part)
+    made = torch.jit.script(module)
+    assert [list(m._forward_hooks) for m in model.modules()] == hooked
+    with torch.no_grad():
+        assert torch.equal(made(x), module(x))
+    assert not any("overflow_fast" in str(h) for h in made._forward_hooks.values())
+    model.inner.append(Unscriptable())
+    with pytest.raises(RuntimeError):
+        torch.jit.script(model)
+    del model.inner[2]
+    assert [list(m._forward_hooks) for m in model.modules()] == hooked
+    watching.remove()
+    assert [len(m._forward_hooks) for m in model.modules()] == before
+    assert torch.jit._recursive.create_script_module is create

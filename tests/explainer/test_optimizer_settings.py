@@ -149,3 +149,44 @@ def test_a_finite_state_is_not_blamed():
     found = run(adamw, after=after)
     assert "the state of" not in str(found)
     assert not found.notes
+
+
+class Counts(nn.Module):
+    """Has a weight that may be -inf: then its sigmoid is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(6))
+
+    def forward(self, rows):
+        return torch.sigmoid(self.logits[rows]).mean()
+
+
+@pytest.mark.parametrize("value", [-INF, INF, NAN])
+@pytest.mark.parametrize("change", ["grown", "replaced", "written"])
+def test_a_weight_of_the_program_s_own_between_two_steps(change, value):
+    model = Counts()
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
+    with pytest.raises(NonFiniteError) as error:
+        for step in range(3):
+            guard.run(lambda: model(torch.arange(4))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                old = model.logits.detach()
+                new = torch.cat([old[: 6 if change == "grown" else 4], old[:2] + value])
+                if change == "written":
+                    model.logits.data.copy_(new)
+                else:
+                    model.logits = nn.Parameter(new)
+                    optimizer.param_groups[0]["params"] = [model.logits]
+    guard.remove()
+    report = error.value.report
+    found, text = report.explanation, str(report)
+    assert found.tensor == "logits"
+    assert "is finite in the model" not in text
+    is_other = "logits is another parameter than" in str(found.evidence)
+    assert is_other == (change != "written")
+    assert is_other == ("load a checkpoint in which" not in text)
+    assert ("of shape [8] in place of [6]" in text) == (change == "grown")

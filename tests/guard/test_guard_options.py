@@ -400,9 +400,27 @@ def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog, as_kept):
 
     assert "leave no module" in said(exclude=["*"])
     as_kept(said(log=file / "log"))
-    as_kept(said(record=tmp_path))
+    as_kept(said(record=file / "record"))
     as_kept(said(evidence=file))
     assert "Headroom()" in said(nn.ReLU(), monitors=[Headroom()])
+
+
+@pytest.mark.parametrize("name", ["log", "record", "evidence"])
+@pytest.mark.parametrize(
+    "where", ["file/x", "", "file", "n" * 300, "a\0b", "/proc/no/x"]
+)
+def test_a_path_that_cannot_be_used_is_one_warning(where, name, tmp_path, caplog):
+    (tmp_path / "file").write_text("something else")
+    model, optimizer = make()
+    path = where if where.startswith(("a", "/")) else tmp_path / where
+    options = {"explain": False, "on_overflow": "skip", name: path}
+    with OverflowGuard(model, optimizer, **options):
+        for scale in (1, NAN, 1, NAN):
+            model(torch.ones(4, 8) * scale, y=torch.ones(4, 1))["loss"].backward()
+            optimizer.step()
+    usual = ("The optimizer step was skipped", "steps watched")
+    said = [each for each in caplog.messages if not any(u in each for u in usual)]
+    assert len(said) == ((name, where) != ("evidence", ""))  # that is a folder
 
 
 def test_arguments_that_do_something_are_not_logged(tmp_path, caplog):

@@ -359,3 +359,42 @@ def test_a_guard_that_is_held_does_not_give_way():
     with OverflowGuard(model, optimizer, "warn"):
         assert num_hooks(model) == 2
     copied.remove()
+
+
+@pytest.mark.parametrize("watch", [("gradients",), "tripwire", ("activations",)])
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_a_cell_that_is_run_again_leaves_one_guard(watch, is_bad, caplog):
+    model, optimizer = make()
+    options = {"watch": watch, "explain": False}
+    for _ in range(3):  # the name is bound once the new guard is made
+        guard = OverflowGuard(model, optimizer, "skip", **options)
+        step(model, optimizer, good())
+    assert caplog.text.count("until your program lets go of that one") == 2
+    caplog.clear()
+    step(model, optimizer, BAD if is_bad else good())
+    assert len(caplog.records) == is_bad == guard.num_skipped
+    guard.remove()
+    assert hooks_of(model, optimizer) == 0
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_dropped_guard_without_an_optimizer_gives_way_to_one_of_its_model(is_whole):
+    model, _ = make()
+    guard = OverflowGuard(model, on_overflow="warn", explain=False)
+    later = model if is_whole else model.a
+    with OverflowGuard(later, on_overflow="warn", explain=False):
+        parts = guard._parts
+        del guard
+        with torch.no_grad():
+            model(good())
+        assert parts.is_enabled != is_whole
+
+
+def test_a_guard_that_is_off_judges_no_step_that_a_later_one_skips():
+    model, optimizer = make()
+    first = OverflowGuard(model, optimizer, "skip", explain=False)
+    with OverflowGuard(model, optimizer, "skip", explain=False) as second:
+        first.remove()
+        step(model, optimizer, BAD)
+        assert (first.num_skipped, second.num_skipped) == (0, 1)
+    assert hooks_of(model, optimizer) == 0

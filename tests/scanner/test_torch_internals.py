@@ -26,6 +26,7 @@ from overflow_fast.torch_internals import (  # noqa: F401  (each adds its rows)
     registry,
     replaying,
     running,
+    scripting,
     tracing,
 )
 from overflow_fast.torch_internals import module_internals as modules

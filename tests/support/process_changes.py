@@ -20,6 +20,7 @@ from torch import nn
 
 HOOKS_BEFORE = "hooks are put on, before `torch._dynamo` is imported"
 HOOKS = "hooks are put on, and `torch._dynamo` is imported"
+PUT_ON = "hooks are put on"
 GUARD = "a guard is made"
 TRIPWIRE = 'a guard with `watch="tripwire"` is made'
 TRACED = "a graph with hooks is traced by AOTAutograd"
@@ -154,10 +155,14 @@ GOOD, BAD = torch.ones(2, 4), -torch.ones(2, 4)
 phases = {}
 
 
+def all_of(begun):
+    return [*begun, *[PUT_ON] * bool({HOOKS, HOOKS_BEFORE}.intersection(begun))]
+
+
 def show(name, *begun):
     """Notes what is changed in a phase."""
     gc.collect()
-    phases[name] = [list(begun), *look.split(look.changed())]
+    phases[name] = [all_of(begun), *look.split(look.changed())]
 
 
 @contextlib.contextmanager
@@ -178,7 +183,7 @@ def shown_to_a_thread(name, *begun):
     finally:
         is_over.set()
         thread.join()
-    phases[name] = [list(begun), *look.split(found)]
+    phases[name] = [all_of(begun), *look.split(found)]
 
 
 def step(guard, call, optimizer, x):

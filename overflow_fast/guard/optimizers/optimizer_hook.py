@@ -520,7 +520,9 @@ class OptimizerHook:
             wrapper._is_overflow = is_skipped
 
     def judge_skipped_elsewhere(self) -> None:
-        """Judges a step that another guard has skipped."""
+        """Judges a step that another guard has skipped; nothing once it is detached."""
+        if not self._is_attached:
+            return
         self.is_skipped_elsewhere = True
         try:
             self._before_step()
@@ -690,7 +692,7 @@ def _judge_in_other_guards(step: Any) -> None:
         hook = getattr(step, "optimizer_hook", None)
         if isinstance(hook, OptimizerHook):  # a mock has any attribute
             hook.judge_skipped_elsewhere()
-            step = hook.replaced
+            step = getattr(step, "replaced", hook.replaced)  # also of a detached one
         else:
             step = getattr(step, "__wrapped__", None)
 

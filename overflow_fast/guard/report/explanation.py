@@ -150,6 +150,10 @@ BEHIND_BACKWARD = (
     "The program's own lines between backward and the optimizer's step were run again, "
     "too: the gradients are finite before them and non-finite behind them."
 )
+REPLACED = (
+    "Mend the code that puts the parameter there: a checkpoint from before it holds "
+    "the one that was replaced."
+)
 OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "

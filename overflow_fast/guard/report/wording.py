@@ -371,7 +371,7 @@ class ReportText:
         first = self.verdict.first
         if first is None or answers(self.explanation, first):
             return []
-        if self._is_written_in_step:
+        if self._is_written_in_step or self._is_replaced:
             return []
         report = self.report
         how = report.step, self._is_cured, report.is_beyond_repair
@@ -482,6 +482,13 @@ class ReportText:
         from .explanation import OVERWRITTEN
 
         return self.explanation is not None and OVERWRITTEN in self.explanation.notes
+
+    @property
+    def _is_replaced(self) -> bool:
+        """True for a weight that the program has put into another one's place."""
+        from .explanation import REPLACED
+
+        return self.explanation is not None and REPLACED in self.explanation.notes
 
     @property
     def _is_written_in_step(self) -> bool:

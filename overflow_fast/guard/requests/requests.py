@@ -32,8 +32,13 @@ from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
 from ...scanner.text import counted, error_line, short_name
 from ...scanner.tree import is_container, path_text, tensors
-from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
+from ...torch_internals.module_internals import (
+    asks_for_hooks,
+    forward_pre_hooks,
+    share_called_key,
+)
 from ...torch_internals.registry import stack
+from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..config import EVERYTHING, wanted_of
 from ..explaining import FREE_SECONDS, SHARE, with_note
 from ..options import Schedule
@@ -836,6 +841,7 @@ class Requests:
     def attach(self) -> None:
         """Puts hooks on the models, and on what a program may call instead of them."""
         self._on_since = time.perf_counter()
+        leave_hooks_out(self)
         for watch in self._parts.watches:
             model = watch.model
             if model is None:
@@ -859,6 +865,7 @@ class Requests:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        has_no_hooks(self)
 
     def before_entry(self, watch: ModelWatch, module: nn.Module, given: Any) -> None:
         """Begins the call of a module that the program calls alone."""
@@ -998,7 +1005,7 @@ def entries_of(model: nn.Module) -> Iterator[nn.Module]:
     Of one that has an encoder and a decoder, these too: a generation calls them alone.
     """
     for child in children_of(model).values():
-        if isinstance(child, torch.jit.ScriptModule):
+        if isinstance(child, torch.jit.ScriptModule) or asks_for_hooks(child):
             continue
         if type(child).forward is nn.Module.forward:
             yield from entries_of(child)

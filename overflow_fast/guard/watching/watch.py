@@ -34,6 +34,7 @@ from ...torch_internals.compiler import has_compiled
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS, own_parameters
 from ...torch_internals.running import is_jit_tracing
 from .inputs import ForwardInputs
+from .missed_steps import MissedSteps
 
 # The modules of a watched model, by indices that do not change.
 
@@ -54,6 +55,7 @@ class ModuleIndex:
         names: The qualified name of each module in the model, or the last one it had,
             by its index.
         order: The indices of those that are in the model, in the model's order.
+        apart: Returns the indices of those that have no hooks for now.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ModuleIndex:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._places: dict[int, int] = {}  # in the order, by the index
         self._named: dict[str, list[int]] = {}
+        self.apart: Callable[[], set[int]] = set
         self.update(model)
 
     def update(self, model: nn.Module) -> bool:
@@ -125,12 +128,13 @@ class ModuleIndex:
     def unwatched_in(self, index: int) -> list[str]:
         """Lists the qualified names of the modules within one that are not watched."""
         name = self.names[index] if index < len(self.names) else ""
-        inside = f"{name}." if name else ""
+        inside, apart = f"{name}." if name else "", self.apart()
         return [
             self.name_at(other)
             for other, each in enumerate(self.names)
             if other != index and each.startswith(inside) and each != name
-            if not self._selected[other] and self.has_forward(other)
+            if not self._selected[other] or other in apart
+            if self.has_forward(other)
         ]
 
     def has_forward(self, index: int) -> bool:
@@ -160,8 +164,8 @@ class ModuleIndex:
             return len(self.order), 0
         indices = {id(module): index for index, module in self.present()}
         known = [indices.get(id(module)) for module in modules_in(model)]
-        watched = [i for i in known if i is not None and self.is_selected(i)]
-        return len(known), len(watched)
+        watched = {i for i in known if i is not None and self.is_selected(i)}
+        return len(known), len(watched - self.apart())
 
     def module_at(self, index: int) -> nn.Module | None:
         """The module of an index, or None if it is gone."""
@@ -491,6 +495,7 @@ class ModelWatch(StepHooks):
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
+        on_missed: Called once steps pass that nobody judges; see `MissedSteps`.
         on_left: Called with the exception that has left an outermost forward; returns
             True if it is another guard's report of it.
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
@@ -526,6 +531,8 @@ class ModelWatch(StepHooks):
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
+        self.on_missed: Callable[[ModelWatch], None] = lambda watch: None
+        self._missed = MissedSteps()
         self.needs_buffers = False
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.is_of_request: Callable[[], bool] = lambda: False
@@ -536,6 +543,7 @@ class ModelWatch(StepHooks):
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options, MAX_IN_FLIGHT)
         self.frames = UnjudgedFrames(self.recorder, self._process_arrived)
+        self.modules.apart = self._attachment.apart
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedHooks, (), {"handles": self._attachment.handles}
@@ -648,6 +656,8 @@ class ModelWatch(StepHooks):
         self._announce_forward()
         if self.is_evaluation:
             self.recorder.forget_parameters()  # it is a judgement of its own
+        elif self._missed.begin_forward():
+            self.on_missed(self)
         # The model may have been sharded since its hooks were put on. Its parameters
         # are scanned once for each optimizer's step then, and not when gathered.
         if self._has_looked_for_shards or not self.wanted.weights:
@@ -674,6 +684,8 @@ class ModelWatch(StepHooks):
         super()._begin_submodule_call(index)
         if self.is_evaluation:
             self.recorder.forget_parameters()
+        elif self._missed.begin_forward():
+            self.on_missed(self)
         self.has_submodule_calls = True
         module = self.module_at(index)
         is_new = self.on_forward is not None and module not in self._entries
@@ -709,7 +721,10 @@ class ModelWatch(StepHooks):
         self.has_loss_of_step |= has_loss
 
     def _send(self) -> None:
-        self.frames.note_forward(not self.is_evaluation)
+        is_evaluation = self.is_evaluation
+        self.frames.note_forward(not is_evaluation)
+        if not is_evaluation:
+            self._missed.end_forward(self.model)
 
     def _end_step(self, is_recomputed: bool = False) -> None:
         super()._end_step(is_recomputed)
@@ -738,6 +753,7 @@ class ModelWatch(StepHooks):
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.has_loss_of_step = False
+        self._missed.restart()
         self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
 
     def name_at(self, index: int) -> str:

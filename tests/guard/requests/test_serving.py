@@ -61,7 +61,8 @@ def test_generation_is_explained(watch, cache):
     assert report.requests == IDS and report.forward == 0
     best = found.remedies[0]
     assert best.until == ("model.norm",) and best.distance < 0.01
-    assert any("past_key_values" in name for name in report.poisoned)
+    # The argument is `cache` from transformers 5.24 on.
+    assert any(".layers[" in name for name in report.poisoned)
     if sys.version_info >= (3, 11) and isinstance(raised.value, RuntimeError):
         assert "range overflow" in raised.value.__notes__[0]
 

@@ -1,0 +1,75 @@
+"""Notices steps that nobody judges: weights change from forward to forward.
+
+The guard judges the steps of the optimizers that it was given. Where another one steps,
+its hooks see forwards alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from ... import _C
+from ...scanner.modules import is_sharded, parameters_of
+
+# A first one may be a checkpoint that is loaded, or an initialization by batches.
+ENOUGH = 3
+_MOST = 16  # parameters that are looked at; an optimizer steps most of them
+
+_State = tuple[list[int], list[bytes | None]]
+
+
+class MissedSteps:
+    """Counts changes of a model's weights between forwards that nobody has judged.
+
+    Forwards of one step, as in gradient accumulation, find the weights as they were.
+    Looks from the second forward since the last judgement on: most steps have one.
+    """
+
+    def __init__(self) -> None:
+        self._weights: list[weakref.ref[nn.Parameter]] | None = None
+        self._left: _State | None = None  # by the last forward
+        self._has_forward = self._is_over = False
+        self._num = 0
+
+    def begin_forward(self) -> bool:
+        """Called when an outermost forward with autograd begins.
+
+        Returns:
+            True once: when `ENOUGH` changes were seen in a row.
+        """
+        left, self._left = self._left, None
+        if left is None or left == self._state():
+            return False
+        self._num += 1
+        self._is_over = self._num == ENOUGH
+        return self._is_over
+
+    def end_forward(self, model: nn.Module | None) -> None:
+        """Called when it has ended; what it wrote itself is no step."""
+        if self._has_forward and not self._is_over and model is not None:
+            if self._weights is None:
+                self._weights = _some_weights(model)
+            self._left = self._state()
+        self._has_forward = True
+
+    def restart(self) -> None:
+        """Called when a step was judged, or will be, lagged."""
+        self._has_forward, self._left, self._num = False, None, 0
+
+    def _state(self) -> _State:
+        refs = self._weights or ()
+        held: list[torch.Tensor] = [p for ref in refs if (p := ref()) is not None]
+        # Fused optimizers write without a count of torch's.
+        return _C.versions_of(held), _C.samples_of(held, 1)
+
+
+def _some_weights(model: nn.Module) -> list[weakref.ref[nn.Parameter]]:
+    """Some of the weights that an optimizer may step; of shards none, which move."""
+    if is_sharded(model):
+        return []
+    found = [p for p in parameters_of(model) if p.requires_grad]
+    found = found[:: max(1, len(found) // _MOST)]
+    return [weakref.ref(each) for each in found if type(each) is nn.Parameter]
