@@ -1,5 +1,6 @@
 // The recorder as a Python class.
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../record/recorder.h"
@@ -139,6 +140,9 @@ void bind_recorder(py::module_& m) {
            py::arg("on_batch"), py::arg("on_frame"))
       .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
       .def("record", &Recorder::record, py::arg("kind"), py::arg("names"), py::arg("tensors"))
+      .def("scan_failed", py::overload_cast<const py::object&>(&Recorder::scan_failed),
+           py::arg("find"))
+      .def("raise_lost", torch::wrap_pybind_function([](Recorder& self) { self.raise_lost(); }))
       .def("set_gradients_wanted", &Recorder::set_gradients_wanted)
       .def("take_step_results", &Recorder::take_step_results)
       .def("forget_parameters", &Recorder::forget_parameters)

@@ -88,6 +88,7 @@ void bind_entry(py::module_& m) {
       .attribute("numel", &Entry::numel)
       .attribute("dtype", [](const Entry& self) { return name_of(self.dtype); })
       .attribute("is_bad", &Entry::is_bad)
+      .attribute("is_unseen", &Entry::is_unseen)
       .attribute("nonfinite_kinds", [](const Entry& self) { return self.stat.nonfinite_kinds(); })
       .attribute("only_if_bad", [](const Entry& self) { return self.listing.only_if_bad; })
       .attribute("version", [](const Entry& self) { return self.listing.version; })

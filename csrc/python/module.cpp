@@ -7,6 +7,7 @@
 #include "../scan/callbacks.h"
 #include "../scan/cpu/kernels.h"
 #include "../scan/device_registry.h"
+#include "../scan/kernel_check.h"
 #include "../scan/scan.h"
 #include "../scan/tensor_view.h"
 #include "../scan/torch_scan.h"
@@ -107,9 +108,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("scan_tensors", &scan_tensors, py::arg("tensors"), py::arg("backend") = ScanBackend::kAuto);
   m.def("has_kernels",
         [](const std::string& type) { return has_kernels(c10::Device(type).type()); });
+  // Incurs a sync for a device that was not used before.
+  m.def("check_kernels", [](const std::string& device) { checked_device(c10::Device(device)); });
+  m.def("unused_kernels", &unused_kernels);
   // For a device whose kernels are in another library: the address of an OpenDevice.
   m.def("register_device_type", [](const std::string& type, uintptr_t open) {
-    register_device_type(c10::Device(type).type(), reinterpret_cast<OpenDevice>(open));
+    const c10::DeviceType known = c10::Device(type).type();
+    forget_failed_checks(known);
+    register_device_type(known, reinterpret_cast<OpenDevice>(open));
   });
   // The same for a device whose tensors only torch can address; None unregisters the function.
   m.def("register_scan", [](const std::string& type, py::object function) {

@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "../scan/cpu/scan_cpu.h"
-#include "../scan/device_registry.h"
+#include "../scan/kernel_check.h"
 #include "../scan/scan.h"
 #include "../scan/tensor_view.h"
 #include "../scan/torch_scan.h"
@@ -83,7 +83,7 @@ void scan_op_composite(const at::Tensor& slots, int64_t first, at::TensorList te
 
 // With the kernels of the device, where there are some; does not synchronise.
 void scan_op_device(const at::Tensor& slots, int64_t first, at::TensorList tensors) {
-  Device* device = find_device(slots.device());
+  Device* device = checked_device(slots.device());
   if (device == nullptr) return scan_op_torch(slots, first, tensors, TorchScan::kAuto);
   check_arguments(slots, first, tensors);
   std::vector<View> views;

@@ -12,8 +12,10 @@ namespace overflow_fast {
 namespace {
 
 bool is_deferred(const Entry& entry) {
-  return entry.kind == EntryKind::kTensor && entry.slot.is_on_device();
+  return entry.kind == EntryKind::kTensor && entry.slot.is_awaited();
 }
+
+bool is_on_device(const Entry& entry) { return is_deferred(entry) && entry.slot.is_on_device(); }
 
 }  // namespace
 
@@ -63,7 +65,7 @@ void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
     if (is_deferred(entry) && frame.sends != num_sends_) {
       coverage_.give_up(entry, py::str("another thread ended the step meanwhile"));
     } else if (entry.kind == EntryKind::kTensor && entry.slot.kind == SlotRef::Kind::kUnscanned) {
-      assign_slot(entry, frame.unscanned[entry.slot.index]);
+      assign_slot(frame, entry, frame.unscanned[entry.slot.index]);
     }
     if (is_deferred(entry) && entry.slot.is_captured()) frame.capture = step_;
   }
@@ -83,9 +85,9 @@ SlotRef Deferred::slot_of(const Unscanned& tensor) {
 }
 
 // Gives an entry its tensor's slot, or the reason why the tensor was not scanned.
-void Deferred::assign_slot(Entry& entry, const Unscanned& tensor) {
+void Deferred::assign_slot(Frame& frame, Entry& entry, const Unscanned& tensor) {
   if (tensor.error) {
-    coverage_.give_up(entry, tensor.error);
+    coverage_.fail(frame, entry, tensor.error);
   } else {
     entry.slot = slot_of(tensor);
   }
@@ -111,6 +113,7 @@ void Deferred::send() {
     num_syncs_ += batch.transfers.back().num_waits();
   }
   batch.frames.swap(waiting_);
+  batch.pinned.swap(pinned_);
   in_flight_.push_back(std::move(batch));
 }
 
@@ -121,7 +124,7 @@ std::vector<int64_t> Deferred::flag_bits_of(size_t device) const {
   for (const Frame& frame : waiting_) {
     const bool is_gradient = frame.is_of_gradients();
     for (const Entry& entry : frame.entries) {
-      if (!is_deferred(entry) || entry.slot.is_captured() || entry.slot.device != device) {
+      if (!is_on_device(entry) || entry.slot.is_captured() || entry.slot.device != device) {
         continue;
       }
       constexpr uint64_t kAll = Slot::kPositiveInf | Slot::kNegativeInf | Slot::kNan;
@@ -176,8 +179,12 @@ std::vector<Frame> Deferred::receive(size_t max_in_flight) {
       for (Transfer& transfer : batch.transfers) transfer.wait();
     }
     if (batch.frames.front().capture != 0) drop_idle_graphs(batch);
+    for (const Transfer& transfer : batch.transfers) {
+      if (transfer.lost) lost_ = transfer.lost;
+    }
+    scan_pinned(batch);
     for (Frame& frame : batch.frames) {
-      decode(frame, batch.transfers);
+      decode(frame, batch);
       frames.push_back(std::move(frame));
     }
     for (size_t i = 0; i < batch.transfers.size(); ++i) {
@@ -187,22 +194,61 @@ std::vector<Frame> Deferred::receive(size_t max_in_flight) {
   return frames;
 }
 
-void Deferred::decode(Frame& frame, const std::vector<Transfer>& transfers) {
+void Deferred::raise_lost() {
+  if (lost_) std::rethrow_exception(std::exchange(lost_, nullptr));
+}
+
+SlotRef Deferred::add_pinned(const at::Tensor& tensor) {
+  pinned_.emplace_back(tensor);
+  return {SlotRef::Kind::kPinned, 0, static_cast<uint32_t>(pinned_.size() - 1)};
+}
+
+// What the step's slots came behind has arrived as well. Only a copy on a stream that wrote none
+// may be later still, which costs another wait where it shows.
+void Deferred::scan_pinned(InFlightBatch& batch) {
+  if (batch.pinned.empty()) return;
+  for (Pinned& each : batch.pinned) {
+    each.scan(coverage_);
+    for (const Transfer& transfer : batch.transfers) {
+      if (transfer.error) each.error = transfer.error;
+    }
+  }
+  const auto is_bad = [](const Pinned& each) { return !each.error && !each.stat.is_finite(); };
+  if (std::ranges::none_of(batch.pinned, is_bad)) return;
+  py::object lost;
+  try {
+    for (DeviceSlots& device : devices_) device.wait_for_all();
+  } catch (...) {
+    lost = current_exception_text();
+  }
+  for (Pinned& each : batch.pinned) {
+    if (is_bad(each)) lost ? void(each.error = lost) : each.scan_again();
+  }
+}
+
+void Deferred::decode(Frame& frame, const InFlightBatch& batch) {
   for (Entry& entry : frame.entries) {
     if (!is_deferred(entry)) continue;
-    const Transfer& transfer = transfers[entry.slot.device];
+    if (!entry.slot.is_on_device()) {
+      const Pinned& pinned = batch.pinned[entry.slot.index];
+      entry.stat = pinned.stat;
+      if (pinned.error) coverage_.fail(frame, entry, pinned.error);
+      frame.is_bad |= entry.is_bad();
+      continue;
+    }
+    const Transfer& transfer = batch.transfers[entry.slot.device];
     if (transfer.error) {
-      coverage_.give_up(entry, transfer.error);
+      coverage_.fail(frame, entry, transfer.error);
       continue;
     }
     if (const auto failure = transfer.failures.find(entry.slot.index);
         failure != transfer.failures.end()) {
-      coverage_.give_up(entry, failure->second);
+      coverage_.fail(frame, entry, failure->second);
       continue;
     }
     entry.stat = transfer.slot(entry.slot.index);
     if (entry.stat.is_empty() && entry.numel != 0) {
-      coverage_.give_up(entry, py::str("its scan did not run"));
+      coverage_.fail(frame, entry, py::str("its scan did not run"));
     }
     frame.is_bad |= entry.is_bad();
   }
@@ -213,7 +259,7 @@ void Deferred::drop_idle_graphs(InFlightBatch& batch) const {
   std::set<int64_t> replayed;
   for (const Frame& frame : batch.frames) {
     for (const Entry& entry : frame.entries) {
-      if (!is_deferred(entry)) continue;
+      if (!is_on_device(entry)) continue;
       const Transfer& transfer = batch.transfers[entry.slot.device];
       if (transfer.error || !transfer.slot(entry.slot.index).is_empty()) {
         replayed.insert(frame.capture);

@@ -12,6 +12,7 @@
 #include "device_slots.h"
 #include "frame.h"
 #include "memo.h"
+#include "pinned.h"
 
 namespace overflow_fast {
 
@@ -24,6 +25,10 @@ class Deferred {
   // True if a graph capture has begun or ended since the scan that filled `slot`: its stat is then
   // not valid for the current frame.
   bool is_outdated(SlotRef slot, size_t mark);
+  // True if a device may write to the host's memory.
+  bool has_devices() const { return !devices_.empty(); }
+  // Puts off the scan of pinned memory until the step's slots have arrived.
+  SlotRef add_pinned(const at::Tensor& tensor);
   void begin(Frame& frame) { frame.sends = num_sends_; }
   // Launches the scans of frame.unscanned, usually one launch per device, and assigns the slots to
   // the entries. An entry whose tensor cannot be scanned gets the reason.
@@ -54,18 +59,23 @@ class Deferred {
   // The number of times that the host has waited for a device.
   int64_t num_syncs() const { return num_syncs_; }
   int64_t num_sends() const { return num_sends_; }
+  // Throws, once, what a device has said to receive(): the program would have met it when it next
+  // waited.
+  void raise_lost();
 
  private:
   struct InFlightBatch {
     std::vector<Frame> frames;
     std::vector<Transfer> transfers;  // one for each device
+    std::vector<Pinned> pinned;
     bool has_arrived();
   };
 
   size_t number_of(at::Device device);
   SlotRef slot_of(const Unscanned& tensor);
-  void assign_slot(Entry& entry, const Unscanned& tensor);
-  void decode(Frame& frame, const std::vector<Transfer>& transfers);
+  void assign_slot(Frame& frame, Entry& entry, const Unscanned& tensor);
+  void scan_pinned(InFlightBatch& batch);
+  void decode(Frame& frame, const InFlightBatch& batch);
   void drop_idle_graphs(InFlightBatch& batch) const;
   std::vector<int64_t> flag_bits_of(size_t device) const;
 
@@ -73,10 +83,12 @@ class Deferred {
   std::deque<InFlightBatch> in_flight_;  // outlives devices_, which wait for what reads its tensors
   std::deque<DeviceSlots> devices_;
   std::vector<Frame> waiting_;
+  std::vector<Pinned> pinned_;  // that they list
   std::vector<Frame> captured_;
   int64_t step_ = 1;
   int64_t num_sends_ = 0;
   int64_t num_syncs_ = 0;
+  std::exception_ptr lost_;
   bool wants_flags_ = false;
 };
 

@@ -8,8 +8,10 @@
 #include <stdexcept>
 
 #include "../scan/device_registry.h"
+#include "../scan/kernel_check.h"
 #include "../scan/torch_scan.h"
 #include "../scan/torch_streams.h"
+#include "../torch_internals/autograd_graph.h"
 #include "../torch_internals/errors.h"
 #include "../torch_internals/no_dispatch_guard.h"
 
@@ -31,9 +33,9 @@ constexpr size_t kFewTensors = 8;
 
 DeviceSlots::DeviceSlots(at::Device device)
     : device_(device),
-      api_(find_device(device)),
-      torch_streams_(api_ == nullptr ? torch_streams(device) : nullptr),
-      streams_(api_ == nullptr ? torch_streams_.get() : api_),
+      api_(checked_device(device)),
+      torch_streams_(find_device(device) == nullptr ? torch_streams(device) : nullptr),
+      streams_(torch_streams_ == nullptr ? find_device(device) : torch_streams_.get()),
       step_end_(device, api_, streams_ != nullptr),
       held_(read_variants().held_frames) {}
 
@@ -72,14 +74,14 @@ int64_t DeviceSlots::current_stream() {
 }
 
 void DeviceSlots::notice_capture(size_t mark) {
-  if (mark == mark_ || api_ == nullptr) return;
+  if (mark == mark_ || streams_ == nullptr) return;
   mark_ = mark;
-  is_capturing_ = api_->is_capturing();
+  is_capturing_ = streams_->is_capturing();
 }
 
 bool DeviceSlots::is_capturing_now() {
   try {
-    return api_ != nullptr && api_->is_capturing();
+    return streams_ != nullptr && streams_->is_capturing();
   } catch (...) {
     return false;  // the device is lost: its next call reports that
   }
@@ -97,6 +99,9 @@ void DeviceSlots::scan(std::vector<Unscanned>& tensors, bool may_wait) {
 }
 
 void DeviceSlots::queue(std::vector<Unscanned>& tensors, bool may_wait) {
+  if (is_capturing_ && api_ == nullptr) {
+    throw std::runtime_error("no kernel to scan it with, while a graph is captured");
+  }
   Pool& pool = is_capturing_ ? captured_ : step_;
   const int64_t first = pool.used;
   views_.clear();
@@ -110,11 +115,21 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors, bool may_wait) {
   // Before the pool grows as well: the reset of a new chunk is then later than that of the others.
   if (!is_capturing_) join_current_stream();
   while (first + count > pool.capacity()) grow(pool);
-  if (!is_capturing_) join_current_stream();
+  if (!is_capturing_) {
+    join_current_stream();
+    join_makers(tensors);
+  }
   pool.used += count;  // also if a launch fails: some of the slots may have been written
   if (api_ == nullptr) return scan_by_torch(tensors);
   if (held_.is_wanted() && !is_capturing_) return hold(tensors, first, may_wait);
-  launch(pool, views_, first, is_capturing_ ? api_->current_stream() : last_stream_);
+  if (is_capturing_) return launch(pool, views_, first, api_->current_stream());
+  try {
+    return launch(pool, views_, first, last_stream_);
+  } catch (...) {
+    note_failed_launch(device_);
+  }
+  api_ = nullptr;
+  scan_by_torch(tensors);  // over what the launch has written
 }
 
 void DeviceSlots::launch(Pool& pool, const std::vector<View>& views, int64_t first,
@@ -255,6 +270,32 @@ void DeviceSlots::join_current_stream() {
   if (use->waited_for == last_reset_) return;
   if (last_reset_ && stream != reset_stream_) last_reset_->block(stream);
   use->waited_for = last_reset_;
+}
+
+// A call may return what another stream still writes, for its caller to wait for. A view is no work
+// on a stream: what writes it is what writes its base.
+void DeviceSlots::join_makers(const std::vector<Unscanned>& tensors) {
+  if (streams_ == nullptr || device_.is_cpu()) return;
+  const auto join = [&](const at::TensorBase& tensor) {
+    const std::optional<c10::Stream> maker = overflow_fast::stream_of(tensor);
+    if (!maker || maker->device() != device_ || maker->id() == last_stream_) return;
+    const std::shared_ptr<DeviceEvent> event = take_event();
+    event->record(maker->id());
+    event->block(last_stream_);
+  };
+  for (const Unscanned& each : tensors) {
+    if (!each.is_output || each.tensor.device() != device_) continue;
+    try {
+      join(each.tensor);
+      if (each.tensor.is_view()) join(each.tensor._base());
+    } catch (...) {
+      current_exception_text();  // the stream has ended, and with it its work
+    }
+  }
+}
+
+void DeviceSlots::wait_for_all() {
+  if (streams_ != nullptr) synchronize();
 }
 
 Transfer DeviceSlots::send(const std::vector<int64_t>& flag_bits) {

@@ -28,8 +28,9 @@ namespace overflow_fast {
 struct Unscanned {
   at::Tensor tensor;
   View view;
-  SlotRef slot;      // set once its scan is queued
-  py::object error;  // or set: why its scan could not be queued
+  SlotRef slot;            // set once its scan is queued
+  py::object error;        // or set: why its scan could not be queued
+  bool is_output = false;  // of a call, whose caller may have yet to wait for the stream of it
 };
 
 class DeviceSlots {
@@ -58,6 +59,8 @@ class DeviceSlots {
   Transfer send_captured();
   void recycle(Transfer&& transfer) { step_end_.recycle(std::move(transfer)); }
 
+  // Makes the host wait for all that was queued on the device.
+  void wait_for_all();
   at::Device device() const { return device_; }
   bool has_kernels() const { return api_ != nullptr; }
 
@@ -85,6 +88,7 @@ class DeviceSlots {
   void scan_held();
   void grow(Pool& pool);
   void join_current_stream();
+  void join_makers(const std::vector<Unscanned>& tensors);
   void note_written(int64_t stream);
   void synchronize();
   void mark_reset();

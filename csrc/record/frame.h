@@ -86,9 +86,12 @@ struct Entry {
   // The order of the earlier frame that scanned the tensor, if its stat is of then; else 0.
   int64_t seen_in = 0;
   bool is_rewritten = false;  // it was finite in that frame, and torch has counted no write since
+  bool has_failed = false;    // kNotScanned: its scan did, which may succeed in another way
+  bool is_unseen = false;     // no way to scan it was left, though its values matter
 
   bool is_bad() const {
-    return kind == EntryKind::kTensor && (stat.nonfinite_kinds() & ~listing.allowed) != 0;
+    return is_unseen ||
+           (kind == EntryKind::kTensor && (stat.nonfinite_kinds() & ~listing.allowed) != 0);
   }
 };
 
@@ -103,6 +106,7 @@ struct Frame {
   int64_t order;              // counts the frames of all recorders
   bool is_bad = false;        // of the entries whose stat is known so far
   bool waits = false;         // some stat is still on its device
+  bool has_failed = false;    // the scan of some tensor did
   bool has_opaque = false;    // some value may hold tensors and was not opened
   int64_t capture = 0;        // the step in which a graph capture ran the module; 0: it ran eagerly
   int64_t sends = 0;          // the number of sends before it began
@@ -150,6 +154,19 @@ class Coverage {
     count(why);
     entry.kind = EntryKind::kNotScanned;
     entry.why = std::move(why);
+  }
+  // The same for a scan that has failed, of a tensor that could have been scanned.
+  void fail(Frame& frame, Entry& entry, py::object why) {
+    give_up(entry, std::move(why));
+    frame.has_failed = entry.has_failed = true;
+  }
+  // Takes back that an entry was not scanned: it is now.
+  void found(Entry& entry) {
+    --not_scanned;
+    entry.has_failed = false;
+    entry.kind = EntryKind::kTensor;
+    const py::object count = reasons_.attr("pop")(entry.why, 1) - py::int_(1);
+    if (count.cast<int64_t>() > 0) reasons_[entry.why] = count;
   }
   void count(const py::object& why) {
     ++not_scanned;

@@ -127,6 +127,9 @@ void Recorder::add_wrapper(Frame& frame, Listing listing, const at::Tensor& tens
 
 void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                            const View& view) {
+  if (is_here(tensor) && may_arrive(frame, listing.role, tensor)) {
+    return add_pinned(frame, listing, tensor, view);
+  }
   if (listing.role != Role::kInput && !deferred_.is_capturing()) {
     const Place place{frame.kind, frame.module, listing.label};
     if (headroom_.wants_count(place) || counts_underflow) {
@@ -144,12 +147,23 @@ void Recorder::add_scanned(Frame& frame, Listing listing, const at::Tensor& tens
   add_stat(frame, listing, tensor, known);
 }
 
+void Recorder::add_pinned(Frame& frame, Listing listing, const at::Tensor& tensor,
+                          const View& view) {
+  if (deferred_.is_capturing()) {
+    return add_not_scanned(frame, listing, py::str("pinned memory, while a graph is captured"));
+  }
+  const Memo::Known known{deferred_.add_pinned(tensor), view.dtype, frame.order};
+  if (uses_memo(frame)) memo_.insert(tensor, Memo::Key::of(tensor), known, frame_mark_);
+  add_stat(frame, listing, tensor, known);
+}
+
 // Scans a tensor once, also if the frame lists it several times.
 void Recorder::add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor,
                              const View& view) {
   size_t at = 0;
   while (at < frame.unscanned.size() && !frame.unscanned[at].tensor.is_same(tensor)) ++at;
   if (at == frame.unscanned.size()) frame.unscanned.push_back({tensor, view});
+  frame.unscanned[at].is_output |= listing.role == Role::kOutput;
   frame.entries.push_back({{},
                            {SlotRef::Kind::kUnscanned, 0, static_cast<uint32_t>(at)},
                            {},
@@ -163,6 +177,7 @@ void Recorder::add_unscanned(Frame& frame, Listing listing, const at::Tensor& te
 void Recorder::add_stat(Frame& frame, Listing listing, const at::Tensor& tensor,
                         Memo::Known known) {
   const bool is_here = known.slot.is_on_host();
+  const bool is_before = known.frame != frame.order && known.slot.kind != SlotRef::Kind::kPinned;
   frame.entries.push_back({is_here ? host_slots_[known.slot.index] : Slot{},
                            known.slot,
                            {},
@@ -170,7 +185,7 @@ void Recorder::add_stat(Frame& frame, Listing listing, const at::Tensor& tensor,
                            listing,
                            EntryKind::kTensor,
                            known.dtype,
-                           known.frame == frame.order ? 0 : known.frame});
+                           is_before ? known.frame : 0});
   frame.is_bad |= frame.entries.back().is_bad();
   frame.waits |= !is_here;
 }

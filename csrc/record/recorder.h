@@ -133,6 +133,11 @@ class Recorder {
   // parameters_once, leaves out the weights that a call has listed.
   void record(FrameKind kind, const std::vector<py::str>& names,
               const std::vector<at::Tensor>& tensors);
+  // Scans in another way what frames of no call list, and a scan has failed for. find(kind, name)
+  // returns the tensor, or None, which leaves it not scanned. What cannot be scanned is bad.
+  void scan_failed(const py::object& find);
+  // See Deferred.
+  void raise_lost() { deferred_.raise_lost(); }
   // Records the gradient of an output. Throws nothing but interrupts.
   void record_gradient(uint32_t module, LabelId label, const at::Tensor& gradient);
   // Counts a frame that could not be recorded; the watched program goes on.
@@ -235,11 +240,21 @@ class Recorder {
 
   // True if a tensor's stat is known as soon as it is scanned.
   bool is_here(const at::Tensor& tensor) const { return tensor.is_cpu() && !options_.defer; }
+  // True if a copy to the host may be under way that the program waits for later. Weights and what
+  // belongs to them are judged when it has waited for them.
+  bool may_arrive(const Frame& frame, Role role, const at::Tensor& tensor) const {
+    if (!frame.waits && !deferred_.has_devices()) return false;
+    const bool is_settled = role == Role::kWeight || role == Role::kBuffer ||
+                            role == Role::kGradient || role == Role::kOptimizerState;
+    return !is_settled && is_pinned(tensor);
+  }
   SlotRef scan_to_slot(const at::Tensor& tensor, const View& view);
+  void add_pinned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_unscanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_scanned(Frame& frame, Listing listing, const at::Tensor& tensor, const View& view);
   void add_stat(Frame& frame, Listing listing, const at::Tensor& tensor, Memo::Known known);
   void scan_remembered(Frame& frame);
+  void scan_failed(Entry& entry, const at::Tensor& tensor);
   void add_wrapper(Frame& frame, Listing listing, const at::Tensor& tensor);
   void add_known(Frame& frame, Listing listing, const Entry* known);
   // Compiled code writes to its tensors without changing their version counters.
@@ -263,6 +278,7 @@ class Recorder {
   std::unordered_map<TensorId, WeakTensor> seen_;
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   StepResults results_;
+  std::vector<Frame> failed_;  // of no call, in this step
   std::vector<Call> calls_;
   size_t num_calls_judged_ = 0;  // the first of `calls_`: left by the last forget_calls()
   Headroom headroom_;

@@ -1,8 +1,12 @@
 // The recorder's frames once they are complete: classified, collected, kept.
 #include <algorithm>
 
+#include "../scan/callbacks.h"
+#include "../scan/scan.h"
+#include "../scan/tensor_view.h"
 #include "../torch_internals/autograd_graph.h"
 #include "../torch_internals/errors.h"
+#include "../torch_internals/no_dispatch_guard.h"
 #include "../torch_internals/python_tensor.h"
 #include "recorder.h"
 
@@ -92,6 +96,7 @@ void Recorder::record(FrameKind kind, const std::vector<py::str>& names,
 void Recorder::add_result(Frame&& frame) {
   headroom_.add(frame);
   rows_.add(frame);
+  if (frame.has_failed && !frame.is_of_call()) failed_.push_back(frame);
   if (frame.is_bad) {
     if (results_.num_bad == 0) results_.before.assign(history_.begin(), history_.end());
     ++results_.num_bad;
@@ -99,6 +104,40 @@ void Recorder::add_result(Frame&& frame) {
   }
   if (!frame.is_of_call()) return;
   keep(std::move(frame));
+}
+
+void Recorder::scan_failed(const py::object& find) {
+  for (Frame& frame : std::exchange(failed_, {})) {
+    std::erase_if(frame.entries, [](const Entry& entry) { return !entry.has_failed; });
+    for (Entry& entry : frame.entries) {
+      const py::object found =
+          find(frame.kind, labels_.label(entry.listing.label, entry.listing.role).name);
+      if (is_tensor(found.ptr())) scan_failed(entry, tensor_of(found.ptr()));
+    }
+    frame.has_failed = false;
+    frame.is_bad = std::ranges::any_of(frame.entries, &Entry::is_bad);
+    apply_rules(frame);
+    frame.is_bad |= std::ranges::any_of(frame.entries, &Entry::is_unseen);
+    add_result(std::move(frame));
+  }
+}
+
+void Recorder::scan_failed(Entry& entry, const at::Tensor& tensor) {
+  try {
+    const py::object values = py::reinterpret_borrow<py::object>(
+        is_wrapper(tensor) ? callbacks().resolve(to_python(tensor)) : to_python(tensor));
+    if (!is_tensor(values.ptr())) throw std::runtime_error("it has no values any more");
+    const at::Tensor inner = tensor_of(values.ptr());
+    const NoDispatchGuard no_dispatch;
+    entry.stat = scan_anyhow(inner.detach());
+    entry.dtype = *to_dtype(inner.scalar_type());
+    coverage_.found(entry);
+    coverage_.scanned(inner);
+  } catch (...) {
+    current_exception_text();              // as before, or more of the same
+    const Role role = entry.listing.role;  // an update goes on from gradients, weights, the loss
+    entry.is_unseen = role != Role::kBuffer && role != Role::kOptimizerState;
+  }
 }
 
 std::vector<Underflow::Counts> Recorder::take_underflow() {
@@ -146,6 +185,7 @@ void Recorder::keep(Frame&& frame) {
 void Recorder::end_step() {
   deferred_.begin_step();
   memo_.clear();
+  failed_.clear();
   traced_.end_step();
   host_slots_.clear();
 }

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "../scan/device_registry.h"
+#include "../scan/kernel_check.h"
 #include "../scan/scan.h"
 #include "../scan/torch_scan.h"
 #include "../torch_internals/no_dispatch_guard.h"
@@ -29,11 +29,18 @@ void scan_group(at::Device device, Group& group, bool by_composite) {
   const auto count = static_cast<int64_t>(group.members.size());
   at::Tensor slots = at::empty({count, 4}, at::TensorOptions().dtype(at::kLong).device(device));
   reset_slots(slots);
-  Device* api = by_composite ? nullptr : find_device(device);
-  if (api != nullptr) {
-    api->scan(group.views.data(), count, static_cast<Slot*>(slots.mutable_data_ptr()),
-              api->current_stream());
-  } else {
+  Device* api = by_composite ? nullptr : checked_device(device);
+  bool is_done = api != nullptr;
+  try {
+    if (is_done) {
+      api->scan(group.views.data(), count, static_cast<Slot*>(slots.mutable_data_ptr()),
+                api->current_stream());
+    }
+  } catch (...) {
+    note_failed_launch(device);
+    is_done = false;
+  }
+  if (!is_done) {
     const TorchScan how = by_composite ? TorchScan::kComposite : TorchScan::kAuto;
     const std::vector<std::string> why = try_scan_there(slots, 0, group.tensors, how);
     for (size_t i = 0; i < why.size(); ++i) group.members[i]->why = why[i];

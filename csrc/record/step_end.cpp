@@ -35,7 +35,8 @@ bool Transfer::has_arrived() {
   try {
     return !event_ || event_->has_passed();
   } catch (...) {
-    return true;  // wait() reports the error
+    note_lost();
+    return true;
   }
 }
 
@@ -44,9 +45,15 @@ void Transfer::wait() {
   try {
     event_->wait();
   } catch (...) {
-    const py::gil_scoped_acquire gil;
-    error = current_exception_text();
+    note_lost();
   }
+}
+
+void Transfer::note_lost() {
+  const py::gil_scoped_acquire gil;
+  error = current_exception_text();
+  lost = std::current_exception();
+  event_ = nullptr;
 }
 
 void Transfer::follow(std::shared_ptr<DeviceEvent> event) {

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <exception>
 #include <map>
 #include <memory>
 #include <span>
@@ -40,12 +41,16 @@ class Transfer {
   int64_t num_waits() const { return num_waits_; }
   // The reason why nothing arrived, or null.
   py::object error;
+  // Or the same as the device has said it to a host that waited: an error of earlier work, which
+  // some devices report once.
+  std::exception_ptr lost;
   // The reasons why scans of single slots did not run.
   std::map<int64_t, py::object> failures;
 
  private:
   friend class DeviceSlots;
   friend class StepEnder;
+  void note_lost();
   int64_t count_ = 0;
   std::vector<at::Tensor> host_;  // one for each chunk
   std::vector<const Slot*> slots_;

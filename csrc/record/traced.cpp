@@ -39,8 +39,8 @@ const Entry* Traced::find(int64_t number, int64_t num_sends) const {
   if (numbered == known_.end()) return nullptr;
   const auto known = numbered->second.find(number);
   if (known == numbered->second.end()) return nullptr;
-  const bool is_on_device = known->second.entry.slot.is_on_device();
-  if (is_on_device && known->second.sends != num_sends) return nullptr;
+  const bool is_awaited = known->second.entry.slot.is_awaited();
+  if (is_awaited && known->second.sends != num_sends) return nullptr;
   return &known->second.entry;
 }
 

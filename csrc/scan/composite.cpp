@@ -267,6 +267,23 @@ at::Tensor scan_alone(const Bits& one) {
   return words_of(found, 1, one.bits.options().dtype(at::kLong));
 }
 
+// Copies a piece to the host, or parts of it where the device has no memory for that, and combines
+// their stats into `slot`.
+void scan_on_host(const at::Tensor& piece, Slot& slot) {
+  constexpr int64_t kLeast = 256;  // elements: no device lacks memory for a page
+  at::Tensor host;
+  try {
+    host = piece.cpu();
+  } catch (const c10::OutOfMemoryError&) {
+    if (piece.numel() <= kLeast) throw;
+    return in_pieces(piece, std::max(kLeast, piece.numel() / 16),
+                     [&](const at::Tensor& part) { scan_on_host(part, slot); });
+  }
+  View view{};
+  view_of(host, view);
+  scan_cpu(view, slot);
+}
+
 at::Tensor no_words(const at::TensorOptions& options) {
   at::Tensor words = at::zeros({1, kNumWords}, options.dtype(at::kLong));
   words.select(1, 0).fill_(~kTop);
@@ -343,6 +360,19 @@ at::Tensor stats_of(const std::vector<ToReduce>& all) {
           .add_(count_of(Found::kNegative).ne(0), static_cast<int64_t>(Slot::kNegativeInf));
   const at::Tensor ends = table.narrow(1, 0, 2).bitwise_xor(kTop);
   return at::cat({ends, table.narrow(1, 2, 1), infs.unsqueeze(1)}, 1);
+}
+
+Slot scan_anyhow(const at::Tensor& tensor) {
+  try {
+    const at::Tensor host = stats_composite({tensor}).cpu();
+    return *static_cast<const Slot*>(host.const_data_ptr());
+  } catch (const std::exception&) {  // in smaller pieces, below
+  }
+  Slot slot;
+  constexpr int64_t kPieceBytes = int64_t{16} << 20;  // of host memory, at most
+  in_pieces(memory_of(tensor), kPieceBytes / static_cast<int64_t>(tensor.itemsize()),
+            [&](const at::Tensor& piece) { scan_on_host(piece, slot); });
+  return slot;
 }
 
 at::Tensor stats_composite(at::TensorList tensors) {

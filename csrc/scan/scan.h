@@ -43,6 +43,11 @@ bool is_joined(const at::Tensor& tensor);
 at::Tensor stats_of(const std::vector<ToReduce>& all);
 at::Tensor stats_composite(at::TensorList tensors);
 
+// The stat of a readable tensor whose scan has failed: by torch operations, else by the CPU, in
+// pieces that leave the device as much memory as it has. Throws where that fails, too. Incurs
+// syncs.
+Slot scan_anyhow(const at::Tensor& tensor);
+
 struct ToScan {
   at::Tensor tensor;
   View view;

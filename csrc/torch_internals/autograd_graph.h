@@ -38,6 +38,14 @@ inline std::optional<NodeId> node_of(const at::TensorBase& tensor) {
   return NodeId{node->thread_id(), node->sequence_nr()};
 }
 
+// The stream on which the operation ran that computed a tensor, if a node is there.
+inline std::optional<c10::Stream> stream_of(const at::TensorBase& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  const auto* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  if (node == nullptr || meta->output_nr_ >= node->num_inputs()) return std::nullopt;
+  return node->input_metadata(meta->output_nr_).stream();
+}
+
 // Reads the gradient of one output of a node, and passes it on unchanged.
 class NodeHook : public torch::autograd::FunctionPreHook {
  public:

@@ -120,7 +120,8 @@ class ErrorIsolation:
 
     Attributes:
         num_failures: The number of the guard's own errors so far.
-        users_error: The last error that the user's policy raised, or None.
+        programs_error: The last error that the user's policy raised, or that a device
+            has kept for whoever waits for it; or None.
         on_idle: Called once when the guard's code at hand has ended, and where that was
             called for a step, the step; None for nothing.
         is_in_step: Returns True while an optimizer's step runs.
@@ -129,7 +130,7 @@ class ErrorIsolation:
     def __init__(self, timer: OverheadTimer, agreement: Agreement) -> None:
         self._timer = timer
         self._agreement = agreement
-        self.users_error: Exception | None = None
+        self.programs_error: Exception | None = None
         self.on_idle: Callable[[], None] | None = None
         self.is_in_step: Callable[[], bool] = lambda: False
         self._failed: set[str] = set()  # whose failure was logged
@@ -177,8 +178,8 @@ class ErrorIsolation:
         return call
 
     def is_foreign(self, error: Exception) -> bool:
-        """Returns True for an error of the user's callable or of a process group."""
-        return error is self.users_error or error is self._agreement.error
+        """Returns True for an error of the user's callable, a device or a group."""
+        return error is self.programs_error or error is self._agreement.error
 
     def suppresses(self, error: BaseException | None, monitor: str = "") -> bool:
         """Notes an error that is the guard's own; returns False for any other."""

@@ -211,7 +211,7 @@ class LoopInputs:
         watch.has_seen_loss |= "loss" in tensors
         watch.has_loss_of_step |= "loss" in tensors
         if self._config.is_tripwire and NORM in tensors:
-            self._tensors.note_norm(living(self._hooks))
+            self._tensors.note_norm(living(self._hooks), tensors[NORM])
         names = [self._kept_name(name) for name in tensors]
         watch.record(_C.FrameKind.RECORDED, (names, list(tensors.values())))
 

@@ -52,7 +52,14 @@ from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart
 from .verdict.first_bad import attribute
 from .verdict.rules import Rules
-from .verdict.verdict import BadFrame, Verdict, is_of_flag, take_bad, take_evaluated
+from .verdict.verdict import (
+    BadFrame,
+    Verdict,
+    is_of_flag,
+    is_unseen,
+    take_bad,
+    take_evaluated,
+)
 from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
@@ -437,14 +444,20 @@ class Pipeline:
         except NonFiniteError:
             raise
         except Exception as error:
-            if self._num_agreed > num_agreed or self._isolation.is_foreign(error):
+            is_agreed = self._num_agreed > num_agreed or not self.agreement.is_needed
+            is_of_program = self._isolation.is_foreign(error)
+            if self._num_agreed > num_agreed or (is_of_program and is_agreed):
                 raise
-            self._isolation.note(error)
-            if not self.agreement.is_needed:
+            if not is_of_program:
+                self._isolation.note(error)
+            if is_agreed:
                 return False
             # The other ranks wait: it decides with them, without a finding of its own.
             step = Step(self._clock.step, hook, can_restore=True)
-            return self._is_skip(self._decide(step))
+            is_skipped = self._is_skip(self._decide(step))
+            if is_of_program:
+                raise
+            return is_skipped
 
     def _collect(self, hook: OptimizerHook, scaler: LossScaler | None) -> bool:
         # Without a batch the gradients are those of an earlier step.
@@ -475,7 +488,7 @@ class Pipeline:
             if is_lagged and self._may_overflow(hook):
                 self._doubted_late.add(hook)
             elif not is_lagged:
-                step.notes += self._scan_sums()
+                step.notes += self._scan_rest()
                 step.last_frame = _C.Recorder.num_frames()
             # Ranks decide together, once for each step.
             waits = is_lagged and self.agreement.is_needed
@@ -530,7 +543,7 @@ class Pipeline:
         self._send_stats()
         try:
             self.judge_late()
-            self._scan_sums()
+            self._scan_rest()
             step = self._new_step(hook)
             step.skipped_by = SCALER
             step.frames = take_bad(self._watches, step.last_frame)
@@ -562,7 +575,7 @@ class Pipeline:
         self._send_stats()
         try:
             self.judge_late()
-            notes = self._scan_sums()
+            notes = self._scan_rest()
             step = self._new_step(moment="check")
             step.notes += notes
             step.frames = take_bad(self._watches, step.last_frame)
@@ -582,8 +595,28 @@ class Pipeline:
         if is_blind and self._config.is_tripwire and level is not ScanLevel.OFF:
             self._warn_blind()
 
-    def _scan_sums(self) -> list[str]:
-        """Scans the sums of sparse gradients; returns a sentence for each."""
+    def _scan_rest(self) -> list[str]:
+        """Scans what depends on the stats that have arrived.
+
+        That is in another way what could not be scanned, and the sums of sparse
+        gradients.
+
+        Returns:
+            A sentence for each of these.
+
+        Raises:
+            Exception: A device's own error, which this wait has met for the program.
+        """
+        lost: list[Exception] = []
+        for watch in self._watches:
+            try:
+                watch.recorder.raise_lost()
+            except Exception as error:
+                lost.append(error)
+            watch.recorder.scan_failed(self.tensors.find)
+        if lost:
+            self._isolation.programs_error = lost[0]
+            raise lost[0]
         names = self.tensors.scan_sums()
         if names:
             self._send_stats()
@@ -711,11 +744,12 @@ class Pipeline:
         wishes = self._wishes(step)
         if not step.frames:
             return _Outcome(None, True, wishes)
-        if self._explaining.looks_again and not is_of_flag(self._detect(step)):
+        verdict = self._detect(step)
+        if self._explaining.looks_again and _can_be_found(verdict):
             with self._left_out():
                 step = self._explaining.look_again(step)
         report = self._make_report(step, self._detect(step))
-        if not self._explaining.is_off:
+        if not (self._explaining.is_off or is_unseen(report.verdict)):
             ends, verdict = report.action == "raise", report.verdict
             with self._left_out():
                 report.explanation = self._explaining.explain(step, verdict, ends)
@@ -732,14 +766,14 @@ class Pipeline:
         agreed = self._agree(step, begin)
         is_broken = False
         first = agreed.report.verdict if agreed.report is not None else None
-        looks = first is not None and not is_of_flag(first)
+        looks = first is not None and _can_be_found(first)
         if self._explaining.looks_again and looks:
             step, agreed, is_broken = self._look_together(step, agreed)
         report, is_own, wishes = agreed.report, agreed.is_own, agreed.wishes
         self._doubts = wishes.doubts
         if report is None:
             return _Outcome(None, is_own, wishes)
-        if not is_broken:
+        if not (is_broken or is_unseen(report.verdict)):
             with self._left_out():
                 report.explanation, is_broken = self._explaining.explain_together(
                     agreed, step.moment
@@ -843,7 +877,7 @@ class Pipeline:
             with _C.Unwatched(), self._lent():
                 return checked_action(policy(report))
         except Exception as error:
-            self._isolation.users_error = error
+            self._isolation.programs_error = error
             _log.warning(
                 "%s\nIts action is unknown, because on_overflow raised %s: %s",
                 report.headline(),
@@ -1076,6 +1110,11 @@ class Pipeline:
             rules_unused,
             self._ignores_spikes,
         )
+
+
+def _can_be_found(verdict: Verdict) -> bool:
+    """True if a bad tensor was seen, which may be met again."""
+    return not (is_of_flag(verdict) or is_unseen(verdict))
 
 
 def _is_whole(frames: Sequence[BadFrame], level: ScanLevel) -> bool:

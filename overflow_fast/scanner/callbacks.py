@@ -27,6 +27,16 @@ def warn_of_no_kernels() -> None:
     )
 
 
+def warn_of_unused_kernels(device: str, why: str) -> None:
+    """Logs why torch operations scan a device's tensors in place of its kernels."""
+    _log.warning(
+        "The kernels of overflow_fast are not used on %s: %s.\n"
+        "Torch operations scan tensors there, which takes several times as long.",
+        device,
+        why,
+    )
+
+
 def warn_of_lack(why: str) -> None:
     """Logs why tensors of a dtype are not scanned on a kind of device."""
     _log.warning(
@@ -40,6 +50,7 @@ _C.set_callbacks(
     resolve=resolve,
     reason=reason,
     warn_of_no_kernels=warn_of_no_kernels,
+    warn_of_unused_kernels=warn_of_unused_kernels,
     warn_of_lack=warn_of_lack,
     layout=tree.layout,
     children=tree.children,

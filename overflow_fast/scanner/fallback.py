@@ -536,6 +536,15 @@ def has_kernels(type: str) -> bool:
     return False
 
 
+def check_kernels(device: str) -> None:
+    """Compares a device's kernels with the CPU's: there are none."""
+
+
+def unused_kernels() -> dict[str, str]:
+    """Returns why kernels of devices are not used: there are none."""
+    return {}
+
+
 def register_scan(type: str, function: object) -> None:
     """Registers the kernel of a device type, which needs the extension."""
 

@@ -213,13 +213,16 @@ def test_lagged_a_bad_step_with_calls_of_its_own_is_left_out():
     assert guard.num_skipped == 1
 
 
-def test_an_error_of_asynchronous_work_is_said_and_ends_nothing():
+def test_an_error_of_asynchronous_work_is_passed_on():
     model, optimizer = on_device(Chain())
     x = torch.randn(4, 16, device="sealed")
     with late(), OverflowGuard(model, optimizer, explain=False) as guard:
         step(model, optimizer, x)
         fail_later("sealed device: an illegal address")
-        step(model, optimizer, x)
+        with pytest.raises(RuntimeError, match="an illegal address"):
+            step(model, optimizer, x)
+        assert not guard.coverage().failures
+        optimizer.zero_grad()
         reasons = guard.coverage().not_scanned
         assert any("an illegal address" in reason for reason in reasons)
         lost = guard.coverage().not_scanned
@@ -227,19 +230,166 @@ def test_an_error_of_asynchronous_work_is_said_and_ends_nothing():
         assert guard.coverage().not_scanned == lost  # the next one is whole again
 
 
-def test_a_scan_without_memory_is_said_and_ends_nothing():
+@pytest.mark.parametrize("is_bad", [False, True])
+@pytest.mark.parametrize("more", [64 << 10, 0])  # less than a copy of a weight; nothing
+def test_gradients_that_no_memory_is_left_for_are_scanned_elsewhere(is_bad, more):
     model, optimizer = on_device(Chain(width=256, depth=2))
     x = torch.randn(4, 256, device="sealed")
-    with OverflowGuard(model, optimizer, explain=False) as guard:
+    options = {"explain": False, "watch": ["gradients"]}
+    with OverflowGuard(model, optimizer, "skip", **options) as guard:
         step(model, optimizer, x)
         model(x).backward()
-        with memory_limit(64 << 10):  # less than a copy of a weight
+        if is_bad:
+            model.layers[1].weight.grad[3, 7] = INF
+        with memory_limit(more):
             optimizer.step()
-        assert any("out of memory" in each for each in guard.coverage().not_scanned)
+        assert guard.num_skipped == is_bad
+        if is_bad:
+            first = guard.last_report.verdict.first
+            assert (first.label, first.num_inf) == ("layers.1.weight", 1)
+        assert not guard.coverage().not_scanned
         optimizer.zero_grad()
-        lost = guard.coverage().not_scanned
         step(model, optimizer, x)
-        assert guard.coverage().not_scanned == lost
+        assert guard.num_skipped == is_bad
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "warn"])
+def test_gradients_that_cannot_be_scanned_are_not_clean(policy, monkeypatch):
+    model, optimizer = on_device(Chain(width=256, depth=2))
+    x = torch.randn(4, 256, device="sealed")
+    with OverflowGuard(model, optimizer, policy) as guard:
+        step(model, optimizer, x)
+        before = state_of(model, optimizer)
+        model(x).backward()
+        lost = x.to("meta")
+        monkeypatch.setattr(guard._parts.pipeline.tensors, "find", lambda *_: lost)
+        with memory_limit(0):
+            try:
+                optimizer.step()
+            except ArithmeticError as error:
+                assert policy == "raise"
+                assert "layers.0.weight` could not be scanned (" in str(error)
+                assert "out of memory" in str(error)
+        verdict = guard.last_report.verdict
+        assert verdict.first.not_scanned and not verdict.dirty_gradients
+        assert guard.last_report.explanation is None
+        assert guard.num_skipped == (policy == "skip")
+        if policy != "warn":
+            assert_same(state_of(model, optimizer), before)
+
+
+class Copies(nn.Module):
+    """Returns a copy of its output on the host, which is still under way."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.stream = nn.Linear(8, 1), torch.Stream(device="sealed")
+        self.has_side = False
+        self.factor = 1.0
+
+    def forward(self, x):
+        y = self.layer(x)
+        host = torch.empty(y.shape).pin_memory().fill_(torch.nan)
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        with self.stream if self.has_side else contextlib.nullcontext():
+            host.copy_(y.detach() * self.factor, non_blocking=True)
+        return y, host
+
+
+def copying(**changes):
+    model = nn.Sequential(nn.Linear(8, 8), Copies())
+    for name, value in changes.items():
+        setattr(model[1], name, value)
+    return *on_device(model), torch.randn(4, 8, device="sealed")
+
+
+def step_with_copy(model, optimizer, x):
+    y, host = model(x)
+    y.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return host
+
+
+@pytest.mark.parametrize("has_side", [False, True])
+@pytest.mark.parametrize("sync", ["step", "lagged"])
+def test_copies_to_the_host_are_judged_when_they_have_arrived(has_side, sync):
+    model, optimizer, x = copying(has_side=has_side)
+    options = {"explain": False, "sync": sync}
+    with late(), OverflowGuard(model, optimizer, "skip", **options) as guard:
+        for i in range(5):
+            model[1].factor = INF if i == 2 else 1.0
+            host = step_with_copy(model, optimizer, x)
+            torch.sealed.synchronize()
+            assert bool(host.isfinite().all()) == (i != 2)
+        guard.check()
+        assert guard._parts.pipeline.num_bad == 1
+        verdict = guard.last_report.verdict
+        assert (verdict.first.fqn, verdict.first.label) == ("1", "output[1]")
+        assert not guard.coverage().not_scanned
+
+
+def test_a_copy_that_was_written_to_meanwhile_is_not_scanned():
+    model, optimizer, x = copying()
+
+    def write(_module, _args, output):
+        output[1].add_(1)
+
+    model.register_forward_hook(write)
+    with late(), OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for _ in range(2):
+            step_with_copy(model, optimizer, x)
+        assert not guard.num_skipped
+        (why,) = guard.coverage().not_scanned
+        assert "written to again" in why
+
+
+class Aside(nn.Module):
+    """Returns what its own stream still writes, for the caller to wait for."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer, self.how = nn.Linear(8, 8), how
+        self.stream, self.factor = torch.Stream(device="sealed"), 1.0
+
+    def forward(self, x):
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        with self.stream:
+            y = self.layer(x) * self.factor
+        return self.how(y)
+
+
+class Caller(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.side, self.last = Aside(how), nn.Linear(8, 1)
+
+    def forward(self, x):
+        y = self.side(x)
+        torch.accelerator.current_stream().wait_stream(self.side.stream)
+        while not isinstance(y, torch.Tensor):
+            (y,) = y.values() if isinstance(y, dict) else y
+        return self.last(y.view(4, 8))
+
+
+HOWS = {
+    "itself": lambda y: y,
+    "a view": lambda y: y.view(2, 16),
+    "a part of a view": lambda y: y.view(2, 16)[:, :].t().t(),
+    "in a tuple": lambda y: ({"y": y},),
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_what_another_stream_still_writes_is_waited_for(how):
+    model, optimizer = on_device(Caller(HOWS[how]))
+    x = torch.randn(4, 8, device="sealed")
+    with late(), OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for i in range(4):
+            model.side.factor = INF if i == 2 else 1.0
+            step(model, optimizer, x)
+        assert guard.num_skipped == 1
+        assert guard.last_report.verdict.first.fqn == "side"
 
 
 def test_a_second_thread_is_judged_as_the_first():

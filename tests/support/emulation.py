@@ -51,6 +51,7 @@ class State(ctypes.Structure):
             "num_synchronizations",
             "num_events",
             "ended_stream",
+            "wrong_scans",
         )
     ]
 
@@ -85,8 +86,19 @@ class EmulatedDevice:
         self.state = self.library.emulated_state().contents
 
     def register(self):
+        self._register(self.library.emulated_open)
+        _C.check_kernels("cpu")
         self.library.emulated_reset()
-        address = ctypes.cast(self.library.emulated_open, ctypes.c_void_p).value
+
+    def register_fresh(self, **state):
+        """Registers a device that was never used, in a state."""
+        self._register(self.library.emulated_open_fresh)
+        for name, value in state.items():
+            setattr(self.state, name, value)
+
+    def _register(self, opener):
+        self.library.emulated_reset()
+        address = ctypes.cast(opener, ctypes.c_void_p).value
         _C.register_device_type("cpu", address)
 
     def unregister(self):

@@ -44,6 +44,8 @@ class CudaEvent final : public DeviceEvent {
   bool has_passed() override {
     if (is_polled()) return has_number();
     const MayAsk may_ask;
+    // "Not ready" would take the place of an error that the program has yet to ask for.
+    if (cudaPeekAtLastError() != cudaSuccess) return false;
     const cudaError_t error = cudaEventQuery(event_);
     if (error == cudaErrorNotReady) {
       (void)cudaGetLastError();

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
+from ... import _C
 from ...detector.selection import Wanted
 from ...scanner.text import counted
 from ..process import own_rank
@@ -40,6 +41,8 @@ class GuardCoverage:
         ignores_spikes: True if spikes were asked for, and cannot be looked for.
         requests: How many requests there were: forwards without autograd, outside of
             which there was no step.
+        unused_kernels: The devices whose tensors torch operations scan although there
+            are kernels, with the reason.
     """
 
     tensors_listed: int
@@ -58,6 +61,7 @@ class GuardCoverage:
     rules_unused: list[str]
     ignores_spikes: bool = False
     requests: int = 0
+    unused_kernels: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -95,6 +99,7 @@ class GuardCoverage:
             failures,
             rules_unused,
             ignores_spikes,
+            unused_kernels=_C.unused_kernels(),
         )
 
     @classmethod

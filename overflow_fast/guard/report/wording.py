@@ -118,6 +118,8 @@ _FEW_GRADIENTS = 3  # in an exception; chosen
 
 def what_of(entry: BadEntry) -> str:
     """Writes how many bad values an entry holds, and which entry it is."""
+    if entry.not_scanned:
+        return f"{_name_of(entry)} could not be scanned ({entry.not_scanned})"
     values = nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)
     if entry.numel == 1 and not entry.is_finite_now:
         is_loss = entry.kind == "recorded" and entry.label == "loss"
@@ -144,7 +146,7 @@ def _name_of(entry: BadEntry) -> str:
 
 def share_sentences(entry: BadEntry) -> list[str]:
     """Writes how many of an entry's values are bad, where it has more than one."""
-    if entry.numel <= 1:
+    if entry.numel <= 1 or entry.not_scanned:
         return []
     bad = entry.num_nan + entry.num_inf
     are = "is" if bad == 1 else "are"
@@ -202,6 +204,8 @@ _FEW = 4  # names in a sentence; chosen
 
 def who_made_it(first: BadEntry, verdict: Verdict) -> str:
     """Writes the origin of the first bad value, as far as it is known."""
+    if first.not_scanned:
+        return "It is not known whether its values are finite."
     return " ".join([_sentence(first, verdict), *verdict.remarks])
 
 
@@ -594,8 +598,12 @@ def coverage_text(coverage: GuardCoverage) -> str:
         f"Checked {coverage.tensors_listed} tensors in {coverage.tensors_scanned} "
         f"scans of {coverage.bytes_scanned} bytes in {unit}."
     )
+    by_torch = [
+        f"Torch operations scan tensors on {device}, not its kernels: {why}."
+        for device, why in coverage.unused_kernels.items()
+    ]
     unused = [
         f"The rule {rule!r} has matched nothing: compare it with a report's labels."
         for rule in coverage.rules_unused
     ]
-    return printable(" ".join([checked, *gaps_of(coverage), *unused]))
+    return printable(" ".join([checked, *gaps_of(coverage), *by_torch, *unused]))

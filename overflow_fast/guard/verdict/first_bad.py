@@ -69,7 +69,6 @@ def attribute(
 
 def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
     stat = entry.stat
-    assert stat is not None
     label = entry_label(entry.place)
     is_of_call = entry.role in OF_CALLS
     fqn = bad.watch.name_at(bad.frame.module)
@@ -82,11 +81,12 @@ def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
         bad.frame.class_name if is_of_call else "",
         label,
         entry.dtype,
-        stat.num_nan,
-        stat.num_inf,
+        0 if stat is None else stat.num_nan,
+        0 if stat is None else stat.num_inf,
         entry.numel,
         _signs(entry.nonfinite_kinds),
         is_weight and is_finite_now(bad, entry),
+        str(entry.reason or "") if entry.is_unseen else "",
     )
 
 
@@ -115,7 +115,7 @@ def _around_gradients(ordered: Sequence[BadFrame]) -> tuple[list[str], list[str]
     for bad in ordered:
         if bad.frame.kind != _C.FrameKind.GRADIENTS:
             continue
-        entries = [(e.label.name, e.is_bad) for e in bad.entries]
+        entries = [(e.label.name, e.is_bad) for e in bad.entries if not e.is_unseen]
         for i, (name, is_bad) in enumerate(entries):
             if is_bad:
                 dirty.append(name)

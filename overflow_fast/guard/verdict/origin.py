@@ -75,6 +75,8 @@ def origin_of(
         ordered: All bad frames, in order.
         watches: All watched models.
     """
+    if entry.is_unseen:
+        return Origin("unclear", "unclear", "")
     origin = _origin(first, entry, ordered, watches)
     is_of_call = first.is_of_call and origin.source != "weight"
     remarks = remarks_on(first) if is_of_call else []

@@ -71,6 +71,7 @@ class BadEntry:
         signs: Those of its infs: "+", "-", "+-", or "" if there are none.
         is_finite_now: True for a weight that is finite: another tensor stood in for it
             in the call, as in `functional_call()`, or it has changed since.
+        not_scanned: Why its values are not known, where it could not be scanned; or "".
     """
 
     kind: str
@@ -83,6 +84,7 @@ class BadEntry:
     numel: int
     signs: str = ""
     is_finite_now: bool = False
+    not_scanned: str = ""
 
     @property
     def place(self) -> str:
@@ -234,6 +236,11 @@ class BadFrame:
         return [entry for entry in self.entries if entry.is_bad]
 
     @functools.cached_property
+    def is_unseen(self) -> bool:
+        """True if all that is bad is that no way to scan it was left."""
+        return not self.is_of_call and all(each.is_unseen for each in self.bad_entries)
+
+    @functools.cached_property
     def bad_inputs(self) -> list[_C.Entry]:
         """The bad inputs of a call."""
         return [each for each in self.bad_entries if each.role == _C.Role.INPUT]
@@ -306,7 +313,7 @@ def first_bad(
     A weight that was bad before comes first, if there is one. Weights are scanned where
     they are used, so a later module's come behind the outputs of an earlier module.
     """
-    ordered = in_order(frames, is_check)
+    ordered = sorted(in_order(frames, is_check), key=lambda bad: bad.is_unseen)
     earliest = ordered[0]
     for bad in ordered:
         weights = bad.given_weights
@@ -317,7 +324,8 @@ def first_bad(
         if weights and is_of_step:
             return bad, weights[0], ordered
     # A weight that the call may have written stands in front of its inputs.
-    entry = (earliest.bad_inputs or earliest.bad_entries)[0]
+    bad_entries = earliest.bad_inputs or earliest.bad_entries
+    entry = min(bad_entries, key=lambda entry: entry.is_unseen)
     return earliest, entry, ordered
 
 
@@ -387,6 +395,11 @@ def is_of_flag(verdict: Verdict) -> bool:
     """True if a device's overflow flag was set, and no tensor was bad."""
     first = verdict.first
     return first is not None and first.kind == "recorded" and is_label(first.label)
+
+
+def is_unseen(verdict: Verdict) -> bool:
+    """True if nothing is known to be bad, and a tensor that matters was not scanned."""
+    return verdict.first is not None and bool(verdict.first.not_scanned)
 
 
 class SettingRemark(str):

@@ -100,12 +100,14 @@ class StepTensors:
         self._sparse = []
         return found
 
-    def note_norm(self, optimizers: Sequence[Optimizer]) -> None:
+    def note_norm(self, optimizers: Sequence[Optimizer], norm: torch.Tensor) -> None:
         """Notes that the norm of all gradients is known, which need no scan then.
 
         Args:
             optimizers: The optimizers that step; without any, of all parameters.
+            norm: The norm, which is recorded.
         """
+        self._scanned.append((_C.FrameKind.RECORDED, ([NORM], [norm.detach()])))
         parameters = [p for each in optimizers for p in stepped_by(each)]
         if not optimizers:
             parameters = [p for _, _, (_, listed) in self._listed() for p in listed]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...guard.files.json_text import dumps
-from ...scanner.text import printable
+from ...scanner.text import error_line, printable
 from .subcommand import Commands, add_command, at_least_one, command, fail, reason
 
 if TYPE_CHECKING:
@@ -172,7 +172,28 @@ def _kernels() -> dict[str, Any]:
     except ImportError as error:
         return {"error": " ".join(str(error).splitlines())}
     found = {kind: _C.has_kernels(kind) for kind in ("cuda", "mps")}
-    return {"cpu": _C.isa(), **found}
+    return {"cpu": _C.isa(), **found, **_unused_kernels(found["cuda"])}
+
+
+def _unused_kernels(has_kernels: bool) -> dict[str, str]:
+    """Returns why the kernels that there are do not serve some GPU."""
+    import torch
+
+    from ... import _C
+    from ...scanner import callbacks  # noqa: F401  (the check logs what it finds)
+
+    devices = range(torch.cuda.device_count()) if has_kernels else ()
+    failed = {}
+    for index in devices:
+        try:
+            _C.check_kernels(f"cuda:{index}")
+        except Exception as error:
+            failed[f"cuda:{index}"] = f"not checked ({error_line(error)})"
+    unused = {
+        device: f"torch operations ({why})"
+        for device, why in _C.unused_kernels().items()
+    }
+    return {**unused, **failed}
 
 
 def _gpus() -> list[str]:
