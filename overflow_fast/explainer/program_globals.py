@@ -7,10 +7,12 @@ None of the program's code runs.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 from ..scanner.text import is_of_program
@@ -23,13 +25,17 @@ _CONTAINERS = (
 _MOST = 64  # values of a container that are compared; chosen, not measured
 
 
-def global_values(iterators: Iterable[Any]) -> dict[str, Any]:
+def global_values(
+    iterators: Iterable[Any] = (), classes: Iterable[type] = ()
+) -> dict[str, Any]:
     """The contents of global variables and attributes of classes, by their names.
 
     Args:
         iterators: Iterators and other objects without a copy.
+        classes: Classes that may be no module's, with variables that their methods use.
     """
-    found = {name: _outline(value) for name, value in _named(sys.modules.values())}
+    named = itertools.chain(_named(sys.modules.values()), _of_classes(classes))
+    found = {name: _outline(value) for name, value in named}
     counts = [each for each in iterators if type(each) is itertools.count]
     return found | {"itertools.count()": list(map(repr, counts))}
 
@@ -38,13 +44,26 @@ def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[str, Any]]:
     """Yields the variables of the program's own files, and of their classes."""
     for module in list(modules):
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not is_of_program(file):
+        is_cells = file is None and getattr(module, "__name__", "") == "__main__"
+        if not (is_cells or (isinstance(file, str) and is_of_program(file))):
             continue
         for name, value in list(vars(module).items()):
             yield name, value
             if isinstance(value, type) and value.__module__ == module.__name__:
                 for key, each in list(vars(value).items()):
                     yield f"{name}.{key}", each
+
+
+def _of_classes(classes: Iterable[type]) -> Iterator[tuple[str, Any]]:
+    for each in classes:
+        for key, value in list(vars(each).items()):
+            yield f"{each.__name__}.{key}", value
+            if not isinstance(value, FunctionType):
+                continue
+            cells = value.__closure__ or ()
+            for name, cell in zip(value.__code__.co_freevars, cells, strict=True):
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    yield name, cell.cell_contents
 
 
 def _outline(value: Any) -> Any:
