@@ -21,6 +21,7 @@ from ..scanner.tensors import devices_of
 from ..scanner.text import error_line
 from .bad_step import ALL_BAD, BadStep, counted_text
 from .calls import Call
+from .effects.held_signals import as_raised
 from .program_globals import changed_names, global_values
 from .replay_ranks import NotJoined, RankCoordinator
 from .replayer import ReplayCheck
@@ -201,4 +202,5 @@ def explain(
     call.has_backward = True if loss is not None else None
     if torch.is_inference_mode_enabled():  # its tensors are saved for no backward
         call.has_backward = False
-    return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)
+    with as_raised():
+        return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)
