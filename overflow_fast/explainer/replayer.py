@@ -343,6 +343,7 @@ class Replayer:
         self.num_forwards = 0
         self._has_backward = not gradient_taker(models.values())
         self._most_seconds = math.inf
+        self._unprofiled = _C.Unprofiled()  # a profiler has seen the step itself
         self.stopped = ""
         variables: dict[str, Any] = {}
         for call in calls:
@@ -354,6 +355,7 @@ class Replayer:
     def __enter__(self) -> Replayer:
         """Keeps the state; raises on all ranks if one cannot."""
         error: Exception | None = None
+        self._unprofiled.__enter__()
         try:
             seconds = max((call.seconds for call in self.calls), default=math.inf)
             self._most_seconds = LEAST_SECONDS + TIMES_THE_STEP * seconds
@@ -374,12 +376,17 @@ class Replayer:
         try:
             self.ranks.check(error)
         except BaseException:
-            self.state.restore()
+            self.__exit__()
             raise
+        finally:
+            error = None  # its traceback holds this frame, which would hold it
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.state.restore()
+        try:
+            self.state.restore()
+        finally:
+            self._unprofiled.__exit__()
 
     @property
     def returns_loss(self) -> bool:
@@ -416,7 +423,7 @@ class Replayer:
         except NotJoined:
             raise
         except Exception as error:
-            result.error = error
+            result.error = _without_frames(error)
         result.seconds = time.perf_counter() - begin
         return result
 
@@ -559,7 +566,7 @@ class Replayer:
                 result.has_raised = True
                 self._look_at_state(result)
             else:
-                result.error = error
+                result.error = _without_frames(error)
                 self.ranks.tell(error)
         agreed = self.ranks.agree(result.state, result.error)
         state, result.error, result.bad_ranks = agreed
@@ -650,6 +657,19 @@ class Replayer:
             (p, *each) for p, m in self.models.items() for each in named_buffers(m)
         )
         return [(f"{prefix}{name}", buffer) for prefix, name, buffer in found]
+
+
+def _without_frames(error: Exception) -> Exception:
+    """An error that is kept without the frames it came through: they hold the step.
+
+    They hold the result that keeps the error, too, and so one another.
+    """
+    found: list[BaseException] = [error]
+    for each in found:
+        each.__traceback__ = None
+        others = each.__cause__, each.__context__
+        found += [e for e in others if e is not None and e.__traceback__ is not None]
+    return error
 
 
 def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]:

@@ -227,6 +227,7 @@ class Pipeline:
 
     def after_call(self) -> None:
         """Does what was put off until an optimizer's call has ended."""
+        self._isolation.users_error = None  # its frames hold the step
         self._isolation.end()
 
     def before_scaler_step(self, optimizer: Optimizer) -> None:
