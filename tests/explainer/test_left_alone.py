@@ -1,6 +1,7 @@
 """A replay leaves the program's signals, finalizers, streams and memory alone."""
 
 import contextlib
+import csv
 import ctypes
 import functools
 import gc
@@ -341,10 +342,10 @@ class Tee:
             each.flush()
 
 
-def stdout(monkeypatch, make=lambda stream: stream):
+def stdout(monkeypatch, make=lambda stream: stream, is_through=True):
     """Makes the process's stream one whose bytes can be read."""
     data = io.BytesIO()
-    stream = io.TextIOWrapper(data, write_through=True)
+    stream = io.TextIOWrapper(data, write_through=is_through)
     for name, each in (("stdout", make(stream)), ("__stdout__", stream)):
         monkeypatch.setattr(sys, name, each)
     return stream, data
@@ -407,14 +408,53 @@ def test_a_programs_own_method_of_a_stream_is_kept(monkeypatch):
     assert data.getvalue() == b"later"
 
 
-@pytest.mark.parametrize("name", ["write", "writelines"])
-def test_a_method_that_was_kept_ends_it(name, monkeypatch):
+def rows_of(stream):
+    rows = csv.writer(stream)
+    return lambda text: rows.writerow([text])
+
+
+KEPT = {
+    "write": lambda stream: stream.write,
+    "writelines": lambda stream: stream.writelines,
+    "csv": rows_of,
+}
+
+
+@pytest.mark.parametrize("is_through", [True, False])
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_a_method_of_before_shows_is_dropped(kind, is_through, monkeypatch):
+    stream, data = stdout(monkeypatch, is_through=is_through)
+    write = KEPT[kind](stream)
+    stream.write("before ")
+    with EffectRule().applied(60):
+        for _ in range(3):
+            write("own")
+    assert stream.write_through is is_through
+    assert not set(vars(stream)) & {"write", "writelines", "flush"}
+    stream.write("later")
+    stream.flush()
+    assert data.getvalue() == b"before later"
+
+
+def test_bytes_by_a_method_of_before_end_it(monkeypatch):
     stream, data = stdout(monkeypatch)
-    kept = getattr(stream, name)
+    kept = stream.buffer.write
     with pytest.raises(StoppedError, match="writes to the terminal by a method"):
         with EffectRule().applied(60):
-            kept("own")
+            kept(b"own")
     assert data.getvalue() == b""
+
+
+def test_a_bar_of_before_is_shown_once(monkeypatch):
+    tqdm = pytest.importorskip("tqdm")
+    stream, data = stdout(monkeypatch)
+    bar = tqdm.tqdm(total=9, file=stream, mininterval=0)
+    shown = data.getvalue()
+    with EffectRule().applied(60):
+        bar.update()
+        bar.set_postfix(loss=1.0)
+    assert data.getvalue() == shown
+    bar.close()
 
 
 def test_a_stream_that_was_detached_is_none(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import sys
 import threading
@@ -39,6 +40,7 @@ class Quiet:
         self._paused: set[int] = set()
         # The attributes of each stream, those that it has meanwhile, and had before.
         self._streams: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._through: list[tuple[io.TextIOWrapper, bool]] = []
         self._handlers: list[logging.Handler] = []
 
     @contextlib.contextmanager
@@ -63,6 +65,30 @@ class Quiet:
         """Drops nothing in this thread meanwhile: what is not of the replay runs."""
         change = self._paused.add if is_paused else self._paused.discard
         change(threading.get_ident())
+
+    def takes(self, stream: Any) -> bool:
+        """Drops what this thread gives to a stream's `write` that was kept before.
+
+        It is no name of the stream any more. But a stream of text that keeps nothing
+        back hands all of it on to what lies beneath, and so to a method that drops it.
+
+        Returns:
+            False for a stream with which that cannot be.
+        """
+        if not isinstance(stream, io.TextIOWrapper):
+            return False
+        with self._lock:
+            was_through = stream.write_through
+            if not was_through:
+                self.pause(True)  # what was kept back until now is written
+                try:
+                    stream.reconfigure(write_through=True)
+                except Exception:
+                    return False
+                finally:
+                    self.pause(False)
+                self._through.append((stream, was_through))
+        return True
 
     def _begin(self) -> None:
         self._is_applied = True
@@ -93,10 +119,13 @@ class Quiet:
                     own[name] = before[name]
                 else:
                     del own[name]
+        for text, was_through in self._through:
+            with contextlib.suppress(Exception):  # it may be closed
+                text.reconfigure(write_through=was_through)
         vars(warnings)["_showwarnmsg"] = self._show
         for handler in self._handlers:
             handler.removeFilter(self._is_told)
-        self._streams, self._handlers = [], []
+        self._streams, self._through, self._handlers = [], [], []
 
     def _muted(self, method: Callable[..., Any], counts: bool) -> Callable[..., Any]:
         """A stream's method that does nothing in threads that replay.

@@ -224,8 +224,9 @@ class _Policy:
                 return self._words_of_print(frame)
             return kinds.FUNCTIONS[function]
         if isinstance(owner, io.IOBase):
-            is_kept = id(owner) in self._own_terminals and name.startswith("write")
-            return kinds.TERMINAL if is_kept else self._words_of_file(owner, name)
+            if id(owner) in self._own_terminals and name == "write":
+                return self._words_of_kept([owner])
+            return self._words_of_file(owner, name)
         kind = type(owner)
         if isinstance(owner, kinds.LOCK_TYPES) or kind.__module__ == "_multiprocessing":
             is_torchs = not is_of_user(frame.f_code.co_filename)
@@ -296,9 +297,12 @@ class _Policy:
         """Of an object of C that keeps methods of a file: a pickler, a CSV's writer."""
         files = [getattr(e, "__self__", None) for e in gc.get_referents(owner)]
         found = [each for each in files if isinstance(each, io.IOBase)]
-        if any(id(each) in self._own_terminals for each in found):
-            return kinds.TERMINAL
-        return self._words_of_files(found, name)
+        kept = [each for each in found if id(each) in self._own_terminals]
+        return self._words_of_kept(kept) or self._words_of_files(found, name)
+
+    def _words_of_kept(self, streams: Iterable[Any]) -> str:
+        """Of streams of the process whose `write` was kept: no method drops that."""
+        return "" if all(map(quiet.takes, streams)) else kinds.TERMINAL
 
     def _words_of_given(self, frame: types.FrameType, name: str) -> str:
         """Of a function of C that is given a file, or the path of one."""
