@@ -24,7 +24,7 @@ from .. import _C
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
 from ..guard.undo.step_start import StepStart
-from ..guard.verdict.verdict import kind_of
+from ..guard.verdict.verdict import collect, kind_of
 from ..guard.watching.watch import ModelWatch
 from ..scanner.modules import (
     first_parameter_of,
@@ -775,6 +775,9 @@ class ReplayCheck(Observer):
                     watch.frames.send()
                     watch.frames.receive(is_lagged=False)
                 self._replay = {kind: _stats_of(watches, kind) for kind in _KINDS}
+                collect(watches)  # what was bad, and held for evidence, is let go
+                for watch in watches:
+                    watch.end_judgement(is_lagged=False)
             for watch in watches:
                 watch.detach()
 

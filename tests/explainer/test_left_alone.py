@@ -486,8 +486,10 @@ def writes():
 
 @pytest.mark.parametrize("make", [Net, Raises, lambda: Net(writes)])
 @pytest.mark.parametrize("is_loss_outside", [False, True])
-def test_a_step_that_was_explained_is_freed_at_once(make, is_loss_outside):
-    model = make()
+def test_a_step_that_was_explained_is_freed_at_once(make, is_loss_outside, tmp_path):
+    model, options = make(), {}
+    if make is Net:
+        options["evidence"] = tmp_path
 
     def one(is_bad):
         x = batch(is_bad)
@@ -500,7 +502,7 @@ def test_a_step_that_was_explained_is_freed_at_once(make, is_loss_outside):
             loss = step(guard, model, optimizer, x)
         return weakref.ref(x), weakref.ref(loss)
 
-    with guarded(model) as (guard, optimizer):
+    with guarded(model, **options) as (guard, optimizer):
         one(is_bad=False)
         gc.collect()
         gc.disable()
