@@ -515,6 +515,55 @@ def test_a_step_that_was_explained_is_freed_at_once(make, is_loss_outside, tmp_p
             gc.enable()
 
 
+# What replays change for good.
+
+COUNT = 0
+HISTORY: list[int] = []
+SAME = 0
+
+
+class Counts(Net):
+    calls = 0
+
+    def forward(self, x):
+        global COUNT, SAME
+        COUNT, SAME = COUNT + 1, 0
+        type(self).calls += 1
+        HISTORY.append(len(x))
+        return super().forward(x)
+
+
+def in_closure():
+    count = 0
+
+    class Closes(Net):
+        def forward(self, x):
+            nonlocal count
+            count += 1
+            return super().forward(x)
+
+    return Closes()
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (Counts, "`COUNT`, `HISTORY`, `Counts.calls`"),
+        (in_closure, "`count`"),
+        (Net, ""),
+    ],
+)
+def test_a_note_names_what_replays_change(make, names):
+    model = make()
+    with guarded(model) as (guard, optimizer):
+        step(guard, model, optimizer, batch())
+    notes = guard.last_report.explanation.notes
+    start = "Changed while the step was run again, and not put back: "
+    found = [note for note in notes if note.startswith(start)]
+    assert len(found) == bool(names)
+    assert not names or found[0].startswith(f"{start}{names}. ")
+
+
 # A working directory that is gone, and a profiler.
 
 
