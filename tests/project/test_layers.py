@@ -187,7 +187,7 @@ USES = {
     "a bad step without explanation": (
         *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 23_000),
     ),
-    "a bad step": (f"{BAD}; steps(1, {FILES})", "explain", 41_000),
+    "a bad step": (f"{BAD}; steps(1, {FILES})", "explain", 41_500),
 }
 
 
