@@ -3,6 +3,10 @@
 #include <frameobject.h>
 #include <pybind11/stl.h>
 
+#ifndef _WIN32
+#include <signal.h>
+#endif
+
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -46,6 +50,9 @@ class CallWatch {
     is_over_ = true;
   }
 
+  // Sees nothing while it rests, as of finalizers that the garbage collector calls.
+  void rest(bool rests) { is_resting_ = rests; }
+
   static int on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg);
   static int on_trace(PyObject*, PyFrameObject* frame, int what, PyObject* arg);
   static int on_audit(const char* event, PyObject* args, void*);
@@ -56,6 +63,8 @@ class CallWatch {
     std::unordered_set<int> offsets;  // of the instructions before which it is asked
   };
 
+  // The watch of this thread, unless it rests or the policy's own code runs.
+  static CallWatch* watching();
   int ask(const char* method, PyObject* one, PyObject* other = nullptr);
   int check_time(PyFrameObject* frame);
   int before_function(PyFrameObject* frame, PyObject* function);
@@ -68,7 +77,7 @@ class CallWatch {
   py::object policy_;
   std::vector<std::string> audited_;
   Clock::time_point end_;
-  bool is_over_ = false, is_inside_ = false;
+  bool is_over_ = false, is_inside_ = false, is_resting_ = false;
   int num_since_ = kGrace;
   std::unordered_map<const PyMethodDef*, bool> functions_;
   std::unordered_map<PyObject*, Code> codes_;
@@ -102,7 +111,7 @@ void CallWatch::begin(double seconds) {
   end_ = has_end ? Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                       std::chrono::duration<double>(seconds))
                  : Clock::time_point::max();
-  is_over_ = false;
+  is_over_ = is_resting_ = false;
   num_since_ = kGrace;
   // Python 3.12 sees instructions only if a frame has asked for them before.
   PyObject* frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
@@ -221,17 +230,22 @@ void CallWatch::note_returned(PyObject* value) {
   returned_ = is_lock ? py::reinterpret_borrow<py::object>(value) : py::object();
 }
 
-int CallWatch::on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
+CallWatch* CallWatch::watching() {
   CallWatch* own = current;
-  if (own == nullptr || own->is_inside_ || what != PyTrace_C_CALL) return 0;
+  return own == nullptr || own->is_inside_ || own->is_resting_ ? nullptr : own;
+}
+
+int CallWatch::on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
+  CallWatch* own = watching();
+  if (own == nullptr || what != PyTrace_C_CALL) return 0;
   own->returned_ = py::object();
   if (own->check_time(frame) != 0) return -1;
   return own->before_function(frame, arg);
 }
 
 int CallWatch::on_trace(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
-  CallWatch* own = current;
-  if (own == nullptr || own->is_inside_) return 0;
+  CallWatch* own = watching();
+  if (own == nullptr) return 0;
   switch (what) {
     case PyTrace_LINE: return own->check_time(frame);
     case PyTrace_CALL: return own->check_time(frame) != 0 ? -1 : own->before_code(frame);
@@ -242,8 +256,8 @@ int CallWatch::on_trace(PyObject*, PyFrameObject* frame, int what, PyObject* arg
 }
 
 int CallWatch::on_audit(const char* event, PyObject* args, void*) {
-  CallWatch* own = current;
-  if (own == nullptr || own->is_inside_) return 0;
+  CallWatch* own = watching();
+  if (own == nullptr) return 0;
   const std::string_view name(event);
   for (const std::string& each : own->audited_) {
     if (name.substr(0, each.size()) == each) {
@@ -254,6 +268,19 @@ int CallWatch::on_audit(const char* event, PyObject* args, void*) {
   return 0;
 }
 
+// Sets Python's handler of a signal alone. What the system calls stays as it is, with its flags: a
+// handler of C that stands before Python's, and what `signal.siginterrupt()` has said.
+void set_signal_handler(int number, const py::object& handler) {
+#ifdef _WIN32
+  py::module_::import("signal").attr("signal")(number, handler);
+#else
+  struct sigaction before;
+  const bool is_known = sigaction(number, nullptr, &before) == 0;
+  py::module_::import("signal").attr("signal")(number, handler);
+  if (is_known) sigaction(number, &before, nullptr);
+#endif
+}
+
 }  // namespace
 
 void bind_call_watch(py::module_& m) {
@@ -261,7 +288,9 @@ void bind_call_watch(py::module_& m) {
       .def(py::init<py::object, std::vector<std::string>>(), py::arg("policy"), py::arg("audited"))
       .def("begin", &CallWatch::begin, py::arg("seconds"))
       .def("end", &CallWatch::end)
-      .def("refuse_all", &CallWatch::refuse_all);
+      .def("refuse_all", &CallWatch::refuse_all)
+      .def("rest", &CallWatch::rest, py::arg("rests"));
+  m.def("set_signal_handler", &set_signal_handler, py::arg("number"), py::arg("handler"));
 }
 
 }  // namespace overflow_fast

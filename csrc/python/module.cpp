@@ -1,4 +1,5 @@
 // The extension module overflow_fast._C.
+#include <ATen/record_function.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -90,6 +91,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("WRAPPER", Readability::kWrapper);
   bind_scope<Hidden>(m, "Hidden");
   bind_scope<Unwatched>(m, "Unwatched");
+  bind_scope<at::DisableRecordFunctionGuard>(m, "Unprofiled");  // in this thread
   m.def("is_unwatched", [] { return Unwatched::depth() > 0; });
   bind_callbacks(m);
   bind_stat(m);

@@ -80,6 +80,16 @@ def fast_text(modules: Sequence[str]) -> str:
     )
 
 
+def counted_text(names: Sequence[str]) -> str:
+    """Returns that global values, which nothing puts back, are others by now."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return (
+        f"Changed while the step was run again, and not put back: {first}{more}. What "
+        "a step does to global values and classes, each replay does once more."
+    )
+
+
 def outside_text(name: str) -> str:
     """Returns, as a clause, that code outside of `guard.run()` computed a tensor."""
     return (

@@ -16,11 +16,13 @@ from ..guard.process import world_size
 from ..guard.report.explanation import Artifact, Explanation
 from ..guard.step_keeper import Ambient
 from ..guard.undo.step_start import StepStart
-from ..scanner.modules import step_of
+from ..scanner.modules import is_of_torch, modules_in, step_of
 from ..scanner.tensors import devices_of
 from ..scanner.text import error_line
-from .bad_step import ALL_BAD, BadStep
+from .bad_step import ALL_BAD, BadStep, counted_text
 from .calls import Call
+from .effects.held_signals import as_raised
+from .program_globals import changed_names, global_values
 from .replay_ranks import NotJoined, RankCoordinator
 from .replayer import ReplayCheck
 from .search import Case, Search
@@ -56,6 +58,7 @@ def investigate(
     ranks = RankCoordinator() if ranks is None else ranks
     limits = budget, checkpoints, artifact_bytes
     case = Case(models, incident or BadStep(), start, *limits, replay_check)
+    before = global_values(classes=_classes_of(models))
     found, stopped = _searched(case, calls, ranks)
     if found is not ranks.result:  # the rank that led looks at all views of its own
         has_forwards = ranks.is_alone and any(call.forwards for call in calls)
@@ -63,6 +66,9 @@ def investigate(
         if stopped:
             calls = [each for call in calls for each in call.forwards or [call]]
         found = _by_other_views(case, calls, found, stopped, ranks)
+        changed = changed_names(before, global_values(classes=_classes_of(models)))
+        if changed and case.num_forwards:
+            found.notes.append(counted_text(changed))
     own = found.artifacts
     if artifact_bytes and calls:
         own += _saved(models, calls, start, artifact_bytes, found)
@@ -72,6 +78,12 @@ def investigate(
     result = ranks.finish(found)
     result.artifacts = own
     return result
+
+
+def _classes_of(models: Mapping[str, nn.Module]) -> set[type]:
+    """The program's own classes of modules."""
+    modules = (each for model in models.values() for each in modules_in(model))
+    return {type(each) for each in modules if not is_of_torch(each)}
 
 
 def _searched(
@@ -190,4 +202,5 @@ def explain(
     call.has_backward = True if loss is not None else None
     if torch.is_inference_mode_enabled():  # its tensors are saved for no backward
         call.has_backward = False
-    return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)
+    with as_raised():
+        return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)

@@ -7,14 +7,18 @@ None of the program's code runs.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 from ..scanner.text import is_of_program
 
+_Name = tuple[str, str]  # its module, or else where it is, and its own
+Values = dict[_Name, Any]
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (
     *(list, dict, set, collections.deque, collections.Counter),
@@ -23,28 +27,48 @@ _CONTAINERS = (
 _MOST = 64  # values of a container that are compared; chosen, not measured
 
 
-def global_values(iterators: Iterable[Any]) -> dict[str, Any]:
+def global_values(
+    iterators: Iterable[Any] = (), classes: Iterable[type] = ()
+) -> Values:
     """The contents of global variables and attributes of classes, by their names.
 
     Args:
         iterators: Iterators and other objects without a copy.
+        classes: Classes that may be no module's, with variables that their methods use.
     """
-    found = {name: _outline(value) for name, value in _named(sys.modules.values())}
+    named = itertools.chain(_named(sys.modules.values()), _of_classes(classes))
+    found = {name: _outline(value) for name, value in named}
     counts = [each for each in iterators if type(each) is itertools.count]
-    return found | {"itertools.count()": list(map(repr, counts))}
+    return found | {("", "itertools.count()"): list(map(repr, counts))}
 
 
-def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[str, Any]]:
+def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[_Name, Any]]:
     """Yields the variables of the program's own files, and of their classes."""
     for module in list(modules):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not is_of_program(file):
+        if not isinstance(module, types.ModuleType):
             continue
-        for name, value in list(vars(module).items()):
-            yield name, value
-            if isinstance(value, type) and value.__module__ == module.__name__:
+        own = vars(module)  # no module that is imported at its first use imports
+        file, place = own.get("__file__"), str(own.get("__name__"))
+        is_programs = isinstance(file, str) and is_of_program(file)
+        if not (is_programs or (file is None and place == "__main__")):
+            continue
+        for name, value in list(own.items()):
+            yield (place, name), value
+            if isinstance(value, type) and value.__module__ == place:
                 for key, each in list(vars(value).items()):
-                    yield f"{name}.{key}", each
+                    yield (place, f"{value.__name__}.{key}"), each
+
+
+def _of_classes(classes: Iterable[type]) -> Iterator[tuple[_Name, Any]]:
+    for each in classes:
+        for key, value in list(vars(each).items()):
+            yield (each.__module__, f"{each.__name__}.{key}"), value
+            if not isinstance(value, FunctionType):
+                continue
+            cells = value.__closure__ or ()
+            for name, cell in zip(value.__code__.co_freevars, cells, strict=True):
+                with contextlib.suppress(ValueError):  # not assigned yet
+                    yield (f"{each.__module__}.{key}", name), cell.cell_contents
 
 
 def _outline(value: Any) -> Any:
@@ -63,7 +87,8 @@ def _outline_of(part: Any) -> Any:
     return part if type(part) in _NUMBERS else id(part)
 
 
-def changed_names(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def changed_names(before: Values, after: Values) -> list[str]:
     """The names of what is not as it was."""
     names = before | after
-    return [name for name in names if before.get(name) != after.get(name)]
+    changed = (name for name in names if before.get(name) != after.get(name))
+    return list(dict.fromkeys(name for _, name in changed))

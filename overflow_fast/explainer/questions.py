@@ -55,6 +55,7 @@ from .calls import Call, name_outside
 from .effects.rule import StoppedError
 from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
+from .program_globals import changed_names, global_values
 from .replay_ranks import OnRank
 from .tensor_kinds import bad_names
 
@@ -334,8 +335,6 @@ def _doubt(search: Search) -> str:
 
 def _again(search: Search) -> Explanation:
     """Runs it again: it is not reproducible, where all or some are finite."""
-    from .program_globals import changed_names, global_values  # seldom needed
-
     replayer, is_forward = search.replayer, search.is_forward_finite
     num_bad, num_runs = 0, 1
     lost = replayer.state.lost

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from .. import _C
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
 from ..guard.undo.step_start import StepStart
-from ..guard.verdict.verdict import kind_of
+from ..guard.verdict.verdict import collect, kind_of
 from ..guard.watching.watch import ModelWatch
 from ..scanner.modules import (
     first_parameter_of,
@@ -343,6 +344,7 @@ class Replayer:
         self.num_forwards = 0
         self._has_backward = not gradient_taker(models.values())
         self._most_seconds = math.inf
+        self._unprofiled = _C.Unprofiled()  # a profiler has seen the step itself
         self.stopped = ""
         variables: dict[str, Any] = {}
         for call in calls:
@@ -354,6 +356,7 @@ class Replayer:
     def __enter__(self) -> Replayer:
         """Keeps the state; raises on all ranks if one cannot."""
         error: Exception | None = None
+        self._unprofiled.__enter__()
         try:
             seconds = max((call.seconds for call in self.calls), default=math.inf)
             self._most_seconds = LEAST_SECONDS + TIMES_THE_STEP * seconds
@@ -374,12 +377,17 @@ class Replayer:
         try:
             self.ranks.check(error)
         except BaseException:
-            self.state.restore()
+            self.__exit__()
             raise
+        finally:
+            error = None  # its traceback holds this frame, which would hold it
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.state.restore()
+        try:
+            self.state.restore()
+        finally:
+            self._unprofiled.__exit__()
 
     @property
     def returns_loss(self) -> bool:
@@ -409,14 +417,14 @@ class Replayer:
         self, order: RunOrder, observers: Sequence[Observer] = ()
     ) -> ReplayResult:
         """Runs what the rank that leads has ordered; see `run()`."""
-        result = ReplayResult()
+        result, outer = ReplayResult(), sys.exc_info()[1]
         begin = time.perf_counter()
         try:
             result = self._run(order, observers)
         except NotJoined:
             raise
         except Exception as error:
-            result.error = error
+            result.error = _without_frames(error, outer)
         result.seconds = time.perf_counter() - begin
         return result
 
@@ -535,6 +543,7 @@ class Replayer:
         if id(call) in self._written:  # the user's batch is written to once
             call = call.with_own_batch()
         call = call.without_graph()  # which the step's own backward has freed
+        outer = sys.exc_info()[1]
         try:
             with self._traced(result, call, traced) if traced else nullcontext():
                 with applied(call.ambient, self.models.values()), self._watched():
@@ -557,11 +566,11 @@ class Replayer:
                         self._run_tail(self._tail)
             self._look_at_state(result)
         except Exception as error:
-            if _is_of(error, call.raised):
+            if _is_of(_raised_with(error, outer), call.raised):
                 result.has_raised = True
                 self._look_at_state(result)
             else:
-                result.error = error
+                result.error = _without_frames(error, outer)
                 self.ranks.tell(error)
         agreed = self.ranks.agree(result.state, result.error)
         state, result.error, result.bad_ranks = agreed
@@ -659,14 +668,44 @@ def _is_asked(root_op: RootOp) -> bool:
     return isinstance(root_op.source, Row) and root_op.source.is_asked
 
 
-def _is_of(error: BaseException | None, kind: type[Exception] | None) -> bool:
-    """True for an exception of a type, or what was raised as it was handled.
+def _is_of(errors: Iterable[BaseException], kind: type[Exception] | None) -> bool:
+    """True if an exception, or what was raised as it was handled, is of a type.
 
     Context managers set attributes of an exception, which its class may forbid.
     """
-    while error is not None and type(error) is not kind:
-        error = error.__context__
-    return error is not None
+    return any(type(each) is kind for each in errors)
+
+
+def _raised_with(
+    error: Exception, outer: BaseException | None
+) -> Iterator[BaseException]:
+    """Yields an exception of a run, and those that it was raised from or behind.
+
+    Args:
+        error: The exception.
+        outer: What was handled when the run began, and ends the chain: the program's.
+    """
+    found: list[BaseException] = [error]
+    for each in found:
+        yield each
+        others = each.__cause__, each.__context__
+        found += [
+            other
+            for other in others
+            if other is not None and other is not outer and other not in found
+        ]
+
+
+def _without_frames(error: Exception, outer: BaseException | None) -> Exception:
+    """An error that is kept without the frames it came through: they hold the step.
+
+    They hold the result that keeps the error, too, and so one another.
+    """
+    for each in list(_raised_with(error, outer)):
+        each.__traceback__ = None
+        if each.__context__ is outer:
+            each.__context__ = None
+    return error
 
 
 def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]:
@@ -772,6 +811,9 @@ class ReplayCheck(Observer):
                     watch.frames.send()
                     watch.frames.receive(is_lagged=False)
                 self._replay = {kind: _stats_of(watches, kind) for kind in _KINDS}
+                collect(watches)  # what was bad, and held for evidence, is let go
+                for watch in watches:
+                    watch.end_judgement(is_lagged=False)
             for watch in watches:
                 watch.detach()
 

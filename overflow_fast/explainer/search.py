@@ -245,11 +245,14 @@ class Search:
         try:
             root_op = traced.root_op(self.case.models, within)
         except Exception as error:  # the others wait for this rank's claim
-            failure = error
+            failure = error.with_traceback(None)
         if not self._ranks.elect(_claim(root_op)):
             return self._follow()
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # its traceback holds this frame, which would hold it
         is_gone = self.first.is_forward and not traced.is_forward
         if root_op is None or (is_gone and self._ranks.is_alone):
             found = self.ask(TRACED)

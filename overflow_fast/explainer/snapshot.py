@@ -32,6 +32,7 @@ from ..torch_internals.tensor_internals import (
     local_tensor,
     may_step_in_backward,
 )
+from .effects.held_signals import as_raised, held_signals
 from .program_objects import ProgramObjects
 
 _MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
@@ -46,7 +47,7 @@ class Snapshot:
     in them, and random states. Everything is restored in place, so that identities and
     aliases stay. Gradients are set aside by reference, and hooks on them that step an
     optimizer in backward with them: they are not called meanwhile. What autocast has
-    cached of weights is neither read nor dropped.
+    cached of weights is neither read nor dropped. Signals' handlers wait meanwhile.
 
     Weights are copied if they are small, or a forward is known to write to them; of
     the others a write is noticed, and reported by `problems`.
@@ -90,14 +91,36 @@ class Snapshot:
 
     def __enter__(self) -> Snapshot:
         if not self._is_taken:
-            self.take()
+            with as_raised():
+                self.take()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.restore()
+        with as_raised():
+            self.restore()
 
     def take(self) -> None:
         """Keeps everything, and begins the step; what an error has left is restored."""
+        held_signals.hold()
+        try:
+            self._keep()
+        except BaseException:
+            held_signals.release()
+            raise
+        self._is_taken = True
+        try:
+            models = self._models.values()
+            weights = (each for model in models for each in parameters_of(model))
+            self._casts.enter_context(without_cached_casts(weights))
+            self._leaves = list(self._find_leaves())
+            for each in self._leaves:
+                self._set_gradient_aside(each)
+            self._begin()
+        except BaseException:
+            self.restore()
+            raise
+
+    def _keep(self) -> None:
         models = list(self._models.values())
         reshard(models)
         self._random = RandomStates(devices_of(models))
@@ -116,20 +139,20 @@ class Snapshot:
             for name, tensor in others
         ]
         self.lost = objects.lost
-        self._is_taken = True
-        try:
-            weights = (each for model in models for each in parameters_of(model))
-            self._casts.enter_context(without_cached_casts(weights))
-            self._leaves = list(self._find_leaves())
-            for each in self._leaves:
-                self._set_gradient_aside(each)
-            self.begin()
-        except BaseException:
-            self.restore()
-            raise
 
     def begin(self) -> None:
-        """Makes everything what it was when the step began, and drops gradients."""
+        """Makes everything what it was when the step began, and drops gradients.
+
+        Signals' handlers that have waited are called before, with everything as the
+        program has it.
+        """
+        if held_signals.are_due:
+            self.restore()
+            self.take()
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
         reshard(self._models.values())
         self._put_back()
         if self._start is not None:
@@ -179,16 +202,20 @@ class Snapshot:
         if not self._is_taken:
             return
         self._is_taken = False
-        self._casts.close()
-        reshard(self._models.values())
-        self.problems = [
-            f"{name} could not be put back ({why})." for name, why in self._put_back()
-        ]
-        for undo in reversed(self._gradients):
-            undo()
-        self._gradients.clear()
-        self._leaves.clear()
-        self._tensors.clear()
+        try:
+            self._casts.close()
+            reshard(self._models.values())
+            texts = (
+                f"{n} could not be put back ({why})." for n, why in self._put_back()
+            )
+            self.problems = list(dict.fromkeys([*self.problems, *texts]))
+            for undo in reversed(self._gradients):
+                undo()
+            self._gradients.clear()
+            self._leaves.clear()
+            self._tensors.clear()
+        finally:
+            held_signals.release()
 
     def _put_back(self) -> list[tuple[str, str]]:
         """Restores all but gradients; returns what stays changed, and why."""

@@ -106,6 +106,18 @@ class OverheadTimer:
         return self.cost
 
 
+class HandlerError(BaseException):
+    """Carries what a signal's handler has raised past code that catches an `Exception`.
+
+    Args:
+        error: What it has raised, which the program gets.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 # Held where a guard is switched on or off, by one thread at a time.
 SWITCHING = RLock()
 
@@ -120,8 +132,9 @@ class ErrorIsolation:
 
     Attributes:
         num_failures: The number of the guard's own errors so far.
-        programs_error: The last error that the user's policy raised, or that a device
-            has kept for whoever waits for it; or None.
+        programs_error: The last error that the user's policy, or a signal's handler
+            within the guard's code, has raised, or that a device has kept for whoever
+            waits for it; or None.
         on_idle: Called once when the guard's code at hand has ended, and where that was
             called for a step, the step; None for nothing.
         is_in_step: Returns True while an optimizer's step runs.
@@ -242,6 +255,9 @@ class _Isolated:
         self._hidden.__exit__(None, None, None)
         if self._isolation.on_idle is not None:
             self._isolation.end()
+        if isinstance(error, HandlerError):
+            self._isolation.programs_error = error.error
+            raise error.error from None
         return error is not None and self._isolation.suppresses(error, self._monitor)
 
 

@@ -234,6 +234,7 @@ class Pipeline:
 
     def after_call(self) -> None:
         """Does what was put off until an optimizer's call has ended."""
+        self._isolation.programs_error = None  # its frames hold the step
         self._isolation.end()
         if not self._watches[0].is_attached:  # else the next forward asks
             self._watches[0].is_abandoned()

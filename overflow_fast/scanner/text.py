@@ -321,13 +321,21 @@ _DEMO = os.path.join(_PACKAGE, "tools", "demo") + os.sep
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
+def _absolute(file: str) -> str:
+    """The absolute path of a file; as it is, where the working directory is gone."""
+    try:
+        return os.path.abspath(file)
+    except OSError:
+        return file
+
+
 @functools.cache
 def installed_name(file: str) -> str:
     """The path of an installed package's file from the package on; "" for any other.
 
     Of the standard library's, too. This package's own files are none.
     """
-    path = os.path.abspath(file)
+    path = _absolute(file)
     if is_own(path) or path.startswith(_DEMO):
         return ""
     for folder in ("site-packages", "dist-packages"):
@@ -348,15 +356,15 @@ def is_of_program(file: str) -> bool:
 @functools.cache
 def is_own(file: str) -> bool:
     """True for a file of this package, but not of its demonstration."""
-    path = os.path.abspath(file)
+    path = _absolute(file)
     return path.startswith(_PACKAGE) and not path.startswith(_DEMO)
 
 
 @functools.cache
 def is_of_user(file: str) -> bool:
     """True if a file is neither torch's, which is imported, nor this package's."""
-    torch = os.path.abspath(str(sys.modules["torch"].__file__))
-    is_torchs = os.path.abspath(file).startswith(os.path.dirname(torch) + os.sep)
+    torch = _absolute(str(sys.modules["torch"].__file__))
+    is_torchs = _absolute(file).startswith(os.path.dirname(torch) + os.sep)
     return not (is_own(file) or is_torchs or file.startswith("<frozen"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import io
 import os
 import select
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +23,7 @@ SIGNALS = "wakes other threads"
 WAITS = "waits for another thread"
 ITERATOR = "takes from an iterator that was there before"
 WRITES = "writes to a file"
+TERMINAL = "writes to the terminal by a method that was there before"
 READS = "reads from a file that was open before"
 SOCKET = "uses a socket"
 PROCESS = "starts a process, or waits for one"
@@ -187,9 +190,22 @@ def _code_of(path: str) -> types.CodeType | None:
 _FINALIZERS = ("weakref:finalize.__call__", "multiprocessing.util:Finalize.__call__")
 
 
-def is_finalizer(code: types.CodeType) -> bool:
-    """True for code that the end of an object calls, wherever that happens to be."""
-    return code.co_name == "__del__" or code in map(_code_of, _FINALIZERS)
+def is_finalizer(frame: types.FrameType) -> bool:
+    """True for code that the end of an object calls, wherever that happens to be.
+
+    A callback of a weak reference is known by what it is given: that one, whose object
+    is gone.
+    """
+    code = frame.f_code
+    if code.co_name == "__del__" or code in map(_code_of, _FINALIZERS):
+        return True
+    num_given = code.co_argcount + code.co_kwonlyargcount
+    num_given += bool(code.co_flags & inspect.CO_VARARGS)
+    own = frame.f_locals
+    given = [own.get(name) for name in code.co_varnames[:num_given]]
+    more = given[-1] if code.co_flags & inspect.CO_VARARGS else ()
+    references = [*given, *(more if isinstance(more, tuple) else ())]
+    return any(isinstance(e, weakref.ReferenceType) and e() is None for e in references)
 
 
 def _always(words: str) -> WordsOf:

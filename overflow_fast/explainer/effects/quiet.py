@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import io
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-_MOST_USED = 64  # streams that other code may still hold; chosen
+_WRITES = ("write", "writelines", "flush")
 
 
-class _Quieted:
-    """A stream into which some threads write nothing."""
-
-    def __init__(self, stream: Any, threads: dict[int, int]) -> None:
-        self._stream, self._threads = stream, threads
-
-    def write(self, text: str) -> int:
-        """Writes, but for threads that replay."""
-        if threading.get_ident() in self._threads:
-            return len(text)
-        return int(self._stream.write(text))
-
-    def writelines(self, lines: Any) -> None:
-        """Writes lines, but for threads that replay."""
-        for each in lines:
-            self.write(each)
-
-    def flush(self) -> None:
-        """Flushes, but for threads that replay."""
-        if threading.get_ident() not in self._threads:
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+def _attributes(stream: Any) -> dict[str, Any] | None:
+    """The stream's own attributes, without a class's way to hand them on."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(stream, "__dict__")
+    except AttributeError:
+        return None  # what it writes goes to a stream that has some, or to a file
+    return found
 
 
 class Quiet:
     """Drops what threads that replay write to the terminal, warn of, or log.
 
-    The streams of `sys`, what shows warnings and the handlers of `logging` are those of
-    the process: each asks which thread it is, as long as one replays.
+    The streams of the process, what shows warnings and the handlers of `logging` are
+    for all threads: each asks which thread it is, as long as one replays. A stream does
+    so by a method of its own, whatever name the program has kept it by.
     """
 
     def __init__(self) -> None:
@@ -52,11 +36,12 @@ class Quiet:
         self._lock = threading.Lock()
         self._show: Any = None
         self._shown_by: tuple[Any, Any] = (None, None)
-        self._streams: dict[str, _Quieted] = {}
+        self._is_applied = False
+        self._paused: set[int] = set()
+        # The attributes of each stream, those that it has meanwhile, and had before.
+        self._streams: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._through: list[tuple[io.TextIOWrapper, bool]] = []
         self._handlers: list[logging.Handler] = []
-        # `print` of another thread holds no reference of its own to the stream that it
-        # has begun to write to: the last ones stay alive.
-        self._used: collections.deque[_Quieted] = collections.deque(maxlen=_MOST_USED)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -64,7 +49,7 @@ class Quiet:
         own = threading.get_ident()
         with self._lock:
             self._threads[own] = self._threads.get(own, 0) + 1
-            if not self._streams and not self._handlers:
+            if not self._is_applied:
                 self._begin()
         try:
             yield
@@ -76,13 +61,45 @@ class Quiet:
                 if not self._threads:
                     self._end()
 
+    def pause(self, is_paused: bool) -> None:
+        """Drops nothing in this thread meanwhile: what is not of the replay runs."""
+        change = self._paused.add if is_paused else self._paused.discard
+        change(threading.get_ident())
+
+    def takes(self, stream: Any) -> bool:
+        """Drops what this thread gives to a stream's `write` that was kept before.
+
+        It is no name of the stream any more. But a stream of text that keeps nothing
+        back hands all of it on to what lies beneath, and so to a method that drops it.
+
+        Returns:
+            False for a stream with which that cannot be.
+        """
+        if not isinstance(stream, io.TextIOWrapper):
+            return False
+        with self._lock:
+            was_through = stream.write_through
+            if not was_through:
+                self.pause(True)  # what was kept back until now is written
+                try:
+                    stream.reconfigure(write_through=True)
+                except Exception:
+                    return False
+                finally:
+                    self.pause(False)
+                self._through.append((stream, was_through))
+        return True
+
     def _begin(self) -> None:
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if stream is not None:
-                self._streams[name] = _Quieted(stream, self._threads)
-                self._used.append(self._streams[name])
-                setattr(sys, name, self._streams[name])
+        self._is_applied = True
+        for stream in terminals().values():
+            own = _attributes(stream)
+            if own is not None:
+                names = [name for name in _WRITES if hasattr(stream, name)]
+                mute = {n: self._muted(getattr(stream, n), n == "write") for n in names}
+                before = {name: own[name] for name in names if name in own}
+                self._streams.append((own, mute, before))
+                own.update(mute)
         self._show = vars(warnings)["_showwarnmsg"]
         self._shown_by = _sinks()
         vars(warnings)["_showwarnmsg"] = self._show_warning
@@ -93,22 +110,51 @@ class Quiet:
             handler.addFilter(self._is_told)
 
     def _end(self) -> None:
-        for name, stream in self._streams.items():
-            if getattr(sys, name) is stream:  # else somebody has put another there
-                setattr(sys, name, stream._stream)
+        self._is_applied = False
+        for own, mute, before in self._streams:
+            for name, method in mute.items():
+                if own.get(name) is not method:
+                    continue  # somebody has put another there
+                if name in before:
+                    own[name] = before[name]
+                else:
+                    del own[name]
+        for text, was_through in self._through:
+            with contextlib.suppress(Exception):  # it may be closed
+                text.reconfigure(write_through=was_through)
         vars(warnings)["_showwarnmsg"] = self._show
         for handler in self._handlers:
             handler.removeFilter(self._is_told)
-        self._streams, self._handlers = {}, []
+        self._streams, self._through, self._handlers = [], [], []
+
+    def _muted(self, method: Callable[..., Any], counts: bool) -> Callable[..., Any]:
+        """A stream's method that does nothing in threads that replay.
+
+        Args:
+            method: The method.
+            counts: Whether it returns how much it has written.
+        """
+
+        def call(*given: Any, **named: Any) -> Any:
+            if not self._is_dropped():
+                return method(*given, **named)
+            text = given[0] if counts and given else ()
+            return getattr(text, "nbytes", len(text)) if counts else None
+
+        return call
+
+    def _is_dropped(self) -> bool:
+        own = threading.get_ident()
+        return own in self._threads and own not in self._paused
 
     def _show_warning(self, message: Any) -> None:
         """Shows a warning, but for threads that replay; what these catch is theirs."""
         is_caught = _sinks() != self._shown_by
-        if is_caught or threading.get_ident() not in self._threads:
+        if is_caught or not self._is_dropped():
             self._show(message)
 
     def _is_told(self, record: logging.LogRecord) -> bool:
-        return threading.get_ident() not in self._threads
+        return not self._is_dropped()
 
 
 def _sinks() -> tuple[Any, Any]:
@@ -120,12 +166,19 @@ def _sinks() -> tuple[Any, Any]:
 quiet = Quiet()
 
 
-def terminals() -> set[int]:
-    """The ids of the streams of the process, and of what lies beneath them."""
-    found: set[int] = set()
-    for each in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        stream: Any = each._stream if isinstance(each, _Quieted) else each
-        while stream is not None and id(stream) not in found:
-            found.add(id(stream))
-            stream = getattr(stream, "buffer", None) or getattr(stream, "raw", None)
+def terminals() -> dict[int, Any]:
+    """The streams of the process, and what lies beneath them, by their ids."""
+    found: dict[int, Any] = {}
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        each: Any = stream
+        while each is not None and id(each) not in found:
+            found[id(each)] = each
+            each = _beneath(each)
     return found
+
+
+def _beneath(stream: Any) -> Any:
+    try:
+        return getattr(stream, "buffer", None) or getattr(stream, "raw", None)
+    except Exception:  # what lay there was detached
+        return None

@@ -31,6 +31,7 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -104,7 +105,11 @@ class EffectRule:
         policy.begin(self._watch)
         try:
             # Hooks and functions of autograd run in this thread then, on each device.
-            with quiet.applied(), torch.autograd.set_multithreading_enabled(False):
+            with (
+                quiet.applied(),
+                torch.autograd.set_multithreading_enabled(False),
+                self._finalizers_apart(),
+            ):
                 self._watch.begin(seconds)
                 try:
                     yield
@@ -118,6 +123,24 @@ class EffectRule:
             policy.end()
         if policy.stopped:
             raise StoppedError(policy.stopped) from None
+
+    @contextlib.contextmanager
+    def _finalizers_apart(self) -> Iterator[None]:
+        """Leaves alone what the garbage collector calls: it is not of the run."""
+        own = threading.get_ident()
+
+        def on_collection(phase: str, info: dict[str, int]) -> None:
+            if threading.get_ident() == own:
+                is_begun = phase == "start"
+                self._watch.rest(is_begun)
+                quiet.pause(is_begun)
+
+        gc.callbacks.append(on_collection)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):  # the program has emptied the list
+                gc.callbacks.remove(on_collection)
 
 
 class _Policy:
@@ -136,7 +159,7 @@ class _Policy:
         self._meet = meet
         self._collectives = {} if meet is None else kinds.known_codes(collectives())
         self.before = before
-        self._own_terminals: set[int] = set()
+        self._own_terminals: dict[int, Any] = {}
         self._watch: _C.CallWatch | None = None
         self._num_stops = 0
         self.taken: list[Any] = []  # locks and semaphores that a run holds
@@ -201,6 +224,8 @@ class _Policy:
                 return self._words_of_print(frame)
             return kinds.FUNCTIONS[function]
         if isinstance(owner, io.IOBase):
+            if id(owner) in self._own_terminals and name == "write":
+                return self._words_of_kept([owner])
             return self._words_of_file(owner, name)
         kind = type(owner)
         if isinstance(owner, kinds.LOCK_TYPES) or kind.__module__ == "_multiprocessing":
@@ -272,7 +297,12 @@ class _Policy:
         """Of an object of C that keeps methods of a file: a pickler, a CSV's writer."""
         files = [getattr(e, "__self__", None) for e in gc.get_referents(owner)]
         found = [each for each in files if isinstance(each, io.IOBase)]
-        return self._words_of_files(found, name)
+        kept = [each for each in found if id(each) in self._own_terminals]
+        return self._words_of_kept(kept) or self._words_of_files(found, name)
+
+    def _words_of_kept(self, streams: Iterable[Any]) -> str:
+        """Of streams of the process whose `write` was kept: no method drops that."""
+        return "" if all(map(quiet.takes, streams)) else kinds.TERMINAL
 
     def _words_of_given(self, frame: types.FrameType, name: str) -> str:
         """Of a function of C that is given a file, or the path of one."""
@@ -377,7 +407,7 @@ class _Policy:
             if is_of_program(own.f_code.co_filename):
                 break
             own = own.f_back
-        if own is not None and _is_apart(own):
+        if own is not None and (_is_apart(own) or _is_finalized(own)):
             return
         self.stopped = self.stopped or _clause(own or frame, words)
         self._num_stops += 1
@@ -404,6 +434,16 @@ def _is_pybinds(kind: type) -> bool:
     return kind.__name__ == "PyCapsule" or kind.__module__ == "pybind11_builtins"
 
 
+def _is_finalized(frame: types.FrameType) -> bool:
+    """True if the end of an object calls it, however many functions lie between."""
+    own = frame.f_back
+    while own is not None and not is_own(own.f_code.co_filename):
+        if kinds.is_finalizer(own):
+            return True
+        own = own.f_back
+    return False
+
+
 def _is_apart(frame: types.FrameType) -> bool:
     """True for this package's code, imports, and what the end of an object calls."""
     code, around = frame.f_code, frame.f_back
@@ -411,7 +451,7 @@ def _is_apart(frame: types.FrameType) -> bool:
     if code.co_name == "<module>" and around is not None:
         files.append(around.f_code.co_filename)
     is_import = any(each.startswith("<frozen importlib") for each in files)
-    return is_import or is_own(code.co_filename) or kinds.is_finalizer(code)
+    return is_import or is_own(code.co_filename) or kinds.is_finalizer(frame)
 
 
 def _clause(frame: types.FrameType, words: str) -> str:

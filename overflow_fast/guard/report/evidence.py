@@ -227,15 +227,18 @@ class EvidenceFolder:
 
     def add_report(self, report: Report) -> None:
         """Writes the report of a step whose evidence was just kept."""
-        folder = self._folder_of(report)
+        folder, explanation = self._folder_of(report), report.explanation
+        artifacts: list[Artifact] = []
+        if explanation is not None:  # a report that stays holds no batch
+            artifacts, explanation.artifacts = explanation.artifacts, []
         if folder is None:
             return
         try:
             folder.write("report.txt", str(report))
             folder.write("report.json", report.to_json())
-            if report.explanation is not None:
-                folder.write("explanation.json", _as_json(report.explanation))
-                folder.save_artifacts(report.explanation.artifacts)
+            if explanation is not None:
+                folder.write("explanation.json", _as_json(explanation))
+                folder.save_artifacts(artifacts)
         except Exception as error:
             self._tell(report.step, error)
 
