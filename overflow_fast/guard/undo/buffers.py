@@ -192,8 +192,12 @@ class KeptBuffer:
         if self._is_replaced or now.is_meta:
             return
         if self.is_certain or _C.version_of(now) != self.version:
-            is_bad = flag.to(now.device, non_blocking=True) != 0
-            now.data.copy_(torch.where(is_bad, self.copy, now))
+            # The host reads a flag when it has come; its memory may be read-only.
+            is_bad = flag.to(now.device, non_blocking=not now.is_cpu) != 0
+            if not now.is_cpu:
+                now.data.copy_(torch.where(is_bad, self.copy, now))
+            elif is_bad:
+                write(now, self.copy)
 
     def current(self) -> torch.Tensor | None:
         """The tensor that is in its place now."""
