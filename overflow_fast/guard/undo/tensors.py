@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -170,7 +171,8 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.is_quantized:  # a view of it as integers may end the process
         return [tensor.int_repr(), tensor.dequantize()]
     if tensor.layout is torch.jagged:
-        parts = [tensor.values(), tensor.offsets(), tensor.lengths()]
+        nested: Any = tensor
+        parts = [nested.values(), nested.offsets(), nested.lengths()]
         return [each for each in parts if each is not None]
     if tensor.layout is torch.sparse_coo:
         return [sparse_indices(tensor), sparse_values(tensor)]
