@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -39,12 +39,6 @@ def is_transforming() -> bool:
 def is_recorded() -> bool:
     """Returns True where a program is traced, exported or transformed by torch.func."""
     return is_jit_tracing() or is_transforming() or torch.compiler.is_exporting()
-
-
-def is_captured(tensors: Iterable[torch.Tensor]) -> bool:
-    """Returns True where a CUDA graph is captured, which may not be waited for."""
-    has_device = any(each.is_cuda for each in tensors)
-    return has_device and torch.cuda.is_current_stream_capturing()
 
 
 # The number of the backward that runs in this thread, or -1.

@@ -12,7 +12,6 @@ from torch import nn
 from ... import _C
 from ...scanner.tensors import copy_tensors
 from ...torch_internals.module_internals import PARAMETERS
-from ...torch_internals.running import is_captured
 from .tensors import SMALL, is_same_bits, num_bytes, write
 
 Slot = tuple[int, str, str]  # a module's id, its table, the name there
@@ -106,8 +105,9 @@ class KeptWeights:
         """
         asked = self._copies.keys() - self._written
         asked = {place for place in asked if versions[place] == self._versions[place]}
-        if asked and is_captured([self._weights[place] for place in asked]):
-            return []  # nothing can be read
+        is_on_device = any(self._weights[place].is_cuda for place in asked)
+        if is_on_device and torch.cuda.is_current_stream_capturing():
+            return []  # a capture may not be waited for
         return [
             place
             for place in asked
