@@ -210,7 +210,7 @@ class StepExplainer:
         is_of_call = first is not None and first.kind in ("input", "output")
         if not is_of_call or len(self._watches) > 1:
             return -1
-        if any(len(each.forwards) > 1 for each in calls):
+        if not all(isinstance(c, ModelCall) or len(c.forwards) == 1 for c in calls):
             return -1
         return verdict.batch - self._watches[0].batch_number + len(calls)
 
