@@ -183,9 +183,9 @@ USES = {
         *("guard = of.OverflowGuard(model); model(x).mean().backward()", "guard"),
         21_500,  # it judges requests, too
     ),
-    "a guard's clean steps": (f"steps(3, {FILES})", "guard", 20_500),
+    "a guard's clean steps": (f"steps(3, {FILES})", "guard", 20_750),
     "a bad step without explanation": (
-        *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 23_000),
+        *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 23_250),
     ),
     "a bad step": (f"{BAD}; steps(1, {FILES})", "explain", 41_000),
 }
