@@ -36,6 +36,10 @@ class BadStep:
         is_late: Whether the weights may have been stepped since.
         had_gradients: See `StepKeeper`.
         left_over: See `StepKeeper`.
+        is_rewritten: Whether other code than a forward was seen to write to a trained
+            weight since the step's first forward began.
+        forward: Which of its kept calls the first bad value was seen in, counted from
+            0; -1 where that is not known.
         is_of_flag: Whether a device's overflow flag is all that was seen.
         clean: See `StepKeeper`.
     """
@@ -50,6 +54,8 @@ class BadStep:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     last_steps: LastSteps = field(default_factory=LastSteps)
     is_late: bool = False
+    is_rewritten: bool = False
+    forward: int = -1
     is_of_flag: bool = False
     num_dropped: int = 0
     hidden_by: str = ""

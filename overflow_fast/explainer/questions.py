@@ -318,6 +318,14 @@ def _doubt(search: Search) -> str:
         return "it ran eagerly what was compiled together with code around it"
     if incident.is_late:
         return "the weights may have been stepped since"
+    if incident.is_rewritten:
+        return "other code than a forward has written to weights in the step"
+    difference = search.difference
+    if difference is not None and difference.path.role == "weight":
+        return str(difference)
+    if search.num_unlike:
+        number = counted(search.num_unlike, "forward")
+        return f"{number} of the step that came to finite values then did not again"
     if incident.num_dropped:
         return f"{incident.num_dropped} earlier forwards of the step were not kept"
     if search.set_meanwhile:

@@ -351,7 +351,8 @@ class Replayer:
             variables |= call.around() or {"batch": call.batch}
         if tail is not None:
             variables |= tail.variables
-        self.state = Snapshot(models, start, variables)
+        batches = [tensor for call in calls for _, tensor in call.leaves()]
+        self.state = Snapshot(models, start, variables, batches)
 
     def __enter__(self) -> Replayer:
         """Keeps the state; raises on all ranks if one cannot."""
@@ -586,7 +587,7 @@ class Replayer:
 
     def _watched(self) -> AbstractContextManager[None]:
         """Ends code of the program before its first effect."""
-        return self._rule.applied(self._most_seconds)
+        return self._rule.applied(self._most_seconds, self.state.set_aside)
 
     @contextmanager
     def _traced(

@@ -122,6 +122,8 @@ class Search:
         traced: The one with a table of its operations.
         changed: What a replay changes, and could not be put back.
         set_meanwhile: Numbers of the models that the step has set, a replay not.
+        num_unlike: How many calls were left out, which came before the first bad one
+            and are bad in a replay: the program has written to what they read since.
     """
 
     first: ReplayResult
@@ -145,6 +147,7 @@ class Search:
         self._lost: Row | None = None
         self._sentinel: Sentinel | None = None
         self._others: ReplayResult | None = None
+        self.num_unlike = 0
 
     def ask(self, questions: Sequence[Question]) -> Explanation | None:
         """The first answer to a list of questions, or None."""
@@ -205,6 +208,10 @@ class Search:
 
     def _lead(self) -> Explanation:
         self._note_first(self.replayer.run(observers=self._observers))
+        if 0 <= self.first.bad_call < self.incident.forward and self._ranks.is_alone:
+            self.num_unlike = self.incident.forward
+            del self.replayer.calls[: self.num_unlike]
+            self.first = self.replayer.run()
         self.changed = self.replayer.state.changed_around()
         self.set_meanwhile = self.replayer.state.set_meanwhile()
         known = self.ask(REPLAYED)
@@ -352,6 +359,7 @@ class Search:
     def _name_forward(self, found: Explanation, place: int) -> None:
         """Names which forward of the step it is of, such as that of a micro-batch."""
         calls, dropped = self.replayer.calls, self.incident.num_dropped  # the first
+        dropped += self.num_unlike
         num = len(calls) + dropped
         # Of a function, and of the program's lines, it may be any of several.
         are_single = all(

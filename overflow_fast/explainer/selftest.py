@@ -195,7 +195,7 @@ def first_float(output: Any) -> torch.Tensor | None:
 
 
 @contextlib.contextmanager
-def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
+def everything_kept(models: Sequence[nn.Module]) -> Iterator[Snapshot]:
     """Restores weights, gradients, buffers, attributes and random states.
 
     Raises:
@@ -206,7 +206,7 @@ def everything_kept(models: Sequence[nn.Module]) -> Iterator[None]:
     has_stepped = False
     with state:
         try:
-            yield
+            yield state
         finally:
             has_stepped = state.has_stepped()
     if state.problems:
@@ -372,12 +372,12 @@ class SelfTest:
         """Runs forward and backward once, and returns what the watches found."""
         tensors = StepTensors(self._watches)
         tensors.begin_round()
-        with everything_kept(self._models()):
+        with everything_kept(self._models()) as state:
             try:
                 with (
                     torch.enable_grad(),
                     uncompiled_calls(),
-                    self._rule.applied(math.inf),
+                    self._rule.applied(math.inf, state.set_aside),
                 ):
                     loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from ..guard.undo.random import RandomStates
 from ..guard.undo.step_start import StepStart
 from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
 from ..guard.verdict.call_order import is_ours
+from ..scanner.graph import leaves_of
 from ..scanner.modules import (
     buffers_of,
     is_sharded,
@@ -26,7 +28,7 @@ from ..scanner.modules import (
 )
 from ..scanner.tensors import devices_of, is_whole
 from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks
-from ..torch_internals.replaying import without_cached_casts
+from ..torch_internals.replaying import without_cached_casts, without_torch_function
 from ..torch_internals.tensor_internals import (
     gradient_hooks,
     local_tensor,
@@ -46,7 +48,8 @@ class Snapshot:
     Parameters, buffers, other tensors, gradients, attributes with all mutable objects
     in them, and random states. Everything is restored in place, so that identities and
     aliases stay. Gradients are set aside by reference, and hooks on them that step an
-    optimizer in backward with them: they are not called meanwhile. What autocast has
+    optimizer in backward with them: they are not called meanwhile. So are those of each
+    leaf that a backward reaches, before it does: see `set_aside()`. What autocast has
     cached of weights is neither read nor dropped. Signals' handlers wait meanwhile.
 
     Weights are copied if they are small, or a forward is known to write to them; of
@@ -56,6 +59,7 @@ class Snapshot:
         models: The models, by what their modules' names begin with.
         start: The beginning of the step that is run again; None for now.
         around: Variables that the code which is run reads, by their names.
+        batches: Tensors that it is given. Their gradients are set aside.
         calls_hooks: Leave hooks behind gradients where they are; the weights that they
             may step are copied.
         on_copies: Other tensors take the place of parameters and buffers meanwhile:
@@ -72,18 +76,21 @@ class Snapshot:
         models: Mapping[str, nn.Module],
         start: StepStart | None = None,
         around: Mapping[str, Any] | None = None,
+        batches: Iterable[torch.Tensor] = (),
         calls_hooks: bool = False,
         on_copies: bool = False,
     ) -> None:
         self._models = dict(models)
         self._start = start
         self._around = {} if around is None else dict(around)
+        self._batches = list(batches)
         self._calls_hooks = calls_hooks
         self._on_copies = on_copies
         self._is_taken = False
         self._casts = ExitStack()
         self._gradients: list[Callable[[], None]] = []
-        self._leaves: list[torch.Tensor] = []
+        # Weakly: a run makes leaves of its own. By their ids.
+        self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._tensors: list[tuple[str, KeptTensor]] = []
         self.lost: list[Any] = []
         self.problems: list[str] = []
@@ -112,8 +119,7 @@ class Snapshot:
             models = self._models.values()
             weights = (each for model in models for each in parameters_of(model))
             self._casts.enter_context(without_cached_casts(weights))
-            self._leaves = list(self._find_leaves())
-            for each in self._leaves:
+            for each in self._find_leaves():
                 self._set_gradient_aside(each)
             self._begin()
         except BaseException:
@@ -161,8 +167,23 @@ class Snapshot:
 
     def drop_gradients(self) -> None:
         """Sets the gradients to None."""
-        for each in self._leaves:
-            each.grad = None
+        for held in self._leaves.values():
+            leaf = held()
+            if leaf is not None:
+                leaf.grad = None
+
+    def set_aside(self, roots: Any) -> None:
+        """Sets aside the gradients that a backward is about to add to.
+
+        Args:
+            roots: The tensors or edges that it begins at, or the one.
+        """
+        with without_torch_function():
+            for leaf in leaves_of(roots):
+                held = self._leaves.get(id(leaf))
+                if leaf.requires_grad and (held is None or held() is not leaf):
+                    self._set_gradient_aside(leaf)
+                    leaf.grad = None
 
     def changed_around(self) -> list[str]:
         """The names of variables that are not as they were when it was taken.
@@ -231,8 +252,11 @@ class Snapshot:
             for parameter in parameters_of(model):
                 seen.add(id(parameter))
                 yield parameter
-        for key, (_, tensor) in self._objects.tensors.items():
-            if key not in seen and tensor.is_leaf and tensor.requires_grad:
+        others = [tensor for _, tensor in self._objects.tensors.values()]
+        for tensor in (*others, *self._batches):
+            is_leaf = tensor.is_leaf and tensor.requires_grad
+            if id(tensor) not in seen and (is_leaf or tensor.retains_grad):
+                seen.add(id(tensor))
                 yield tensor
 
     def _keep_tensors(self, found: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -264,6 +288,7 @@ class Snapshot:
         return any(each.weights.is_known(tensor) for each in starts)
 
     def _set_gradient_aside(self, leaf: torch.Tensor) -> None:
+        held = self._leaves[id(leaf)] = weakref.ref(leaf)
         gradient = leaf.grad
         hooks = {} if self._calls_hooks else gradient_hooks(leaf) or {}
         saved = dict(hooks)
@@ -275,7 +300,9 @@ class Snapshot:
             self._tensors.append(("a gradient", KeptTensor(gradient, True)))
 
         def undo() -> None:
-            leaf.grad = gradient
+            own = held()
+            if own is not None:
+                own.grad = gradient
             if saved:
                 hooks.update(saved)
 

@@ -227,6 +227,10 @@ class StepExplainer:
             optimizers=self._find_optimizers(),
             last_steps=self._last_steps,
             is_late=moment == "check",
+            is_rewritten=keeper is not None
+            and moment == "before"
+            and keeper.start.were_weights_rewritten(),
+            forward=self._forward_of(verdict),
             num_dropped=0 if keeper is None else keeper.num_dropped,
             hidden_by="" if keeper is None else keeper.hidden_by,
             is_of_flag=is_of_flag(verdict),
@@ -234,6 +238,16 @@ class StepExplainer:
             left_over={} if keeper is None else dict(keeper.left_over),
             clean=None if keeper is None else keeper.clean,
         )
+
+    def _forward_of(self, verdict: Verdict) -> int:
+        """Which of the kept calls the first bad call is in; -1 if that is not known."""
+        first, calls = verdict.first, self._calls()
+        is_of_call = first is not None and first.kind in ("input", "output")
+        if not is_of_call or len(self._watches) > 1:
+            return -1
+        if not all(isinstance(c, ModelCall) or len(c.forwards) == 1 for c in calls):
+            return -1
+        return verdict.batch - self._watches[0].batch_number + len(calls)
 
     # The tripwire's second look: a bad step is run again with everything watched.
 

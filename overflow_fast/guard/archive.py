@@ -218,8 +218,14 @@ class Archive:
         first = report.verdict.first
         if first is not None and self._earlier:
             what = report.step, f"{first.place}: {first.label}"
-            found = (each.run for each in self._earlier if each.what == what)
-            report.repeats = next(found, "")
+            found = [each for each in self._earlier if each.what == what]
+            report.repeats = found[0].run if found else ""
+            report.has_ended_runs = any(map(self._has_ended, found))
+
+    def _has_ended(self, incident: LoggedIncident) -> bool:
+        """True for the last incident of its run, which the guard has raised for."""
+        own = [each.step for each in self._earlier if each.run == incident.run]
+        return incident.action == "raise" and incident.step == max(own)
 
     def end_report(
         self, report: Report, step: int, num_left_out: int, is_own: bool

@@ -47,7 +47,7 @@ def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
         return NotScanned("quantized")
     if tensor.layout is torch.sparse_coo:
         return sparse_values(tensor)
-    if tensor.layout in _COMPRESSED_LAYOUTS:
+    if tensor.layout in COMPRESSED_LAYOUTS:
         return tensor.values()
     if tensor.is_nested:
         return _nested_values(tensor)
@@ -64,7 +64,7 @@ def _values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     return NotScanned(f"layout {tensor.layout}")
 
 
-_COMPRESSED_LAYOUTS = {
+COMPRESSED_LAYOUTS = {
     torch.sparse_csr,
     torch.sparse_csc,
     torch.sparse_bsr,
@@ -250,7 +250,7 @@ def devices_of(models: Iterable[nn.Module]) -> list[torch.device]:
 
 _MULTIPLIER = -7046029254386353131  # 2**64 divided by the golden ratio, as int64
 _CHUNK = 2**22  # elements: bounds the temporaries
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
         An int64 scalar on the tensor's device.
     """
     values = real_parts(tensor.detach())
-    bits = values.contiguous().view(_INTEGERS[values.element_size()]).flatten()
+    bits = values.contiguous().view(INTEGERS[values.element_size()]).flatten()
     digest = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin in range(0, len(bits), _CHUNK):
         part = bits[begin : begin + _CHUNK].to(torch.int64)

@@ -100,6 +100,7 @@ def test_what_cannot_be_restored_does_not_stop_the_rest():
     model = nn.Linear(4, 4)
     model.array, model.items = numpy.zeros(2), []
     with Snapshot({"": model}) as state:
+        model.array[0] = 1
         model.array.flags.writeable = False
         model.items.append(1)
     assert model.items == []

@@ -162,3 +162,54 @@ def test_buffers_that_are_replaced_and_written_to(write, buffers, steps_before):
         assert_same(everything(model), before)
         step(model, optimizer)
         assert not guard.last_step_skipped
+
+
+def cast(model):
+    model.double().float()
+
+
+def assigned(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("change", [cast, assigned])
+@pytest.mark.parametrize("place", ["between", "behind", "judged"])
+def test_what_other_code_replaces_in_a_step_is_restored_in_later_ones(change, place):
+    model = norm_net()
+    optimizer, guard = watched(model, explain=False)
+    with guard:
+        for number in range(4):
+            optimizer.zero_grad()
+            model(X).sum().backward()
+            if number == 1 and place == "between":
+                change(model)
+            loss = model(BAD if number == 3 else X).sum()
+            if number == 1 and place == "behind":
+                change(model)
+            loss.backward()
+            if number == 1 and place == "judged":
+                change(model)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+            if number == 2:
+                before = everything(model)
+            optimizer.step()
+        assert guard.last_step_skipped and guard.num_skipped == 1
+        assert_same(model[1].running_mean, before["1.running_mean"])
+        assert guard.last_report.notes == []
+
+
+@pytest.mark.parametrize("change", [cast, assigned])
+def test_a_skip_leaves_what_other_code_has_replaced(change, as_kept):
+    model = norm_net()
+    optimizer, guard = watched(model, explain=False)
+    with guard:
+        step(model, optimizer)
+        model(BAD).sum().backward()
+        change(model)
+        own = [*model.parameters(), *model.buffers()]
+        optimizer.step()
+        assert guard.last_step_skipped
+        now = [*model.parameters(), *model.buffers()]
+        assert all(a is b for a, b in zip(own, now, strict=True))
+        as_kept(guard.last_report.notes)

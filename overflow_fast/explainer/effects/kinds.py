@@ -159,10 +159,12 @@ class Run(Protocol):
     Attributes:
         before: What was there before.
         taken: The locks and semaphores that the run holds.
+        on_backward: See `EffectRule.applied()`.
     """
 
     before: Before
     taken: list[Any]
+    on_backward: Callable[[Any], object] | None
 
     def lets_go(self, lock: Any) -> bool:
         """Takes a lock from what the run holds; False if it does not hold it."""
@@ -257,6 +259,13 @@ def _of_save(run: Run, own: dict[str, Any]) -> str:
     return "" if isinstance(own.get("f"), WITHIN_PROCESS) else WRITES
 
 
+def _of_backward(run: Run, own: dict[str, Any]) -> str:
+    """It is of the models; what it adds to other leaves can be put back."""
+    if run.on_backward is not None:
+        run.on_backward(own["tensors"])
+    return ""
+
+
 KNOWN: dict[str, WordsOf] = {
     **{f"queue:Queue.{n}": _always(QUEUE) for n in ("get", "put", "task_done")},
     "queue:Queue.join": _always(WAITS),
@@ -290,6 +299,7 @@ KNOWN: dict[str, WordsOf] = {
     "subprocess:Popen.wait": _always(PROCESS),
     "subprocess:Popen.communicate": _always(PROCESS),
     "asyncio.base_events:BaseEventLoop.run_forever": _always(WAITS),
+    "torch.autograd:backward": _of_backward,
     "torch.serialization:save": _of_save,
     "torch.jit._serialization:save": _always(WRITES),
     "torch.export:save": _of_save,

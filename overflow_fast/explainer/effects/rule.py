@@ -92,17 +92,21 @@ class EffectRule:
         self._watch = _C.CallWatch(self._policy, kinds.AUDITED)
 
     @contextlib.contextmanager
-    def applied(self, seconds: float) -> Iterator[None]:
+    def applied(
+        self, seconds: float, on_backward: Callable[[Any], object] | None = None
+    ) -> Iterator[None]:
         """Applies it to this thread. Profilers and tracers of others rest meanwhile.
 
         Args:
             seconds: How long it may take before it is ended, too.
+            on_backward: Called before each backward, also those that the program's own
+                code calls, with the tensors or edges that it begins at.
 
         Raises:
             StoppedError: Instead of an effect, also if code within has caught that.
         """
         policy = self._policy
-        policy.begin(self._watch)
+        policy.begin(self._watch, on_backward)
         try:
             # Hooks and functions of autograd run in this thread then, on each device.
             with (
@@ -152,7 +156,10 @@ class _Policy:
 
     Attributes:
         stopped: The first effect of a run, as a clause, or "".
+        on_backward: See `EffectRule.applied()`.
     """
+
+    on_backward: Callable[[Any], object] | None = None
 
     def __init__(self, before: Before, meet: Meet | None) -> None:
         self._codes = kinds.known_codes(kinds.KNOWN)
@@ -165,8 +172,11 @@ class _Policy:
         self.taken: list[Any] = []  # locks and semaphores that a run holds
         self.stopped = ""
 
-    def begin(self, watch: _C.CallWatch) -> None:
+    def begin(
+        self, watch: _C.CallWatch, on_backward: Callable[[Any], object] | None
+    ) -> None:
         """Begins a run."""
+        self.on_backward = on_backward
         self._watch, self._num_stops, self.stopped = watch, 0, ""
         self._own_terminals = terminals()
         self.before.note()
@@ -180,7 +190,7 @@ class _Policy:
         taken = self.before.put_back()
         if taken and not self.stopped:
             self.stopped = f"the code that was run again {kinds.ITERATOR}"
-        self._watch = None
+        self._watch = self.on_backward = None
 
     def asks_about(self, function: Any) -> bool:
         """True for a function of C that may be an effect, of whatever object."""

@@ -32,7 +32,7 @@ class NonFiniteError(FloatingPointError):
 
         super().__init__(report.answer())
         self.report = report
-        self.exit_code = exit_code_of(report.explanation, bool(report.repeats))
+        self.exit_code = exit_code_of(report.explanation, report.has_ended_runs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NonFiniteError, (self.report,)
@@ -109,6 +109,10 @@ class Report:
     repeats: str = ""
     raised: str = ""
     is_beyond_repair: bool = False
+
+    # An earlier run ended with the same step and entry. No field: it is for
+    # `NonFiniteError.exit_code` alone.
+    has_ended_runs = False
 
     @property
     def _text(self) -> ReportText:

@@ -34,6 +34,7 @@ class LoggedIncident:
         host: The host of the rank that found it.
         device: Its device.
         cause: What the replay found; "" if there was none.
+        action: What the guard did.
     """
 
     run: str
@@ -43,6 +44,7 @@ class LoggedIncident:
     host: str
     device: str
     cause: str
+    action: str = ""
 
     @property
     def what(self) -> tuple[int, str]:
@@ -168,5 +170,5 @@ def _incident(line: StepLine, header: RunLine | None) -> LoggedIncident:
     host = line.host or (header.host if header is not None else None)
     return LoggedIncident(
         *(line.run, line.time, line.step, line.first or "", host or ""),
-        *(line.device or "", line.cause or ""),
+        *(line.device or "", line.cause or "", line.action or ""),
     )

@@ -52,18 +52,37 @@ class KeptBuffer:
         self._copied: weakref.ref[torch.Tensor] | None = None  # the copy's original
         self._home: weakref.ref[torch.Tensor] | None = None  # the last step's tensor
         self._changes = False
-        self._is_replaced = False
+        # The tensor that was seen in its place last, whether a forward has put it
+        # there, and whether other code has since the step began.
+        self._placed: weakref.ref[torch.Tensor] | None = None
+        self._is_of_forward = self._is_of_others = False
+        self._is_replaced = False  # the step began with a tensor of a forward's
         self._memory: torch.Tensor | None = None  # the tensor's memory
         self.was_lazy = False
 
     def begin(self, tensor: torch.Tensor | None) -> None:
         """Notes which tensor is in its place now."""
         self.tensor = tensor
+        self.note_placed(by_forward=False)
+        self._is_replaced, self._is_of_others = self._is_of_forward, False
         self.was_lazy = tensor is not None and is_lazy(tensor)
         self.is_written = False
         self._memory = None if tensor is None else memory_of(tensor)
         if self._home is None and tensor is not None:
             self._home = weakref.ref(tensor)
+
+    def note_placed(self, by_forward: bool) -> None:
+        """Notes who has put the tensor there that is in its place now.
+
+        Args:
+            by_forward: A forward, if it is another one than was seen there last; else
+                other code.
+        """
+        now, placed = self.current(), self._placed
+        if (None if placed is None else placed()) is not now:
+            self._placed = None if now is None else weakref.ref(now)
+            self._is_of_forward = by_forward
+            self._is_of_others = not by_forward and now is not self.tensor
 
     @property
     def is_plain(self) -> bool:
@@ -109,8 +128,6 @@ class KeptBuffer:
         before, now = self.tensor, self.current()
         if before is not None and now is before:
             self.note_change(compares)
-        elif before is not None:
-            self._is_replaced = True
         self.tensor = self._memory = None
         self._home = None if now is None else weakref.ref(now)
 
@@ -129,7 +146,11 @@ class KeptBuffer:
             return ""
         if self.was_lazy:
             return _reset(module)
-        is_same = self.current() is before
+        now = self.current()
+        is_same = now is before
+        if self._is_of_others and not (is_same or self._is_at_home(now)):
+            is_changed = before is not None and not self._is_same(before)
+            return "other code has replaced it since the forward" * is_changed
         was_moved = self.put_in_place()
         if before is None or before.is_meta:
             return ""
@@ -160,10 +181,8 @@ class KeptBuffer:
         """
         module, now, before = self.module(), self.current(), self.tensor
         if now is not before and module is not None:
-            # functional_call puts tensors in place for one call, and removes them.
-            is_home = now is not None and self._home is not None and self._home() is now
             is_plain = all(type(each) is nn.Parameter for each in (now, before))
-            if not is_home and (is_plain or self.table == BUFFERS):
+            if not self._is_at_home(now) and (is_plain or self.table == BUFFERS):
                 module.__dict__[self.table][self.name] = before
         if before is None or before.is_meta or self._memory is None:
             return False
@@ -171,6 +190,10 @@ class KeptBuffer:
         if was_moved:
             before.data = self._memory
         return was_moved
+
+    def _is_at_home(self, now: torch.Tensor | None) -> bool:
+        """True for the last step's tensor: functional_call has removed another."""
+        return now is not None and self._home is not None and self._home() is now
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The tensor and what was in it; None if that is not known."""
@@ -192,8 +215,12 @@ class KeptBuffer:
         if self._is_replaced or now.is_meta:
             return
         if self.is_certain or _C.version_of(now) != self.version:
-            is_bad = flag.to(now.device, non_blocking=True) != 0
-            now.data.copy_(torch.where(is_bad, self.copy, now))
+            # The host reads a flag when it has come; its memory may be read-only.
+            is_bad = flag.to(now.device, non_blocking=not now.is_cpu) != 0
+            if not now.is_cpu:
+                now.data.copy_(torch.where(is_bad, self.copy, now))
+            elif is_bad:
+                write(now, self.copy)
 
     def current(self) -> torch.Tensor | None:
         """The tensor that is in its place now."""

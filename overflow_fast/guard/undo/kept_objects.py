@@ -142,6 +142,8 @@ class _Array:
         self._before = value[...].copy() if _is_numpys(value) else value[:]
 
     def restore(self) -> None:
+        if not self.has_changed():  # its memory may be read-only
+            return
         value: Any = self._value
         if _is_numpys(value) and value.shape != self._before.shape:
             value.resize(self._before.shape, refcheck=False)

@@ -109,7 +109,8 @@ class StepStart:
             with self._lock:
                 if not start.is_firm:
                     start.take(is_firm=torch.is_grad_enabled())
-                start.weights.begin_forward()
+                if graph_task_id() < 0:  # else a backward computes it again
+                    start.begin_forward()
 
     def before_run(self) -> None:
         """Keeps all models, where a function begins that calls them."""
@@ -118,7 +119,7 @@ class StepStart:
                 start.take(is_firm=True)
 
     def after_forward(self, watch: Watched) -> None:
-        """Notes what the forward has written to, by its versions."""
+        """Notes what the forward has written to."""
         with self._lock:
             self._of_watch[id(watch)].end_forward()
 
@@ -132,6 +133,8 @@ class StepStart:
 
         A closure may be judged several times in one.
         """
+        for start in self.starts:
+            start.weights.end_judgement()
         if not self._has_optimizers:
             self.end()
 
@@ -186,9 +189,17 @@ class StepStart:
     def written_in_step(self, tensor: torch.Tensor) -> bool:
         """True for a trained weight that this step's forward has written to.
 
-        Incurs a CPU-GPU sync if the weight is copied.
+        Incurs a CPU-GPU sync if the weight is copied, and the forward has not ended.
         """
         return any(start.weights.is_written(tensor) for start in self.starts)
+
+    def were_weights_rewritten(self) -> bool:
+        """True if other code than a forward was seen to write to a trained weight.
+
+        That is since the first forward of the step began. Incurs a CPU-GPU sync for
+        each weight that is copied.
+        """
+        return any(start.weights.were_rewritten() for start in self.starts)
 
 
 class ModelStart:
@@ -213,8 +224,11 @@ class ModelStart:
         self._model: weakref.ref[nn.Module] | None = None
         self._tables: list[dict[str, Any]] = []
         self._held: list[Any] = []  # what the tables hold
-        self._own_tables: list[dict[str, Any]] = []  # those that hold buffers
+        self._own_tables: list[dict[str, Any]] = []  # those that hold tensors
         self._own_held: list[Any] = []
+        self._placed: list[Any] = []  # what these were seen to hold last
+        self._has_ended_forward = False  # in this step
+        self._is_in_forward = False
         self._parameters: list[nn.Parameter] = []
         self._are_trained: list[bool] = []
         self._known: dict[tuple[int, str], KeptBuffer] = {}
@@ -245,6 +259,8 @@ class ModelStart:
         else:
             self._walk(model)
         self.weights.take(self._is_full)
+        self._placed = self._own_held
+        self._has_ended_forward = self._is_in_forward = False
         self.attributes = []
         if self._is_full and self._was_firm:  # without autograd it may not change
             self._changing, self._changed = self._changed, weakref.WeakSet()
@@ -283,8 +299,10 @@ class ModelStart:
             # Tables hold submodules, which are to go with the model.
             self._model = weakref.ref(model, self._forget_if_running)
         slots, self._tables, weights = _slots(model)
+        weights = [] if is_sharded(model) else weights
         self._held = _values(self._tables)
-        tables = {id(t): t for m, n, _ in slots if (t := m.__dict__[n]) is not None}
+        places = [*slots, *((module, PARAMETERS, name) for module, name, _ in weights)]
+        tables = {id(t): t for m, n, _ in places if (t := m.__dict__[n]) is not None}
         self._own_tables = list(tables.values())
         self._own_held = _values(self._own_tables)
         self._parameters = [t for t in self._held if isinstance(t, nn.Parameter)]
@@ -293,7 +311,7 @@ class ModelStart:
         if len(self._known) > len(self.buffers):
             self._known = {buffer.slot: buffer for buffer in self.buffers}
         self._copy()
-        self.weights.set([] if is_sharded(model) else weights)
+        self.weights.set(weights)
 
     def _begin(self, module: nn.Module, table: str, name: str) -> KeptBuffer:
         buffer = self._known.get((id(module), name))
@@ -319,16 +337,39 @@ class ModelStart:
 
     def _forget(self) -> None:
         self._tables, self._held, self._parameters, self.buffers = [], [], [], []
-        self._own_tables, self._own_held = [], []
+        self._own_tables, self._own_held, self._placed = [], [], []
         self._steady, self.attributes = SteadyBuffers([]), []
         self._known.clear()
         self.weights.set([])
         self.is_taken = self.is_firm = False
 
+    def begin_forward(self) -> None:
+        """Notes what other code has done since the step's last forward."""
+        if self._has_ended_forward:
+            self._note_placed()
+        self._is_in_forward = True
+        self.weights.begin_forward()
+
+    def _note_placed(self) -> None:
+        """Notes who has replaced tensors, where the model holds others than before.
+
+        That is a forward where one has not ended, or none was announced by a hook.
+        """
+        by_forward = self._is_in_forward or not self._has_ended_forward
+        if _C.hold(self._own_tables, self._placed):
+            return
+        self._placed = _values(self._own_tables)
+        self.weights.note_placed(by_forward)
+        for buffer in self.buffers:
+            buffer.note_placed(by_forward)
+
     def end_forward(self) -> None:
-        """Notes what a forward has written to."""
+        """Notes what a forward has written to, or replaced."""
         if not self.is_taken:
             return
+        self._is_in_forward = True  # also where no hook has announced it
+        self._note_placed()
+        self._has_ended_forward, self._is_in_forward = True, False
         self._steady.note_writes()
         self.weights.end_forward()
         for kept in self.attributes:
@@ -372,6 +413,7 @@ class ModelStart:
             self._steady.note_changes(compares)
         else:
             self._steady.settle()
+            self._note_placed()
             for buffer in self.buffers:
                 buffer.end(compares)
             self.buffers, self._held, self._parameters = [], [], []
@@ -399,6 +441,7 @@ class ModelStart:
             return
         self._remove_new()
         self._steady.settle()
+        self._note_placed()
         for buffer in self.buffers:
             try:
                 why = buffer.restore()

@@ -1,5 +1,6 @@
 """Incidents across restarts: who produces them, which are told, how a run ends."""
 
+import contextlib
 import json
 import math
 import tempfile
@@ -138,6 +139,29 @@ def test_a_launcher_learns_to_restart_once(tmp_path):
         guard.remove()
         assert caught.value.report.explanation.op is not None
         assert caught.value.exit_code == expected
+
+
+@pytest.mark.parametrize("on_overflow", ["skip", "warn", "raise"])
+def test_a_run_that_went_on_behind_the_step_is_none_that_ended_there(
+    tmp_path, on_overflow
+):
+    """Of the last policy, by a program that catches the error and fails later."""
+    path = tmp_path / "guard.jsonl"
+
+    def fail(guard, step):
+        guard.step, model.blocks[0].factor = step, math.inf
+        with contextlib.suppress(NonFiniteError):
+            train_step(model, optimizer, batches(1)[0])
+
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, on_overflow, log=path, explain=False) as guard:
+        fail(guard, 0)
+        fail(guard, 1)
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, log=path) as guard:
+        fail(guard, 0)
+    assert guard.last_report.repeats
+    assert NonFiniteError(guard.last_report).exit_code == 16
 
 
 def test_a_fault_that_no_replay_gives_is_transient():

@@ -1,0 +1,124 @@
+"""What other code than a forward writes to weights within a step stays as it is."""
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+
+@torch.no_grad()
+def counted(weight):
+    weight.mul_(2)
+
+
+def by_data(weight):
+    weight.data.mul_(2)
+
+
+def by_numpy(weight):
+    weight.detach().numpy()[:] *= 2
+
+
+def model_of(width=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+
+
+def train(model, write, moment, last, policy="skip", **options):
+    """Trains three forwards a step, up to a bad one in which it writes to a weight."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    weight = model[0].weight
+    with OverflowGuard(model, optimizer, policy, **options) as guard:
+        for step in range(last + 1):
+            optimizer.zero_grad()
+            for place in range(3):
+                x = torch.randn(6, 4)
+                is_bad = step == last and place == 1
+                if is_bad and moment == "before":
+                    write(weight)
+                factor = torch.inf if is_bad else 1
+                loss = guard.run(lambda x=x, n=factor: model(x * n).sum())
+                if is_bad and moment == "behind":
+                    write(weight)
+                loss.backward()
+            if step == last and moment == "judged":
+                write(weight)
+            before = weight.detach().clone()
+            try:
+                optimizer.step()
+            except NonFiniteError as error:
+                return before, error
+    return before, guard.last_report
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+@pytest.mark.parametrize("moment", ["before", "behind", "judged"])
+@pytest.mark.parametrize("write", [counted, by_data, by_numpy])
+def test_a_skip_leaves_it(write, moment, last):
+    model = model_of()
+    before, report = train(model, write, moment, last, explain=False)
+    assert report.action == "skip"
+    assert model[0].weight.equal(before)
+    assert model[1].running_mean.isfinite().all()
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return x.square()
+
+
+@pytest.mark.parametrize("last", [1, 2])  # copies are kept in the second alone
+@pytest.mark.parametrize("write", [counted, by_data])
+def test_the_first_forward_behind_a_write_is_named(write, last):
+    """Those before it are non-finite when they are run again, and were finite."""
+    model = nn.Sequential(nn.Linear(4, 4), Squared())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        for step in range(last + 1):
+            optimizer.zero_grad()
+            for place in range(3):
+                for _ in range(100 if step == last and place == 1 else 0):
+                    write(model[0].weight)
+                guard.run(lambda: model(torch.ones(2, 4)).mean()).backward()
+            optimizer.step()
+    found = guard.last_report.explanation
+    assert found.op.name.startswith("aten.pow")
+    assert "it is of forward 2 of the step's 3" in found.evidence
+
+
+class Swapped:
+    """Exchanges a weight for one forward."""
+
+    def __init__(self, is_counted):
+        self.is_counted = is_counted
+
+    def put(self, weight, value):
+        if self.is_counted:
+            with torch.no_grad():
+                weight.copy_(value)
+        else:
+            weight.data = value.clone()
+            weight.data.copy_(value)
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_device_is_not_accused_where_a_weight_was_another_one(is_counted, last):
+    model, swapped = nn.Sequential(nn.Linear(4, 4)), Swapped(is_counted)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        OverflowGuard(model, optimizer) as guard,
+        pytest.raises(NonFiniteError) as error,
+    ):
+        for step in range(last + 1):
+            optimizer.zero_grad()
+            own = model[0].weight.detach().clone()
+            if step == last:
+                swapped.put(model[0].weight, torch.full_like(own, 3e38))
+            loss = guard.run(lambda: model(torch.ones(2, 4)).sum())
+            swapped.put(model[0].weight, own)
+            loss.backward()
+            optimizer.step()
+    assert error.value.exit_code == 1
+    assert error.value.report.explanation.cause != "not reproducible"
