@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..scanner.text import error_line
+from ..torch_internals.running import graph_task_id
 from .archive import Archive, Measurements
 from .config import GuardConfig
 from .explaining import Explaining
@@ -293,12 +294,17 @@ class Pipeline:
         stays the program's: nothing is raised here. Else nothing is said. Incurs the
         sync.
 
+        Not within a backward, whose exceptions are torch's: it leaves a forward that it
+        computes again when it has what it needs. Those that end it come again.
+
         Args:
             error: The exception.
             ends: Whether the run ends with it.
             is_in_forward: Whether it was raised within a forward of a model alone.
             hook: That of the optimizer whose step, or closure, has raised, or None.
         """
+        if hook is None and graph_task_id() >= 0:
+            return
         how = ends, is_in_forward, hook
         is_own = isinstance(error, NonFiniteError)
         if is_own or not (self._is_judged and self._judge_raised(error, *how)):

@@ -39,7 +39,7 @@ from ..scanner.tree import (
     tensors_in,
 )
 from ..torch_internals.compiler import compiled_call_of, has_compiled
-from ..torch_internals.running import is_recorded
+from ..torch_internals.running import graph_task_id, is_recorded
 from .config import GuardConfig
 from .undo.code_names import global_names
 from .undo.random import RandomStates
@@ -466,9 +466,12 @@ class StepKeeper:
             self._add(call, self._forwards if self.is_running else self.calls)
 
     def leave(self) -> None:
-        """Keeps a forward that an exception has left."""
+        """Keeps a forward that an exception has left.
+
+        Not one that backward computes again: torch leaves it early.
+        """
         call, self._now.open = self._now.open, None
-        if call is not None:
+        if call is not None and graph_task_id() < 0:
             call.has_returned = False
             self._add(call, self._forwards if self.is_running else self.calls)
 

@@ -11,6 +11,7 @@ import torch
 from guarding import assert_same, state_of
 from torch import nn
 from torch.distributions import Categorical, Normal
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from overflow_fast import NonFiniteError, OverflowGuard, read_record
 
@@ -555,3 +556,58 @@ def test_gradients_that_a_scaler_handles_are_no_finding():
         error = KeyError("column")
         sys.excepthook(KeyError, error, None)
         assert guard.last_report is None and not getattr(error, "__notes__", None)
+
+
+HOW_COMPUTED_AGAIN = ["early stop", "to its end", "reentrant", "within guard.run"]
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+@pytest.mark.parametrize("how", HOW_COMPUTED_AGAIN)
+def test_what_backward_leaves_early_raises_nothing_of_the_program(how, policy):
+    models = {"a": with_buffers()[0], "b": with_buffers()[0]}
+    both = nn.ModuleDict(models)
+    optimizer = torch.optim.SGD(both.parameters(), lr=1e-3)
+    with OverflowGuard(models, optimizer, policy, explain=False) as guard:
+
+        def called(model, x):
+            return (
+                guard.run(lambda: model(x)) if how == "within guard.run" else model(x)
+            )
+
+        for factor in (1.0, float("nan"), 1.0):
+            before = state_of(both, optimizer)
+            x = torch.randn(8, 6).mul_(factor).requires_grad_()
+            with set_checkpoint_early_stop(how != "to its end"):
+                for model in models.values():
+                    is_reentrant = how == "reentrant"
+                    out = checkpoint(called, model, x, use_reentrant=is_reentrant)
+                    out.mean().backward()
+            is_bad = factor != factor
+            if is_bad and policy == "raise":
+                with pytest.raises(NonFiniteError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            if is_bad:
+                report = guard.last_report
+                assert report.moment == "before" and report.action == policy
+                assert_same(state_of(both, optimizer), before)
+        assert guard.metrics()["bad_steps_total"] == 1
+
+
+def test_an_exception_that_ends_a_backward_is_judged_behind_it():
+    model, optimizer = with_buffers()
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+
+        def stop(gradient):
+            raise ValueError("own")
+
+        def step():
+            out = checkpoint(model, torch.full((8, 6), torch.nan), use_reentrant=False)
+            out.register_hook(stop)
+            out.mean().backward()
+
+        with pytest.raises(ValueError, match="own") as raised:
+            guard.run(step)
+        assert_reported(guard, raised.value, step=0)

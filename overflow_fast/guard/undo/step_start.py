@@ -41,6 +41,7 @@ class Watched(Protocol):
 
     prefix: str
     has_submodule_calls: bool
+    is_in_step: bool
 
     @property
     def model(self) -> nn.Module | None:
@@ -108,7 +109,7 @@ class StepStart:
         if not is_recorded():
             with self._lock:
                 if not start.is_firm:
-                    start.take(is_firm=torch.is_grad_enabled())
+                    start.take(is_firm=watch.is_in_step)
                 start.weights.begin_forward()
 
     def before_run(self) -> None:

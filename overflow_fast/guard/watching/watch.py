@@ -32,7 +32,7 @@ from ...scanner.modules import (
 from ...scanner.tensors import model_loss_in
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS, own_parameters
-from ...torch_internals.running import is_jit_tracing
+from ...torch_internals.running import is_in_function, is_jit_tracing
 from .inputs import ForwardInputs
 
 # The modules of a watched model, by indices that do not change.
@@ -496,6 +496,7 @@ class ModelWatch(StepHooks):
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
+        judges_requests: All forwards without autograd are judged as requests.
         is_abandoned: Returns True if nobody has the guard any more, and it has ended.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
     """
@@ -525,7 +526,7 @@ class ModelWatch(StepHooks):
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
-        self.needs_buffers = False
+        self.needs_buffers = self.judges_requests = False
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
@@ -636,9 +637,21 @@ class ModelWatch(StepHooks):
         root = self._roots.get(get_ident())
         return None if root is None else root.output
 
+    @property
+    def is_in_step(self) -> bool:
+        """True in a forward of a training step, rather than one to be judged alone.
+
+        That of a reentrant checkpoint runs without autograd; backward runs it again.
+        """
+        if torch.is_grad_enabled():
+            return True
+        model = self.model
+        is_training = model is not None and model.training
+        return is_training and not self.judges_requests and is_in_function()
+
     def _before_step(self) -> None:
         self._announce_forward()
-        if not torch.is_grad_enabled():
+        if not self.is_in_step:
             self.recorder.forget_parameters()  # it is a judgement of its own
         # The model may have been sharded since its hooks were put on. Its parameters
         # are scanned once for each optimizer's step then, and not when gathered.
@@ -664,7 +677,7 @@ class ModelWatch(StepHooks):
 
     def _begin_submodule_call(self, index: int) -> None:
         super()._begin_submodule_call(index)
-        if not torch.is_grad_enabled():
+        if not self.is_in_step:
             self.recorder.forget_parameters()
         self.has_submodule_calls = True
         module = self.module_at(index)
@@ -701,7 +714,7 @@ class ModelWatch(StepHooks):
         self.has_loss_of_step |= has_loss
 
     def _send(self) -> None:
-        self.frames.note_forward(torch.is_grad_enabled())
+        self.frames.note_forward(self.is_in_step)
 
     def _end_step(self, is_recomputed: bool = False) -> None:
         super()._end_step(is_recomputed)
@@ -709,7 +722,7 @@ class ModelWatch(StepHooks):
             self.on_forward_end(self)
         if self.is_paused:
             return  # by another thread, meanwhile
-        if not torch.is_grad_enabled() and not is_recomputed:
+        if not (is_recomputed or self.is_in_step):
             root = self._roots.get(get_ident())
             batch = self.recorder.last_batch if root is None else root.batch
             with self.frames.evaluated(batch):
