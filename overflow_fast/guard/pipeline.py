@@ -29,7 +29,7 @@ from ..scanner.text import error_line
 from ..torch_internals.running import graph_task_id
 from .archive import Archive, Measurements
 from .config import GuardConfig
-from .explaining import Explaining
+from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, measured
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
@@ -48,7 +48,7 @@ from .ranks.agreement import Agreed, Agreement, Wishes
 from .report.report import Cost, NonFiniteError, Report
 from .report.run_log import AlarmLog
 from .step import Step, StepClock
-from .step_keeper import StepKeeper
+from .step_keeper import LeftGradients, StepKeeper
 from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart
 from .verdict.first_bad import attribute
@@ -118,6 +118,7 @@ class Pipeline:
     Attributes:
         agreement: The same.
         keeper: The same.
+        left: The gradients that the last bad step has left.
         calls_of_raised: How many calls there were when a raised step was judged last.
         rounds: Counts steps and skips.
         tensors: Scans what stands in no module's call.
@@ -171,6 +172,7 @@ class Pipeline:
             functools.partial(living, hooks),
         )
         self.keeper = keeper
+        self.left = LeftGradients() if keeper is None else keeper.left
         self.calls_of_raised = -1  # the number of frames when one was judged
         self._archive = Archive(config, watches, measurements)
         self._alarms = AlarmLog()
@@ -715,15 +717,20 @@ class Pipeline:
         wishes = self._wishes(step)
         if not step.frames:
             return _Outcome(None, True, wishes)
-        if self._explaining.looks_again and not is_of_flag(self._detect(step)):
-            with self._left_out():
-                step = self._explaining.look_again(step)
+        step = self._seen_in_full(step)
         report = self._make_report(step, self._detect(step))
         if not self._explaining.is_off:
             ends, verdict = report.action == "raise", report.verdict
             with self._left_out():
                 report.explanation = self._explaining.explain(step, verdict, ends)
         return _Outcome(self._choose_action(step, report), True, wishes)
+
+    def _seen_in_full(self, step: Step) -> Step:
+        """Looks again at a step that a tripwire has found bad."""
+        if not self._explaining.looks_again or is_of_flag(self._detect(step)):
+            return step
+        with self._left_out():
+            return self._explaining.look_again(step)
 
     def _decide_together(self, step: Step) -> _Outcome:
         """Agrees with the other ranks, and replays the step with them.
@@ -890,19 +897,28 @@ class Pipeline:
         self.num_bad += 1
         self._num_bad_in_row += 1
         self.last_report = report
+        if step.moment not in ("after", "evaluation"):  # gradients are the step's
+            gradients = gradients_of(self._watches, self._detect(step).dirty_gradients)
+            since = {} if self.keeper is None else self.keeper.left_over
+            self.left.note(step.number, gradients, since)
         if step.hook is not None:
-            rounds, is_skipped = self.rounds, report.action == "skip"
-            rounds.note(step.hook, is_skipped or bool(step.skipped_by), is_skipped)
-            if is_skipped:
-                most = self._config.max_consecutive_skips
-                choice = limit_skips(rounds.consecutive_skips, most)
-                if choice.action != "skip":
-                    rounds.take_back()
-                report.action = choice.action
-                report.notes += choice.notes
+            if report.action == "skip":
+                self._count_skip(step.hook, report)
+            else:
+                self.rounds.note(step.hook, bool(step.skipped_by), is_by_guard=False)
             if step.moment != "after":
-                rounds.report = report
+                self.rounds.report = report
         report.num_skipped = self.rounds.num_skipped
+
+    def _count_skip(self, hook: OptimizerHook, report: Report) -> None:
+        """Counts a step that is skipped; after too many in a row it raises instead."""
+        rounds, most = self.rounds, self._config.max_consecutive_skips
+        rounds.note(hook, is_skipped=True, is_by_guard=True)
+        choice = limit_skips(rounds.consecutive_skips, most)
+        if choice.action != "skip":
+            rounds.take_back()
+        report.action = choice.action
+        report.notes += choice.notes
 
     def _end_finite(self, step: Step, outcome: _Outcome) -> Report | None:
         """Ends a finite step; skips it if a monitor asks for that."""
@@ -927,11 +943,15 @@ class Pipeline:
         self._end_clean(step)
         if not is_skipped or hook is None:
             return None
-        self.rounds.note(hook, is_skipped=True, is_by_guard=True)
+        self._num_bad_in_row = 0
+        report = Report(step.number, "skip", _CLEAN, notes=notes, moment="before")
+        self._count_skip(hook, report)
         num_left_out = step.left_out.total
-        self._clean_line = _Line(step.number, "skip", num_left_out)
-        self.rounds.report = Report(step.number, "skip", _CLEAN)
-        return self.rounds.report
+        self._clean_line = _Line(step.number, report.action, num_left_out)
+        self.rounds.report = report
+        if report.action == "raise":
+            raise NonFiniteError(report)
+        return report
 
     def _end_clean(self, step: Step) -> None:
         if self.learning is not None and step.moment != "evaluation":
@@ -949,7 +969,8 @@ class Pipeline:
                 line = line._replace(action=before.action)
             self._clean_line = line
         if step.hook is not None:
-            self.rounds.note(step.hook, bool(skipper), is_by_guard=False)
+            is_over = step.moment == "after"
+            self.rounds.note(step.hook, bool(skipper), False, is_over)
 
     # Report: to disk, log and the training loop.
 
@@ -1108,6 +1129,7 @@ class Rounds:
         self._stepped: set[OptimizerHook] = set()
         self._skips_in_row = dict.fromkeys(hooks, 0)
         self._was_skipped = dict.fromkeys(hooks, False)
+        self._made: set[OptimizerHook] = set()  # unless the guard skips them yet
         self._is_over = False
         self._is_counted = False
         self.is_skipped = False
@@ -1126,28 +1148,52 @@ class Rounds:
 
     def end(self) -> None:
         """Ends the round."""
+        for hook in list(self._made):
+            self._end_row(hook)
         self._stepped.clear()
         self._is_over = True
 
     def note_step(self, hook: OptimizerHook) -> bool:
         """Notes the end of an optimizer's step; returns True if it ends the round."""
+        if hook in self._made:
+            self._end_row(hook)
         self._stepped.add(hook)
         return len(self._stepped) == len(self._hooks)
 
-    def note(self, hook: OptimizerHook, is_skipped: bool, is_by_guard: bool) -> None:
+    def note(
+        self,
+        hook: OptimizerHook,
+        is_skipped: bool,
+        is_by_guard: bool,
+        is_over: bool = False,
+    ) -> None:
         """Notes whether an optimizer's step is skipped.
+
+        The guard may yet skip one that it has let pass: for a monitor, or its update.
 
         Args:
             hook: The optimizer's.
             is_skipped: It is skipped, by the guard or by other code.
-            is_by_guard: The round is bad, and the guard skips it.
+            is_by_guard: The guard skips it.
+            is_over: It was made before it was judged.
         """
         self._was_skipped[hook] = is_skipped
         self.is_skipped |= is_skipped
-        self._skips_in_row[hook] = self._skips_in_row[hook] + 1 if is_by_guard else 0
+        if is_by_guard:
+            self._made.discard(hook)
+            self._skips_in_row[hook] += 1
+        elif is_over:
+            self._end_row(hook)
+        else:
+            self._made.add(hook)
         if is_by_guard and not self._is_counted:
             self._is_counted = True
             self.num_skipped += 1
+
+    def _end_row(self, hook: OptimizerHook) -> None:
+        """Ends a row of skips: a step was not skipped by the guard."""
+        self._made.discard(hook)
+        self._skips_in_row[hook] = 0
 
     def note_unwatched(self, hook: OptimizerHook) -> None:
         """Notes a step that is not judged: it resets no count."""

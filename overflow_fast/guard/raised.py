@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .explaining import gradients_of
 from .optimizers.loss_scaling import without_gradients
 from .optimizers.updates import of_update
 from .report.report import NonFiniteError, Report
 from .step import Step
-from .step_keeper import StepKeeper
 from .verdict.verdict import Verdict, take_bad, take_evaluated
 from .watching.step_tensors import ScanLevel
 
@@ -48,7 +48,7 @@ def judge_raised(
     except RuntimeError as unreadable:  # as behind an assert on a device
         _log.debug("A step that has raised was not judged: %s", unreadable)
         return False
-    if not step.frames or _is_left_over(pipeline._detect(step), pipeline.keeper):
+    if not step.frames or _is_left_over(pipeline, pipeline._detect(step)):
         return False
     try:
         _report(pipeline, step, error, ends)
@@ -91,19 +91,26 @@ def _collected(
     return step
 
 
-def _is_left_over(verdict: Verdict, keeper: StepKeeper | None) -> bool:
+def _is_left_over(pipeline: Pipeline, verdict: Verdict) -> bool:
     """True if all that is bad are gradients that an earlier step has left."""
-    if verdict.first is None or verdict.first.kind != "gradient" or keeper is None:
+    if verdict.first is None or verdict.first.kind != "gradient":
         return False
-    return keeper.left_over.keys() >= set(verdict.dirty_gradients)
+    dirty, keeper = set(verdict.dirty_gradients), pipeline.keeper
+    now = gradients_of(pipeline._watches, verdict.dirty_gradients)
+    left = pipeline.left.unchanged(set(map(id, now.values()))).keys()
+    if keeper is not None:  # the step may have added to them since
+        left |= keeper.left_over.keys()
+    return left >= dirty
 
 
 def _report(pipeline: Pipeline, step: Step, error: Exception, ends: bool) -> None:
     policy = pipeline._config.on_overflow
     if pipeline.keeper is not None:
         pipeline.keeper.note_raised(error)
-    report = pipeline._make_report(step, pipeline._detect(step))
     has_room = not isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if has_room and pipeline._detect(step).source != "update":
+        step = pipeline._seen_in_full(step)
+    report = pipeline._make_report(step, pipeline._detect(step))
     if has_room and not pipeline._explaining.is_off:
         ends |= policy == "raise"
         with pipeline._left_out():
@@ -115,6 +122,7 @@ def _report(pipeline: Pipeline, step: Step, error: Exception, ends: bool) -> Non
             report.action = pipeline._ask(policy, report)
     is_undone, report.action = report.action != "warn", "raise"
     report.moment, report.raised = "raised", type(error).__qualname__
+    report.is_beyond_repair = pipeline._is_beyond_repair(step, report.verdict)
     pipeline._count(step, report)
     if is_undone:
         report.notes += pipeline._restore()

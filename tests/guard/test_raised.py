@@ -349,17 +349,47 @@ def test_an_exception_that_the_function_catches_itself_ends_no_step():
     guard.remove()
 
 
-def test_left_over_gradients_are_no_finding_of_the_step_that_raises():
+@pytest.mark.parametrize("explain", [True, False])
+@pytest.mark.parametrize("policy", ["skip", "warn"])
+def test_left_over_gradients_are_no_finding_of_the_step_that_raises(policy, explain):
     model, optimizer = with_buffers()
-    guard = OverflowGuard(model, optimizer, "skip")
+    guard = OverflowGuard(model, optimizer, policy, explain=explain)
     model(batches()[BAD_STEP]).mean().backward()
-    optimizer.step()  # skipped, and nobody clears the gradients
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()  # and nobody clears the gradients
     first = guard.last_report
-    model(torch.ones(8, 6))
+    if policy == "skip":
+        model(torch.ones(8, 6))
     error = KeyError("column")
     sys.excepthook(KeyError, error, None)
     assert guard.last_report is first and not getattr(error, "__notes__", None)
+    optimizer.zero_grad()  # others in their place are a finding
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    with pytest.raises(KeyError):
+        guard.run(lambda: model(torch.ones(8, 6)) if {}["column"] else None)
+    assert guard.last_report is not first
     guard.remove()
+
+
+@pytest.mark.parametrize("where", ["step", "raised", "request"])
+def test_a_weight_that_was_bad_before_is_beyond_repair_wherever_it_is_found(where):
+    model, optimizer = with_buffers()
+    with torch.no_grad():
+        model.body[0].weight[0, 0] = torch.nan
+    optimizers = None if where == "request" else optimizer
+    with OverflowGuard(model, optimizers, "warn", explain=False) as guard:
+        if where == "request":
+            with torch.no_grad():
+                model(torch.ones(8, 6))
+        elif where == "step":
+            model(torch.ones(8, 6)).mean().backward()
+            optimizer.step()
+        else:
+            with pytest.raises(FloatingPointError):
+                guard.run(lambda: own_check(model(torch.ones(8, 6))))
+        report = guard.last_report
+    assert report.verdict.first.kind == "weight" and report.is_beyond_repair
 
 
 def test_interruptions_and_errors_of_guards_are_left_alone():
