@@ -43,6 +43,7 @@ from .optimizers.loss_scaling import (
     without_gradients,
 )
 from .optimizers.optimizer_hook import OptimizerHook, living
+from .optimizers.rates import LearningRates
 from .policy import Situation, checked_action, choose, limit_skips
 from .ranks.agreement import Agreed, Agreement, Wishes
 from .report.report import Cost, NonFiniteError, Report
@@ -71,11 +72,6 @@ _SUMS = (
     "The rows of the sparse gradient `{}` that have one index were added up, as its "
     "optimizer does."
 )
-
-
-def _rates_are_finite(optimizer: Optimizer) -> bool:
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return all(rate - rate == 0 for rate in rates if type(rate) is float)
 
 
 class _Outcome(NamedTuple):
@@ -189,6 +185,7 @@ class Pipeline:
         self._has_scaler = self._doubts = False
         self._is_blind = False  # a tripwire had nothing to look at, which was logged
         self._last_seen: Report | None = None  # when the last round ended
+        self._rates = {hook: LearningRates() for hook in hooks}
         self._called: set[OptimizerHook] = set()
         self._doubted_late: set[OptimizerHook] = set()  # with lagged verdicts
 
@@ -333,16 +330,15 @@ class Pipeline:
         """True if a step may overflow although its gradients are finite."""
         largest = max(watch.recorder.largest_gradient for watch in self._watches)
         optimizer = None if hook is None else hook.optimizer
-        if optimizer is None or self._clock.level is ScanLevel.OFF:
+        if hook is None or optimizer is None or self._clock.level is ScanLevel.OFF:
             return False
-        if not _rates_are_finite(optimizer):
-            return True
-        if largest <= _HARMLESS:
+        rate = self._rates[hook].largest(self._is_lagged(hook))
+        if largest <= _HARMLESS and rate <= 1.0:
             return False
         with self._isolation.isolated():
             from .optimizers.updates import may_overflow
 
-            return may_overflow(optimizer, largest)
+            return may_overflow(optimizer, largest, rate)
         return False
 
     @measured
@@ -468,6 +464,7 @@ class Pipeline:
             self._doubted_late.remove(hook)
             self.tensors.scan_update(hook.optimizer)  # what its last step has made
         flags, is_lagged = self._device_flags, self._is_lagged(hook)
+        self._rates[hook].note(hook.optimizer)
         self._send_stats(is_lagged)
         if flags is not None and self._is_learning:
             flags.drop()
