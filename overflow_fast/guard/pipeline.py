@@ -208,10 +208,15 @@ class Pipeline:
         try:
             is_skipped = self._judge_step(hook)
             hook.notify_wrapper(is_skipped)
-        except NonFiniteError:
-            self.after_step(hook, is_skipped=True)  # the hook does not call it then
+        except Exception as error:
+            self._end_raised(hook, error)
             raise
         return is_skipped
+
+    def _end_raised(self, hook: OptimizerHook, error: Exception) -> None:
+        """Ends a step that is not made: the hook does not call `after_step()` then."""
+        if isinstance(error, NonFiniteError) or self._isolation.is_foreign(error):
+            self.after_step(hook, is_skipped=True)
 
     @measured
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
@@ -305,7 +310,7 @@ class Pipeline:
         if hook is None and graph_task_id() >= 0:
             return
         how = ends, is_in_forward, hook
-        is_own = isinstance(error, NonFiniteError)
+        is_own = isinstance(error, NonFiniteError) or self._isolation.is_foreign(error)
         if is_own or not (self._is_judged and self._judge_raised(error, *how)):
             self.forget_left()
 
@@ -350,8 +355,8 @@ class Pipeline:
         """
         try:
             return self._judge_update(hook, was_finite)
-        except NonFiniteError:
-            self.after_step(hook, is_skipped=True)  # the hook does not call it then
+        except Exception as error:
+            self._end_raised(hook, error)
             raise
 
     def _judge_update(
@@ -826,7 +831,11 @@ class Pipeline:
         """Chooses the action; calls the policy if it is the user's callable."""
         policy = step.policy or self._config.on_overflow
         if callable(policy):
-            report.action = self._ask(policy, report)
+            try:
+                report.action = self._ask(policy, report)
+            except Exception:
+                self._end_unanswered(step, report)
+                raise
         is_lost = self._is_beyond_repair(step, report.verdict)
         situation = Situation(
             can_skip=step.hook is not None
@@ -845,6 +854,18 @@ class Pipeline:
         # Set last: a callable receives a report without what it has yet to decide.
         report.moment, report.skipped_by = step.moment, step.skipped_by
         return report
+
+    def _end_unanswered(self, step: Step, report: Report) -> None:
+        """Ends a bad step whose policy has raised, which leaves it instead."""
+        report.action, report.moment = "raise", step.moment
+        report.skipped_by = step.skipped_by
+        report.is_beyond_repair = self._is_beyond_repair(step, report.verdict)
+        self._count(step, report)
+        if step.can_restore:
+            report.notes += self._restore()
+        self._clean_line = None
+        with self._isolation.isolated():
+            self._archive.end_report(report, step.number, step.left_out.total, True)
 
     def _ask(self, policy: Callable[[Report], str], report: Report) -> str:
         try:
@@ -1055,9 +1076,9 @@ class Pipeline:
     def detach(self) -> None:
         """Removes the hooks."""
         scalers.stop_listening(self)
-        self._monitors.stop()
         for hook in self._hooks:
             hook.detach()
+        self._monitors.stop()
         if self.keeper is not None:
             self.keeper.clean = None
 

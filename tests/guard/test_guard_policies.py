@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -545,3 +546,74 @@ def test_schedulers_see_a_step_that_was_skipped():
             if not guard.last_step_skipped:
                 scheduler.step()
     assert scheduler.last_epoch == 2
+
+
+def raising(report):
+    raise KeyError("the pager is down")
+
+
+@pytest.mark.parametrize("policy", [raising, lambda report: None])
+@pytest.mark.parametrize("where", ["loop", "run", "update", "hook", "evaluation"])
+def test_a_policy_that_fails_is_asked_once_and_leaves_the_step_unmade(policy, where):
+    model, asked = nn.Linear(2, 1), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def own(report):
+        asked.append(report)
+        return policy(report)
+
+    def step(factor):
+        optimizer.zero_grad()
+        if where == "evaluation":
+            with torch.no_grad():
+                return model(torch.full((1, 2), factor))
+        (model(torch.ones(1, 2)).sum() * factor).backward()
+        return optimizer.step()
+
+    with OverflowGuard(model, optimizer, own, explain=False) as guard:
+        step(1.0)
+        before = state_of(model, optimizer)
+        number = guard.step
+        factor = 1e30 if where == "update" else NAN
+        with pytest.raises((KeyError, TypeError)) as raised:
+            guard.run(lambda: step(factor)) if where == "run" else step(factor)
+        if where == "hook":
+            sys.excepthook(raised.type, raised.value, None)
+        assert len(asked) == 1 == guard.metrics()["bad_steps_total"]
+        report = guard.last_report
+        assert report is asked[0] and report.action == "raise" and not report.raised
+        assert not getattr(raised.value, "__notes__", None)
+        assert_same(state_of(model, optimizer), before)
+        assert guard.step == number + (where != "evaluation")
+        if where != "evaluation":
+            step(1.0)
+            assert len(asked) == 1 and guard.step == number + 2
+
+
+class Interrupted(logging.Handler):
+    def emit(self, record):
+        raise self.kind
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["step", "block"])
+def test_a_handler_that_is_interrupted_leaves_nothing_behind(where, kind):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler, log = Interrupted(), logging.getLogger("overflow_fast")
+    handler.kind = kind
+    log.addHandler(handler)
+    try:
+        with (
+            pytest.raises(kind),
+            OverflowGuard(model, optimizer, "warn", explain=False),
+        ):
+            (model(torch.ones(1, 2)).sum() * NAN).backward()
+            if where == "block":
+                raise ValueError("own")
+            if where == "step":
+                optimizer.step()
+    finally:
+        log.removeHandler(handler)
+    assert "step" not in vars(optimizer) and not model._forward_hooks
+    assert not optimizer._optimizer_step_pre_hooks
