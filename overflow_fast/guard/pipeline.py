@@ -490,6 +490,8 @@ class Pipeline:
             found = dataclasses.replace(step, skipped_by="") if is_lagged else step
             if not waits:
                 found.frames = take_bad(self._watches, step.last_frame)
+            if found.frames and level is not ScanLevel.OFF and not is_lagged:
+                self._leave_out_given_up(found)
             self._leave_to_scaler(found, hook, level)
             if is_lagged:
                 self._pending.append(step)
@@ -499,6 +501,27 @@ class Pipeline:
             return self._is_skip(self._decide(found))
         finally:
             self._end_judgement(is_lagged)
+
+    def _leave_out_given_up(self, step: Step) -> None:
+        """Leaves out a batch that the loop has given up behind its backward.
+
+        Its backward was bad, but no gradient is, and nothing that came later: the loop
+        has cleared what it had computed.
+        """
+        frames = step.frames
+        is_cleared = all(e.frame.order <= e.watch.num_given_up for e in frames)
+        if not (is_cleared and self._config.wanted.gradients):
+            return
+        if any(each.is_backward for each in frames):
+            first = self._verdict_on(step).first
+            where = "" if first is None else f" (`{first.label}` of {first.place})"
+            _log.info(
+                "Before step %d a batch was non-finite%s, whose gradients the loop has "
+                "cleared: it is no part of the step.",
+                step.number,
+                where,
+            )
+            step.frames = []
 
     def _is_lagged(self, hook: OptimizerHook) -> bool:
         """True if an optimizer's step is made before its verdict is there."""

@@ -617,3 +617,52 @@ def test_a_handler_that_is_interrupted_leaves_nothing_behind(where, kind):
         log.removeHandler(handler)
     assert "step" not in vars(optimizer) and not model._forward_hooks
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("clears", ["before the forward", "in the handler"])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_a_batch_that_the_loop_gives_up_is_no_part_of_the_next_step(policy, clears):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, policy, explain=False) as guard:
+        for factor in (1.0, NAN, 1.0, 1.0):
+            if clears == "before the forward":
+                optimizer.zero_grad()
+            try:
+                loss = model(torch.ones(3, 2)).sum() * factor
+                loss.backward()
+                if not loss.isfinite():
+                    raise FloatingPointError("own")
+                optimizer.step()
+            except NonFiniteError:
+                raise
+            except FloatingPointError:
+                pass
+            if clears == "in the handler":
+                optimizer.zero_grad()
+        assert guard.num_skipped == 0 and guard.last_report is None
+        assert guard.step == 3
+
+
+@pytest.mark.parametrize("order", ["accumulates", "one backward", "bad again"])
+def test_what_the_loop_keeps_is_judged(order):
+    """Gradients that add up; two forwards with one backward; a later bad batch."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(factor):
+        return model(torch.full((3, 2), factor)).sum()
+
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        if order == "one backward":
+            both = loss(NAN), loss(1.0)
+            both[1].backward()  # which does not tell that the first is given up
+        elif order == "accumulates":
+            loss(NAN).backward()
+            loss(1.0).backward()
+        else:
+            loss(NAN).backward()
+            optimizer.zero_grad()
+            loss(NAN).backward()
+        optimizer.step()
+        assert guard.num_skipped == 1

@@ -22,6 +22,7 @@ from ...detector.selection import Named, Selection, Wanted, full_name
 from ...detector.steps import StepHooks
 from ...scanner.modules import (
     buffers_of,
+    first_parameter_of,
     is_scripted,
     is_sharded,
     modules_in,
@@ -333,6 +334,11 @@ class UnjudgedFrames:
         self._forwards = 0
         self._unjudged = 0
 
+    @property
+    def is_in_step(self) -> bool:
+        """True if a forward of training has ended since the last judgement."""
+        return self._unjudged > 0
+
     def note_forward(self, is_training: bool) -> None:
         """Counts a forward, and sends its stats unless its optimizer's step will."""
         self._forwards += 1
@@ -496,6 +502,8 @@ class ModelWatch(StepHooks):
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
+        num_given_up: The number of frames when a later forward of the step began without
+            gradients of the earlier ones; -1 if none did.
         judges_requests: All forwards without autograd are judged as requests.
         is_abandoned: Returns True if nobody has the guard any more, and it has ended.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
@@ -527,6 +535,7 @@ class ModelWatch(StepHooks):
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
         self.needs_buffers = self.judges_requests = False
+        self.num_given_up = -1
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
@@ -665,9 +674,22 @@ class ModelWatch(StepHooks):
 
     def _announce_forward(self) -> None:
         model = self.model
+        if self.frames.is_in_step and model is not None and torch.is_grad_enabled():
+            self._look_for_gradients(model)
         is_training = torch.is_grad_enabled() or (model is not None and model.training)
         if self.on_forward is not None and is_training:
             self.on_forward(self)
+
+    def _look_for_gradients(self, model: nn.Module) -> None:
+        """Notes where none is left as a later forward of a step begins.
+
+        If a backward ran before, the loop has given up what it had computed.
+        """
+        first = first_parameter_of(model)
+        if first is not None and first.grad is not None:
+            return  # of most steps of several forwards
+        if all(each.grad is None for each in self.tensors.parameters(model, True)[1]):
+            self.num_given_up = _C.Recorder.num_frames()
 
     @_isolated
     def before_entry(self, module: nn.Module, args: object) -> None:
@@ -743,6 +765,7 @@ class ModelWatch(StepHooks):
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.has_loss_of_step = False
+        self.num_given_up = -1
         self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
 
     def name_at(self, index: int) -> str:
