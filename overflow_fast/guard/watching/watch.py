@@ -502,8 +502,8 @@ class ModelWatch(StepHooks):
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
-        num_given_up: The number of frames when a later forward of the step began without
-            gradients of the earlier ones; -1 if none did.
+        num_given_up: The number of frames when a later forward of the step began and no
+            gradient of the earlier ones was left; -1 for none.
         judges_requests: All forwards without autograd are judged as requests.
         is_abandoned: Returns True if nobody has the guard any more, and it has ended.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
