@@ -97,7 +97,7 @@ def _is_left_over(pipeline: Pipeline, verdict: Verdict) -> bool:
         return False
     dirty, keeper = set(verdict.dirty_gradients), pipeline.keeper
     now = gradients_of(pipeline._watches, verdict.dirty_gradients)
-    left = pipeline.left.unchanged(set(map(id, now.values()))).keys()
+    left = set(pipeline.left.unchanged(set(map(id, now.values()))))
     if keeper is not None:  # the step may have added to them since
         left |= keeper.left_over.keys()
     return left >= dirty

@@ -710,7 +710,7 @@ class OptimizerHook:
                 raise _StepLeft(self)
             return None
         if self._before is None:  # a pre-hook has given it the closure
-            self._before = self._take_snapshot(self._stepper().step)
+            self._before = self._take_snapshot(_class_step(self._stepper()))
         return _with_judged_closure(args, kwargs, place, self)
 
     def _tell_engine(self, is_skipped: bool) -> None:

@@ -41,7 +41,6 @@ class Watched(Protocol):
 
     prefix: str
     has_submodule_calls: bool
-    is_in_step: bool
 
     @property
     def model(self) -> nn.Module | None:
@@ -50,6 +49,10 @@ class Watched(Protocol):
     @property
     def is_attached(self) -> bool:
         """Its hooks are on."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """A forward that runs is of a training step."""
 
 
 class _Lock:
