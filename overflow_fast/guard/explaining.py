@@ -284,10 +284,6 @@ class Explaining:
 
     def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
         first = verdict.first
-        if self._keeper is not None and first is not None:
-            self._keeper.note_bad(
-                step, gradients_of(self._watches, verdict.dirty_gradients)
-            )
         if self._asked == "never" or self.is_off or first is None:
             return False
         if self._asked == "always" or ends:

@@ -236,13 +236,15 @@ class OverflowGuard:
         error: BaseException | None = None,
         traceback: object = None,
     ) -> None:
-        if error is not None:
-            self._parts.on_raised(error, ends=True)
         try:
-            self.remove()
-        except NonFiniteError:
-            if kind is None:
-                raise
+            if error is not None:
+                self._parts.on_raised(error, ends=True)
+        finally:  # a handler of the log may have been interrupted
+            try:
+                self.remove()
+            except NonFiniteError:
+                if kind is None:
+                    raise
 
     @isolate_errors
     def discard(self) -> None:

@@ -519,6 +519,8 @@ class GuardParts:
             from .requests.requests import Requests
 
             self.requests = self.inputs.requests = Requests(self)
+            for watch in self.watches:
+                watch.judges_requests = True
             if self.is_enabled:
                 self.requests.attach()
         return self.requests

@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..scanner.text import error_line
+from ..torch_internals.running import graph_task_id
 from .archive import Archive, Measurements
 from .config import GuardConfig
-from .explaining import Explaining
+from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, measured
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
@@ -42,12 +43,13 @@ from .optimizers.loss_scaling import (
     without_gradients,
 )
 from .optimizers.optimizer_hook import OptimizerHook, living
+from .optimizers.rates import LearningRates
 from .policy import Situation, checked_action, choose, limit_skips
 from .ranks.agreement import Agreed, Agreement, Wishes
 from .report.report import Cost, NonFiniteError, Report
 from .report.run_log import AlarmLog
 from .step import Step, StepClock
-from .step_keeper import StepKeeper
+from .step_keeper import LeftGradients, StepKeeper
 from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart
 from .verdict.first_bad import attribute
@@ -77,11 +79,6 @@ _SUMS = (
     "The rows of the sparse gradient `{}` that have one index were added up, as its "
     "optimizer does."
 )
-
-
-def _rates_are_finite(optimizer: Optimizer) -> bool:
-    rates = [group.get("lr") for group in optimizer.param_groups]
-    return all(rate - rate == 0 for rate in rates if type(rate) is float)
 
 
 class _Outcome(NamedTuple):
@@ -124,6 +121,7 @@ class Pipeline:
     Attributes:
         agreement: The same.
         keeper: The same.
+        left: The gradients that the last bad step has left.
         calls_of_raised: How many calls there were when a raised step was judged last.
         rounds: Counts steps and skips.
         tensors: Scans what stands in no module's call.
@@ -177,6 +175,7 @@ class Pipeline:
             functools.partial(living, hooks),
         )
         self.keeper = keeper
+        self.left = LeftGradients() if keeper is None else keeper.left
         self.calls_of_raised = -1  # the number of frames when one was judged
         self._archive = Archive(config, watches, measurements)
         self._alarms = AlarmLog()
@@ -193,6 +192,7 @@ class Pipeline:
         self._has_scaler = self._doubts = False
         self._is_blind = False  # a tripwire had nothing to look at, which was logged
         self._last_seen: Report | None = None  # when the last round ended
+        self._rates = {hook: LearningRates() for hook in hooks}
         self._called: set[OptimizerHook] = set()
         self._doubted_late: set[OptimizerHook] = set()  # with lagged verdicts
 
@@ -215,10 +215,15 @@ class Pipeline:
         try:
             is_skipped = self._judge_step(hook)
             hook.notify_wrapper(is_skipped)
-        except NonFiniteError:
-            self.after_step(hook, is_skipped=True)  # the hook does not call it then
+        except Exception as error:
+            self._end_raised(hook, error)
             raise
         return is_skipped
+
+    def _end_raised(self, hook: OptimizerHook, error: Exception) -> None:
+        """Ends a step that is not made: the hook does not call `after_step()` then."""
+        if isinstance(error, NonFiniteError) or self._isolation.is_foreign(error):
+            self.after_step(hook, is_skipped=True)
 
     @measured
     def after_step(self, hook: OptimizerHook, is_skipped: bool) -> None:
@@ -303,14 +308,19 @@ class Pipeline:
         stays the program's: nothing is raised here. Else nothing is said. Incurs the
         sync.
 
+        Not within a backward, whose exceptions are torch's: it leaves a forward that it
+        computes again when it has what it needs. Those that end it come again.
+
         Args:
             error: The exception.
             ends: Whether the run ends with it.
             is_in_forward: Whether it was raised within a forward of a model alone.
             hook: That of the optimizer whose step, or closure, has raised, or None.
         """
+        if hook is None and graph_task_id() >= 0:
+            return
         how = ends, is_in_forward, hook
-        is_own = isinstance(error, NonFiniteError)
+        is_own = isinstance(error, NonFiniteError) or self._isolation.is_foreign(error)
         if is_own or not (self._is_judged and self._judge_raised(error, *how)):
             self.forget_left()
 
@@ -335,16 +345,15 @@ class Pipeline:
         """True if a step may overflow although its gradients are finite."""
         largest = max(watch.recorder.largest_gradient for watch in self._watches)
         optimizer = None if hook is None else hook.optimizer
-        if optimizer is None or self._clock.level is ScanLevel.OFF:
+        if hook is None or optimizer is None or self._clock.level is ScanLevel.OFF:
             return False
-        if not _rates_are_finite(optimizer):
-            return True
-        if largest <= _HARMLESS:
+        rate = self._rates[hook].largest(self._is_lagged(hook))
+        if largest <= _HARMLESS and rate <= 1.0:
             return False
         with self._isolation.isolated():
             from .optimizers.updates import may_overflow
 
-            return may_overflow(optimizer, largest)
+            return may_overflow(optimizer, largest, rate)
         return False
 
     @measured
@@ -356,8 +365,8 @@ class Pipeline:
         """
         try:
             return self._judge_update(hook, was_finite)
-        except NonFiniteError:
-            self.after_step(hook, is_skipped=True)  # the hook does not call it then
+        except Exception as error:
+            self._end_raised(hook, error)
             raise
 
     def _judge_update(
@@ -476,6 +485,7 @@ class Pipeline:
             self._doubted_late.remove(hook)
             self.tensors.scan_update(hook.optimizer)  # what its last step has made
         flags, is_lagged = self._device_flags, self._is_lagged(hook)
+        self._rates[hook].note(hook.optimizer)
         self._send_stats(is_lagged)
         if flags is not None and self._is_learning:
             flags.drop()
@@ -496,6 +506,8 @@ class Pipeline:
             found = dataclasses.replace(step, skipped_by="") if is_lagged else step
             if not waits:
                 found.frames = take_bad(self._watches, step.last_frame)
+            if found.frames and level is not ScanLevel.OFF and not is_lagged:
+                self._leave_out_given_up(found)
             self._leave_to_scaler(found, hook, level)
             if is_lagged:
                 self._pending.append(step)
@@ -505,6 +517,27 @@ class Pipeline:
             return self._is_skip(self._decide(found))
         finally:
             self._end_judgement(is_lagged)
+
+    def _leave_out_given_up(self, step: Step) -> None:
+        """Leaves out a batch that the loop has given up behind its backward.
+
+        Its backward was bad, but no gradient is, and nothing that came later: the loop
+        has cleared what it had computed.
+        """
+        frames = step.frames
+        is_cleared = all(e.frame.order <= e.watch.num_given_up for e in frames)
+        if not (is_cleared and self._config.wanted.gradients):
+            return
+        if any(each.is_backward for each in frames):
+            first = self._verdict_on(step).first
+            where = "" if first is None else f" (`{first.label}` of {first.place})"
+            _log.info(
+                "Before step %d a batch was non-finite%s, whose gradients the loop has "
+                "cleared: it is no part of the step.",
+                step.number,
+                where,
+            )
+            step.frames = []
 
     def _is_lagged(self, hook: OptimizerHook) -> bool:
         """True if an optimizer's step is made before its verdict is there."""
@@ -745,16 +778,20 @@ class Pipeline:
         wishes = self._wishes(step)
         if not step.frames:
             return _Outcome(None, True, wishes)
-        verdict = self._detect(step)
-        if self._explaining.looks_again and _can_be_found(verdict):
-            with self._left_out():
-                step = self._explaining.look_again(step)
+        step = self._seen_in_full(step)
         report = self._make_report(step, self._detect(step))
         if not (self._explaining.is_off or is_unseen(report.verdict)):
             ends, verdict = report.action == "raise", report.verdict
             with self._left_out():
                 report.explanation = self._explaining.explain(step, verdict, ends)
         return _Outcome(self._choose_action(step, report), True, wishes)
+
+    def _seen_in_full(self, step: Step) -> Step:
+        """Looks again at a step that a tripwire has found bad."""
+        if not (self._explaining.looks_again and _can_be_found(self._detect(step))):
+            return step
+        with self._left_out():
+            return self._explaining.look_again(step)
 
     def _decide_together(self, step: Step) -> _Outcome:
         """Agrees with the other ranks, and replays the step with them.
@@ -853,7 +890,11 @@ class Pipeline:
         """Chooses the action; calls the policy if it is the user's callable."""
         policy = step.policy or self._config.on_overflow
         if callable(policy):
-            report.action = self._ask(policy, report)
+            try:
+                report.action = self._ask(policy, report)
+            except Exception:
+                self._end_unanswered(step, report)
+                raise
         is_lost = self._is_beyond_repair(step, report.verdict)
         situation = Situation(
             can_skip=step.hook is not None
@@ -872,6 +913,18 @@ class Pipeline:
         # Set last: a callable receives a report without what it has yet to decide.
         report.moment, report.skipped_by = step.moment, step.skipped_by
         return report
+
+    def _end_unanswered(self, step: Step, report: Report) -> None:
+        """Ends a bad step whose policy has raised, which leaves it instead."""
+        report.action, report.moment = "raise", step.moment
+        report.skipped_by = step.skipped_by
+        report.is_beyond_repair = self._is_beyond_repair(step, report.verdict)
+        self._count(step, report)
+        if step.can_restore:
+            report.notes += self._restore()
+        self._clean_line = None
+        with self._isolation.isolated():
+            self._archive.end_report(report, step.number, step.left_out.total, True)
 
     def _ask(self, policy: Callable[[Report], str], report: Report) -> str:
         try:
@@ -921,19 +974,28 @@ class Pipeline:
         self.num_bad += 1
         self._num_bad_in_row += 1
         self.last_report = report
+        if step.moment not in ("after", "evaluation"):  # gradients are the step's
+            gradients = gradients_of(self._watches, self._detect(step).dirty_gradients)
+            since = {} if self.keeper is None else self.keeper.left_over
+            self.left.note(step.number, gradients, since)
         if step.hook is not None:
-            rounds, is_skipped = self.rounds, report.action == "skip"
-            rounds.note(step.hook, is_skipped or bool(step.skipped_by), is_skipped)
-            if is_skipped:
-                most = self._config.max_consecutive_skips
-                choice = limit_skips(rounds.consecutive_skips, most)
-                if choice.action != "skip":
-                    rounds.take_back()
-                report.action = choice.action
-                report.notes += choice.notes
+            if report.action == "skip":
+                self._count_skip(step.hook, report)
+            else:
+                self.rounds.note(step.hook, bool(step.skipped_by), is_by_guard=False)
             if step.moment != "after":
-                rounds.report = report
+                self.rounds.report = report
         report.num_skipped = self.rounds.num_skipped
+
+    def _count_skip(self, hook: OptimizerHook, report: Report) -> None:
+        """Counts a step that is skipped; after too many in a row it raises instead."""
+        rounds, most = self.rounds, self._config.max_consecutive_skips
+        rounds.note(hook, is_skipped=True, is_by_guard=True)
+        choice = limit_skips(rounds.consecutive_skips, most)
+        if choice.action != "skip":
+            rounds.take_back()
+        report.action = choice.action
+        report.notes += choice.notes
 
     def _end_finite(self, step: Step, outcome: _Outcome) -> Report | None:
         """Ends a finite step; skips it if a monitor asks for that."""
@@ -958,11 +1020,15 @@ class Pipeline:
         self._end_clean(step)
         if not is_skipped or hook is None:
             return None
-        self.rounds.note(hook, is_skipped=True, is_by_guard=True)
+        self._num_bad_in_row = 0
+        report = Report(step.number, "skip", _CLEAN, notes=notes, moment="before")
+        self._count_skip(hook, report)
         num_left_out = step.left_out.total
-        self._clean_line = _Line(step.number, "skip", num_left_out)
-        self.rounds.report = Report(step.number, "skip", _CLEAN)
-        return self.rounds.report
+        self._clean_line = _Line(step.number, report.action, num_left_out)
+        self.rounds.report = report
+        if report.action == "raise":
+            raise NonFiniteError(report)
+        return report
 
     def _end_clean(self, step: Step) -> None:
         if self.learning is not None and step.moment != "evaluation":
@@ -980,7 +1046,8 @@ class Pipeline:
                 line = line._replace(action=before.action)
             self._clean_line = line
         if step.hook is not None:
-            self.rounds.note(step.hook, bool(skipper), is_by_guard=False)
+            is_over = step.moment == "after"
+            self.rounds.note(step.hook, bool(skipper), False, is_over)
 
     # Report: to disk, log and the training loop.
 
@@ -1068,9 +1135,9 @@ class Pipeline:
     def detach(self) -> None:
         """Removes the hooks."""
         scalers.stop_listening(self)
-        self._monitors.stop()
         for hook in self._hooks:
             hook.detach()
+        self._monitors.stop()
         if self.keeper is not None:
             self.keeper.clean = None
 
@@ -1144,6 +1211,7 @@ class Rounds:
         self._stepped: set[OptimizerHook] = set()
         self._skips_in_row = dict.fromkeys(hooks, 0)
         self._was_skipped = dict.fromkeys(hooks, False)
+        self._made: set[OptimizerHook] = set()  # unless the guard skips them yet
         self._is_over = False
         self._is_counted = False
         self.is_skipped = False
@@ -1162,28 +1230,52 @@ class Rounds:
 
     def end(self) -> None:
         """Ends the round."""
+        for hook in list(self._made):
+            self._end_row(hook)
         self._stepped.clear()
         self._is_over = True
 
     def note_step(self, hook: OptimizerHook) -> bool:
         """Notes the end of an optimizer's step; returns True if it ends the round."""
+        if hook in self._made:
+            self._end_row(hook)
         self._stepped.add(hook)
         return len(self._stepped) == len(self._hooks)
 
-    def note(self, hook: OptimizerHook, is_skipped: bool, is_by_guard: bool) -> None:
+    def note(
+        self,
+        hook: OptimizerHook,
+        is_skipped: bool,
+        is_by_guard: bool,
+        is_over: bool = False,
+    ) -> None:
         """Notes whether an optimizer's step is skipped.
+
+        The guard may yet skip one that it has let pass: for a monitor, or its update.
 
         Args:
             hook: The optimizer's.
             is_skipped: It is skipped, by the guard or by other code.
-            is_by_guard: The round is bad, and the guard skips it.
+            is_by_guard: The guard skips it.
+            is_over: It was made before it was judged.
         """
         self._was_skipped[hook] = is_skipped
         self.is_skipped |= is_skipped
-        self._skips_in_row[hook] = self._skips_in_row[hook] + 1 if is_by_guard else 0
+        if is_by_guard:
+            self._made.discard(hook)
+            self._skips_in_row[hook] += 1
+        elif is_over:
+            self._end_row(hook)
+        else:
+            self._made.add(hook)
         if is_by_guard and not self._is_counted:
             self._is_counted = True
             self.num_skipped += 1
+
+    def _end_row(self, hook: OptimizerHook) -> None:
+        """Ends a row of skips: a step was not skipped by the guard."""
+        self._made.discard(hook)
+        self._skips_in_row[hook] = 0
 
     def note_unwatched(self, hook: OptimizerHook) -> None:
         """Notes a step that is not judged: it resets no count."""

@@ -79,7 +79,7 @@ def limit_skips(consecutive_skips: int, most: int) -> Choice:
     if consecutive_skips <= most:
         return Choice("skip")
     note = (
-        f"{consecutive_skips} steps in a row are bad, more than "
+        f"{consecutive_skips} steps in a row were skipped, more than "
         f"max_consecutive_skips={most}."
     )
     return Choice("raise", (note,))

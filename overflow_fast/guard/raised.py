@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..scanner.text import is_of_program
+from .explaining import gradients_of
 from .optimizers.loss_scaling import without_gradients
 from .optimizers.updates import of_update
 from .report.report import NonFiniteError, Report
 from .step import Step
-from .step_keeper import StepKeeper
 from .verdict.verdict import Verdict, take_bad, take_evaluated
 from .watching.inputs import is_plain
 from .watching.step_tensors import ScanLevel
@@ -58,7 +58,7 @@ def judge_raised(
     known = None if step.frames else _search(pipeline, step, error)
     if not step.frames and known is None:
         return False
-    if _is_left_over(pipeline._detect(step), pipeline.keeper):
+    if _is_left_over(pipeline, pipeline._detect(step)):
         return False
     try:
         _report(pipeline, step, error, ends, known)
@@ -101,11 +101,16 @@ def _collected(
     return step
 
 
-def _is_left_over(verdict: Verdict, keeper: StepKeeper | None) -> bool:
+def _is_left_over(pipeline: Pipeline, verdict: Verdict) -> bool:
     """True if all that is bad are gradients that an earlier step has left."""
-    if verdict.first is None or verdict.first.kind != "gradient" or keeper is None:
+    if verdict.first is None or verdict.first.kind != "gradient":
         return False
-    return keeper.left_over.keys() >= set(verdict.dirty_gradients)
+    dirty, keeper = set(verdict.dirty_gradients), pipeline.keeper
+    now = gradients_of(pipeline._watches, verdict.dirty_gradients)
+    left = set(pipeline.left.unchanged(set(map(id, now.values()))))
+    if keeper is not None:  # the step may have added to them since
+        left |= keeper.left_over.keys()
+    return left >= dirty
 
 
 def _search(pipeline: Pipeline, step: Step, error: Exception) -> Explanation | None:
@@ -136,9 +141,11 @@ def _report(
     policy = pipeline._config.on_overflow
     if pipeline.keeper is not None:
         pipeline.keeper.note_raised(error)
+    has_room = not isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if known is None and has_room and pipeline._detect(step).source != "update":
+        step = pipeline._seen_in_full(step)
     report = pipeline._make_report(step, pipeline._detect(step))
     report.explanation = known
-    has_room = not isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if known is None and has_room and not pipeline._explaining.is_off:
         ends |= policy == "raise"
         with pipeline._left_out():
@@ -150,6 +157,7 @@ def _report(
             report.action = pipeline._ask(policy, report)
     is_undone, report.action = report.action != "warn", "raise"
     report.moment, report.raised = "raised", type(error).__qualname__
+    report.is_beyond_repair = pipeline._is_beyond_repair(step, report.verdict)
     pipeline._count(step, report)
     if is_undone:
         report.notes += pipeline._restore()

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from types import FrameType
@@ -39,7 +39,7 @@ from ..scanner.tree import (
     tensors_in,
 )
 from ..torch_internals.compiler import compiled_call_of, has_compiled
-from ..torch_internals.running import is_recorded
+from ..torch_internals.running import graph_task_id, is_recorded
 from .config import GuardConfig
 from .undo.code_names import global_names
 from .undo.random import RandomStates
@@ -391,6 +391,57 @@ class _OfThread(threading.local):
         return _OfThread, ()
 
 
+class LeftGradients:
+    """The non-finite gradients that a bad step leaves to the next one, held weakly.
+
+    Attributes:
+        is_new: The step that is judged, or was judged last, has left them.
+    """
+
+    def __init__(self) -> None:
+        self.is_new = False
+        self._held: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
+
+    def note(
+        self,
+        step: int,
+        gradients: Mapping[str, torch.Tensor],
+        since: Mapping[str, int],
+    ) -> None:
+        """Notes those of a bad step.
+
+        Args:
+            step: Its number.
+            gradients: Its bad gradients, by name.
+            since: The steps that have left it some of these.
+        """
+        self.is_new = True
+        self._held = {
+            name: (since.get(name, step), weakref.ref(each), version)
+            for name, each in gradients.items()
+            if (version := _C.version_of(each)) is not None
+        }
+
+    def unchanged(self, gradients: Container[int]) -> dict[str, int]:
+        """Those that nobody has written to since, by name, with their step.
+
+        Args:
+            gradients: The identities of the gradients that are there now.
+        """
+        found = {}
+        for name, (step, reference, version) in self._held.items():
+            gradient = reference()
+            if gradient is None or id(gradient) not in gradients:
+                continue
+            if _C.version_of(gradient) == version:
+                found[name] = step
+        return found
+
+    def clear(self) -> None:
+        """Forgets them: a step since then was finite."""
+        self._held.clear()
+
+
 class StepKeeper:
     """Keeps the calls of the watched models since the last judged step.
 
@@ -405,8 +456,9 @@ class StepKeeper:
         is_running: Whether a function runs that is kept as a whole.
         had_gradients: Whether gradients that may be bad were there before the step's
             first forward: no step before was judged, or that one was bad.
-        left_over: The gradients that a bad step left, by name, and that nobody has
-            cleared or written to before the step's first forward; with that step.
+        left: The gradients that the last bad step has left.
+        left_over: Those of them that nobody has cleared or written to before the step's
+            first forward, by name, with that step.
         clean: The last call of the last clean step, with `marks_of` its function; None
             if its batch is not kept.
     """
@@ -420,9 +472,9 @@ class StepKeeper:
         self.hidden_by = ""
         self.is_running = False
         self.had_gradients = False
+        self.left = LeftGradients()
         self.left_over: dict[str, int] = {}
-        self._bad: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
-        self._doubts_gradients, self._is_bad = True, False
+        self._doubts_gradients = True
         self._now = _OfThread()
         self._forwards: list[KeptCall] = []  # of the function that runs
 
@@ -468,9 +520,12 @@ class StepKeeper:
             self._add(call, self._forwards if self.is_running else self.calls)
 
     def leave(self) -> None:
-        """Keeps a forward that an exception has left."""
+        """Keeps a forward that an exception has left.
+
+        Not one that backward computes again: torch leaves it early.
+        """
         call, self._now.open = self._now.open, None
-        if call is not None:
+        if call is not None and graph_task_id() < 0:
             call.has_returned = False
             self._add(call, self._forwards if self.is_running else self.calls)
 
@@ -547,43 +602,25 @@ class StepKeeper:
             del calls[0]
             self.num_dropped += calls is self.calls
 
-    def note_bad(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Notes that the step is bad: its gradients may stay for the next one.
-
-        Args:
-            step: Its number.
-            gradients: Its bad gradients, by name.
-        """
-        self._is_bad = True
-        self._bad = {
-            name: (self.left_over.get(name, step), weakref.ref(each), version)
-            for name, each in gradients.items()
-            if (version := _C.version_of(each)) is not None
-        }
-
     def _look_for_gradients(self, model: nn.Module) -> None:
         if not self._doubts_gradients or self.calls:
             return
         leaves = [each for each in parameters_of(model) if each.is_leaf]
         there = {id(p.grad) for p in leaves if p.grad is not None}
         self.had_gradients = bool(there)
-        for name, (step, reference, version) in self._bad.items():
-            gradient = reference()
-            if gradient is None or id(gradient) not in there:
-                continue
-            if _C.version_of(gradient) == version:
-                self.left_over[name] = step
+        self.left_over.update(self.left.unchanged(there))
 
     def clear(self) -> None:
         """Lets go of what was kept, but for the batch of a clean step: it is judged."""
-        if self.calls and not self._is_bad:
+        is_bad, self.left.is_new = self.left.is_new, False
+        if self.calls or is_bad:  # each of several models calls this
+            self._doubts_gradients = is_bad
+        if self.calls and not is_bad:
             self.clean = _batch_alone(self.calls[-1])
+            self.left.clear()
         self.calls.clear()
         self.had_gradients = False
         self.left_over.clear()
-        if not self._is_bad:
-            self._bad.clear()
-        self._doubts_gradients, self._is_bad = self._is_bad, False
         self.start.end_judgement()
         self._now.open = None
         self.num_dropped = 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as optim_module
 from torch.utils.hooks import RemovableHandle
 
 from .registry import INTERNALS, Internal, direct, internal, listed, stack
@@ -182,16 +183,15 @@ def has_step_hooks(optimizer: object) -> bool:
 
 @internal(
     "torch.optim.optimizer._global_optimizer_pre_hooks",
-    "whether other code may change weights before a closure is called",
-    "Such steps are judged behind their closure",
-    1,
+    "whether other code may change gradients or weights before a step begins",
+    "What step pre-hooks write is judged in the next step",
+    (),
 )
-def num_step_hooks(optimizer: Any) -> int:
-    """The number of step pre-hooks that run around a step of an optimizer."""
-    from torch.optim.optimizer import _global_optimizer_pre_hooks
-
-    own = getattr(optimizer, "_optimizer_step_pre_hooks", ())
-    return len(own) + len(_global_optimizer_pre_hooks)
+def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]]:
+    """Lists the pre-hooks that a step of an optimizer begins with, in their order."""
+    found = optim_module._global_optimizer_pre_hooks
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return [*found.values(), *own.values()]
 
 
 @listed(

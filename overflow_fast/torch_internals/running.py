@@ -51,6 +51,21 @@ graph_task_id: Callable[[], int] = direct(
 
 
 @internal(
+    "torch._C._is_fwd_grad_enabled",
+    "whether a forward without autograd is that of an autograd function",
+    "Forwards within a reentrant checkpoint count as evaluations",
+    False,
+)
+def is_in_function() -> bool:
+    """True within the forward of an autograd function, such as a reentrant checkpoint.
+
+    torch turns off forward-mode gradients there, too, which `no_grad()` leaves on.
+    """
+    is_off = not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled())
+    return is_off and not torch.is_inference_mode_enabled()
+
+
+@internal(
     "torch.autograd.Variable._execution_engine.queue_callback",
     "the end of a backward, which has no public hook",
     "Checkpointed forwards are judged one step late",

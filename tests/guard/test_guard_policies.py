@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -546,3 +547,123 @@ def test_schedulers_see_a_step_that_was_skipped():
             if not guard.last_step_skipped:
                 scheduler.step()
     assert scheduler.last_epoch == 2
+
+
+def raising(report):
+    raise KeyError("the pager is down")
+
+
+@pytest.mark.parametrize("policy", [raising, lambda report: None])
+@pytest.mark.parametrize("where", ["loop", "run", "update", "hook", "evaluation"])
+def test_a_policy_that_fails_is_asked_once_and_leaves_the_step_unmade(policy, where):
+    model, asked = nn.Linear(2, 1), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def own(report):
+        asked.append(report)
+        return policy(report)
+
+    def step(factor):
+        optimizer.zero_grad()
+        if where == "evaluation":
+            with torch.no_grad():
+                return model(torch.full((1, 2), factor))
+        (model(torch.ones(1, 2)).sum() * factor).backward()
+        return optimizer.step()
+
+    with OverflowGuard(model, optimizer, own, explain=False) as guard:
+        step(1.0)
+        before = state_of(model, optimizer)
+        number = guard.step
+        factor = 1e30 if where == "update" else NAN
+        with pytest.raises((KeyError, TypeError)) as raised:
+            guard.run(lambda: step(factor)) if where == "run" else step(factor)
+        if where == "hook":
+            sys.excepthook(raised.type, raised.value, None)
+        assert len(asked) == 1 == guard.metrics()["bad_steps_total"]
+        report = guard.last_report
+        assert report is asked[0] and report.action == "raise" and not report.raised
+        assert not getattr(raised.value, "__notes__", None)
+        assert_same(state_of(model, optimizer), before)
+        assert guard.step == number + (where != "evaluation")
+        if where != "evaluation":
+            step(1.0)
+            assert len(asked) == 1 and guard.step == number + 2
+
+
+class Interrupted(logging.Handler):
+    def emit(self, record):
+        raise self.kind
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["step", "block"])
+def test_a_handler_that_is_interrupted_leaves_nothing_behind(where, kind):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler, log = Interrupted(), logging.getLogger("overflow_fast")
+    handler.kind = kind
+    log.addHandler(handler)
+    try:
+        with (
+            pytest.raises(kind),
+            OverflowGuard(model, optimizer, "warn", explain=False),
+        ):
+            (model(torch.ones(1, 2)).sum() * NAN).backward()
+            if where == "block":
+                raise ValueError("own")
+            if where == "step":
+                optimizer.step()
+    finally:
+        log.removeHandler(handler)
+    assert "step" not in vars(optimizer) and not model._forward_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("clears", ["before the forward", "in the handler"])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_a_batch_that_the_loop_gives_up_is_no_part_of_the_next_step(policy, clears):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, policy, explain=False) as guard:
+        for factor in (1.0, NAN, 1.0, 1.0):
+            if clears == "before the forward":
+                optimizer.zero_grad()
+            try:
+                loss = model(torch.ones(3, 2)).sum() * factor
+                loss.backward()
+                if not loss.isfinite():
+                    raise FloatingPointError("own")
+                optimizer.step()
+            except NonFiniteError:
+                raise
+            except FloatingPointError:
+                pass
+            if clears == "in the handler":
+                optimizer.zero_grad()
+        assert guard.num_skipped == 0 and guard.last_report is None
+        assert guard.step == 3
+
+
+@pytest.mark.parametrize("order", ["accumulates", "one backward", "bad again"])
+def test_what_the_loop_keeps_is_judged(order):
+    """Gradients that add up; two forwards with one backward; a later bad batch."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(factor):
+        return model(torch.full((3, 2), factor)).sum()
+
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        if order == "one backward":
+            both = loss(NAN), loss(1.0)
+            both[1].backward()  # which does not tell that the first is given up
+        elif order == "accumulates":
+            loss(NAN).backward()
+            loss(1.0).backward()
+        else:
+            loss(NAN).backward()
+            optimizer.zero_grad()
+            loss(NAN).backward()
+        optimizer.step()
+        assert guard.num_skipped == 1

@@ -16,7 +16,7 @@ from overflow_fast import OverflowGuard
 
 
 @pytest.mark.parametrize("comes", ["before", "after"])
-def test_step_hooks_do_not_run_in_a_skipped_step(comes):
+def test_a_skipped_step_runs_pre_hooks_and_no_post_hooks(comes):
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     called = []
@@ -31,9 +31,9 @@ def test_step_hooks_do_not_run_in_a_skipped_step(comes):
         if comes == "after":
             register()
         run(model, optimizer, BAD)
-        assert called == []
+        assert called == ["pre"]  # they may write to gradients
         run(model, optimizer)
-        assert called == ["pre", "post"]
+        assert called == ["pre", "pre", "post"]
 
 
 @pytest.mark.parametrize("comes", ["before", "after"])
@@ -56,7 +56,7 @@ def test_schedulers_wrap_the_step_before_or_after(comes):
     assert weights[0].equal(weights[1])
     assert not weights[1].equal(weights[2])
     assert scheduler.get_last_lr() == [0.025]
-    assert len(called) == 2
+    assert len(called) == 3  # a skipped step has called its pre-hooks
     guard.remove()
     run(model, optimizer, BAD)  # nobody judges it any more
     assert model.weight.isnan().any()
@@ -144,7 +144,8 @@ def test_accelerates_wrapper_with_a_scaler(is_fused, comes):
         assert guard.last_step_skipped == (i == 1)
         assert before.equal(model.weight) == (i == 1)
         assert given.step_was_skipped == (i == 1)
-    assert (guard.step, guard.num_skipped, len(calls)) == (3, 1, 2)
+    assert (guard.step, guard.num_skipped) == (3, 1)
+    assert len(calls) == 2 + is_fused  # the scaler itself leaves out others
     guard.remove()
 
 

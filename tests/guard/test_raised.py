@@ -11,6 +11,7 @@ import torch
 from guarding import assert_same, state_of
 from torch import nn
 from torch.distributions import Categorical, Normal
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from overflow_fast import NonFiniteError, OverflowGuard, read_record
 
@@ -351,17 +352,47 @@ def test_an_exception_that_the_function_catches_itself_ends_no_step():
 
 
 @pytest.mark.explains
-def test_left_over_gradients_are_no_finding_of_the_step_that_raises():
+@pytest.mark.parametrize("explain", [True, False])
+@pytest.mark.parametrize("policy", ["skip", "warn"])
+def test_left_over_gradients_are_no_finding_of_the_step_that_raises(policy, explain):
     model, optimizer = with_buffers()
-    guard = OverflowGuard(model, optimizer, "skip")
+    guard = OverflowGuard(model, optimizer, policy, explain=explain)
     model(batches()[BAD_STEP]).mean().backward()
-    optimizer.step()  # skipped, and nobody clears the gradients
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()  # and nobody clears the gradients
     first = guard.last_report
-    model(torch.ones(8, 6))
+    if policy == "skip":
+        model(torch.ones(8, 6))
     error = KeyError("column")
     sys.excepthook(KeyError, error, None)
     assert guard.last_report is first and not getattr(error, "__notes__", None)
+    optimizer.zero_grad()  # others in their place are a finding
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    with pytest.raises(KeyError):
+        guard.run(lambda: model(torch.ones(8, 6)) if {}["column"] else None)
+    assert guard.last_report is not first
     guard.remove()
+
+
+@pytest.mark.parametrize("where", ["step", "raised", "request"])
+def test_a_weight_that_was_bad_before_is_beyond_repair_wherever_it_is_found(where):
+    model, optimizer = with_buffers()
+    with torch.no_grad():
+        model.body[0].weight[0, 0] = torch.nan
+    optimizers = None if where == "request" else optimizer
+    with OverflowGuard(model, optimizers, "warn", explain=False) as guard:
+        if where == "request":
+            with torch.no_grad():
+                model(torch.ones(8, 6))
+        elif where == "step":
+            model(torch.ones(8, 6)).mean().backward()
+            optimizer.step()
+        else:
+            with pytest.raises(FloatingPointError):
+                guard.run(lambda: own_check(model(torch.ones(8, 6))))
+        report = guard.last_report
+    assert report.verdict.first.kind == "weight" and report.is_beyond_repair
 
 
 def test_interruptions_and_errors_of_guards_are_left_alone():
@@ -575,3 +606,58 @@ def test_gradients_that_a_scaler_handles_are_no_finding():
         error = KeyError("column")
         sys.excepthook(KeyError, error, None)
         assert guard.last_report is None and not getattr(error, "__notes__", None)
+
+
+HOW_COMPUTED_AGAIN = ["early stop", "to its end", "reentrant", "within guard.run"]
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+@pytest.mark.parametrize("how", HOW_COMPUTED_AGAIN)
+def test_what_backward_leaves_early_raises_nothing_of_the_program(how, policy):
+    models = {"a": with_buffers()[0], "b": with_buffers()[0]}
+    both = nn.ModuleDict(models)
+    optimizer = torch.optim.SGD(both.parameters(), lr=1e-3)
+    with OverflowGuard(models, optimizer, policy, explain=False) as guard:
+
+        def called(model, x):
+            return (
+                guard.run(lambda: model(x)) if how == "within guard.run" else model(x)
+            )
+
+        for factor in (1.0, float("nan"), 1.0):
+            before = state_of(both, optimizer)
+            x = torch.randn(8, 6).mul_(factor).requires_grad_()
+            with set_checkpoint_early_stop(how != "to its end"):
+                for model in models.values():
+                    is_reentrant = how == "reentrant"
+                    out = checkpoint(called, model, x, use_reentrant=is_reentrant)
+                    out.mean().backward()
+            is_bad = factor != factor
+            if is_bad and policy == "raise":
+                with pytest.raises(NonFiniteError):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            if is_bad:
+                report = guard.last_report
+                assert report.moment == "before" and report.action == policy
+                assert_same(state_of(both, optimizer), before)
+        assert guard.metrics()["bad_steps_total"] == 1
+
+
+def test_an_exception_that_ends_a_backward_is_judged_behind_it():
+    model, optimizer = with_buffers()
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+
+        def stop(gradient):
+            raise ValueError("own")
+
+        def step():
+            out = checkpoint(model, torch.full((8, 6), torch.nan), use_reentrant=False)
+            out.register_hook(stop)
+            out.mean().backward()
+
+        with pytest.raises(ValueError, match="own") as raised:
+            guard.run(step)
+        assert_reported(guard, raised.value, step=0)

@@ -8,6 +8,7 @@ from guarding import INF, NAN, plant
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.monitors.monitor import Monitor, Notice
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 BAD = X.clone()
@@ -211,6 +212,74 @@ def test_nothing_in_between_resets_the_count(between, as_kept):
                 True,
             )
     as_kept(raised.value)
+
+
+class Rain(Monitor):
+    may_skip = True
+
+    def look(self, step):
+        return [Notice("it rains", action="skip")]
+
+
+SKIPPED_FOR = ["gradients", "update", "monitor", "later evaluation"]
+
+
+@pytest.mark.parametrize("reason", SKIPPED_FOR)
+def test_skips_in_a_row_are_limited_whatever_they_are_for(reason):
+    model, is_good = nn.Linear(6, 1), [False]
+
+    class Sometimes(Rain):
+        def look(self, step):
+            return [] if is_good[0] else super().look(step)
+
+    monitors = [Sometimes()] if reason == "monitor" else []
+    kind = torch.optim.LBFGS if reason == "later evaluation" else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=1e-3)
+    options = {"max_consecutive_skips": 2, "explain": False, "monitors": monitors}
+
+    def step():
+        factor = {"gradients": INF, "update": 1e30}.get(reason, 1.0)
+        evaluated = []
+
+        def closure():
+            evaluated.append(reason)
+            optimizer.zero_grad()
+            is_later = reason == "later evaluation" and len(evaluated) == 2
+            own = NAN if is_later else factor
+            loss = (model(X) ** 2).sum() * (1.0 if is_good[0] else own)
+            loss.backward()
+            return loss
+
+        if reason == "later evaluation":
+            return optimizer.step(closure)
+        closure()
+        return optimizer.step()
+
+    with OverflowGuard(model, optimizer, "skip", **options) as guard:
+        for count in (1, 2):
+            step()
+            assert guard.consecutive_skips == guard.num_skipped == count
+        is_good[0] = True
+        step()
+        assert guard.consecutive_skips == 0 and not guard.last_step_skipped
+        is_good[0] = False
+        for _ in range(2):
+            step()
+        before = values(model)
+        with pytest.raises(NonFiniteError, match="3 steps in a row were skipped"):
+            step()
+        assert is_same(model, before) and guard.num_skipped == 4
+
+
+def test_a_finite_step_that_a_monitor_skips_ends_a_row_of_bad_ones(caplog):
+    model, (optimizer, _) = split()
+    options = {"monitors": [Rain()], "explain": False}
+    with OverflowGuard(model, optimizer, "skip", **options):
+        for x in (X, BAD, X, BAD):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "in a row" not in caplog.text
 
 
 def test_21_optimizers_in_one_round_are_one_skip():

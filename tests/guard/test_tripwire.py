@@ -138,6 +138,26 @@ def test_the_report_is_that_of_the_full_watch(fault, micro_batches):
     assert re.sub(r"When it was.*?\)\.\n", "", str(wanted), flags=re.S)
 
 
+@pytest.mark.parametrize("fault", ["forward", "weight", "data"])
+def test_the_report_of_a_step_that_raises_is_that_of_the_full_watch(fault):
+    def reported(watch):
+        model, optimizer = make()
+        guard = OverflowGuard(model, optimizer, watch=watch, explain=True)
+
+        def step():
+            x = spoil(model, torch.ones(6, 4), fault)
+            loss_of(model, 1.0, (x, fault)).backward()
+            raise ValueError("own")
+
+        with guard, pytest.raises(ValueError, match="own"):
+            guard.run(step)
+        return guard.last_report
+
+    report = reported("tripwire")
+    assert report.raised == "ValueError" and report.verdict.first.fqn
+    assert facts(report)[0] == facts(reported(ALL))[0]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_skip_leaves_every_bit(fault):
     if fault == "weight":

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 
+import numpy as np
 import pytest
 import torch
 from guarding import assert_same, state_of
@@ -180,6 +181,94 @@ def test_a_learning_rate_that_takes_a_weight_out_of_range_is_of_its_own_step():
         assert_same(state_of(model, optimizer), before)
 
 
+@pytest.mark.parametrize("kind", [int, torch.tensor, float, np.float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_large_rate_counts_whatever_type_it_has(kind, dtype):
+    model, optimizer = make(lambda p: torch.optim.SGD(p, lr=1e-9, foreach=False))
+    model.to(dtype)
+    rate, size = (10**10, 3e30) if dtype is torch.float32 else (3 * 10**4, 4.0)
+    optimizer.param_groups[0]["lr"] = kind(rate)
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, size)
+        before = state_of(model)
+        optimizer.step()
+        assert guard.num_skipped == 1
+        assert_same(state_of(model), before)
+
+
+def of_two_groups(parameters):
+    first, second = parameters
+    return torch.optim.Adam(
+        [{"params": [first]}, {"params": [second], "betas": (0.9, 0.1)}]
+    )
+
+
+class Sums(Squares):
+    """It adds squares up, and says by which decay."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["betas"] = (0.9, 0.99)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            total = self.state[p].setdefault("square", torch.zeros_like(p))
+            total.mul_(0.99).addcmul_(p.grad, p.grad)
+
+
+HALF, WIDE = torch.float16, torch.float32
+SUMS = {
+    "momentum of 0.99": (
+        lambda p: torch.optim.SGD(p, lr=1e-6, momentum=0.99),
+        *(HALF, 3000.0, 25),
+    ),
+    "momentum of 0.999": (
+        lambda p: torch.optim.SGD(p, lr=1e-30, momentum=0.999),
+        *(WIDE, 3e36, 150),
+    ),
+    "momentum of 1": (
+        lambda p: torch.optim.SGD(p, lr=1e-6, momentum=1.0),
+        *(HALF, 3000.0, 25),
+    ),
+    "a mean of squares": (torch.optim.Adam, HALF, 1000.0, 80),
+    "alpha": (lambda p: torch.optim.RMSprop(p, alpha=0.9), HALF, 700.0, 4),
+    "a later group": (of_two_groups, HALF, 300.0, 1),
+    "squares that are added up": (torch.optim.Adagrad, HALF, 30.0, 80),
+    "of no torch optimizer": (Sums, WIDE, 5e18, 20),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_adds_up_over_steps_is_seen_in_the_step_that_overflows(name):
+    kind, dtype, size, steps = SUMS[name]
+    model = nn.Linear(2, 1).to(dtype)
+    optimizer = kind(list(model.parameters()))
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for _ in range(steps):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, size)
+            before = state_of(model, optimizer)
+            optimizer.step()
+            if guard.num_skipped:
+                break
+        assert guard.num_skipped == 1
+        assert_same(state_of(model, optimizer), before)
+
+
+def test_weights_that_are_converted_have_another_maximum():
+    model, optimizer = make(torch.optim.Adam)
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        step(model, optimizer, 300.0)
+        model.half()
+        optimizer.state.clear()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 60_000.0)
+        optimizer.step()
+        assert guard.num_skipped == 1
+
+
 def test_a_round_of_several_optimizers_has_one_report():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -224,15 +313,16 @@ def test_states_of_eight_bits():
     guard.remove()
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
 @pytest.mark.parametrize("rate", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["Adam", "Adam, fused", "not torch's", "SGD"])
 @pytest.mark.explains
-def test_a_rate_that_is_no_number_is_seen_in_its_step_which_is_undone(name, rate):
+def test_a_rate_that_is_no_number_is_seen_in_its_step_which_is_undone(name, rate, kind):
     model, optimizer = make((OVERFLOWING | OTHERS)[name])
     with OverflowGuard(model, optimizer, "skip") as guard:
         step(model, optimizer)
         before, usual = state_of(model, optimizer), optimizer.param_groups[0]["lr"]
-        optimizer.param_groups[0]["lr"] = rate
+        optimizer.param_groups[0]["lr"] = kind(rate)
         step(model, optimizer)
         optimizer.param_groups[0]["lr"] = usual
         report = guard.last_report

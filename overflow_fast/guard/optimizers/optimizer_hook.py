@@ -21,8 +21,8 @@ from ...scanner.modules import Handles, stepped_by
 from ...scanner.text import drop_own_frames
 from ...torch_internals.module_internals import (
     has_step_hooks,
-    num_step_hooks,
     reads_found_inf,
+    step_pre_hooks,
 )
 from ..report.report import NonFiniteError
 from ..undo.optimizer import OptimizerSnapshot
@@ -44,33 +44,38 @@ if TYPE_CHECKING:
 
 
 class _StepLeft(BaseException):
-    """Leaves an optimizer's step from inside of its closure."""
+    """Leaves an optimizer's step from inside of its closure, or of a pre-hook.
 
-    def __init__(self, loss: Any, error: BaseException | None = None) -> None:
+    Args:
+        hook: Whose judgement it is; a step may be that of several guards.
+        loss: What the closure has returned, or None.
+        error: What the judgement has raised, or None.
+    """
+
+    def __init__(
+        self,
+        hook: OptimizerHook,
+        loss: Any = None,
+        error: BaseException | None = None,
+    ) -> None:
+        self.hook = hook
         self.loss = loss
         self.error = error
 
 
-def _run_with_closure(
-    step: Callable[..., Any],
+def _with_judged_closure(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     place: int | str,
-    judge: Callable[[], bool],
-    snapshot: OptimizerSnapshot | None,
-) -> tuple[Any, bool]:
-    """Calls an optimizer's step, and leaves it if `judge` says so behind the closure.
+    hook: OptimizerHook,
+) -> _Call:
+    """A step's arguments with a closure that is judged, and that leaves the step.
 
     Args:
-        step: The step.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: The arguments.
+        kwargs: The keyword arguments.
         place: The closure's index in `args`, or its name in `kwargs`.
-        judge: Called after each evaluation of the closure; returns True to skip.
-        snapshot: Restored if the step is left; None if it has changed nothing by then.
-
-    Returns:
-        The step's result, or the closure's if it was left, and whether it was.
+        hook: Judges the step after each evaluation of the closure.
     """
     closure = args[place] if isinstance(place, int) else kwargs[place]
 
@@ -78,20 +83,44 @@ def _run_with_closure(
     def judged(*given: Any, **named: Any) -> Any:
         loss = closure(*given, **named)
         try:
-            is_skipped = judge()
+            is_skipped = hook.is_skipped()
         except BaseException as error:
-            raise _StepLeft(loss, error) from None
+            raise _StepLeft(hook, loss, error) from None
         if is_skipped:
-            raise _StepLeft(loss)
+            raise _StepLeft(hook, loss)
         return loss
 
     if isinstance(place, int):
-        args = (*args[:place], judged, *args[place + 1 :])
-    else:
-        kwargs = {**kwargs, place: judged}
+        return (*args[:place], judged, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: judged}
+
+
+def _run_until_left(
+    hook: OptimizerHook,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kept: Callable[[], OptimizerSnapshot | None],
+) -> tuple[Any, bool]:
+    """Calls an optimizer's step, which a judgement may leave.
+
+    Args:
+        hook: Whose judgement it is.
+        step: The step.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        kept: Returns what is restored if the step is left; None if it has changed
+            nothing by then.
+
+    Returns:
+        The step's result, or the closure's if it was left, and whether it was.
+    """
     try:
         return step(*args, **kwargs), False
     except _StepLeft as left:
+        if left.hook is not hook:
+            raise
+        snapshot = kept()
         if snapshot is not None:
             with _C.Hidden():
                 snapshot.restore()
@@ -129,7 +158,7 @@ def _calls_closure_first(optimizer: Any, step: Any) -> bool:
     is_wrapped = code is not None and "lr_scheduler" not in code.co_filename
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
     is_torchs = is_torchs and not is_wrapped
-    has_hooks = num_step_hooks(optimizer) > 1  # one is the guard's
+    has_hooks = bool(_others_hooks(optimizer))
     return is_torchs and not has_hooks and not isinstance(optimizer, torch.optim.LBFGS)
 
 
@@ -196,6 +225,8 @@ class StraySteps:
 
     Args:
         is_expected: Returns True if a step that begins comes through the hook.
+        judge_behind: Judges a step that comes through the hook and has yet to be
+            judged: returns its arguments, or None for the same; None for no such step.
         judge: Returns True if the step has to be skipped.
         on_stepped: Called after the step with True if it was skipped.
         on_judged: Called when the step has been judged.
@@ -207,11 +238,13 @@ class StraySteps:
     def __init__(
         self,
         is_expected: Callable[[], bool],
+        judge_behind: Callable[[Optimizer], Callable[..., _Call | None] | None],
         judge: Callable[[], bool],
         on_stepped: Callable[[bool], None],
         on_judged: Callable[[], None],
     ) -> None:
         self._is_expected = is_expected
+        self._judge_behind = judge_behind
         self._judge = judge
         self._on_stepped = on_stepped
         self._on_judged = on_judged
@@ -234,6 +267,13 @@ class StraySteps:
                     optimizer.register_step_pre_hook(self._before),
                     optimizer.register_step_post_hook(self._after),
                 ]
+
+    def move_last(self) -> None:
+        """Makes the pre-hooks the last ones: others may write to gradients."""
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks and hooks.get(handle.id) == self._before:
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def detach(self) -> None:
         """Removes the hooks, at the end of the step whose gradients are hidden."""
@@ -259,6 +299,9 @@ class StraySteps:
     ) -> _Call | None:
         if self._hidden:  # a subclass's step that calls the one that it overrides
             return None
+        judge_behind = self._judge_behind(optimizer)
+        if judge_behind is not None:
+            return judge_behind(args, kwargs)
         self._is_skipped = False
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -376,7 +419,9 @@ class OptimizerHook:
 
     A skipped step calls nothing of the optimizer, and none of its step hooks. A step
     with a closure calls the closure, is judged, and is left from inside of the closure;
-    changes that it has made by then are undone.
+    changes that it has made by then are undone. Where other code has registered step
+    pre-hooks, which may write to gradients, they are called, and the step is judged
+    behind them; not that of an engine, which may call torch's several times.
 
     Args:
         optimizer: The optimizer, or a wrapper that has it as `optimizer`. It is held
@@ -405,12 +450,15 @@ class OptimizerHook:
         self._is_attached = False
         self._step: Any = None
         self._is_running = False
+        self._waits = False  # to be judged behind the step's pre-hooks
+        self._is_behind_hooks = False  # while it is
         self._before: OptimizerSnapshot | None = None  # a step with a closure
         self._doubted: UndoableStep | None = None  # a step that may overflow
         self._last: Any = None  # what the last step returned, without values
         self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(
-            lambda: self._is_running,
+            lambda: self._is_running and not self._waits,
+            lambda each: self._judge_behind if self._waits_in(each) else None,
             self._judge_stray,
             self._end_stray,
             self._after_call,
@@ -514,10 +562,24 @@ class OptimizerHook:
         self.found_inf.drop()
 
     def notify_wrapper(self, is_skipped: bool) -> None:
-        """Sets Accelerate's flag for a skipped step: its schedulers then pause."""
+        """Sets Accelerate's flags for a skipped step: its schedulers then pause."""
         wrapper: Any = self._wrapper()
         if hasattr(wrapper, "_is_overflow"):
             wrapper._is_overflow = is_skipped
+        if is_skipped and self._is_behind_hooks:
+            self._take_back_call(wrapper)
+
+    def _take_back_call(self, wrapper: Any) -> None:
+        """Makes Accelerate's wrapper forget that its `step` was called.
+
+        Pre-hooks are called by that. It holds the wrapper, and this hook may not.
+        """
+        known = [wrapper]
+        with contextlib.suppress(TypeError, ValueError):
+            known += inspect.getclosurevars(self.replaced).nonlocals.values()
+        for each in known:
+            if hasattr(each, "_accelerate_step_called"):
+                each._accelerate_step_called = False
 
     def judge_skipped_elsewhere(self) -> None:
         """Judges a step that another guard has skipped; nothing once it is detached."""
@@ -584,10 +646,14 @@ class OptimizerHook:
             place = _place_of_closure(step, args, kwargs)
             if place is not None:
                 self._before = self._take_snapshot(step)
-                result, is_skipped = _run_with_closure(
-                    step, args, kwargs, place, self._is_skipped, self._before
+            if not self.is_of_engine and _others_hooks(self._optimizer()):
+                result, is_skipped = self._run_behind_hooks(step, args, kwargs)
+            elif place is not None:
+                args, kwargs = _with_judged_closure(args, kwargs, place, self)
+                result, is_skipped = _run_until_left(
+                    self, step, args, kwargs, lambda: self._before
                 )
-            elif self._is_skipped():
+            elif self.is_skipped():
                 is_skipped = True
                 self._tell_engine(is_skipped)
                 whole = functools.partial(step, *args, **kwargs)
@@ -602,6 +668,7 @@ class OptimizerHook:
             raise
         finally:
             self._is_running = self.has_snapshot = False
+            self._waits = self._is_behind_hooks = False
             self._before = None
             self.found_inf.drop()
         if self._doubted is not None:
@@ -611,11 +678,49 @@ class OptimizerHook:
             _C.run_paused(_judge_in_other_guards, step)
         return result
 
+    def _run_behind_hooks(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, bool]:
+        """Calls the step, which is judged behind the pre-hooks of other code."""
+        self._stray_steps.move_last()
+        self._tell_engine(False)
+        self._waits = True
+        result, is_skipped = _run_until_left(
+            self, step, args, kwargs, lambda: self._before
+        )
+        if not is_skipped:
+            self._last = shape_of(result)
+        elif result is None:
+            self._tell_engine(is_skipped)
+            result = leave_out(self._stepper(), lambda: None, self._last)
+        return result, is_skipped
+
+    def _waits_in(self, optimizer: Optimizer) -> bool:
+        return self._waits and optimizer is self._optimizer()
+
+    def _judge_behind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Call | None:
+        """Judges the step that waits, with the arguments that pre-hooks have left it.
+
+        A closure is judged in the place of the step.
+        """
+        self._waits, self._is_behind_hooks = False, True
+        place: int | str = "closure" if callable(kwargs.get("closure")) else 1
+        if place == 1 and not (len(args) > 1 and callable(args[1])):
+            if self.is_skipped():
+                raise _StepLeft(self)
+            return None
+        if self._before is None:  # a pre-hook has given it the closure
+            self._before = self._take_snapshot(_class_step(self._stepper()))
+        return _with_judged_closure(args, kwargs, place, self)
+
     def _tell_engine(self, is_skipped: bool) -> None:
         if self._overflow_flag is not None:
             self._overflow_flag.set(is_skipped)
 
-    def _is_skipped(self) -> bool:
+    def is_skipped(self) -> bool:
+        """Judges the step; returns True if it is to be skipped."""
         return bool(_C.run_paused(self._judge_step))
 
     def _judge_step(self) -> bool:
@@ -636,7 +741,7 @@ class OptimizerHook:
         self.has_snapshot = kept.can_restore
         try:
             is_skipped = self._judge.skips_update(self, kept.is_finite)
-        except NonFiniteError:
+        except Exception:  # also an error of the policy's
             kept.restore()
             raise
         finally:
@@ -675,6 +780,12 @@ class OptimizerHook:
     def _end_stray(self, is_skipped: bool) -> None:
         self.found_inf.drop()
         self._after_step(is_skipped)
+
+
+def _others_hooks(optimizer: Any) -> list[Any]:
+    """The step pre-hooks of an optimizer that are no guard's."""
+    hooks = step_pre_hooks(optimizer)
+    return [e for e in hooks if type(getattr(e, "__self__", None)) is not StraySteps]
 
 
 def _keep_uncompiled(function: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ it becomes inf, and its weight never moves again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ... import _C
 from ...scanner.modules import stepped_by
 from ...scanner.ops import scan
+from ...scanner.tensors import is_number
 from ...scanner.text import dtype_name
 from ..report.causes import BAD_SETTING, RANGE_OVERFLOW
 from ..report.explanation import Explanation
@@ -30,55 +31,74 @@ if TYPE_CHECKING:
     from ..step import Step
     from .optimizer_hook import OptimizerHook
 
-_MARGIN = 16.0  # of sums over steps, such as a momentum of 0.9
-_ACCUMULATED = 1024.0  # steps whose squares a sum may have without a decay
+_MARGIN = 16.0  # of weights that are near the maximum, and of roundings
+_ACCUMULATED = 1024.0  # steps that a sum may have without a decay
 _WIDE = torch.finfo(torch.float32).max  # what kernels of narrow dtypes compute in
 _LINEAR = (torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adamax)
-# The settings that say how much of a square enters a step's state.
-_DECAYS = ("alpha", "rho")
+# The settings that say how much of a state a step keeps.
+_DECAYS = ("betas", "momentum", "alpha", "rho")
 
-_limits: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
+_limits: weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], float]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def may_overflow(optimizer: Optimizer, largest: float) -> bool:
+def may_overflow(optimizer: Optimizer, largest: float, rate: float) -> bool:
     """True if a step with finite gradients may give a non-finite state or weight.
 
-    It is asked in each step, and errs on the side of True.
+    It is asked in each step, and errs on the side of True. A sum over steps with a
+    decay d that was within its dtype's maximum exceeds it only if a part of 1 - d is
+    added to it; a mean of such a decay, only if what it is the mean of does.
 
     Args:
         optimizer: The optimizer.
         largest: The largest magnitude of the gradients; 0 if it is not known.
+        rate: The largest magnitude of the learning rates; inf if one is not finite.
     """
-    if not largest:
-        return False
-    limit = _limit_of(optimizer)
-    rates = (g["lr"] for g in optimizer.param_groups if isinstance(g.get("lr"), float))
-    if largest * max([1.0, *rates]) > limit / _MARGIN:
+    limit, groups = _limit_of(optimizer), optimizer.param_groups
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    sums = max((_steps_of(group, is_torchs) for group in groups), default=1.0)
+    # An update that is divided by a mean of the gradients is of the order of the rate,
+    # and weights that it has made as large decay by a part of the rate.
+    update = max(largest, rate, 1.0) * max(rate, 1.0)
+    if not update * max(_MARGIN, 2.0 * sums) <= limit:
         return True
     if isinstance(optimizer, _LINEAR):
         return False
     square = largest * largest
-    return square > _WIDE or square * _share_of_square(optimizer) > limit
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return square * _ACCUMULATED > limit
+    return square * (1.0 if is_torchs else sums) > limit
 
 
 def _limit_of(optimizer: Optimizer) -> float:
-    limit = _limits.get(optimizer)
-    if limit is None:
+    groups = optimizer.param_groups
+    now = [(len(own), own[0].dtype) for g in groups if (own := g["params"])]
+    known, limit = _limits.get(optimizer, ([], _WIDE))
+    if known != now:  # weights may be converted, and groups added
         dtypes = {p.dtype for p in stepped_by(optimizer) if p.is_floating_point()}
         limit = min((torch.finfo(each).max for each in dtypes), default=_WIDE)
-        _limits[optimizer] = limit = min(limit, _WIDE)
+        _limits[optimizer] = now, (limit := min(limit, _WIDE))
     return limit
 
 
-def _share_of_square(optimizer: Optimizer) -> float:
-    """How much of a gradient's square its state takes in; 0 if that is not known."""
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return _ACCUMULATED
-    group: Any = optimizer.param_groups[0]
-    betas = group.get("betas")
-    decays = [betas[1]] if isinstance(betas, (tuple, list)) and len(betas) > 1 else []
-    decays += [group[name] for name in _DECAYS if name in group]
-    return max((1.0 - d for d in decays if isinstance(d, float)), default=0.0)
+def _steps_of(group: Mapping[str, Any], is_torchs: bool) -> float:
+    """How many steps of one size a sum over steps comes to, by a group's settings.
+
+    Of torch's optimizers, those of `betas`, `alpha` and `rho` take means.
+    """
+    if is_torchs:
+        decays = [group.get("momentum")]
+    else:
+        found = [group[name] for name in _DECAYS if name in group]
+        decays = [d for each in found for d in (each if _is_tuple(each) else [each])]
+    known = [float(each) for each in decays if is_number(each)]
+    steps = [1.0 / (1.0 - d) if d < 1.0 else _ACCUMULATED for d in known]
+    return max(steps, default=1.0 if is_torchs else _ACCUMULATED)
+
+
+def _is_tuple(value: object) -> bool:
+    return isinstance(value, (tuple, list))
 
 
 # What a doubtful step has come to.
@@ -263,11 +283,11 @@ def explain_update(
         given = f"{given}; its square {beyond}"
     elif first.kind == "weight":
         rate = next(
-            g["lr"]
+            float(g.get("lr") or 0.0)
             for g in optimizer.param_groups
             if any(p is parameters[name] for p in g["params"])
         )
-        if isinstance(rate, float) and rate * largest > limit:
+        if rate * largest > limit:
             found.cause = RANGE_OVERFLOW.name
             given = f"{given}; times the learning rate {rate:.3g} it {beyond}"
     found.evidence.append(given)

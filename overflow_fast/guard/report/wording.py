@@ -514,7 +514,8 @@ class ReportText:
 
     def event(self) -> str:
         """The step and what is bad in it, without the cause."""
-        assert self.verdict.first is not None
+        if self.verdict.first is None:  # too many were skipped, for a monitor
+            return f"Step {self.report.step} is finite"
         where = f" on {self.report.where}" if self.report.where else ""
         step = f"Step {self.report.step}"
         subject = "The state is not finite" if self.report.is_of_state else step

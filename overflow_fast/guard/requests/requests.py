@@ -734,11 +734,16 @@ class Requests:
         report.note_explained()
         self.num_bad += 1
         if callable(config.on_overflow):
-            report.action = pipeline._ask(config.on_overflow, report)
+            try:
+                report.action = pipeline._ask(config.on_overflow, report)
+            except Exception:  # it is logged
+                if error is None:
+                    raise
         report.action = "warn" if report.action == "skip" else report.action
         if error is not None:
             report.action, report.moment = "raise", "raised"
             report.raised = type(error).__qualname__
+        report.is_beyond_repair = pipeline._is_beyond_repair(step, report.verdict)
         pipeline.num_bad += 1
         pipeline.last_report = report
         for name in report.poisoned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,26 +30,26 @@ class OptimizerSnapshot:
         self._objects = _objects_of(optimizer)
         with torch.no_grad():
             self._tensors = [
-                KeptTensor(tensor, is_copied=True)
-                for _, tensor in self._objects.tensors.values()
+                (name, KeptTensor(tensor, is_copied=True))
+                for name, tensor in self._objects.tensors.values()
             ]
 
     def is_finite(self) -> bool:
-        """True if all that is kept was finite. Incurs a CPU-GPU sync."""
-        copies = [each.copied for each in self._tensors]
-        return _are_finite([each for each in copies if each is not None])
+        """True if weights and state were finite. Incurs a CPU-GPU sync."""
+        copies = [(name, each.copied) for name, each in self._tensors]
+        return _are_finite([(n, each) for n, each in copies if each is not None])
 
     def restore(self) -> None:
         """Restores everything but the gradients, which stay as they are."""
         self._objects.restore()
         with torch.no_grad():
-            for kept in self._tensors:
+            for _, kept in self._tensors:
                 kept.restore(is_write=True)
 
 
 def is_finite(optimizer: Any) -> bool:
-    """True if all that a snapshot would keep is finite. Incurs a CPU-GPU sync."""
-    return _are_finite([each for _, each in _objects_of(optimizer).tensors.values()])
+    """True if weights and state are finite. Incurs a CPU-GPU sync."""
+    return _are_finite(list(_objects_of(optimizer).tensors.values()))
 
 
 def _objects_of(optimizer: Any) -> KeptObjects:
@@ -57,6 +58,10 @@ def _objects_of(optimizer: Any) -> KeptObjects:
     return objects
 
 
-def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    plain = [each for each in tensors if is_plain(each)]
+# A learning rate that is a tensor is no state that a step starts from.
+_SETTING = re.compile(r"\.(defaults|param_groups\[\d+\])\['(?!params'\])")
+
+
+def _are_finite(named: Sequence[tuple[str, torch.Tensor]]) -> bool:
+    plain = [t for name, t in named if is_plain(t) and not _SETTING.search(name)]
     return all(stat.is_finite for stat in scan(plain))

@@ -50,6 +50,10 @@ class Watched(Protocol):
     def is_attached(self) -> bool:
         """Its hooks are on."""
 
+    @property
+    def is_in_step(self) -> bool:
+        """A forward that runs is of a training step."""
+
 
 class _Lock:
     """A lock that a copied guard has anew."""
@@ -108,7 +112,7 @@ class StepStart:
         if not is_recorded():
             with self._lock:
                 if not start.is_firm:
-                    start.take(is_firm=torch.is_grad_enabled())
+                    start.take(is_firm=watch.is_in_step)
                 if graph_task_id() < 0:  # else a backward computes it again
                     start.begin_forward()
 

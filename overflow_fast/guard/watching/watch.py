@@ -22,6 +22,7 @@ from ...detector.selection import Named, Selection, Wanted, full_name
 from ...detector.steps import StepHooks
 from ...scanner.modules import (
     buffers_of,
+    first_parameter_of,
     is_scripted,
     is_sharded,
     modules_in,
@@ -32,7 +33,7 @@ from ...scanner.modules import (
 from ...scanner.tensors import model_loss_in
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS, own_parameters
-from ...torch_internals.running import is_jit_tracing
+from ...torch_internals.running import is_in_function, is_jit_tracing
 from .inputs import ForwardInputs
 from .missed_steps import MissedSteps
 
@@ -337,6 +338,11 @@ class UnjudgedFrames:
         self._forwards = 0
         self._unjudged = 0
 
+    @property
+    def is_in_step(self) -> bool:
+        """True if a forward of training has ended since the last judgement."""
+        return self._unjudged > 0
+
     def note_forward(self, is_training: bool) -> None:
         """Counts a forward, and sends its stats unless its optimizer's step will."""
         self._forwards += 1
@@ -501,6 +507,9 @@ class ModelWatch(StepHooks):
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
+        num_given_up: The number of frames when a later forward of the step began and no
+            gradient of the earlier ones was left; -1 for none.
+        judges_requests: All forwards without autograd are judged as requests.
         is_abandoned: Returns True if nobody has the guard any more, and it has ended.
         is_of_request: Returns True in a forward of a request, also with autograd.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
@@ -533,7 +542,8 @@ class ModelWatch(StepHooks):
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
         self.on_missed: Callable[[ModelWatch], None] = lambda watch: None
         self._missed = MissedSteps()
-        self.needs_buffers = False
+        self.needs_buffers = self.judges_requests = False
+        self.num_given_up = -1
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.is_of_request: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
@@ -628,9 +638,9 @@ class ModelWatch(StepHooks):
         root.is_left = True
         self.inputs.leave(root.batch)
         super().root_ended(module, args, output)
-        is_evaluation = self.is_evaluation
+        is_in_step = self.is_in_step
         is_judged = self.on_left is not None and self.on_left(self, error)
-        if is_judged and is_evaluation:
+        if is_judged and not is_in_step:
             self.frames.take_evaluated(root.batch)
 
     def leave(self) -> None:
@@ -642,19 +652,29 @@ class ModelWatch(StepHooks):
             super().root_ended(model, None, None)
 
     @property
-    def is_evaluation(self) -> bool:
-        """True in a forward that is judged when it ends, and of no step."""
-        return not torch.is_grad_enabled() or self.is_of_request()
-
-    @property
     def evaluated(self) -> object:
         """The output of the outermost forward of this thread."""
         root = self._roots.get(get_ident())
         return None if root is None else root.output
 
+    @property
+    def is_in_step(self) -> bool:
+        """True in a forward of a training step, rather than one to be judged alone.
+
+        That of a reentrant checkpoint runs without autograd; backward runs it again.
+        That of a request may run with autograd.
+        """
+        if self.is_of_request():
+            return False
+        if torch.is_grad_enabled():
+            return True
+        model = self.model
+        is_training = model is not None and model.training
+        return is_training and not self.judges_requests and is_in_function()
+
     def _before_step(self) -> None:
         self._announce_forward()
-        if self.is_evaluation:
+        if not self.is_in_step:
             self.recorder.forget_parameters()  # it is a judgement of its own
         elif self._missed.begin_forward():
             self.on_missed(self)
@@ -670,9 +690,22 @@ class ModelWatch(StepHooks):
 
     def _announce_forward(self) -> None:
         model = self.model
+        if self.frames.is_in_step and model is not None and torch.is_grad_enabled():
+            self._look_for_gradients(model)
         is_training = torch.is_grad_enabled() or (model is not None and model.training)
         if self.on_forward is not None and is_training:
             self.on_forward(self)
+
+    def _look_for_gradients(self, model: nn.Module) -> None:
+        """Notes where none is left as a later forward of a step begins.
+
+        If a backward ran before, the loop has given up what it had computed.
+        """
+        first = first_parameter_of(model)
+        if first is not None and first.grad is not None:
+            return  # of most steps of several forwards
+        if all(each.grad is None for each in self.tensors.parameters(model, True)[1]):
+            self.num_given_up = _C.Recorder.num_frames()
 
     @_isolated
     def before_entry(self, module: nn.Module, args: object) -> None:
@@ -682,7 +715,7 @@ class ModelWatch(StepHooks):
 
     def _begin_submodule_call(self, index: int) -> None:
         super()._begin_submodule_call(index)
-        if self.is_evaluation:
+        if not self.is_in_step:
             self.recorder.forget_parameters()
         elif self._missed.begin_forward():
             self.on_missed(self)
@@ -721,9 +754,9 @@ class ModelWatch(StepHooks):
         self.has_loss_of_step |= has_loss
 
     def _send(self) -> None:
-        is_evaluation = self.is_evaluation
-        self.frames.note_forward(not is_evaluation)
-        if not is_evaluation:
+        is_in_step = self.is_in_step
+        self.frames.note_forward(is_in_step)
+        if is_in_step:
             self._missed.end_forward(self.model)
 
     def _end_step(self, is_recomputed: bool = False) -> None:
@@ -732,7 +765,7 @@ class ModelWatch(StepHooks):
             self.on_forward_end(self)
         if self.is_paused:
             return  # by another thread, meanwhile
-        if self.is_evaluation and not is_recomputed:
+        if not (is_recomputed or self.is_in_step):
             root = self._roots.get(get_ident())
             batch = self.recorder.last_batch if root is None else root.batch
             with self.frames.evaluated(batch):
@@ -754,6 +787,7 @@ class ModelWatch(StepHooks):
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.has_loss_of_step = False
         self._missed.restart()
+        self.num_given_up = -1
         self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
 
     def name_at(self, index: int) -> str:

@@ -191,6 +191,22 @@ def test_a_callable_gets_rows_and_requests():
     assert seen == [([2], ["c"], "bad data")]
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_error_of_a_callable_does_not_replace_the_programs_own(raises):
+    def policy(report):
+        raise KeyError("the pager is down")
+
+    net = make_net()
+    with OverflowGuard(net, on_overflow=policy, explain=False) as guard:
+        kind = ValueError if raises else KeyError
+        with pytest.raises(kind) as raised, torch.no_grad(), guard.request():
+            net(rows_bad(2))
+            if raises:
+                raise ValueError("own")
+        if raises and sys.version_info >= (3, 11):
+            assert guard.last_report.headline() in raised.value.__notes__[0]
+
+
 def test_numbers_count_requests_forwards_and_tokens(tmp_path):
     class Embeds(nn.Module):
         def __init__(self):
