@@ -747,7 +747,7 @@ class GuardParts:
         if self.inputs.is_running or model is None or not self.is_enabled:
             return is_report  # what `guard.run()` runs is judged as a whole
         with spare_forward_hooks(model):
-            if self.requests is not None and watch.is_evaluation:
+            if self.requests is not None and not watch.is_in_step:
                 self.requests.left(watch, error)
             else:
                 self.pipeline.judge_raised(error, ends=False, is_in_forward=True)

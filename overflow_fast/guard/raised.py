@@ -126,7 +126,6 @@ def _search(pipeline: Pipeline, step: Step, error: Exception) -> Explanation | N
         found = pipeline._explaining.search(step)
     if found is None:
         return None
-    keeper.note_bad(step.number, {})
     step.verdict, known = found
     return known
 
