@@ -230,7 +230,7 @@ class StepExplainer:
             is_rewritten=keeper is not None
             and moment == "before"
             and keeper.start.were_weights_rewritten(),
-            forward=self._forward_of(verdict),
+            forward=self._forward_of(verdict) if moment == "before" else -1,
             num_dropped=0 if keeper is None else keeper.num_dropped,
             hidden_by="" if keeper is None else keeper.hidden_by,
             is_of_flag=is_of_flag(verdict),
@@ -247,7 +247,8 @@ class StepExplainer:
             return -1
         if not all(isinstance(c, ModelCall) or len(c.forwards) == 1 for c in calls):
             return -1
-        return verdict.batch - self._watches[0].batch_number + len(calls)
+        found = verdict.batch - self._watches[0].batch_number + len(calls)
+        return found if 0 <= found < len(calls) else -1
 
     # The tripwire's second look: a bad step is run again with everything watched.
 

@@ -358,6 +358,11 @@ class Entry:
         """True if it holds a non-finite value that is not allowed."""
         return bool(self.nonfinite_kinds & ~self.allowed)
 
+    @property
+    def is_unseen(self) -> bool:
+        """False: it is bad only for what was seen in it."""
+        return False
+
 
 @dataclass
 class Frame:

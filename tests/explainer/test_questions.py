@@ -52,6 +52,8 @@ def searched(
                 has_hooks=has_hooks, is_of_other_form=lambda: False, lost=[]
             ),
         ),
+        difference=None,
+        num_unlike=0,
         set_meanwhile=list(set_meanwhile),
         is_forward_finite=is_forward_finite,
         is_seen_in_call=is_seen_in_call,

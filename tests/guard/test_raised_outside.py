@@ -10,7 +10,7 @@ from overflow_fast import Explain, OverflowGuard
 from overflow_fast.explainer.step_explainer import StepExplainer
 
 BAD_STEP = 1
-pytestmark = pytest.mark.usefixtures("validated")
+pytestmark = [pytest.mark.explains, pytest.mark.usefixtures("validated")]
 
 
 class CheckError(Exception):

@@ -11,6 +11,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule
 
+pytestmark = pytest.mark.explains
+
 NAN = float("nan")
 
 

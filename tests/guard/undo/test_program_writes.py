@@ -7,6 +7,9 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard
 
 
+pytestmark = pytest.mark.explains
+
+
 @torch.no_grad()
 def counted(weight):
     weight.mul_(2)
