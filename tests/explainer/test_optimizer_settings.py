@@ -185,8 +185,8 @@ def test_a_weight_of_the_program_s_own_between_two_steps(change, value):
     report = error.value.report
     found, text = report.explanation, str(report)
     assert found.tensor == "logits"
-    assert "is finite in the model" not in text
+    assert "finite in the" not in text
     is_other = "logits is another parameter than" in str(found.evidence)
     assert is_other == (change != "written")
-    assert is_other == ("load a checkpoint in which" not in text)
-    assert ("of shape [8] in place of [6]" in text) == (change == "grown")
+    assert is_other == ("load a checkpoint" not in text)
+    assert ("[8] in place" in text) == (change == "grown")

@@ -503,6 +503,30 @@ def test_where_notes_cannot_be_added_the_log_has_the_report(kind, policy, caplog
     assert guard.coverage().failures == 0
 
 
+@pytest.mark.explains
+def test_an_error_of_a_replay_takes_no_frame_from_the_programs_own():
+    errors = [ValueError("y is nan")]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 1)
+
+        def forward(self, x):
+            y = torch.log(x.mean(1, keepdim=True)) + self.a(x)
+            if y.isnan().any():
+                raise errors.pop() if errors else KeyError("another in a replay")
+            return y
+
+    model = Net()
+    guard = OverflowGuard(model, torch.optim.SGD(model.parameters(), 0.1), "skip")
+    with pytest.raises(ValueError) as raised:
+        guard.run(lambda: model(-torch.ones(2, 6)).mean())
+    guard.remove()
+    frames = [each.name for each in traceback.extract_tb(raised.value.__traceback__)]
+    assert frames[-1] == "forward" and not errors
+
+
 def test_the_traceback_of_the_program_is_as_without_a_guard():
     def lines(error):
         frames = traceback.extract_tb(error.__traceback__)

@@ -188,7 +188,7 @@ def test_bad_data_that_no_module_was_given_is_named():
             guard.run(compared)
     found = guard.last_report.explanation
     assert (found.cause, found.tensor, found.sample) == ("bad data", "target", 2)
-    assert "`target` holds 1 nan" in raised.value.__notes__[0]
+    assert "`target` holds" in raised.value.__notes__[0]
 
 
 def test_log_and_evidence_have_the_step(tmp_path):

@@ -266,7 +266,7 @@ def test_skips_in_a_row_are_limited_whatever_they_are_for(reason):
         for _ in range(2):
             step()
         before = values(model)
-        with pytest.raises(NonFiniteError, match="3 steps in a row were skipped"):
+        with pytest.raises(NonFiniteError, match="were skipped"):
             step()
         assert is_same(model, before) and guard.num_skipped == 4
 

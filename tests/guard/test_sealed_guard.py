@@ -268,7 +268,7 @@ def test_gradients_that_cannot_be_scanned_are_not_clean(policy, monkeypatch):
                 optimizer.step()
             except ArithmeticError as error:
                 assert policy == "raise"
-                assert "layers.0.weight` could not be scanned (" in str(error)
+                assert "not be scanned" in str(error)
                 assert "out of memory" in str(error)
         verdict = guard.last_report.verdict
         assert verdict.first.not_scanned and not verdict.dirty_gradients

@@ -72,7 +72,7 @@ def test_kernels_that_fail_their_check_are_left_to_torch(emulated, how, caplog):
     assert emulated.state.num_scans == num_scans
     assert not coverage.not_scanned and coverage.tensors_scanned
     assert WHY[how] in coverage.unused_kernels["cpu"]
-    assert f"not its kernels: {coverage.unused_kernels['cpu']}." in str(coverage)
+    assert coverage.unused_kernels["cpu"] in str(coverage)
     said = [r.getMessage() for r in caplog.records if "kernels of" in r.getMessage()]
     assert len(said) == 1 and WHY[how] in said[0]
 

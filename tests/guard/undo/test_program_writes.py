@@ -6,7 +6,6 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
-
 pytestmark = pytest.mark.explains
 
 
@@ -87,7 +86,7 @@ def test_the_first_forward_behind_a_write_is_named(write, last):
             optimizer.step()
     found = guard.last_report.explanation
     assert found.op.name.startswith("aten.pow")
-    assert "it is of forward 2 of the step's 3" in found.evidence
+    assert any("of forward 2" in each for each in found.evidence)
 
 
 class Swapped:
