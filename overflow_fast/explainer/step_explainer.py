@@ -247,7 +247,8 @@ class StepExplainer:
             return -1
         if not all(isinstance(c, ModelCall) or len(c.forwards) == 1 for c in calls):
             return -1
-        return verdict.batch - self._watches[0].batch_number + len(calls)
+        place = verdict.batch - self._watches[0].batch_number + len(calls)
+        return place if place < len(calls) else -1
 
     # The tripwire's second look: a bad step is run again with everything watched.
 
@@ -371,7 +372,9 @@ class _FullWatch(Observer):
     def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """Watches what runs within."""
         for watch in self._watches:
+            number = watch.batch_number
             watch.attach()
+            watch.begin_at(number)  # a forward that runs around it is none of these
         try:
             yield
             self._collect()
