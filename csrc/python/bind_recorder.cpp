@@ -1,10 +1,10 @@
 // The recorder as a Python class.
 #include <pybind11/stl.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "../record/recorder.h"
 #include "../record/records.h"
+#include "../torch_internals/errors.h"
 
 namespace overflow_fast {
 
@@ -142,7 +142,7 @@ void bind_recorder(py::module_& m) {
       .def("record", &Recorder::record, py::arg("kind"), py::arg("names"), py::arg("tensors"))
       .def("scan_failed", py::overload_cast<const py::object&>(&Recorder::scan_failed),
            py::arg("find"))
-      .def("raise_lost", torch::wrap_pybind_function([](Recorder& self) { self.raise_lost(); }))
+      .def("raise_lost", raises_as_torch([](Recorder& self) { self.raise_lost(); }))
       .def("set_gradients_wanted", &Recorder::set_gradients_wanted)
       .def("take_step_results", &Recorder::take_step_results)
       .def("forget_parameters", &Recorder::forget_parameters)

@@ -1,5 +1,4 @@
 // The extension module overflow_fast._C.
-#include <ATen/record_function.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -13,6 +12,7 @@
 #include "../scan/tensor_view.h"
 #include "../scan/torch_scan.h"
 #include "../torch_internals/hidden.h"
+#include "../torch_internals/unprofiled.h"
 #include "bind_state.h"
 #include "call_watch.h"
 #include "collected.h"
@@ -91,7 +91,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .value("WRAPPER", Readability::kWrapper);
   bind_scope<Hidden>(m, "Hidden");
   bind_scope<Unwatched>(m, "Unwatched");
-  bind_scope<at::DisableRecordFunctionGuard>(m, "Unprofiled");  // in this thread
+  bind_scope<Unprofiled>(m, "Unprofiled");
   m.def("is_unwatched", [] { return Unwatched::depth() > 0; });
   bind_callbacks(m);
   bind_stat(m);

@@ -1,7 +1,5 @@
 #include "errors.h"
 
-#include <torch/csrc/Exceptions.h>
-
 #include <string>
 
 namespace overflow_fast {

@@ -372,7 +372,9 @@ class _FullWatch(Observer):
     def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """Watches what runs within."""
         for watch in self._watches:
+            number = watch.batch_number
             watch.attach()
+            watch.begin_at(number)  # a forward that runs around it is none of these
         try:
             yield
             self._collect()

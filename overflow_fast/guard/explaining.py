@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -152,7 +152,7 @@ class Explaining:
         self._explainer: Explainer | None = None
         self._places: set[tuple[str, str, str]] = set()
         self._last: int | None = None
-        self._began, self._searching_seconds = time.perf_counter(), 0.0
+        self._began, self._searching_seconds = perf_counter(), 0.0
 
     def note_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Takes in that an optimizer has made its step."""
@@ -183,7 +183,7 @@ class Explaining:
         Returns:
             What the replay has found up to the exception; None for nothing.
         """
-        begin = time.perf_counter()
+        begin = perf_counter()
         most = FREE_SECONDS + SHARE * (begin - self._began)
         is_asked = self._asked != "never" and self._keeper is not None
         if not is_asked or self._searching_seconds > most or world_size() > 1:
@@ -194,7 +194,7 @@ class Explaining:
             _log.debug("A step that has raised was not explained: %s", error)
             return None
         finally:
-            self._searching_seconds += time.perf_counter() - begin
+            self._searching_seconds += perf_counter() - begin
 
     def offer(
         self, step: Step, verdict: Verdict, ends: bool, joins: bool

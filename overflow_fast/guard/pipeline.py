@@ -15,10 +15,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch.amp.grad_scaler import GradScaler
@@ -865,11 +865,11 @@ class Pipeline:
     @contextlib.contextmanager
     def _left_out(self) -> Iterator[None]:
         """Leaves the time within out of the guard's own: steps that are run again."""
-        begin = time.perf_counter()
+        begin = perf_counter()
         try:
             yield
         finally:
-            self._measurements.timer.leave_out(time.perf_counter() - begin)
+            self._measurements.timer.leave_out(perf_counter() - begin)
 
     def _make_report(self, step: Step, verdict: Verdict) -> Report:
         """Makes the report of a bad step; without details where these fail."""

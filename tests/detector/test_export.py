@@ -75,6 +75,9 @@ def test_an_export_counts_nothing_and_a_step_after_it_is_watched():
         assert guard.coverage().tensors_listed == 0
         assert guard.coverage().not_scanned == {}
         model.head.weight.data.fill_(float("inf"))
+        model(X, y=Y)  # of a model in evaluation: a request
+        assert guard.last_report.verdict.first.fqn == "head.weight"
+        model.train()
         model(X, y=Y)["loss"].backward()
         assert guard.check().verdict.first.fqn == "head.weight"
 

@@ -366,6 +366,18 @@ def test_a_guard_that_never_judges_says_so(caplog, monkeypatch, as_kept):
     as_kept(record.getMessage())
 
 
+def test_a_guard_that_judges_no_forward_says_so(caplog, monkeypatch, as_kept):
+    monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
+    model, optimizer = make()
+    with OverflowGuard(model):
+        for x, y in batches(9):
+            model(x, y=y)
+        for batch in batches(4):
+            train_step(model, optimizer, batch)
+    (record,) = caplog.records
+    as_kept(record.getMessage())
+
+
 def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
     monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
     model, _ = make()

@@ -231,7 +231,7 @@ def in_a_step_hook(model, optimizer, x):
     "run",
     [
         *(in_a_function, in_a_hook, in_anomaly_mode, in_a_checkpoint),
-        *(in_clipping, in_a_closure),
+        *(in_clipping, in_a_closure, in_a_step_hook),
     ],
 )
 @pytest.mark.parametrize("policy", ["raise", "skip"])
@@ -248,17 +248,6 @@ def test_what_backward_and_steps_raise_is_reported_in_its_step(run, policy):
     error = uncaught(program)
     assert_reported(guard, error)
     guard.remove()
-
-
-def test_a_check_before_the_step_comes_after_the_guards():
-    """The guard judges before the hooks of a step: it raises, or leaves it out."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with OverflowGuard(model, optimizer, "skip") as guard:
-        for step in range(4):
-            in_a_step_hook(model, optimizer, batch(step))
-            optimizer.zero_grad()
-        assert guard.num_skipped == 1 and guard.last_report.step == BAD_STEP
 
 
 def test_a_metric_that_raises_in_an_evaluation_is_reported(caplog):

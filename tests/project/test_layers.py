@@ -177,13 +177,13 @@ USES = {
     ),
     "a guard without an optimizer": (
         *("guard = of.OverflowGuard(model); model(x).mean().backward()", "guard"),
-        21_900,  # it judges requests, too
+        22_700,  # it judges requests, too
     ),
-    "a guard's clean steps": (f"steps(3, {FILES})", "guard", 21_000),
+    "a guard's clean steps": (f"steps(3, {FILES})", "guard", 21_600),
     "a bad step without explanation": (
-        *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 23_700),
+        *(f"{BAD}; steps(1, explain=False, {FILES})", "guard", 24_200),
     ),
-    "a bad step": (f"{BAD}; steps(1, {FILES})", "explain", 41_500),
+    "a bad step": (f"{BAD}; steps(1, {FILES})", "explain", 42_600),
 }
 
 

@@ -13,11 +13,11 @@ import logging
 import re
 import sys
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
+from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -228,7 +228,7 @@ class Requests:
         self._devices: weakref.WeakKeyDictionary[nn.Module, list[torch.device]]
         self._devices = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
-        self._began = self._on_since = time.perf_counter()
+        self._began = self._on_since = perf_counter()
         self._explaining_seconds = 0.0
         self._has_looked = False
         self.num_requests = self.num_bad = self.num_forwards = self.num_tokens = 0
@@ -263,7 +263,7 @@ class Requests:
 
     def _hold(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
-        begin = now.begin or time.perf_counter()
+        begin = now.begin or perf_counter()
         if not self._has_looked:
             self._look_at_buffers()
         if args is None:
@@ -279,7 +279,7 @@ class Requests:
         if state is None:
             state = self._states[module] = SmallState(module)
         now.call.state = state.before(module)
-        now.seconds += time.perf_counter() - begin
+        now.seconds += perf_counter() - begin
         now.begin = 0.0
 
     def _watch_of(self, module: nn.Module) -> ModelWatch | None:
@@ -297,7 +297,7 @@ class Requests:
         now = self._now
         if now.call is None:
             return
-        now.begin = time.perf_counter()
+        now.begin = perf_counter()
         now.call.output = output
         state = self._states.get(now.call.module)
         if state is not None and now.call.state is not None:
@@ -325,7 +325,7 @@ class Requests:
     def pass_in(self) -> None:
         """Lets a forward begin, once no other thread runs one again."""
         if not self._now.is_in:
-            self._now.begin = time.perf_counter()
+            self._now.begin = perf_counter()
             self._now.since = self._now.since or self._now.begin
             self._gate.enter()
             self._now.is_in = True
@@ -338,7 +338,7 @@ class Requests:
 
     def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
         """Judges a forward that has ended, or leaves it to the request it is of."""
-        begin, call = self._now.begin or time.perf_counter(), self._leave()
+        begin, call = self._now.begin or perf_counter(), self._leave()
         self._now.begin = 0.0
         request, is_own = self._added(watch, batch, call)
         request.left = None
@@ -351,7 +351,7 @@ class Requests:
         else:
             watch._process_arrived(1)
         request.collect(watch)
-        request.seconds += self._now.seconds + time.perf_counter() - begin
+        request.seconds += self._now.seconds + perf_counter() - begin
         self._now.seconds = 0.0
         self.pass_out()  # others may run theirs again now
         if is_own:
@@ -625,7 +625,7 @@ class Requests:
         # In this thread: the requests of others overlap with it.
         began = max(self._now.since, self._on_since) if self._now.since else None
         cost = timer.end_step(is_watched=True, began=began)
-        self._now.since = time.perf_counter()
+        self._now.since = perf_counter()
         if self._schedule is not None:
             seconds = cost.guard_seconds, cost.step_seconds
             self._schedule.note(number, ScanLevel.ALL, *seconds)
@@ -699,7 +699,7 @@ class Requests:
     @property
     def _has_no_time(self) -> bool:
         """True if explanations have taken more than their share of the time."""
-        most = FREE_SECONDS + SHARE * (time.perf_counter() - self._began)
+        most = FREE_SECONDS + SHARE * (perf_counter() - self._began)
         return self._explaining_seconds > most
 
     def _judge(
@@ -778,7 +778,7 @@ class Requests:
         It is None where others run.
         """
         parts = self._parts
-        begin = time.perf_counter()
+        begin = perf_counter()
         with self._gate.alone(_WAIT) as is_alone:
             if is_alone:
                 yield outer("explainer")(
@@ -788,7 +788,7 @@ class Requests:
                 )
             else:
                 yield None
-        seconds = time.perf_counter() - begin
+        seconds = perf_counter() - begin
         self._explaining_seconds += seconds
         self._now.since += seconds  # which are no cost of watching
 
@@ -845,7 +845,7 @@ class Requests:
 
     def attach(self) -> None:
         """Puts hooks on the models, and on what a program may call instead of them."""
-        self._on_since = time.perf_counter()
+        self._on_since = perf_counter()
         leave_hooks_out(self)
         for watch in self._parts.watches:
             model = watch.model

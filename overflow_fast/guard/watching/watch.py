@@ -337,17 +337,23 @@ class UnjudgedFrames:
         self._sends_judged = 0
         self._forwards = 0
         self._unjudged = 0
+        self._is_told = False
 
     @property
     def is_in_step(self) -> bool:
         """True if a forward of training has ended since the last judgement."""
         return self._unjudged > 0
 
+    def is_first_told(self) -> bool:
+        """True once: when it is first to be said that nobody judges what runs."""
+        was_told, self._is_told = self._is_told, True
+        return not was_told
+
     def note_forward(self, is_training: bool) -> None:
         """Counts a forward, and sends its stats unless its optimizer's step will."""
         self._forwards += 1
         self._unjudged += is_training
-        if self._unjudged == _MANY_UNJUDGED:
+        if self._unjudged == _MANY_UNJUDGED and self.is_first_told():
             _log.warning(
                 "%d forwards ran, and none was judged.\nGive the guard the optimizer "
                 "that steps, or call `check()` after each step.",
@@ -676,7 +682,7 @@ class ModelWatch(StepHooks):
         self._announce_forward()
         if not self.is_in_step:
             self.recorder.forget_parameters()  # it is a judgement of its own
-        elif self._missed.begin_forward():
+        elif self._missed.begin_forward() and self.frames.is_first_told():
             self.on_missed(self)
         # The model may have been sharded since its hooks were put on. Its parameters
         # are scanned once for each optimizer's step then, and not when gathered.
@@ -717,7 +723,7 @@ class ModelWatch(StepHooks):
         super()._begin_submodule_call(index)
         if not self.is_in_step:
             self.recorder.forget_parameters()
-        elif self._missed.begin_forward():
+        elif self._missed.begin_forward() and self.frames.is_first_told():
             self.on_missed(self)
         self.has_submodule_calls = True
         module = self.module_at(index)

@@ -334,8 +334,23 @@ def test_a_path_that_cannot_be_a_file_is_said_once(tmp_path, caplog, is_file):
     with OverflowGuard(model, optimizer, log=path) as guard:
         train(model, optimizer, batches(3))
         assert guard.step == 3
-    assert caplog.text.count("are lost: [Errno ") == 1
+    (said,) = caplog.messages
+    assert "cannot be written" in said
     assert not is_file or (tmp_path / "there").read_text() == "mine"
+
+
+def test_a_disk_that_fills_behind_a_path_that_became_good_is_said(tmp_path, caplog):
+    blocked = tmp_path / "there"
+    blocked.write_text("")
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, log=blocked / "guard.jsonl"):
+        train(model, optimizer, batches(2))
+        blocked.unlink()
+        train(model, optimizer, batches(1))
+        with no_file_beyond((blocked / "guard.jsonl").stat().st_size):
+            train(model, optimizer, batches(2))
+    told, lost = caplog.messages
+    assert "cannot be written" in told and "are lost" in lost
 
 
 def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path, caplog):

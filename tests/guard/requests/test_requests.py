@@ -577,6 +577,17 @@ def test_a_request_without_a_bad_value_keeps_its_own_exception():
 # The tripwire: outputs alone.
 
 
+def test_a_bad_request_of_a_tripwire_is_explained_whatever_ran_before():
+    for num_before in (0, 2):
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+        with OverflowGuard(net, on_overflow="warn", watch="tripwire") as guard:
+            with torch.no_grad():
+                for _ in range(num_before):
+                    net(torch.ones(1, 2))
+                net(torch.full((1, 2), float("nan")))
+        assert "bad data" in str(guard.last_report.explanation)
+
+
 def test_a_tripwire_sees_outputs_alone_and_then_everything():
     class Overflows(nn.Module):
         def __init__(self):

@@ -21,7 +21,7 @@ lines = []
 handler = logging.Handler()
 handler.emit = lambda record: lines.append(record.getMessage())
 logging.getLogger("overflow_fast").addHandler(handler)
-words = "are lost", "was kept", "is there already"
+words = "are lost", "was kept", "is there already", "cannot be written"
 
 def run(kind, path):
     lines.clear()
@@ -50,7 +50,8 @@ for path in paths:
     for kind in ("log", "record", "evidence"):
         print(run(kind, path))
 """
-LOST, KEPT, BESIDE, FINE = "[1, 0, 0]", "[0, 1, 0]", "[0, 0, 1]", "[0, 0, 0]"
+LOST, KEPT, BESIDE = "[1, 0, 0, 0]", "[0, 1, 0, 0]", "[0, 0, 1, 0]"
+TOLD, FINE = "[0, 0, 0, 1]", "[0, 0, 0, 0]"  # told when the guard is made
 
 
 def guarded(limit, *paths):
@@ -65,17 +66,22 @@ def test_a_path_that_cannot_be_written_is_one_warning(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
-    impossible = ("n" * 300, "a\\x00b", "a\\ud800b", "file/below")
-    paths = [f"{tmp_path}/{name}" for name in ("fifo", "folder", *impossible)]
+    told, impossible = ("n" * 300, "file/below"), ("a\\x00b", "a\\ud800b")
+    paths = [f"{tmp_path}/{name}" for name in ("fifo", "folder", *told, *impossible)]
     assert guarded("", *paths) == [
-        *(LOST, BESIDE, KEPT),  # a FIFO: a record lies beside it
-        *(LOST, BESIDE, FINE),
+        *(LOST, BESIDE, TOLD),  # a FIFO: a record lies beside it
+        *(TOLD, BESIDE, FINE),
+        *(TOLD, TOLD, TOLD) * len(told),
         *(LOST, LOST, KEPT) * len(impossible),
     ]
 
 
 def test_a_full_disk_is_one_warning(tmp_path):
-    assert guarded("100", tmp_path / "x") == [LOST, "[1, 0, 1]", KEPT]
+    kinds = '("log", "record", "evidence")'
+    for kind, said in (("log", LOST), ("record", LOST), ("evidence", KEPT)):
+        program = PROGRAM.replace(f"{kinds}:\n        print", f"[{kind!r}]:\n        print")
+        done = python("-c", program, "100", "", str(tmp_path / kind))
+        assert done.stdout == f"{said}\n", done.stderr
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
@@ -83,7 +89,7 @@ def test_a_folder_without_permission_is_one_warning(tmp_path):
     for parent in (tmp_path, *tmp_path.parents[:3]):
         parent.chmod(parent.stat().st_mode | 0o055)
     (tmp_path / "closed").mkdir(mode=0o700)
-    assert guarded("nobody", tmp_path / "closed" / "x") == [LOST, LOST, KEPT]
+    assert guarded("nobody", tmp_path / "closed" / "x") == [TOLD, TOLD, TOLD]
 
 
 def test_a_slow_reader_of_a_fifo_costs_lines_and_no_time(tmp_path):
