@@ -77,7 +77,7 @@ def test_an_evaluation_computes_every_bit_as_without_a_watch(
             for _ in range(2):
                 assert torch.equal(model(X), bare(X))
             if watch in ("guard", "trained"):
-                assert "modules were left out" in str(watching.coverage())
+                assert "were left out" in str(watching.coverage())
         model.train()
         model(X).sum().backward()
         linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -94,7 +94,7 @@ def test_a_nan_of_the_fast_path_is_seen_and_no_module_is_wrongly_named():
             with pytest.raises(NonFiniteError) as error:
                 model(X, src_key_padding_mask=hidden, mask=causal)
         text = str(error.value)
-        assert "may take a fast path of torch" in text
+        assert "a fast path" in text
         assert "the model itself" not in text and "Not reproducible" not in text
 
 
@@ -114,6 +114,6 @@ def test_a_model_that_asks_itself_is_named_once(caplog):
     for watch in WATCHES.values():
         caplog.clear()
         with watch(model):
-            assert caplog.text.count("asks whether modules have hooks") == 1
+            assert caplog.text.count("asks whether modules") == 1
     with DebugUnderflowOverflow(model, strict_compat=True):
-        assert caplog.text.count("asks whether modules have hooks") == 1
+        assert caplog.text.count("asks whether modules") == 1

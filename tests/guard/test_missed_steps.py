@@ -8,8 +8,8 @@ from torch import nn
 
 from overflow_fast import OverflowGuard
 
-CHANGED = "have changed 3 times between its forwards"
-OTHERS = "guard.run() was called 8 times"
+CHANGED = "changed 3 times"
+OTHERS = "called 8 times"
 WATCH = ["tripwire", ("activations", "weights", "gradients", "loss")]
 
 
