@@ -79,7 +79,9 @@ def test_a_path_that_cannot_be_written_is_one_warning(tmp_path):
 def test_a_full_disk_is_one_warning(tmp_path):
     kinds = '("log", "record", "evidence")'
     for kind, said in (("log", LOST), ("record", LOST), ("evidence", KEPT)):
-        program = PROGRAM.replace(f"{kinds}:\n        print", f"[{kind!r}]:\n        print")
+        program = PROGRAM.replace(
+            f"{kinds}:\n        print", f"[{kind!r}]:\n        print"
+        )
         done = python("-c", program, "100", "", str(tmp_path / kind))
         assert done.stdout == f"{said}\n", done.stderr
 
