@@ -61,6 +61,7 @@ def saved_for_backward(is_guarded):
     return sorted(map(str, filter(lambda each: each not in handles_and_tokens, kept)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_saved_for_backward_is_what_is_saved_without_scans():
     assert saved_for_backward(True) == saved_for_backward(False)

@@ -133,6 +133,7 @@ def test_the_guarded_one_keeps_its_boundary(wrap, make, is_late, is_first, backe
     assert not twin.model[1].running_mean.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("no_grad", [True, False])
 def test_an_average_of_the_model(no_grad):
     own = Run(model_of(), whole, "eager").watch()
@@ -156,6 +157,7 @@ def test_two_guards_on_two_twins():
     assert all(run.model[1].running_mean.isfinite().all() for run in runs)
 
 
+@pytest.mark.slow
 def test_a_guard_that_is_removed_and_made_again():
     own, twin = (Run(model_of(), whole, "eager") for _ in range(2))
     batches = inputs(3)

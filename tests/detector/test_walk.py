@@ -331,6 +331,7 @@ def test_code_of_others_that_raises_makes_a_value_opaque():
     assert list(listed(Broken())[1]) == [tree.type_name(Broken)]
 
 
+@pytest.mark.slow
 def test_an_object_that_leads_to_the_whole_program_is_cut(as_kept):
     class Trainer:
         def __init__(self):

@@ -22,6 +22,7 @@ class Recurrent(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [2.0, 10.0])
 def test_the_growth_of_a_recurrence(factor, as_kept):
     model = Recurrent(factor)
@@ -44,6 +45,7 @@ def test_one_large_step_is_no_growth():
     assert "grew by" not in str(found.evidence)
 
 
+@pytest.mark.slow
 def test_a_growth_that_turns_from_call_to_call():
     model = Recurrent(1.0)
     turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.manual_seed(1)))[0]
@@ -54,6 +56,7 @@ def test_a_growth_that_turns_from_call_to_call():
     assert float(factor) == pytest.approx(3, rel=0.02) and int(since) <= 3
 
 
+@pytest.mark.slow
 def test_growth_begins_where_it_begins():
     class Late(Recurrent):
         def forward(self, x):

@@ -178,6 +178,7 @@ def test_a_batch_that_was_written_to_since_is_not_used():
     assert not is_measured(by_keyword, after=lambda x: x.numpy().fill(0.0))
 
 
+@pytest.mark.slow
 def test_it_is_not_used_where_the_function_reads_other_values_by_now():
     def by_number(guard, model, x, number):
         guard.run(lambda: loss_of(model, x) * (number + 1)).backward()

@@ -113,6 +113,7 @@ def test_compiled_code_is_as_before_afterwards(norms):
     assert compiled(zeros).isinf().all()
 
 
+@pytest.mark.slow
 def test_a_thread_that_compiles_meanwhile_sees_its_own_line(norms):
     module, _ = norms
     end, wrong, num_calls = threading.Event(), [], [0]

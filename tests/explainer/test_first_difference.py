@@ -55,6 +55,7 @@ def test_the_first_frame_that_differs_is_named(defer, as_kept):
     as_kept(found.evidence)
 
 
+@pytest.mark.slow
 def test_a_step_that_repeats_has_no_difference():
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer)

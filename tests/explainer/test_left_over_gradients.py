@@ -81,6 +81,7 @@ def test_a_step_that_is_bad_itself_is_explained_as_one():
     assert loop.step(is_bad=True).report.explanation.cause == "bad data"
 
 
+@pytest.mark.slow
 def test_clean_steps_between_end_it():
     loop = Loop()
     loop.step(is_bad=True)

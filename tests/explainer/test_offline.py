@@ -91,6 +91,7 @@ def test_a_step_of_a_function_needs_its_loss(tmp_path, as_kept):
     assert (again.cause, again.module) == (found.cause, found.module)
 
 
+@pytest.mark.slow
 @pytest.mark.tries_remedies
 def test_weights_of_another_step_are_refused(tmp_path, as_kept):
     model = Net()

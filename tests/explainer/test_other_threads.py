@@ -285,6 +285,7 @@ def test_a_text_has_a_tree_while_other_threads_make_trees():
     assert not failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watch", ["tripwire", None])
 def test_bad_steps_discard_no_compiled_code_of_others(watch):
     others, own = Backend(), Backend()

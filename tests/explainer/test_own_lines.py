@@ -192,6 +192,7 @@ def test_the_operation_is_named(way):
     assert best.is_finite and "log_softmax" in best.code and best.file == __file__
 
 
+@pytest.mark.slow
 @pytest.mark.tries_remedies
 def test_accumulated_batches():
     found = report_of(in_parts)
@@ -235,6 +236,7 @@ def test_a_loss_of_an_object_that_holds_data():
     assert report_of(way).op.name == "aten.log"
 
 
+@pytest.mark.slow
 @pytest.mark.tries_remedies
 def test_what_is_said_is_what_guard_run_says():
     def with_the_guard(t, x):
@@ -496,6 +498,7 @@ def test_nothing_is_left_behind(capsys):
     assert training.num_called == 0
 
 
+@pytest.mark.slow
 def test_variables_of_the_loop_are_let_go():
     training = Training(on_overflow="skip", explain=True)
     references = []

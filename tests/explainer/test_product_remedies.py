@@ -148,6 +148,7 @@ def test_float32_as_far_as_the_end_of_the_expression(tmp_path, as_kept):
     assert "F.normalize(q.float() @ k.mT.float(), dim=-1).to(q.dtype)" in good[0].code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", ["512", "self.gain", "float(self.gain)"])
 def test_a_number_has_no_dtype_to_change(tmp_path, factor):
     """Only the tensor of a product is cast, wherever the number comes from."""

@@ -214,6 +214,7 @@ def loss_of(x, w):
 """
 
 
+@pytest.mark.slow
 def test_a_function_of_the_loss_is_given_float32(tmp_path):
     module, path = module_of(tmp_path, HALF)
     x = torch.full((5_000, 4), 4.0)
@@ -735,6 +736,7 @@ def explain_last_sample(layer):
     return found
 
 
+@pytest.mark.slow
 def test_a_remedy_that_changes_other_samples_says_so(as_kept):
     found = explain_last_sample(Warp())
     exact, bound, *_ = (each for each in found.remedies if each.losses)

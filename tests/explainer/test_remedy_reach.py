@@ -119,6 +119,7 @@ def loss_of(x, w):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_call_is_changed_in_code_of_any_kind(name, tmp_path):
     """Another thread that calls the same line meanwhile gets its own result."""

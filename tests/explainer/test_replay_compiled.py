@@ -75,6 +75,7 @@ def explained(wrap, backend, divides):
     return guard.last_report.explanation, state_of(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [outside, inside, in_place])
 def test_the_operation_of_a_compiled_model(wrap):
     found, _ = explained(wrap, "eager", divides=True)

@@ -109,6 +109,7 @@ def test_a_batch_is_let_go_when_its_step_is_judged():
         assert guard._parts.keeper.calls == []
 
 
+@pytest.mark.slow
 def test_auto_explains_each_place_once_and_one_in_100_steps():
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer, "skip")
@@ -123,6 +124,7 @@ def test_auto_explains_each_place_once_and_one_in_100_steps():
     assert had == [True, False, False, True]
 
 
+@pytest.mark.slow
 def test_true_explains_always():
     model, optimizer = make()
     guard = OverflowGuard(model, optimizer, "skip", explain=True)
@@ -244,6 +246,7 @@ def test_models_that_call_each_other():
     assert guard.num_skipped == 0
 
 
+@pytest.mark.slow
 def test_what_compiled_code_alone_gives():
     def backend(graph, inputs):
         return lambda *args: tuple(NAN * each for each in graph(*args))
@@ -443,6 +446,7 @@ def test_gradients_are_the_same_objects_and_nothing_steps_in_backward():
     assert len(stepped) == 2 * count
 
 
+@pytest.mark.slow
 def test_another_guard_sees_nothing_of_it():
     model, optimizer = make()
     first = OverflowGuard(model, optimizer, "skip")

@@ -95,6 +95,7 @@ def test_a_weight_that_an_update_has_spoiled_was_not_bad_before(as_kept):
     as_kept(found.evidence[0])
 
 
+@pytest.mark.slow
 def test_a_forward_that_compiled_code_alone_gets_wrong():
     def backend(graph, inputs):
         for node in graph.graph.nodes:
@@ -399,6 +400,7 @@ LEAVES_OUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.tries_remedies
 @pytest.mark.parametrize("name", LEAVES_OUT)
 def test_what_the_next_module_leaves_out_is_found_within_the_step(name):
@@ -412,6 +414,7 @@ def test_what_the_next_module_leaves_out_is_found_within_the_step(name):
         assert remedy.is_finite == ("logarithm" in remedy.text)
 
 
+@pytest.mark.slow
 @pytest.mark.tries_remedies
 @pytest.mark.parametrize("lasts", [False, True])
 def test_what_is_allowed_in_another_module_is_not_blamed(lasts):

@@ -40,6 +40,7 @@ def scaled_sums(model, x):
     return (w * torch.cumsum(x / w, 1)).pow(2).mean()
 
 
+@pytest.mark.slow
 def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_much():
     torch.manual_seed(0)
     model, x = nn.Linear(2, 1), torch.randn(4, 64, 2)
@@ -61,6 +62,7 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
     assert found.nearest is None  # for one is right
 
 
+@pytest.mark.slow
 def test_what_float64_has_is_computed_in_it_from_where_it_was_lost():
     model, x = Holder(), torch.full((3, 2), 1e-25)  # whose square is 0 in float32
 
@@ -183,6 +185,7 @@ def test_the_loss_that_a_model_returns_has_the_size_that_it_had():
     assert huge and not any(each.is_recommended for each in huge)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_size_that_the_run_never_had_are_no_remedy(as_kept):
     """The loss is computed outside of the model, so that nobody knows what it was."""
     torch.manual_seed(0)
@@ -354,6 +357,7 @@ def test_a_derivative_of_complex_numbers_that_float64_has_is_not_called_singular
     assert found.remedies[0].is_right and "angle" in found.remedies[0].text
 
 
+@pytest.mark.slow
 def test_a_whole_batch_of_another_size_is_compared_with_the_steps_before(as_kept):
     torch.manual_seed(0)
     head = nn.Linear(20, 3)
@@ -366,6 +370,7 @@ def test_a_whole_batch_of_another_size_is_compared_with_the_steps_before(as_kept
     assert not any("of the last" in text for text in found.evidence)
 
 
+@pytest.mark.slow
 def test_a_change_of_results_that_were_finite_is_said(as_kept):
     model, x = Holder(), torch.tensor([[0.0, 1e-9], [2e-8, 3e-8], [0.0, 1e-8]])
     found = explain(model, x, lambda x: ((x * model.w).square() + 1).sum().log() + (
@@ -694,6 +699,7 @@ def test_a_difference_below_zero_is_no_raw_output_of_a_layer():
     assert not {rule.text for rule in LINKS} & {each.text for each in found.remedies}
 
 
+@pytest.mark.slow
 def test_infs_of_a_logarithm_in_the_batch_are_clamped_to_its_least_number(as_kept):
     spectrum = torch.tensor([[0.5, 0.0], [0.25, 0.125]]).log()
     found = stopped(nn.Linear(2, 1), lambda m, x: m(x).square().mean(), [spectrum])

@@ -39,7 +39,7 @@ from overflow_fast.explainer.torch_calls import TorchCalls
 from overflow_fast.explainer.users_lines import Site
 from overflow_fast.scanner.torch_ops import SWAPPED
 
-pytestmark = pytest.mark.day  # a contract: all of its cases
+every_case = pytest.mark.day  # of tables that are contracts
 
 HEAD = """import math
 import torch
@@ -195,6 +195,7 @@ def test_each_exact_rule_has_a_row():
     assert [name for name in OF_LOG if "moved" not in name] == list(LOGS)
 
 
+@every_case
 @pytest.mark.parametrize(
     "rule", [r for r in (*EXACT, *IN_LOGARITHMS) if EQUAL[r.pattern]], ids=str
 )
@@ -207,6 +208,7 @@ def test_an_exact_rule_is_equal_where_the_call_has_a_value(rule, tmp_path):
         assert text != HEAD.format(EQUAL[rule.pattern])
 
 
+@every_case
 @pytest.mark.parametrize("name", OF_LOG)
 def test_the_logarithm_of_what_was_made_is_equal(name, tmp_path):
     rule = next(rule for rule in EXACT if rule.new == "LOG(y)")
@@ -353,6 +355,7 @@ def is_finite(found):
     return all(each is None or bool(each.isfinite().all()) for each in found)
 
 
+@every_case
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rule", GUARDS, ids=lambda rule: f"{rule.pattern} {rule.text}")
 def test_a_guarded_rule_makes_a_failing_call_finite(rule, tmp_path):
@@ -383,6 +386,7 @@ OF_OTHERS = {
 }
 
 
+@every_case
 @pytest.mark.parametrize("rule", OF_OTHERS, ids=lambda rule: rule.text)
 def test_what_is_before_a_failing_call_is_changed(rule, tmp_path):
     code, x = OF_OTHERS[rule]
@@ -485,6 +489,7 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
     assert missing == []
 
 
+@every_case
 @pytest.mark.parametrize("name", COLD)
 @pytest.mark.parametrize("zero", ["0", "torch.tensor(0.0)"])
 def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, zero, tmp_path):
@@ -566,6 +571,7 @@ CALLS["logsumexp"] = ["torch.logsumexp(x, 0)", "x.logsumexp(0)"]
 CALLS["logdet"] = ["torch.logdet(torch.eye(2))", "torch.eye(2).logdet()"]
 
 
+@every_case
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_arrive_under_one_name(name, tmp_path):
     for code in CALLS[name]:
@@ -646,6 +652,7 @@ def f(x):
 }
 
 
+@every_case
 @pytest.mark.parametrize("name", LOOPS)
 def test_no_text_is_given_that_says_something_else(name, tmp_path):
     module, _ = module_of(tmp_path, LOOPS[name])

@@ -636,6 +636,7 @@ def test_a_copy_of_a_model_with_a_guard_and_the_original_detector(is_first):
         assert guard.last_report is None
 
 
+@pytest.mark.slow
 def test_a_second_guard_says_so_and_both_work(caplog, as_kept):
     model, optimizer = make()
     with caplog.at_level(logging.WARNING, "overflow_fast"):

@@ -29,7 +29,7 @@ from overflow_fast.scanner.torch_ops import (
     plain_name,
 )
 
-pytestmark = pytest.mark.day  # a contract: all of its cases
+every_case = pytest.mark.day  # of tables that are contracts
 
 PACKAGE = Path(overflow_fast.__file__).parent
 ATEN = {
@@ -176,6 +176,7 @@ def test_names_of_one_operation_have_one_row():
         *("float_power", "square", "sym_sum", "linalg_matrix_norm"),  # of other inputs
         *("fft_fftshift", "fft_ifftshift"),
         *("matmul", "linalg_matmul", "dsmm", "spmm"),  # of matrices alone
+        "lobpcg",  # runs many, for 4 s
     }
     x, different = torch.rand(3, 3, dtype=torch.float64), {}
     for name, function in FUNCTIONS.items():
@@ -285,6 +286,7 @@ def test_parameters_are_those_of_torch():
 # The numbers.
 
 
+@every_case
 @pytest.mark.parametrize("name", of_each_element(1))
 def test_what_an_operation_needs_is_where_it_is_finite(name):
     """Each that has a pole, or an end, has a row that says so."""
@@ -302,6 +304,7 @@ def test_what_an_operation_needs_is_where_it_is_finite(name):
         assert "grows" in op.traits
 
 
+@every_case
 @pytest.mark.parametrize("name", [n for n in NAMES if has(n, "each")])
 def test_an_operation_and_its_derivative_are_finite_at_its_safe_argument(name):
     plain = name[1:] if name in SWAPPED else name
@@ -315,6 +318,7 @@ def test_an_operation_and_its_derivative_are_finite_at_its_safe_argument(name):
         assert bool(gradient.isfinite().all())
 
 
+@every_case
 @pytest.mark.parametrize("name", [n for n in NAMES if has(n, "grows")])
 def test_what_only_grows_has_no_pole(name):
     function = getattr(torch, name, None) or getattr(F, name, None)
@@ -326,6 +330,7 @@ def test_what_only_grows_has_no_pole(name):
             assert bool(result.isfinite().all())
 
 
+@every_case
 @pytest.mark.parametrize("name", [n for n in NAMES if op_of(n).never])
 def test_a_magnitude_that_results_never_have_is_one_that_rounding_makes(name):
     function = getattr(torch, name, None) or getattr(F, name, None)
@@ -386,8 +391,10 @@ def test_what_draws_numbers_is_random():
     x = torch.rand(1, 4, 8, 8) + 0.5
     different = set()
     for name, function in FUNCTIONS.items():
+        if name[-1] == "_" or name == "lobpcg":  # that returns two, after 4 s
+            continue
         one, other = result_of(function, x.clone()), result_of(function, x.clone())
-        if one is None or other is None or name[-1] == "_":
+        if one is None or other is None:
             continue
         if has(name, "empty") or name.startswith("fbgemm_"):  # memory as it was
             continue

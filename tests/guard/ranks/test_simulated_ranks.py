@@ -36,6 +36,7 @@ def test_quiet_ranks_join_one_collective_of_64_bytes_a_step(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.explains
 def test_all_say_what_the_bad_rank_has_found(tmp_path, as_kept):
     seen, _ = played("one bad rank", tmp_path)

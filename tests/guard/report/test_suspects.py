@@ -128,6 +128,7 @@ def test_an_incident_that_comes_again_is_told_in_short(tmp_path, caplog, as_kept
     assert guard.suspects().runs == 3
 
 
+@pytest.mark.slow
 def test_a_launcher_learns_to_restart_once(tmp_path):
     path = tmp_path / "guard.jsonl"
     for expected in (16, 1, 1):

@@ -163,6 +163,7 @@ def test_rows_that_code_between_may_have_sorted_name_no_request(name):
     assert any("encode() (test_requests.py" in n for n in report.notes) != is_known
 
 
+@pytest.mark.slow
 def test_one_line_a_bad_request_is_logged(caplog):
     net = make_net()
     with OverflowGuard(net, on_overflow="warn") as guard, torch.no_grad():
@@ -296,6 +297,7 @@ class Cached(nn.Module):
         return self.lin(self.cache[slot].sum(0, keepdim=True))
 
 
+@pytest.mark.slow
 def test_a_slot_that_a_bad_request_has_left_is_named(as_kept):
     net = Cached().eval()
     with OverflowGuard(net) as guard:
@@ -661,6 +663,7 @@ def serve(guard, net, number, num_requests, is_bad, wrong):
             wrong.append((name, str(got)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_threads", "num_requests", "explain"), [(8, 125, False), (4, 10, True)]
 )
