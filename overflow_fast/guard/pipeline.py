@@ -222,7 +222,9 @@ class Pipeline:
 
     def _end_raised(self, hook: OptimizerHook, error: Exception) -> None:
         """Ends a step that is not made: the hook does not call `after_step()` then."""
-        if isinstance(error, NonFiniteError) or self._isolation.is_foreign(error):
+        # Of a group that has lost a rank, it is not known what the step came to.
+        is_programs = error is self._isolation.programs_error
+        if isinstance(error, NonFiniteError) or is_programs:
             self.after_step(hook, is_skipped=True)
 
     @measured

@@ -60,7 +60,7 @@ SAID = {
         "Step 2: ",
         "aten.convolution in vit.embeddings.patch_embeddings.projection",
         "sample 1 of 4",
-        "until=['vit.layernorm'])",
+        "finite, loss 0.69",  # by which remedy, differs between processors
     ],
     "vit skip": ["step 2: loss nan (skipped)", "step 3: loss 0."],
 }
