@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import threading
 import types
@@ -681,7 +682,14 @@ class _LastStep(NamedTuple):
     names: tuple[str, ...]
     settings: list[tuple[Any, ...]]
     versions: list[int]
-    weights: list[tuple[weakref.ref[torch.Tensor], torch.Size]]
+    weights: list[weakref.ref[torch.Tensor]]
+    shapes: list[torch.Size]
+
+
+def _are_same(references: list[Any], others: list[Any]) -> bool:
+    """True if two lists hold the same objects; `==` would compare their tensors."""
+    is_as_long = len(references) == len(others)
+    return is_as_long and all(map(operator.is_, references, others))
 
 
 def _names_of_numbers(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -704,10 +712,11 @@ class LastSteps:
         groups, stepped = optimizer.param_groups, stepped_by(optimizer)
         versions = _C.versions_of(stepped)
         known = self._of.get(optimizer)
-        weights = [] if known is None else known.weights
-        both = zip(weights, stepped, strict=False)
-        if len(weights) != len(stepped) or not all(w() is p for (w, _), p in both):
-            weights = [(weakref.ref(each), each.shape) for each in stepped]
+        weights = list(map(weakref.ref, stepped))  # one object for each that lives
+        if known is not None and _are_same(weights, known.weights):
+            shapes = known.shapes
+        else:
+            shapes = [each.shape for each in stepped]
         names = known.names if known is not None else _names_of_numbers(groups[0])
         try:
             settings = [tuple(map(group.__getitem__, names)) for group in groups]
@@ -716,7 +725,7 @@ class LastSteps:
                 set.intersection(*(set(_names_of_numbers(g)) for g in groups))
             )
             settings = [tuple(map(group.__getitem__, names)) for group in groups]
-        self._of[optimizer] = _LastStep(names, settings, versions, weights)
+        self._of[optimizer] = _LastStep(names, settings, versions, weights, shapes)
 
     def settings(
         self, optimizer: torch.optim.Optimizer, place: int
@@ -749,6 +758,7 @@ class LastSteps:
         last, weights = self._of.get(optimizer), stepped_by(optimizer)
         if last is None or len(weights) != len(last.weights):
             return None
-        pairs = zip(weights, last.weights, strict=True)
-        before = [old for each, old in pairs if each is weight]
-        return before[0][1] if before and before[0][0]() is not weight else None
+        places = [i for i, each in enumerate(weights) if each is weight]
+        if not places or last.weights[places[0]]() is weight:
+            return None
+        return last.shapes[places[0]]
