@@ -66,8 +66,7 @@ class KeptWeights:
         """Notes the versions before a forward.
 
         What was written to between two forwards of a step, as by an optimizer whose
-        closure is called several times, is not as the step began any more. Incurs a
-        CPU-GPU sync for each weight that is copied, in a step's further forwards.
+        closure is called several times, is not as the step began any more.
         """
         versions = _C.versions_of(self._weights)
         if self._versions:
@@ -88,7 +87,7 @@ class KeptWeights:
         if self._is_running or not self._versions:
             return self.is_rewritten
         versions = _C.versions_of(self._weights)
-        found = self._counted(versions) or self._silent(versions)
+        found = self._counted(versions) or self._silent(versions, waits=True)
         return self.is_rewritten or bool(found)
 
     def _counted(self, versions: list[int]) -> list[int]:
@@ -98,13 +97,23 @@ class KeptWeights:
         pairs = enumerate(zip(versions, self._versions, strict=True))
         return [place for place, (now, before) in pairs if now != before]
 
-    def _silent(self, versions: list[int]) -> list[int]:
+    def _silent(self, versions: list[int], waits: bool = False) -> list[int]:
         """The places of those that are copied, and were written to as by `.data`.
 
         Those that a forward has written to are others than their copies anyway.
+
+        Args:
+            versions: Those of now.
+            waits: Also of those on a device, for which the host waits; in clean steps
+                it must not, and who has written to these is not known.
         """
         asked = self._copies.keys() - self._written
-        asked = {place for place in asked if versions[place] == self._versions[place]}
+        asked = {
+            place
+            for place in asked
+            if versions[place] == self._versions[place]
+            if waits or self._weights[place].is_cpu
+        }
         is_on_device = any(self._weights[place].is_cuda for place in asked)
         if is_on_device and torch.cuda.is_current_stream_capturing():
             return []  # a capture may not be waited for
@@ -115,10 +124,7 @@ class KeptWeights:
         ]
 
     def end_forward(self) -> None:
-        """Notes what the forward has written to.
-
-        Incurs a CPU-GPU sync for each weight that is copied.
-        """
+        """Notes what the forward has written to. Does not incur a CPU-GPU sync."""
         versions = _C.versions_of(self._weights)
         if not self._versions:
             return
@@ -161,7 +167,7 @@ class KeptWeights:
         """The places of those that were written to; by `.data`, no version tells."""
         if not self._is_running:  # else an exception may have left it
             return sorted(self._written)
-        silent = self._silent(_C.versions_of(self._weights))
+        silent = self._silent(_C.versions_of(self._weights), waits=True)
         return sorted(self._written.union(silent))
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
