@@ -51,7 +51,7 @@ docs: build
 	$(RUN) docs/tools/tables.py
 	$(RUN) -m mkdocs build --strict
 
-# One case of each function, and all cases of tables that are contracts: under 4 minutes.
+# One case of each function, and all cases of tables that are contracts.
 test: build
 	$(PYTEST) --when day
 
