@@ -148,7 +148,7 @@ class GuardConfig(Options):
             '`{"*.attn:input[attn_mask]": "-inf", "router:output[1]": "inf"}`. A '
             "pattern of module names, a colon, and a pattern of that module's entries "
             '(`input...`, `weight.NAME`, ...); "-inf", "+inf", "inf" for both, "nan", '
-            "or a list of these. See `learn()`.",
+            "or a list of these.",
             ALLOW,
         ),
     )

@@ -332,25 +332,6 @@ class OverflowGuard:
         """
         return self._parts.judge_requests().request(None if ids is None else list(ids))
 
-    def learn(self, steps: int, *, adopt: bool = True) -> None:
-        """Learns from the next clean steps which values are non-finite by design.
-
-        Meanwhile infs in the inputs and outputs of modules are no alarm, where no nan
-        comes with them and loss, gradients and weights are finite. After `steps` such
-        steps the guard logs a warning (logger `overflow_fast`) that proposes rules for
-        `allow`. Where ranks decide together, all have to call this, and learn the same.
-
-        Args:
-            steps: The number of clean steps to learn from, at least 1.
-            adopt: Apply the rules from then on.
-        """
-        check_int("steps", steps, 1)
-        from .learning import check_can_learn
-
-        check_can_learn(self._parts.config.wanted)
-        with self._parts.isolation.isolated():
-            self._parts.learn(steps, adopt)
-
     # What it has counted, measured and checked; tests of the guard, and of a state.
 
     @property
@@ -428,7 +409,7 @@ class OverflowGuard:
 
     @property
     def rules(self) -> dict[str, str | list[str]]:
-        """The allowed values, given or learned, as `allow` takes them."""
+        """The allowed values, as `allow` takes them."""
         return self._parts.rules.to_dict()
 
     def coverage(self) -> GuardCoverage:

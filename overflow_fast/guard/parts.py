@@ -649,14 +649,6 @@ class GuardParts:
                 watch.leave()
         self.pipeline.judge_raised(error, ends)
 
-    def learn(self, steps: int, adopt: bool) -> None:
-        """Learns from the next clean steps which values are non-finite by design."""
-        from .learning import Learning
-
-        self.pipeline.learning = Learning(
-            steps, adopt, self.rules, self.watches, self.pipeline.agreement
-        )
-
     def new_watches(
         self, wanted: Wanted | None = None, captures_tensors: bool = True
     ) -> list[ModelWatch]:

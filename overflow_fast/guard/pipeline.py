@@ -55,7 +55,6 @@ from .undo.step_start import StepStart
 from .verdict.first_bad import attribute
 from .verdict.rules import Rules
 from .verdict.verdict import (
-    BadFrame,
     Verdict,
     is_of_flag,
     is_unseen,
@@ -66,7 +65,6 @@ from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
-    from .learning import Learning
     from .optimizers.device_flags import DeviceFlags
     from .optimizers.updates import UndoableStep
     from .report.coverage import GuardCoverage
@@ -125,7 +123,6 @@ class Pipeline:
         calls_of_raised: How many calls there were when a raised step was judged last.
         rounds: Counts steps and skips.
         tensors: Scans what stands in no module's call.
-        learning: Learns rules from clean steps, or None.
         last_report: The report of the last bad step, or None.
         num_bad: The number of bad steps.
         evaluation: The evaluation that runs, whose bad values are logged; None for
@@ -179,7 +176,6 @@ class Pipeline:
         self.calls_of_raised = -1  # the number of frames when one was judged
         self._archive = Archive(config, watches, measurements)
         self._alarms = AlarmLog()
-        self.learning: Learning | None = None
         self.last_report: Report | None = None
         self.num_bad = 0
         self.evaluation: Evaluation | None = None
@@ -489,8 +485,6 @@ class Pipeline:
         flags, is_lagged = self._device_flags, self._is_lagged(hook)
         self._rates[hook].note(hook.optimizer)
         self._send_stats(is_lagged)
-        if flags is not None and self._is_learning:
-            flags.drop()
         step = self._new_step(hook, scaler)
         if flags is not None and is_lagged:
             start = self._start if self._may_restore else None
@@ -544,13 +538,12 @@ class Pipeline:
     def _is_lagged(self, hook: OptimizerHook) -> bool:
         """True if an optimizer's step is made before its verdict is there."""
         flags = self._device_flags
-        return flags is not None and flags.are_lagged(hook, self._is_learning)
+        return flags is not None and flags.are_lagged(hook)
 
     def _leave_to_scaler(
         self, step: Step, hook: OptimizerHook, level: ScanLevel
     ) -> None:
         """Leaves to a GradScaler what it handles; asks monitors if nothing is left."""
-        step.is_whole = _is_whole(step.frames, level)
         if step.scaler is not None:
             step.frames, step.skipped_by = without_expected(
                 *(step.frames, step.scaler),
@@ -616,7 +609,6 @@ class Pipeline:
             step.notes += notes
             step.frames = take_bad(self._watches, step.last_frame)
             step.frames += take_evaluated(self._watches)
-            step.is_whole = _is_whole(step.frames, level)
             return self._decide(step)
         finally:
             self._end_judgement()
@@ -716,7 +708,6 @@ class Pipeline:
             NonFiniteError: If the policy is to raise, or too many steps in a row have
                 been skipped.
         """
-        self._leave_out_learned(step)
         if step.moment != "evaluation" and self.agreement.is_needed:
             outcome = self._decide_together(step)
         else:
@@ -731,18 +722,6 @@ class Pipeline:
         return report
 
     # Detect: the first bad value, and who made it.
-
-    @property
-    def _is_learning(self) -> bool:
-        """True while rules are learned: bad values may turn out to be expected."""
-        return self.learning is not None and not self.learning.is_over
-
-    def _leave_out_learned(self, step: Step) -> None:
-        if self.learning is not None:
-            is_skipped = bool(step.skipped_by) and step.moment != "evaluation"
-            step.frames = self.learning.without_expected(
-                step.frames, step.is_whole, is_skipped
-            )
 
     def _wishes(self, step: Step) -> Wishes:
         """The wishes of this rank, and what it has seen in a step."""
@@ -1033,10 +1012,6 @@ class Pipeline:
         return report
 
     def _end_clean(self, step: Step) -> None:
-        if self.learning is not None and step.moment != "evaluation":
-            is_check = step.moment == "check"
-            is_clean = step.is_whole and not step.skipped_by
-            self.learning.end_step(is_clean, None if is_check else step.number)
         skipper, num_left_out = step.skipped_by or None, step.left_out.total
         line = _Line(step.number, skipper, num_left_out)
         if step.hook is None or step.moment == "after":
@@ -1185,10 +1160,6 @@ class Pipeline:
 def _can_be_found(verdict: Verdict) -> bool:
     """True if a bad tensor was seen, which may be met again."""
     return not (is_of_flag(verdict) or is_unseen(verdict))
-
-
-def _is_whole(frames: Sequence[BadFrame], level: ScanLevel) -> bool:
-    return level is ScanLevel.ALL and not any(bad.is_gradient for bad in frames)
 
 
 # A round of steps: one of each optimizer.

@@ -92,7 +92,6 @@ def _collected(
     step.frames += take_evaluated(pipeline._watches)
     if pipeline._has_scaler:
         step.frames = without_gradients(step.frames)
-    pipeline._leave_out_learned(step)
     if optimizer is not None and step.frames:
         first = pipeline._detect(step).first
         if first is not None and first.kind == "weight" and not first.class_name:

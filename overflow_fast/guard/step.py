@@ -84,8 +84,6 @@ class Step:
         is_decided: It was decided on when its optimizer was called, by the frames that
             had arrived.
         frames: Its bad frames.
-        is_whole: All that the guard watches was checked, and no gradient is bad, also
-            none that a GradScaler handles.
         watches: The watches that have seen it, if it was run again; else empty.
         verdict: The verdict on its bad frames, once it was asked for.
         notices: What monitors say of it, if it is finite.
@@ -103,7 +101,6 @@ class Step:
     last_frame: int = field(default_factory=_C.Recorder.num_frames)
     is_decided: bool = False
     frames: list[BadFrame] = field(default_factory=list)
-    is_whole: bool = False
     watches: Sequence[ModelWatch] = ()
     verdict: Verdict | None = None
     notices: Sequence[Notice] = ()

@@ -291,13 +291,6 @@ class Agreement:
                 raise RuntimeError(f"the rank that found it failed to decide: {found}")
         return found
 
-    def all_agree(self, value: bool) -> bool:
-        """Returns True if the value is True on all ranks, or they have no batch."""
-        if not self.is_needed:
-            return value
-        is_against = not (value or self.is_shadowing)
-        return self._maximum(self._meet(), [int(is_against)]) == [0]
-
     def gather(self, value: Any) -> list[Any]:
         """Gathers a value of each rank that shares the model."""
         return self._gather(self._meet(), value)

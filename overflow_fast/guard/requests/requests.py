@@ -714,11 +714,8 @@ class Requests:
         parts = self._parts
         pipeline, config = parts.pipeline, parts.config
         step = Step(request.number, moment="evaluation", frames=request.frames)
-        pipeline._leave_out_learned(step)
         if known is not None:
             step.verdict = known[0]
-        elif not step.frames:
-            return
         left = dict(left_in_state(request.bad, parts.watches, self.poisoned))
         if config.may_replay and request.bad is not None and not request.function:
             request.zeroed = request.bad.left_bad()

@@ -303,33 +303,6 @@ def one_rank_skips_a_layer():
     return guard.step, messages
 
 
-class Filled(nn.Module):
-    def __init__(self, fills):
-        super().__init__()
-        self.linear, self.fills = nn.Linear(8, 8), fills
-
-    def forward(self, x):
-        scores = self.linear(x)
-        is_top = scores == scores.max()
-        return scores.masked_fill(is_top, -INF) if self.fills else scores
-
-
-def learned():
-    """Ranks see different things; what one has learned all know."""
-    rank = dist.get_rank()
-    model = nn.ModuleList(Filled(i == rank) for i in range(3)).to(device())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, process_group=dist.group.WORLD)
-    guard.learn(2)
-    for _ in range(4):
-        out = sum(each(torch.ones(2, 8, device=device())) for each in model)
-        out.clamp(-10, 10).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    guard.remove()
-    return guard.rules
-
-
 def bad_state(joint):
     model = ddp(make())
     optimizer = sgd(model)
@@ -456,7 +429,6 @@ SCENARIOS = {
     "joined the wrong way": joined_the_wrong_way,
     "join alone": join_without_the_guard,
     "a layer": one_rank_skips_a_layer,
-    "learned": learned,
     "state": functools.partial(bad_state, True),
     "own state": functools.partial(bad_state, False),
     "tried": tried,
@@ -587,11 +559,6 @@ def test_a_rank_that_leaves_a_layer_out_waits_for_nobody(as_kept):
         assert messages[:4] == [None] * 4
         as_kept(messages[4].splitlines()[0])
         assert step == 5
-
-
-def test_what_one_rank_has_learned_all_know():
-    rules = {f"{layer}:output": "-inf" for layer in range(3)}
-    assert all_of("learned") == [rules] * 4
 
 
 def test_all_ranks_refuse_a_state_that_is_bad_on_one(as_kept):

@@ -256,31 +256,6 @@ def two_optimizers():
     return guard.step, skipped, guard.coverage().failures
 
 
-def learned_where_it_warns():
-    """Each rank learns on its own, and one of them has had a bad step."""
-    model = ddp(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, "warn")
-    guard.learn(2)
-    for step, batch in enumerate(data(4)):
-        if step == 0 and dist.get_rank() == BAD_RANK:
-            guard.record(seen_here_alone=torch.tensor(INF))
-        train_step(model, optimizer, batch)
-    return guard.step
-
-
-def learned_and_joined():
-    """Ranks without a batch have nothing to learn from, and keep nobody waiting."""
-    model = ddp(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer)
-    guard.learn(3)
-    with Join([model, guard.joinable]):
-        for batch in data(1 + dist.get_rank()):
-            train_step(model, optimizer, batch)
-    return guard.step, guard.coverage().failures
-
-
 def compressed(clears):
     """PowerSGD adds what it left out of one step's gradients to the next ones."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
@@ -332,8 +307,6 @@ SCENARIOS = {
     ),
     "lbfgs": functools.partial(with_closures, torch.optim.LBFGS),
     "two optimizers": two_optimizers,
-    "learned": learned_where_it_warns,
-    "learned, joined": learned_and_joined,
     "compressed": functools.partial(compressed, False),
     "compressed, cleared": functools.partial(compressed, True),
     **{
@@ -474,14 +447,6 @@ def test_ranks_agree_within_closures(scenario):
 
 def test_ranks_agree_on_each_of_two_optimizers():
     assert all_of("two optimizers") == [(3, [False, True, True], 0)] * 4
-
-
-def test_ranks_that_decide_alone_learn_alone():
-    assert all_of("learned") == [4] * 4
-
-
-def test_ranks_without_a_batch_keep_no_learning_waiting():
-    assert all_of("learned, joined") == [(4, 0)] * 4
 
 
 def test_powersgd_is_clean_after_a_skip_if_its_memory_is_cleared():
