@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..explainer.selftest import Loss, SelfTestResult
-    from .ranks.joinable import GuardJoinable
     from .report.coverage import GuardCoverage
     from .report.suspects import Suspects
     from .verdict.headroom_table import HeadroomTable
@@ -545,19 +544,6 @@ class OverflowGuard:
             result: SelfTestResult = test.run()
         print(result)
         return result
-
-    @property
-    def joinable(self) -> GuardJoinable:
-        """The guard for ranks without batches: `with Join([model, guard.joinable]):`.
-
-        (`torch.distributed.algorithms.join`.) Ranks without batches go on deciding with
-        the others; each forward of DDP has to be followed by one optimizer step.
-
-        Raises:
-            RuntimeError: If the ranks do not decide together in one process group, or
-                with `sync="lagged"`.
-        """
-        return self._parts.joinable
 
     def suspects(self) -> Suspects:
         """Counts the incidents of each host and device, across restarts.

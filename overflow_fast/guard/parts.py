@@ -45,7 +45,6 @@ from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
 
 if TYPE_CHECKING:
-    from .ranks.joinable import GuardJoinable
     from .requests.requests import Requests
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
@@ -723,15 +722,6 @@ class GuardParts:
         counts = (self.requests or self.pipeline).counts()
         return self.measurements.metrics(counts)
 
-    @property
-    def joinable(self) -> GuardJoinable:
-        """The object that `Join` takes."""
-        if self.config.sync == "lagged":
-            raise RuntimeError(
-                "joinable needs a guard with sync='step': a lagged verdict is too late"
-            )
-        return self.pipeline.agreement.make_joinable(self._judge_others)
-
     # The hooks' calls.
 
     def _on_left(self, watch: ModelWatch, error: Exception) -> bool:
@@ -763,7 +753,3 @@ class GuardParts:
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
         (self.requests or self.pipeline).judge_evaluated(watch, batch)
-
-    def _judge_others(self) -> None:
-        if self.is_enabled:
-            self.pipeline.judge_others()

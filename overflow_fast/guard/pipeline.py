@@ -98,8 +98,8 @@ class _Line(NamedTuple):
 class Pipeline:
     """Judges each step of a run once, and does what the policy asks for.
 
-    Optimizers' hooks, GradScalers, `Join` and the training loop call it. Every
-    judgement raises `NonFiniteError` if that is the action.
+    Optimizers' hooks, GradScalers and the training loop call it. Every judgement
+     raises `NonFiniteError` if that is the action.
 
     Args:
         config: The guard's.
@@ -192,7 +192,7 @@ class Pipeline:
         self._called: set[OptimizerHook] = set()
         self._doubted_late: set[OptimizerHook] = set()  # with lagged verdicts
 
-    # What calls for a judgement: optimizers, GradScalers, `Join`, forwards, `check()`.
+    # What calls for a judgement: optimizers, GradScalers, forwards, `check()`.
 
     @measured
     def before_step(self, hook: OptimizerHook) -> bool:
@@ -263,19 +263,6 @@ class Pipeline:
                     self._judge_scaler_skip(hook, scaler)
             finally:
                 self.after_step(hook, is_skipped=self.rounds.is_skipped)
-
-    @measured
-    def judge_others(self) -> None:
-        """Judges a step of other ranks, for which this one has no batch."""
-        try:
-            if self._is_judged:
-                self.rounds.begin()
-                hook = self._hooks[0] if self._hooks else None
-                self._decide(Step(self._clock.step, hook))
-                if self._doubts:
-                    self._judge_update(hook, lambda: False)
-        finally:
-            self._end_round()
 
     @measured
     def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:

@@ -217,7 +217,7 @@ def _decide(
 
     if not agreement.is_needed:
         return (make() if step.frames else None), True
-    agreed = agreement.agree(step.number, verdict, 0, make, is_again=True)
+    agreed = agreement.agree(step.number, verdict, 0, make)
     report = agreed.report
     if report is not None and is_asked:
         found = report

@@ -22,7 +22,6 @@ from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch, models_of
 
 if TYPE_CHECKING:
-    from .joinable import GuardJoinable
     from .peers import Peers
 
 # What meets with other ranks is imported where there are any.
@@ -125,7 +124,6 @@ class Agreement:
         self._groups: list[Any] | None = None
         self._peers: Peers | None = None
         self._has_warned = False
-        self._joinable: GuardJoinable | None = None
         self.error: Exception | None = None
 
     @property
@@ -146,42 +144,14 @@ class Agreement:
 
     @property
     def joins(self) -> bool:
-        """True if a `Join` has the guard, a model or an optimizer."""
-        joinables = (self._joinable, *self._models(), *self._optimizers())
-        return any(map(is_joining, joinables))
+        """True if a `Join` has a model or an optimizer."""
+        return any(map(is_joining, (*self._models(), *self._optimizers())))
 
     @property
     def _optimizers_join(self) -> bool:
         """True if `Join` steps the optimizers, which are judged then as usual."""
         optimizers = self._optimizers()
         return bool(optimizers) and all(map(is_joining, optimizers))
-
-    def make_joinable(self, judge: Callable[[], None]) -> GuardJoinable:
-        """Makes the object that takes part for ranks without batches.
-
-        Args:
-            judge: Judges a step of the other ranks.
-
-        Raises:
-            RuntimeError: If the ranks do not decide together in one process group.
-        """
-        if self._joinable is None:
-            peers = self._meet() if self.is_needed else None
-            groups = peers.groups if peers is not None else []
-            if len(groups) != 1:
-                raise RuntimeError(
-                    "joinable needs a guard whose ranks decide together in one process "
-                    f"group, got {len(groups)}: initialize torch.distributed, and pass "
-                    "process_group= to the guard"
-                )
-            from .joinable import GuardJoinable
-
-            self._joinable = GuardJoinable(
-                groups[0],
-                self._device,
-                lambda: None if self._optimizers_join else judge(),
-            )
-        return self._joinable
 
     def agree_on(self, step: int, report: Report | None) -> Report | None:
         """Returns the report of a rank that has one, or None, whatever the policy.
@@ -205,7 +175,6 @@ class Agreement:
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
         wishes: Wishes = _NONE,
-        is_again: bool = False,
     ) -> Agreed:
         """Agrees on a step.
 
@@ -218,16 +187,11 @@ class Agreement:
             make_report: Makes this rank's report; called on one rank.
             make_offer: Makes what this rank says besides where one has a report.
             wishes: This rank's.
-            is_again: The ranks have agreed on this step before.
 
         Raises:
             RuntimeError: If the ranks are at different steps, or make_report() raised
                 on another one.
         """
-        with self._propagate():
-            is_told = is_again or self.is_shadowing
-            if self._joinable is not None and not is_told:
-                self._joinable.notify(self._models(), self._optimizers())
         peers = self._meet()
         makers = make_report, make_offer
         return self._agree(peers, step, verdict, position, *makers, wishes)
@@ -384,8 +348,6 @@ class Agreement:
 
     def _is_left_out(self) -> bool:
         """Returns True if a `Join` joins the training's collectives, but not ours."""
-        if is_joining(self._joinable):
-            return False
         is_model_there = any(map(is_joining, self._models()))
         is_left_out = is_model_there and not self._optimizers_join
         is_left_out |= any(map(is_first, self._optimizers()))
@@ -393,7 +355,6 @@ class Agreement:
             self._has_warned = True
             _log.warning(
                 "model.join() does not include the guard: each rank decides for itself "
-                "from now on. Use `with Join([model, guard.joinable]):` "
-                "(torch.distributed.algorithms.join) for the ranks to decide together."
+                "from now on. Give all ranks as many steps for them to decide together."
             )
         return is_left_out

@@ -144,15 +144,6 @@ def replicated_by_fsdp():
     return one_bad([replicate(make(), mesh=mesh)])
 
 
-def replicated_and_joined():
-    """The group is known before the first forward makes what holds it."""
-    from torch.distributed._composable.replicate import replicate
-
-    model = replicate(make())
-    joinable = OverflowGuard(model, sgd(model)).joinable
-    return joinable.join_process_group is dist.group.WORLD
-
-
 def zero(parameters):
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01)
 
@@ -180,8 +171,6 @@ def joined(order, policy="skip", bad_step=None):
     optimizer = zero(model.parameters())
     guard = OverflowGuard(model, optimizer, policy, process_group=dist.group.WORLD)
     of_name = {"model": model, "zero": optimizer}
-    if "guard" in order:
-        of_name["guard"] = guard.joinable
     message = None
     try:
         with Join([of_name[name] for name in order]):
@@ -277,12 +266,7 @@ def compressed(clears):
     return skipped
 
 
-ORDERS = {
-    "model, guard, zero": ["model", "guard", "zero"],
-    "model, zero, guard": ["model", "zero", "guard"],
-    "model, zero": ["model", "zero"],
-    "guard, zero": ["guard", "zero"],
-}
+ORDERS = {"model, zero": ["model", "zero"]}
 SCENARIOS = {
     "ddp over tp": ddp_over_tensor_parallel,
     "two groups": models_in_two_groups,
@@ -292,7 +276,6 @@ SCENARIOS = {
     "stages, told": lambda: stages(process_group=dist.group.WORLD),
     "replicate": replicated,
     "replicate, fsdp": replicated_by_fsdp,
-    "replicate, joined": replicated_and_joined,
     "failing": failing,
     "alone": plain,
     "alone, warn": functools.partial(plain, policy="warn"),
@@ -318,7 +301,6 @@ SCENARIOS = {
         for name, order in ORDERS.items()
         for policy in ("skip", "raise")
     },
-    "join zero, guard": functools.partial(joined, ["zero", "guard"]),
 }
 
 
@@ -384,10 +366,6 @@ def test_nothing_is_said_where_nobody_acts_or_the_user_has_decided(scenario):
     assert [found["logged"] for found in all_of(scenario)] == [[]] * 4
 
 
-def test_what_replicates_at_the_first_forward_can_be_joined_before():
-    assert all_of("replicate, joined") == [True] * 4
-
-
 @pytest.mark.explains
 def test_sharding_shows_between_forward_and_backward(as_kept):
     first, *others = all_of("forward")
@@ -427,11 +405,6 @@ def test_a_joined_zero_skips_on_all_ranks(order):
 def test_a_joined_zero_raises_on_all_ranks(order, as_kept):
     for found in all_of(f"join {order}, raise"):
         as_kept(found["message"].splitlines()[0])
-
-
-def test_the_optimizer_comes_after_the_guard(as_kept):
-    for found in all_of("join zero, guard"):
-        as_kept(found["message"])
 
 
 def test_a_bad_microbatch_of_one_rank_is_skipped_by_all(as_kept):
