@@ -539,10 +539,8 @@ class Pipeline:
         if hook.is_skipped_elsewhere:
             step.skipped_by = "other guard"
         if not step.frames and level is not ScanLevel.OFF:
-            is_scaled, is_all = step.scaler is not None, level is ScanLevel.ALL
-            step.notices = self._monitors.look(
-                step.number, hook.optimizer, is_scaled, is_all
-            )
+            is_scaled = step.scaler is not None
+            step.notices = self._monitors.look(step.number, hook.optimizer, is_scaled)
 
     def _judge_scaler_skip(self, hook: OptimizerHook, scaler: GradScaler) -> None:
         """Judges a step that a GradScaler has skipped.
@@ -1042,7 +1040,7 @@ class Pipeline:
         is_bad = self.last_report is not self._last_seen
         self._last_seen = self.last_report
         cost = measurements.timer.end_step(is_watched)
-        clock.advance(cost, is_bad)
+        clock.advance()
         if is_watched:
             self._end_headroom(step, is_bad)
             self._record_step(step, cost)
@@ -1078,10 +1076,8 @@ class Pipeline:
 
     @property
     def _is_judged(self) -> bool:
-        """True if this rank watches the step, or another one may."""
-        may_differ = self._config.schedule.budget is not None
-        is_joined = may_differ and self.agreement.is_needed
-        return self._clock.level is not ScanLevel.OFF or is_joined
+        """True if the step is watched."""
+        return self._clock.level is not ScanLevel.OFF
 
     @staticmethod
     def _is_skip(report: Report | None) -> bool:

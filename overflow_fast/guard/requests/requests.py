@@ -47,7 +47,6 @@ from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
 from ..step_keeper import HeldFunction, KeptCall, LastSteps
 from ..verdict.verdict import BadFrame, Verdict
-from ..watching.step_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .begun import Begun, request_of
 from .gate import Gate
@@ -236,7 +235,7 @@ class Requests:
         asked = parts.config.schedule
         self._schedule: WatchSchedule | None = None
         if asked != Schedule():
-            self._schedule = WatchSchedule(**vars(asked), has_gradients=False)
+            self._schedule = WatchSchedule(**vars(asked))
         for watch in parts.watches:
             watch.inputs.capture = self
             watch.is_of_request = self._is_in_forward
@@ -586,7 +585,7 @@ class Requests:
 
     def _is_left_out(self, request: Request) -> bool:
         schedule = self._schedule
-        return schedule is not None and schedule.level(request.number) is ScanLevel.OFF
+        return schedule is not None and bool(schedule.left_out_by(request.number))
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
         """Judges a request that has ended.
@@ -626,9 +625,6 @@ class Requests:
         began = max(self._now.since, self._on_since) if self._now.since else None
         cost = timer.end_step(is_watched=True, began=began)
         self._now.since = perf_counter()
-        if self._schedule is not None:
-            seconds = cost.guard_seconds, cost.step_seconds
-            self._schedule.note(number, ScanLevel.ALL, *seconds)
         with parts.isolation.isolated():
             pipeline._record_step(number, cost)
             parts.measurements.emit(number, self.counts)

@@ -18,7 +18,7 @@ from ranks import device
 from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_ways
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard, Schedule, flags
+from overflow_fast import NonFiniteError, OverflowGuard, flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -166,21 +166,6 @@ def lagged():
     except NonFiniteError as error:
         messages.append(str(error))
     return [message and message[:60] for message in messages]
-
-
-def budgets_that_differ():
-    """Ranks look at different steps, and none waits for ever."""
-    model = ddp(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, "skip", schedule=Schedule(budget=0.5))
-    for step in range(6):
-        is_off = (step + dist.get_rank()) % 2 == 0
-        guard._parts.clock.set_level(
-            guard._parts.clock.level.OFF if is_off else guard._parts.clock.level.ALL
-        )
-        train_step(model, optimizer, data()[0])
-    guard.remove()
-    return guard.step
 
 
 def different_steps():
@@ -404,7 +389,6 @@ SCENARIOS = {
     "group": a_group,
     "no group": functools.partial(plain_with, None),
     "lagged": lagged,
-    "budgets": budgets_that_differ,
     "steps": different_steps,
     "callable": a_callable,
     "gradients": only_gradients_are_bad,
@@ -462,10 +446,6 @@ def test_lagged_verdicts_are_agreed_on_in_the_same_step(as_kept):
     assert [bool(message) for message in first] == [False, False, True], first
     as_kept(first[2])
     assert all(other == first for other in others)
-
-
-def test_ranks_that_watch_different_steps_wait_for_nobody():
-    assert all_of("budgets") == [6] * 4
 
 
 def test_ranks_at_different_steps_are_told_of(as_kept):
