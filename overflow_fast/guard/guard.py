@@ -219,7 +219,7 @@ class OverflowGuard:
             self._parts.finish()
         finally:
             if was_enabled:
-                num_reports = self._parts.pipeline.num_bad
+                num_reports = self._parts.pipeline.ledger.num_bad
                 with self._parts.isolation.isolated():
                     from .report.coverage import log_end
 
@@ -394,7 +394,7 @@ class OverflowGuard:
     @property
     def last_report(self) -> Report | None:
         """The report of the last bad step, or None."""
-        return self._parts.pipeline.last_report
+        return self._parts.pipeline.ledger.last_report
 
     @property
     def cost(self) -> Cost:
@@ -456,7 +456,7 @@ class OverflowGuard:
         pipeline, record = self._parts.pipeline, self._parts.measurements.record
         gaps = pipeline.coverage().gaps()
         page: pathlib.Path = outer("guard_page")(
-            path, record, pipeline.last_report, gaps
+            path, record, pipeline.ledger.last_report, gaps
         )
         return page
 

@@ -462,7 +462,7 @@ class GuardParts:
             *(watches, self.keeper, find_optimizers, isolation.isolated),
             lambda optimizer: self.pipeline.rounds.was_skipped(optimizer),
         )
-        looks = config.sync != "lagged"
+        looks = not config.verdicts_are_late
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         overflow_flags = OverflowFlags(watches)
         self.clock = StepClock(
@@ -618,7 +618,7 @@ class GuardParts:
                 self.pipeline.judge_late()
         finally:
             self.disable()
-            self.pipeline.close()
+            self.pipeline.ledger.close()
 
     def discard(self) -> None:
         """Forgets what was found and not judged."""

@@ -48,7 +48,7 @@ class Wishes(NamedTuple):
     doubts: bool = False
 
 
-_NONE = Wishes()
+NO_WISHES = Wishes()
 
 
 class Agreed(NamedTuple):
@@ -66,7 +66,7 @@ class Agreed(NamedTuple):
     is_own: bool = False
     rank: int = 0
     offers: dict[int, Any] = {}  # noqa: RUF012 - it is never written to
-    wishes: Wishes = _NONE
+    wishes: Wishes = NO_WISHES
 
 
 def priority_of(kind: str, position: int) -> int:
@@ -174,7 +174,7 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
-        wishes: Wishes = _NONE,
+        wishes: Wishes = NO_WISHES,
     ) -> Agreed:
         """Agrees on a step.
 
@@ -204,7 +204,7 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
-        own_wishes: Wishes = _NONE,
+        own_wishes: Wishes = NO_WISHES,
     ) -> Agreed:
         priority = 0
         if verdict.first is not None:

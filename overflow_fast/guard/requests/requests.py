@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import sys
@@ -40,22 +41,27 @@ from ...torch_internals.module_internals import (
 from ...torch_internals.registry import stack
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..config import EVERYTHING, wanted_of
+from ..error_notes import add_note
 from ..explaining import FREE_SECONDS, SHARE, with_note
 from ..options import Schedule
 from ..outer import outer
+from ..report.causes import NOT_REPRODUCIBLE
+from ..report.coverage import GuardCoverage
+from ..report.explanation import Explanation
 from ..report.report import NonFiniteError, Report
-from ..step import Step, WatchSchedule
+from ..step import WatchSchedule
 from ..step_keeper import HeldFunction, KeptCall, LastSteps
+from ..unit import REQUEST, Unit
+from ..value_errors import is_of_values, says_values
 from ..verdict.verdict import BadFrame, Verdict
 from ..watching.watch import ModelWatch
 from .begun import Begun, request_of
 from .gate import Gate
 from .held_call import ForwardStart, HeldCall, Layout, SmallState
+from .request_report import RequestReport, left_in_state
 
 if TYPE_CHECKING:
     from ..parts import GuardParts
-    from ..report.coverage import GuardCoverage
-    from ..report.explanation import Explanation
     from ..step_keeper import StepKeeper
 
 _log = logging.getLogger("overflow_fast")
@@ -213,6 +219,8 @@ class Requests:
     Attributes:
         num_requests, num_bad, num_forwards, num_tokens: What ran so far.
         poisoned: What bad requests have left non-finite, by name, with their report.
+        is_off: No request is to be explained.
+        looks_again: A bad request is run again with everything watched.
     """
 
     def __init__(self, parts: GuardParts) -> None:
@@ -232,6 +240,8 @@ class Requests:
         self._has_looked = False
         self.num_requests = self.num_bad = self.num_forwards = self.num_tokens = 0
         self.poisoned: dict[str, str] = {}
+        self.is_off = parts.config.explain.when == "never"
+        self.looks_again = parts.config.is_tripwire
         asked = parts.config.schedule
         self._schedule: WatchSchedule | None = None
         if asked != Schedule():
@@ -344,7 +354,7 @@ class Requests:
         with self._counts:
             self.num_forwards += 1
             self.num_tokens += 0 if call is None else call.num_tokens
-        waits = is_own and self._parts.config.sync != "lagged"
+        waits = is_own and not self._parts.config.verdicts_are_late
         if waits:
             watch.frames.receive(is_lagged=False)
         else:
@@ -442,8 +452,8 @@ class Requests:
         """Counts on where the requests of a guard have ended that this one replaces."""
         self.num_requests, self.num_bad = before.num_requests, before.num_bad
         self.num_forwards, self.num_tokens = before.num_forwards, before.num_tokens
-        own, other = self._parts.pipeline, before._parts.pipeline
-        own.num_bad, own.last_report = other.num_bad, other.last_report
+        own, other = self._parts.pipeline.ledger, before._parts.pipeline.ledger
+        own.go_on_from(other)
 
     def _request_now(self) -> tuple[Request, bool]:
         """The request that this code is in, or a new one, and whether it is new."""
@@ -598,7 +608,7 @@ class Requests:
         request.raised = None if error is None else type(error)
         for watch in parts.watches:
             if request.num_forwards and not request.frames:
-                watch.frames.receive(is_lagged=parts.config.sync == "lagged")
+                watch.frames.receive(is_lagged=parts.config.verdicts_are_late)
                 request.collect(watch)
         request.end()
         with self._lock:
@@ -620,13 +630,13 @@ class Requests:
         for watch in parts.watches:
             watch.recorder.forget_calls(True)
             watch.frames._unjudged = 0
-        timer._seconds += request.seconds
+        timer.add(request.seconds)
         # In this thread: the requests of others overlap with it.
         began = max(self._now.since, self._on_since) if self._now.since else None
         cost = timer.end_step(is_watched=True, began=began)
         self._now.since = perf_counter()
         with parts.isolation.isolated():
-            pipeline._record_step(number, cost)
+            pipeline.ledger.record_step(number, cost)
             parts.measurements.emit(number, self.counts)
 
     def counts(self) -> dict[str, float]:
@@ -652,8 +662,6 @@ class Requests:
     # A bad request.
 
     def _say_behind(self, request: Request, error: Exception) -> None:
-        from ..raised import add_note, says_values  # of few requests
-
         if request.num_forwards and says_values(error):
             forwards = counted(request.num_forwards, "forward")
             add_note(error, _BEHIND.format(forwards))
@@ -670,8 +678,6 @@ class Requests:
             return None
         if request.function is None and request.left is None:
             return None
-        from ..raised import is_of_values  # of few requests
-
         is_asked = config.explain.when != "never" and not self._has_no_time
         if not is_asked or isinstance(error, NonFiniteError) or not is_of_values(error):
             return None
@@ -704,51 +710,40 @@ class Requests:
         error: Exception | None,
         known: tuple[Verdict, Explanation] | None = None,
     ) -> None:
-        from ..raised import add_report
-        from .request_report import RequestReport, left_in_state
+        """Hands a bad request to the judge.
 
+        Args:
+            request: The request.
+            error: The program's exception that has ended it, or None.
+            known: What a search has found where no module showed a bad value.
+        """
         parts = self._parts
-        pipeline, config = parts.pipeline, parts.config
-        step = Step(request.number, moment="evaluation", frames=request.frames)
+        unit = Unit(request.number, REQUEST, frames=request.frames, error=error)
+        unit.has_room = not isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if known is not None:
-            step.verdict = known[0]
+            unit.verdict, unit.known = known
         left = dict(left_in_state(request.bad, parts.watches, self.poisoned))
-        if config.may_replay and request.bad is not None and not request.function:
+        is_kept = parts.config.may_replay and request.function is None
+        if request.bad is not None and is_kept:
             request.zeroed = request.bad.left_bad()
-        if config.is_tripwire and known is None:
-            step = self._looked_again(step, request)
-        plain = pipeline._make_report(step, pipeline._detect(step))
-        plain.not_covered = self.coverage().gaps()
-        report = RequestReport.of(plain, request, left, self.poisoned)
-        if known is not None:
-            report.explanation = known[1]
-        elif config.explain.when != "never":
-            report.explanation = self._explained(report, step, request)
-        report.note_explained()
+        unit.again = _Again(self, request)
+        unit.made = functools.partial(self._report_of, request, left)
+        unit.noted, unit.line = self._note, _line
         self.num_bad += 1
-        if callable(config.on_overflow):
-            try:
-                report.action = pipeline._ask(config.on_overflow, report)
-            except Exception:  # it is logged
-                if error is None:
-                    raise
-        report.action = "warn" if report.action == "skip" else report.action
-        if error is not None:
-            report.action, report.moment = "raise", "raised"
-            report.raised = type(error).__qualname__
-        report.is_beyond_repair = pipeline._is_beyond_repair(step, report.verdict)
-        pipeline.num_bad += 1
-        pipeline.last_report = report
+        parts.pipeline.judge.judge(unit)
+
+    def _report_of(
+        self, request: Request, left: Mapping[str, list[int] | None], plain: Report
+    ) -> Report:
+        plain.not_covered = self.coverage().gaps()
+        return RequestReport.of(plain, request, left, self.poisoned)
+
+    def _note(self, report: Report) -> None:
+        """Takes in what was found: what the request has left is known from now on."""
+        assert isinstance(report, RequestReport)
+        report.note_explained()
         for name in report.poisoned:
             self.poisoned.setdefault(name, report.subject)
-        with parts.isolation.isolated():
-            pipeline._archive.end_report(report, request.number, 0, True)
-        if error is not None:
-            add_report(error, report)
-        elif report.action == "raise":
-            raise NonFiniteError(report)
-        if error is None or config.on_overflow != "raise":
-            _log.warning("%s", report.line())
 
     def _again(self, request: Request) -> _Kept:
         """The calls to make again: the function, or the bad forward."""
@@ -785,13 +780,9 @@ class Requests:
         self._explaining_seconds += seconds
         self._now.since += seconds  # which are no cost of watching
 
-    def _explained(
-        self, report: Report, step: Step, request: Request
-    ) -> Explanation | None:
-        from ..report.causes import NOT_REPRODUCIBLE
-        from ..report.explanation import Explanation
-
-        config, verdict = self._parts.config, report.verdict
+    def explained(self, request: Request, verdict: Verdict) -> Explanation | None:
+        """Explains a bad request, unless explanations take too long."""
+        config = self._parts.config
         if self._has_no_time and config.explain.when != "always":
             return Explanation(notes=[_OFTEN])
         if not config.explain.replay_safe or verdict.first is None:
@@ -804,7 +795,7 @@ class Requests:
                 found: Explanation = explainer.explain(verdict, "evaluation")
             if request.zeroed and found.cause == NOT_REPRODUCIBLE.name:
                 request.zeroed = []  # it was there before
-                return self._explained(report, step, request)
+                return self.explained(request, verdict)
             found.notes += [_ZEROED] * bool(request.zeroed)
             return found
         except Exception as error:  # the alarm matters more than its explanation
@@ -817,22 +808,22 @@ class Requests:
             return list(self._parts.watches)
         return [request.frames[0].watch]
 
-    def _looked_again(self, step: Step, request: Request) -> Step:
-        """The step as a full watch sees it, which a tripwire has found bad."""
+    def looked_again(self, request: Request, unit: Unit) -> Unit:
+        """The request as a full watch sees it, which a tripwire has found bad."""
         try:
             with self._explainer(request, list(self._parts.watches)) as explainer:
                 if explainer is None:
-                    return with_note(step, _BUSY)
-                seen: Step = explainer.look_again(step)
-            is_same = seen.frames == step.frames
+                    return with_note(unit, _BUSY)
+                seen: Unit = explainer.look_again(unit)
+            is_same = seen.frames == unit.frames
             if request.zeroed and is_same:
                 request.zeroed = []  # it was there before
-                return self._looked_again(step, request)
+                return self.looked_again(request, unit)
             # Behind the models, where modules show nothing.
             is_outside = is_same and request.function is not None
-            return step if is_outside else seen
+            return unit if is_outside else seen
         except Exception as error:
-            return with_note(step, f"The step was not run again: {error_line(error)}.")
+            return with_note(unit, f"The step was not run again: {error_line(error)}.")
 
     # Submodules that the program calls where the model itself does not run.
 
@@ -888,6 +879,32 @@ class Requests:
         if self._now.entry is module:
             self._now.entry = None
             self.pass_out()
+
+
+class _Again:
+    """The way to run a request again: while no other thread runs the models.
+
+    Args:
+        requests: Those of the guard.
+        request: The request.
+    """
+
+    def __init__(self, requests: Requests, request: Request) -> None:
+        self._requests, self._request = requests, request
+        self.is_off, self.looks_again = requests.is_off, requests.looks_again
+
+    def look_again(self, found: Unit) -> Unit:
+        """Sees in full what a tripwire has seen."""
+        return self._requests.looked_again(self._request, found)
+
+    def explain(self, unit: Unit, verdict: Verdict, ends: bool) -> Explanation | None:
+        """Explains it, unless explanations take too long."""
+        return self._requests.explained(self._request, verdict)
+
+
+def _line(report: Report) -> str:
+    assert isinstance(report, RequestReport)
+    return report.line()
 
 
 class _Within(contextlib.ContextDecorator):

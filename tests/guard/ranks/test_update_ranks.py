@@ -83,7 +83,7 @@ def _in_ddp():
 
 def _loses_the_step_of_one():
     """The guard itself fails on one rank behind the step: the other does not wait."""
-    from overflow_fast.guard.optimizers import updates
+    from overflow_fast.guard import pipeline
 
     def fail(*arguments):
         raise ValueError("broken")
@@ -91,13 +91,13 @@ def _loses_the_step_of_one():
     model, optimizer = _make()
     guard = OverflowGuard(model, optimizer, "skip", process_group=dist.group.WORLD)
     _step(model, optimizer)
-    collect = updates._collect
+    see_update = pipeline.see_update
     if dist.get_rank() == 0:
-        updates._collect = fail
+        pipeline.see_update = fail
     try:
         _step(model, optimizer, _large_on_one())
     finally:
-        updates._collect = collect
+        pipeline.see_update = see_update
     assert guard.num_skipped == 1
     guard.remove()
 
