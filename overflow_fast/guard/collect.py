@@ -14,7 +14,7 @@ from .isolation import ErrorIsolation
 from .optimizers.engines import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .step import StepClock
-from .unit import Kind, Unit
+from .unit import Unit, UnitKind
 from .verdict.verdict import BadFrame, take_bad, take_evaluated
 from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch
@@ -66,7 +66,7 @@ class Collector:
 
     def begun(
         self,
-        kind: Kind,
+        kind: UnitKind,
         hook: OptimizerHook | None = None,
         scaler: LossScaler | None = None,
     ) -> Unit:

@@ -142,7 +142,7 @@ class Judge:
     # Agree: one report for all, of a tripwire's unit as it is seen in full.
 
     def _agreed(self, unit: Unit) -> tuple[Agreed, bool]:
-        """What ranks agree on, or this one alone, and whether a rank was lost."""
+        """The agreement of ranks, or of this one alone, and whether a rank was lost."""
         again = unit.again or self._explaining
         if not unit.is_together:
             wishes, seen = self._wishes(unit), unit
@@ -266,7 +266,7 @@ class Judge:
         return report
 
     def _explain(self, unit: Unit, agreed: Agreed, report: Report) -> bool:
-        """Has a report explained, where that is due; True if a rank was lost."""
+        """Explains a report, where that is due; True if a rank was lost."""
         runs_again = unit.kind.runs_again and unit.has_room and unit.known is None
         if not runs_again or is_unseen(report.verdict):
             return False

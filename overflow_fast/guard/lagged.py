@@ -50,7 +50,7 @@ class LaggedSteps:
         return self._flags is not None and self._flags.are_lagged(hook)
 
     def leave_to_device(self, unit: Unit, hook: OptimizerHook) -> None:
-        """Has the device skip a step, and put buffers back, if it is bad."""
+        """Makes the device skip a step, and put buffers back, if it is bad."""
         assert self._flags is not None
         if self._flags.skip(hook, unit.scaler is not None, self._start):
             unit.skipped_by = "optimizer's kernel"

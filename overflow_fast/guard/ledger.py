@@ -45,7 +45,8 @@ class Ledger:
         rounds: Counts steps and skips.
         last_report: The report of the last bad unit, or None.
         num_bad: The number of bad units.
-        num_bad_in_row: Those since the last finite round.
+        num_bad_in_row: Those since the last finite round, but for requests.
+        num_bad_requests: The number of bad requests.
     """
 
     def __init__(
@@ -68,18 +69,22 @@ class Ledger:
         self.archive = archive
         self.rounds = Rounds(hooks)
         self.last_report: Report | None = None
-        self.num_bad = self.num_bad_in_row = 0
+        self.num_bad = self.num_bad_in_row = self.num_bad_requests = 0
 
     def go_on_from(self, before: Ledger) -> None:
         """Counts on where the ledger of a guard has ended that this one replaces."""
         self.num_bad, self.last_report = before.num_bad, before.last_report
+        self.num_bad_requests = before.num_bad_requests
 
     # A bad unit: counted, written, told.
 
     def count(self, unit: Unit, report: Report) -> None:
         """Counts a bad unit and its action; too many skips in a row raise."""
         self.num_bad += 1
-        self.num_bad_in_row += unit.kind.is_in_row
+        if unit.kind.is_in_row:
+            self.num_bad_in_row += 1
+        else:
+            self.num_bad_requests += 1
         self.last_report = report
         if unit.hook is not None:
             if report.action == "skip":

@@ -10,7 +10,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from .optimizers.wrapped import innermost, stepper_of
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
+from .requests.requests import Requests
 from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
@@ -43,9 +44,6 @@ from .watching.inputs import LoopBatch
 from .watching.missed_steps import ENOUGH
 from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
-
-if TYPE_CHECKING:
-    from .requests.requests import Requests
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
 
@@ -507,11 +505,11 @@ class GuardParts:
     def judge_requests(self) -> Requests:
         """Judges forwards without autograd as requests from now on."""
         if self.requests is None:
-            from .requests.requests import Requests
-
-            self.requests = self.inputs.requests = Requests(self)
-            for watch in self.watches:
-                watch.judges_requests = True
+            full_watches = functools.partial(self.new_watches, wanted_of(EVERYTHING))
+            self.requests = self.inputs.requests = Requests(
+                *(self.config, self.watches, bool(self.hooks), self.keeper),
+                *(self.pipeline, self.measurements, self.isolation, full_watches),
+            )
             if self.is_enabled:
                 self.requests.attach()
         return self.requests

@@ -1,4 +1,4 @@
-"""What calls for a judgement: optimizers, GradScalers, forwards, exceptions, `check()`.
+"""The calls for a judgement: optimizers, GradScalers, forwards, exceptions, `check()`.
 
 Each makes a unit, has what was seen of it collected (`Collector`), hands it to the
 judge (`Judge`), and closes it: an optimizer's step is over when `after_step()` is

@@ -25,7 +25,7 @@ from .watching.watch import ModelWatch
 
 
 @dataclass(frozen=True)
-class Kind:
+class UnitKind:
     """All that units of judgement differ in; nothing else asks what a unit is.
 
     Attributes:
@@ -56,13 +56,13 @@ class Kind:
     is_last: bool = False
 
 
-STEP = Kind("before", may_skip=True, doubts=True)
-UPDATE = Kind("before", runs_again=False, may_skip=True, ends_finite=False)
-LATE = Kind("after", is_scanned=False, can_restore=False)
-CHECK = Kind("check", can_restore=False)
-EVALUATION = Kind("evaluation", is_shared=False, is_scanned=False)
-RAISED = Kind("raised", is_shared=False, ends_finite=False, is_last=True)
-REQUEST = Kind(
+STEP = UnitKind("before", may_skip=True, doubts=True)
+UPDATE = UnitKind("before", runs_again=False, may_skip=True, ends_finite=False)
+LATE = UnitKind("after", is_scanned=False, can_restore=False)
+CHECK = UnitKind("check", can_restore=False)
+EVALUATION = UnitKind("evaluation", is_shared=False, is_scanned=False)
+RAISED = UnitKind("raised", is_shared=False, ends_finite=False, is_last=True)
+REQUEST = UnitKind(
     "evaluation",
     is_shared=False,
     is_scanned=False,
@@ -128,7 +128,7 @@ class Unit:
     """
 
     number: int
-    kind: Kind
+    kind: UnitKind
     hook: OptimizerHook | None = None
     scaler: LossScaler | None = None
     left_out: LeftOut = field(default_factory=LeftOut)

@@ -1,4 +1,4 @@
-"""What an optimizer's step has made of finite gradients, as a unit of judgement."""
+"""An optimizer's step with finite gradients, as a unit of judgement."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from threading import Lock, get_ident
 from typing import Any
 
@@ -302,6 +302,7 @@ class _Listing:
 # The non-finite frames of a watched model, collected until a step is judged.
 
 
+_OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED, _C.FrameKind.BACKWARD)
 MAX_IN_FLIGHT = 64  # copies of stats on their way before the host waits for one
 _MAX_FORWARDS_UNSENT = 64
 # More than anybody accumulates gradients over.
@@ -398,6 +399,10 @@ class UnjudgedFrames:
         self._process_arrived(sends - self._sends_judged if is_lagged else 0)
         self._sends_judged = sends
 
+    def receive_arrived(self) -> None:
+        """Processes the stats that have arrived, but for those of the last send."""
+        self._process_arrived(1)
+
     def take_bad(self, last: int) -> list[_C.Frame]:
         """Takes the bad frames of training, up to the one whose order is `last`."""
         return self._take(lambda f: f.order <= last and not self._is_evaluated(f))
@@ -409,13 +414,31 @@ class UnjudgedFrames:
             batch: The one that is judged; those that other threads judge meanwhile are
                 left to them. None for all.
         """
-        self._process_arrived(1)
+        self.receive_arrived()
 
         def is_wanted(frame: _C.Frame) -> bool:
             is_others = frame.batch != batch and frame.batch in self._ending
             return self._is_evaluated(frame) and not (is_others and batch is not None)
 
         return self._take(is_wanted)
+
+    def take_of(self, batches: Container[object]) -> list[_C.Frame]:
+        """Takes the bad frames of forwards of some batches, which are judged alone."""
+        return self._take(
+            lambda frame: (
+                (frame.batch in batches and frame.kind in _OF_CALLS)
+                or self._evaluated_weights.get(frame.order) in batches
+            )
+        )
+
+    def batch_of(self, frame: _C.Frame) -> int:
+        """The batch of a frame of a forward that ran without autograd."""
+        return self._evaluated_weights.get(frame.order, frame.batch)
+
+    def end_request(self) -> None:
+        """Forgets what belongs to a request that was judged."""
+        self._unjudged = 0
+        self._recorder.forget_calls(True)
 
     def _is_evaluated(self, frame: _C.Frame) -> bool:
         is_forward = frame.kind in (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED)
@@ -658,6 +681,31 @@ class ModelWatch(StepHooks):
             super().root_ended(model, None, None)
 
     @property
+    def batch_at_hand(self) -> int:
+        """The batch of the outermost forward of this thread, or else the last one."""
+        root = self._roots.get(get_ident())
+        return self.recorder.last_batch if root is None else root.batch
+
+    @contextlib.contextmanager
+    def own_batch(self) -> Iterator[int]:
+        """Yields the batch of the forward that this thread runs, or one of its own.
+
+        No other thread's frames are of it.
+        """
+        root = self._roots.get(get_ident())
+        if root is not None:
+            yield root.batch
+            return
+        root = self._begin_root()
+        self.recorder.in_step = True
+        try:
+            yield root.batch
+        finally:
+            self.recorder.in_step = False
+            self._begin_batch()
+            self._end_root(root)
+
+    @property
     def evaluated(self) -> object:
         """The output of the outermost forward of this thread."""
         root = self._roots.get(get_ident())
@@ -773,7 +821,7 @@ class ModelWatch(StepHooks):
             return  # by another thread, meanwhile
         if not (is_recomputed or self.is_in_step):
             root = self._roots.get(get_ident())
-            batch = self.recorder.last_batch if root is None else root.batch
+            batch = self.batch_at_hand
             with self.frames.evaluated(batch):
                 self._scan_shards(batch)
                 if root is None or not root.is_left:  # that is judged with its step
