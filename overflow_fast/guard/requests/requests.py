@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import re
 import sys
 import threading
@@ -62,7 +61,6 @@ from .held_call import HeldCall, Layout, SmallState
 from .request import Request
 from .request_report import RequestReport, left_in_state
 
-_log = logging.getLogger("overflow_fast")
 _KINDS = ("activations", "weights", "buffers")  # that a forward alone has
 _BEHIND = (
     "Nothing that the guard saw in this request ({}) is nan or inf, but for -inf, "
