@@ -1,8 +1,14 @@
 """The calls for a judgement: optimizers, GradScalers, forwards, exceptions, `check()`.
 
-Each makes a unit, has what was seen of it collected (`Collector`), hands it to the
-judge (`Judge`), and closes it: an optimizer's step is over when `after_step()` is
-called, a round of steps when each optimizer has stepped.
+1. A call makes a unit (`Unit`), of the kind that it is.
+2. What was seen of it is collected (`Collector`); steps whose verdicts are late come
+   first (`LaggedSteps`).
+3. It is judged (`Judge`), as every other.
+4. The call closes it: an optimizer's step is over when `after_step()` is called, a
+   round when each optimizer has stepped, or one steps again.
+
+State: the optimizers that a GradScaler has called, the last report when the last round
+ended, and whether a rank doubts the step at hand. Numbers are the ledger's.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from .. import _C
 from ..guard.guard import OverflowGuard, guards_of
 from ..guard.options import TRIPWIRE
 from ..guard.parts import living_models
-from ..guard.requests.requests import Requests, entries_of
+from ..guard.requests.entries import entries_of
+from ..guard.requests.requests import Requests
 from ..scanner.modules import is_scripted, modules_in
 from ..torch_internals.call_arguments import keywords_of_call
 from ..torch_internals.module_internals import forward_pre_hooks
