@@ -144,17 +144,20 @@ def test_on_a_device_a_layer_that_cannot_have_made_it_is_not_named(name, as_kept
 
 
 def overflowing():
-    layer = nn.Linear(32, 4)
+    """A layer whose output is -inf in whichever order the processor adds."""
+    hidden, layer = nn.Linear(32, 32), nn.Linear(32, 4)
     with torch.no_grad():
-        layer.weight.fill_(3e38)
-    return layer
+        hidden.weight.zero_()
+        hidden.bias.fill_(1.0)
+        layer.weight.fill_(-3e38)
+    return nn.Sequential(hidden, layer)
 
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_layer_that_can_have_made_it_is_named_with_when_its_input_was_seen(
     defer, as_kept
 ):
-    model = nn.Sequential(nn.Linear(32, 32), overflowing())
+    model = overflowing()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     guard = OverflowGuard(model, optimizer, explain=False, _defer=defer)
     model(finite_input(LARGE)).mean().backward()
