@@ -761,7 +761,7 @@ class Pipeline:
     def _verdict_on(self, step: Step) -> Verdict:
         watches = step.watches or self._watches
         verdict = attribute(step.frames, watches, step.moment == "check")
-        if verdict.source not in ("weight", "optimizer_state"):
+        if verdict.origin.source not in ("weight", "optimizer_state"):
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
         with self._isolation.isolated():
@@ -770,8 +770,7 @@ class Pipeline:
             settings = bad_settings(
                 living(self._hooks), had_finite and not self._num_bad_in_row
             )
-            remarks = [*verdict.remarks, *settings]
-            verdict = dataclasses.replace(verdict, remarks=remarks)
+            verdict = verdict.with_remarks([*verdict.origin.remarks, *settings])
         return verdict
 
     # Agree and diagnose: alone, or with the ranks that share the models.

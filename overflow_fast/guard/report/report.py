@@ -148,6 +148,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as a dict of strings, finite numbers, lists and dicts."""
         found, plain = self.explanation, asdict(replace(self, explanation=None))
+        plain["verdict"] = self.verdict.to_dict()
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = self.verdict.first.place
         plain = to_plain({**plain, "explanation": found and found.to_dict()})

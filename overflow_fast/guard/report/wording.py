@@ -19,6 +19,7 @@ from ..verdict.verdict import (
     BadEntry,
     EntryHeadroom,
     NonModuleOrigin,
+    Origin,
     SettingRemark,
     Verdict,
     is_of_flag,
@@ -50,26 +51,26 @@ def advice_for(
     Returns:
         The sentence without its full stop; "" where no help is known.
     """
-    first = verdict.first
+    first, origin = verdict.first, verdict.origin
     assert first is not None
-    if verdict.source == "update":  # it is undone, unless the policy is to warn
-        settings = nonfinite_settings(verdict.remarks)
+    if origin.source == "update":  # it is undone, unless the policy is to warn
+        settings = nonfinite_settings(origin.remarks)
         advice = f"set {' and '.join(settings)} to a finite number" if settings else ""
         load = _load(f"`{first.fqn}`") * is_beyond_repair
         return "; ".join(filter(None, [advice, load]))
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
-    if verdict.source in ("weight", "buffer"):
-        return _advise_on_tensor(first, verdict, step)
+    if origin.source in ("weight", "buffer"):
+        return _advise_on_tensor(first, origin, step)
     if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
         rule = {f"{first.fqn}:{first.label}": "-inf"}
         return f"if this is intended, as in a mask, allow={rule}"
     if is_cured:
         return ""
-    if verdict.source == "batch":
+    if origin.source == "batch":
         return "check the data of this batch"
-    if verdict.batch_places:
-        return f"check {', '.join(verdict.batch_places)}"
+    if origin.batch_places:
+        return f"check {', '.join(origin.batch_places)}"
     return ""
 
 
@@ -85,16 +86,16 @@ def answers(explanation: Explanation | None, first: BadEntry) -> bool:
     return is_quotient or not Cause.of(explanation.cause).may_be_intended
 
 
-def _advise_on_tensor(first: BadEntry, verdict: Verdict, step: int) -> str:
-    name = f"`{first.fqn}`" if first.kind == verdict.source else verdict.maker
-    settings = nonfinite_settings(verdict.remarks)
+def _advise_on_tensor(first: BadEntry, origin: Origin, step: int) -> str:
+    name = f"`{first.fqn}`" if first.kind == origin.source else origin.maker
+    settings = nonfinite_settings(origin.remarks)
     if settings:
         return f"set {' and '.join(settings)} to a finite number first; {_load(name)}"
-    if step == 0 and verdict.source == "buffer":
+    if step == 0 and origin.source == "buffer":
         return ""  # the forward may write it, initialized or not
     if step == 0:
         return f"initialize {name} or load it again"
-    if verdict.source == "buffer":  # the guard may put it back
+    if origin.source == "buffer":  # the guard may put it back
         still = f"if {name} is still non-finite after this step"
         return f"{still}, load a checkpoint in which it is finite"
     return _load(name)
@@ -206,30 +207,30 @@ def who_made_it(first: BadEntry, verdict: Verdict) -> str:
     """Writes the origin of the first bad value, as far as it is known."""
     if first.not_scanned:
         return "It is not known whether its values are finite."
-    return " ".join([_sentence(first, verdict), *verdict.remarks])
+    return " ".join([_sentence(first, verdict), *verdict.origin.remarks])
 
 
 def _sentence(first: BadEntry, verdict: Verdict) -> str:
-    maker = verdict.maker
-    if verdict.origin == "made":
+    origin, maker = verdict.origin, verdict.origin.maker
+    if origin.how == "made":
         but = _exceptions(verdict)
         given = f"The inputs of {maker} were finite{' except ' * bool(but)}{but}"
-        given += " when they were scanned, before its call" * bool(verdict.stale_inputs)
-        return f"{given}; {_code_of(maker, verdict)} produced it."
-    if verdict.origin == "given" and verdict.source == "unclear":
+        given += " when they were scanned, before its call" * bool(origin.stale_inputs)
+        return f"{given}; {_code_of(maker, origin)} produced it."
+    if origin.how == "given" and origin.source == "unclear":
         return f"It was non-finite when the model received it: it came from {maker}."
-    if verdict.source == "weight" and len(verdict.candidates) > 1:
+    if origin.source == "weight" and len(origin.candidates) > 1:
         if not first.class_name:  # it is the weight itself
             return f"{capitalized(maker)}."
         return f"It was already non-finite when {first.place} read it: {maker}."
-    if verdict.origin == "given":
+    if origin.how == "given":
         return f"It was non-finite before the step: it came from {maker}."
-    if verdict.origin == "unclear":
+    if origin.how == "unclear":
         return f"Which code produced it is not known: {maker}."
-    if first.kind == "input" and verdict.source == "caller":
-        name, *others = verdict.candidates
+    if first.kind == "input" and origin.source == "caller":
+        name, *others = origin.candidates
         if not isinstance(name, NonModuleOrigin) and not others:
-            code = _code_of(name, verdict)
+            code = _code_of(name, origin)
             return f"Module {first.fqn} received it; {code} produced it."
     if first.class_name and first.fqn and first.kind in ("input", "grad_output"):
         return f"Module {first.fqn} received it; it came from {maker}."
@@ -246,12 +247,12 @@ def _exceptions(verdict: Verdict) -> str:
     )
 
 
-def _code_of(name: str, verdict: Verdict) -> str:
+def _code_of(name: str, origin: Origin) -> str:
     """Names the code of a module, as near as it is known."""
-    after = f", after {verdict.after}," if verdict.after else ""
-    if not verdict.unwatched:
+    after = f", after {origin.after}," if origin.after else ""
+    if not origin.unwatched:
         return f"code in {_module(name)} itself{after}"
-    names = some(verdict.unwatched, _FEW)
+    names = some(origin.unwatched, _FEW)
     return f"code in {_module(name)}{after} (not watched within it: {names})"
 
 
@@ -296,6 +297,7 @@ class ReportText:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.verdict, self.explanation = report.verdict, report.explanation
+        self.origin = report.verdict.origin
 
     def text(self) -> str:
         """The frames, and the answer with all that it rests on, the remedies last."""
@@ -419,23 +421,23 @@ class ReportText:
         if self._is_of_ranks:
             return ""  # a replay leaves what ranks make together, which the note says
         if not self._is_told:
-            is_open = self.verdict.origin == "given" and self._is_overwritten
+            is_open = self.origin.how == "given" and self._is_overwritten
             return _WRITTEN if is_open else who_made_it(first, self.verdict)
         if found is not None and found.phase == "optimizer":
             return ""  # its step was made again: what it may come from was tried
-        is_given = self.verdict.origin == "given" and not self._is_written_in_step
+        is_given = self.origin.how == "given" and not self._is_written_in_step
         if is_given and not self._is_settled and not self._is_of_sample:
             return who_made_it(first, self.verdict)
         # The masks are those of the first bad call: not of another maker.
-        but = _exceptions(self.verdict) if self.verdict.origin == "made" else ""
-        given = [f"Given to {self.verdict.maker}: {but}."] if but else []
-        return " ".join([*given, *self.verdict.remarks])
+        but = _exceptions(self.verdict) if self.origin.how == "made" else ""
+        given = [f"Given to {self.origin.maker}: {but}."] if but else []
+        return " ".join([*given, *self.origin.remarks])
 
     def _may_be_of_loss(self, first: BadEntry) -> bool:
         """True if the hooks leave it open, and have seen a forward that was finite."""
         is_of_forward = first.kind in ("input", "output")
-        is_seen = not is_of_forward and "the model" not in self.verdict.candidates
-        return is_seen and self.verdict.origin == "unclear"
+        is_seen = not is_of_forward and "the model" not in self.origin.candidates
+        return is_seen and self.origin.how == "unclear"
 
     @property
     def _is_cured(self) -> bool:
@@ -454,7 +456,7 @@ class ReportText:
 
         Bad data may still be the batch's, or computed by the loop.
         """
-        is_open = len(self.verdict.candidates) > 1
+        is_open = len(self.origin.candidates) > 1
         found = self.explanation
         return is_open and found is not None and found.cause != BAD_DATA.name
 
@@ -472,7 +474,7 @@ class ReportText:
         Where the loop has called the model before, it may have computed them.
         """
         found = self.explanation
-        if found is None or found.sample is None or self.verdict.after:
+        if found is None or found.sample is None or self.origin.after:
             return False
         return found.cause == BAD_DATA.name
 
@@ -522,7 +524,7 @@ class ReportText:
         if is_of_flag(self.verdict):
             label = self.verdict.first.label
             return f"{subject} has overflowed{where}: the {label} is set"
-        if self.verdict.source == "update":  # finite before, and again if it is undone
+        if self.origin.source == "update":  # finite before, and again if it is undone
             return f"{subject}{where}: {_written_by_update(self.verdict.first)}"
         return f"{subject}{where}: {what_of(self.verdict.first)}"
 
@@ -532,7 +534,7 @@ class ReportText:
             return [f"The {self.report.skipped_by} skipped the optimizer step."]
         first, is_made = self.verdict.first, self.report.action == "warn"
         if self.report.moment == "before":
-            is_update = self.verdict.source == "update"
+            is_update = self.origin.source == "update"
             stays = self.report.is_beyond_repair and (is_made or is_update)
             if first is not None and stays:
                 return [_STAYS.format(first.kind.replace("_", " "))]

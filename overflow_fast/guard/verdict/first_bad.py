@@ -55,7 +55,7 @@ def attribute(
     return Verdict(
         batch=first.frame.batch,
         first=_bad_entry(first, entry),
-        **vars(origin),
+        origin=origin,
         masks=_tolerated(first, are_masks=True),
         allowed=_tolerated(first, are_masks=False),
         headroom=headroom_before(first, entry),

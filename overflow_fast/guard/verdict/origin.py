@@ -128,11 +128,9 @@ def _with_doubts(
     origin: Origin, first: BadFrame, bad: Bad, calls: Calls, doubts: list[Doubt]
 ) -> Origin:
     """Returns an origin, which is unclear if something else can have made the value."""
-    state = (
-        [] if origin.origin == "given" else nonfinite_state(origin, first, bad, calls)
-    )
+    state = [] if origin.how == "given" else nonfinite_state(origin, first, bad, calls)
     doubts = [Doubt(kept.words, [kept.candidate]) for kept in state] + doubts
-    if origin.origin != "given" and any(
+    if origin.how != "given" and any(
         watch.inputs.have_stand_ins and not checks_weights(watch, calls)
         for watch in calls.watches
     ):
@@ -141,14 +139,14 @@ def _with_doubts(
     if not doubts:
         return origin
     maker, colon, why = origin.maker, "", ""
-    if origin.origin == "made":
+    if origin.how == "made":
         maker = f"the code of {maker}"
     if not first.is_of_call:  # what was not checked stands last
         maker, colon, why = maker.partition(": ")
     names = [*origin.candidates, *(name for each in doubts for name in each.names)]
     return replace(
         origin,
-        origin="unclear",
+        how="unclear",
         source="unclear",
         maker=f"{maker}, or {either_of(d.words for d in doubts)}{colon}{why}",
         candidates=list(dict.fromkeys(names)),
