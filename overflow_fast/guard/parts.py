@@ -39,9 +39,10 @@ from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
 from .verdict.rules import Rules
-from .watching.inputs import LoopBatch
+from .watching.loop_batches import LoopBatch
 from .watching.missed_steps import ENOUGH
-from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
+from .watching.overflow_flags import OverflowFlags
+from .watching.step_tensors import NORM, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
 
 if TYPE_CHECKING:

@@ -62,7 +62,8 @@ from .verdict.verdict import (
     take_bad,
     take_evaluated,
 )
-from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
+from .watching.overflow_flags import OverflowFlags
+from .watching.step_tensors import ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:

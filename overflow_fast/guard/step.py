@@ -19,7 +19,8 @@ from .optimizers.optimizer_hook import OptimizerHook
 from .report.report import Cost
 from .undo.step_start import StepStart
 from .verdict.verdict import BadFrame, Verdict
-from .watching.step_tensors import OverflowFlags, ScanLevel
+from .watching.overflow_flags import OverflowFlags
+from .watching.step_tensors import ScanLevel
 from .watching.watch import ModelWatch
 
 

@@ -100,7 +100,7 @@ def verdict_of(tmp_path, compute, values, **options):
 
 
 def test_batches_are_told_apart_by_the_forwards_that_follow():
-    from overflow_fast.guard.watching.inputs import LoopBatch, LoopBatches
+    from overflow_fast.guard.watching.loop_batches import LoopBatch, LoopBatches
 
     tensors = [torch.full((2,), NAN), torch.ones(2)]
     bad, clean = map(LoopBatch, tensors)
@@ -122,7 +122,7 @@ def test_batches_are_told_apart_by_the_forwards_that_follow():
 def test_a_batch_that_cannot_be_looked_at_is_unknown():
     from collections import UserDict
 
-    from overflow_fast.guard.watching.inputs import LoopBatch
+    from overflow_fast.guard.watching.loop_batches import LoopBatch
 
     x = torch.ones(2)
     assert LoopBatch({"x": x, "n": 1, "ids": torch.ones(2).long()}).bad_places() == []

@@ -937,7 +937,7 @@ def test_an_alarm_is_raised_although_its_maker_cannot_be_found_out(monkeypatch):
     def fail(*_):
         raise ValueError("no calls")
 
-    monkeypatch.setattr(origin, "_origin_in_forward", fail)
+    monkeypatch.setattr(origin, "origin_in_forward", fail)
     x = inputs()
     x[0] = NAN
     verdict = verdict_of(mlp(), lambda m: m(x).mean())
