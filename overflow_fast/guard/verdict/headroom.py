@@ -6,13 +6,11 @@ import logging
 import math
 from collections.abc import Sequence
 
-import torch
-
 from ... import _C
 from ...scanner.text import as_lines, bits_left
 from ..watching.watch import ModelWatch
 from .headroom_table import HeadroomHistory, HeadroomTable, UnderflowCounts
-from .saturation import SaturatedEntry, SaturationWatch
+from .saturation import SaturationWatch
 from .verdict import GRADIENTS, headroom_of, where_of
 
 _log = logging.getLogger("overflow_fast")
@@ -98,7 +96,7 @@ class HeadroomTracker:
 
     def _take_counts(self, step: int, has_scaler: bool) -> None:
         totals = dict.fromkeys(_TOTALS.values(), UnderflowCounts(0, 0, 0))
-        saturated: list[SaturatedEntry] = []
+        saturated: list[tuple[str, _C.Underflow]] = []
         is_due = any(watch.recorder.counts_underflow for watch in self._watches)
         for watch in self._watches:
             for each in watch.recorder.take_underflow():
@@ -111,7 +109,7 @@ class HeadroomTracker:
                     totals[kind] += counts
                 is_scaled = has_scaler and each.place.kind in GRADIENTS
                 if each.num_limit and not is_scaled:
-                    saturated.append(_saturation_of(where, each))
+                    saturated.append((where, each))
         self._saturation.note(step, saturated)
         if is_due:
             self._totals = totals
@@ -166,13 +164,6 @@ class HeadroomTracker:
             *([_WIDER] if any(row.dtype == "float16" for row in short) else []),
         ]
         _log.warning("%s", as_lines(sentences))
-
-
-def _saturation_of(where: str, found: _C.Underflow) -> SaturatedEntry:
-    limit = torch.finfo(getattr(torch, found.dtype)).max
-    return SaturatedEntry(
-        where, found.dtype, limit, found.numel, found.num_limit, found.num_positive
-    )
 
 
 def _short_text(row: HeadroomHistory) -> str:

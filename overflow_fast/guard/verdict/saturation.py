@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
+import torch
+
+from ... import _C
 from ...scanner.text import as_lines
 
 _log = logging.getLogger("overflow_fast")
 _LEAST = 16  # values: scaled formats put their largest value there on purpose
 _MORE = 2.0  # times the share that was warned of; chosen, not measured
-_FEW = 3
-
-
-@dataclass(frozen=True)
-class SaturatedEntry:
-    """The values of an entry that equal the largest number of its dtype.
-
-    Attributes:
-        where: The entry.
-        dtype: Its dtype, such as "float8_e4m3fn".
-        limit: The largest number of the dtype.
-        numel: The number of its values.
-        num_limit: The number of those of that magnitude.
-        num_positive: The number of those of them that are positive.
-    """
-
-    where: str
-    dtype: str
-    limit: float
-    numel: int
-    num_limit: int
-    num_positive: int
-
-    @property
-    def share(self) -> float:
-        """The share of the values at the end of the dtype."""
-        return self.num_limit / self.numel
-
-    @property
-    def may_be_mask(self) -> bool:
-        """True if all are negative in float16: a mask is filled with that number."""
-        return self.dtype == "float16" and self.num_positive == 0
+_FEW = 3  # entries in a warning; chosen
 
 
 class SaturationWatch:
@@ -54,19 +25,17 @@ class SaturationWatch:
     def __init__(self, share: float | None) -> None:
         self._share = share
         self._warned: dict[str, float] = {}
-        self.largest = 0.0
 
-    def note(self, step: int, found: list[SaturatedEntry]) -> None:
+    def note(self, step: int, found: list[tuple[str, _C.Underflow]]) -> None:
         """Reads the counts of a step, and warns.
 
         Args:
             step: The step's number.
-            found: The entries whose values were counted.
+            found: The entries whose values were counted, by where they are.
         """
-        self.largest = max((each.share for each in found), default=0.0)
-        new = [each for each in found if self._is_news(each)]
-        for each in new:
-            self._warned[each.where] = each.share
+        new = [each for each in found if self._is_news(*each)]
+        for where, counts in new:
+            self._warned[where] = _share(counts)
         if not new:
             return
         more = len(new) - _FEW
@@ -75,7 +44,7 @@ class SaturationWatch:
             as_lines(
                 [
                     f"Step {step} is finite, but casts may have cut values off:",
-                    *(_text(each) for each in new[:_FEW]),
+                    *(_text(*each) for each in new[:_FEW]),
                     *([f"{more} more entries."] if more > 0 else []),
                     "Casts to float8, and devices in saturation mode, give the largest "
                     "number in place of inf.",
@@ -83,15 +52,23 @@ class SaturationWatch:
             ),
         )
 
-    def _is_news(self, found: SaturatedEntry) -> bool:
-        is_much = self._share is not None and found.share >= self._share
-        is_news = found.share >= _MORE * self._warned.get(found.where, 0.0)
-        is_few = found.num_limit < _LEAST
-        return is_much and is_news and not is_few and not found.may_be_mask
+    def _is_news(self, where: str, counts: _C.Underflow) -> bool:
+        share = _share(counts)
+        is_much = self._share is not None and share >= self._share
+        is_news = share >= _MORE * self._warned.get(where, 0.0)
+        # A mask in float16 is filled with its lowest number.
+        may_be_mask = counts.dtype == "float16" and counts.num_positive == 0
+        return is_much and is_news and counts.num_limit >= _LEAST and not may_be_mask
 
 
-def _text(found: SaturatedEntry) -> str:
+def _share(counts: _C.Underflow) -> float:
+    """The share of the values at the largest number of their dtype."""
+    return counts.num_limit / counts.numel
+
+
+def _text(where: str, counts: _C.Underflow) -> str:
+    limit = torch.finfo(getattr(torch, counts.dtype)).max
     return (
-        f"{found.share:.1%} of the {found.numel} values of {found.where} are "
-        f"{found.limit:g}, the largest number of {found.dtype}."
+        f"{_share(counts):.1%} of the {counts.numel} values of {where} are "
+        f"{limit:g}, the largest number of {counts.dtype}."
     )
