@@ -454,7 +454,7 @@ class GuardParts:
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
-        self.keeper = make_keeper(config, watches, start)
+        self.keeper = make_keeper(config.may_replay, watches, start)
         self.timer = OverheadTimer(watches)
         self.measurements = Measurements(config, watches, self.timer, told)
         self.headroom = self.measurements.headroom
