@@ -46,7 +46,8 @@ from .optimizers.optimizer_hook import OptimizerHook, living
 from .optimizers.rates import LearningRates
 from .policy import Situation, checked_action, choose, limit_skips
 from .ranks.agreement import Agreed, Agreement, Wishes
-from .report.report import Cost, NonFiniteError, Report
+from .report.cost import Cost
+from .report.report import NonFiniteError, Report
 from .report.run_log import AlarmLog
 from .step import Step, StepClock
 from .step_keeper import LeftGradients, StepKeeper

@@ -16,7 +16,7 @@ from ..scanner.text import counted
 from .monitors.monitor import Notice
 from .optimizers.engines import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
-from .report.report import Cost
+from .report.cost import Cost
 from .undo.step_start import StepStart
 from .verdict.verdict import BadFrame, Verdict
 from .watching.overflow_flags import OverflowFlags

@@ -8,7 +8,7 @@ from torch import nn
 
 from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
 from overflow_fast.guard.isolation import OverheadTimer
-from overflow_fast.guard.report.report import Cost
+from overflow_fast.guard.report.cost import Cost
 from overflow_fast.guard.step import WatchSchedule
 from overflow_fast.guard.watching import unjudged_frames
 from overflow_fast.guard.watching.step_tensors import ScanLevel

@@ -11,12 +11,9 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.guard.report.explanation import (
-    Explanation,
-    Op,
-    Remedy,
-    TensorSummary,
-)
+from overflow_fast.guard.report.explanation import Explanation
+from overflow_fast.guard.report.op import Op, TensorSummary
+from overflow_fast.guard.report.remedy import Remedy
 from overflow_fast.guard.report.report import Report
 from overflow_fast.guard.verdict.verdict import BadEntry, Origin, Verdict
 

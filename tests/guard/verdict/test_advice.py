@@ -8,7 +8,7 @@ from guarding import INF, NAN, batches, make, plant, train_step, warned
 from torch import nn
 
 from overflow_fast import Explanation, OverflowGuard
-from overflow_fast.guard.report.wording import answers
+from overflow_fast.guard.report.advice import answers
 
 
 def advice_of(report):

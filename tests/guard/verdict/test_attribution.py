@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard.report.wording import what_of
+from overflow_fast.guard.report.entry_words import what_of
 
 INF, NAN = math.inf, math.nan
 
