@@ -36,7 +36,7 @@ _MODULES = {
     "MonitoredStep": "guard.monitors.monitor",
     "NonFiniteError": "guard.report.report",
     "Notice": "guard.monitors.monitor",
-    "Op": "guard.report.explanation",
+    "Op": "guard.report.op",
     "OverflowGuard": "guard.guard",
     "PrecisionAdvice": "tools.precision.precision_advice",
     "Record": "guard.options",

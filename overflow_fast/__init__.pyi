@@ -29,7 +29,7 @@ from .guard.options import Schedule as Schedule
 from .guard.record.record_lines import RecordError as RecordError
 from .guard.report.coverage import GuardCoverage as GuardCoverage
 from .guard.report.explanation import Explanation as Explanation
-from .guard.report.explanation import Op as Op
+from .guard.report.op import Op as Op
 from .guard.report.report import NonFiniteError as NonFiniteError
 from .guard.report.report import Report as Report
 from .guard.state_check import assert_finite_state as assert_finite_state

@@ -27,7 +27,7 @@ from .compiled_boundary import (
     STRICT,
     CompiledStepBoundary,
 )
-from .coverage import Coverage, CoverageWarnings
+from .coverage import Coverage, CoverageWarnings, coverage_of
 from .hooks import (
     Attachment,
     hook_of,
@@ -268,7 +268,7 @@ class StepHooks:
     @property
     def coverage(self) -> Coverage:
         """The counts of what was scanned so far, and what was not."""
-        return Coverage.of(self.recorder)
+        return coverage_of([self.recorder])
 
     @property
     def is_paused(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..guard.explaining import USE_RUN
-from ..guard.report.explanation import NOT_THE_LOSS
+from ..guard.report.findings import NOT_THE_LOSS
 from ..guard.step_keeper import KeptCall, LastSteps
 from .past_steps import PastSteps
 

@@ -13,7 +13,8 @@ from torch import nn
 from ..guard.explaining import USE_RUN
 from ..guard.options import BUDGET
 from ..guard.process import world_size
-from ..guard.report.explanation import Artifact, Explanation
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import Artifact
 from ..guard.step_keeper import Ambient
 from ..guard.undo.step_start import StepStart
 from ..scanner.modules import is_of_torch, modules_in, step_of

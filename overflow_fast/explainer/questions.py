@@ -29,12 +29,9 @@ from ..guard.report.causes import (
     ONLY_COMPILED,
     RANGE_OVERFLOW,
 )
-from ..guard.report.explanation import (
-    NOT_REDUCED,
-    NOT_REPLAYED,
-    Explanation,
-    Remedy,
-)
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import NOT_REDUCED, NOT_REPLAYED
+from ..guard.report.remedy import Remedy
 from ..guard.step_keeper import GRAPH
 from ..scanner.modules import (
     class_name_of,

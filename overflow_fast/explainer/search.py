@@ -16,12 +16,8 @@ from torch import nn
 
 from ..guard.options import BUDGET
 from ..guard.report.causes import DIVERGENCE, UNKNOWN
-from ..guard.report.explanation import (
-    BEHIND_BACKWARD,
-    NOT_THE_LOSS,
-    OVERWRITTEN,
-    Explanation,
-)
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
 from ..guard.undo.step_start import StepStart
 from ..scanner.modules import module_of_parameter
 from ..torch_internals.compiler import has_compiled

@@ -354,9 +354,9 @@ class SelfTest:
         name = watch.name_at(index)
         is_there = first is not None and (first.fqn, first.kind) == (name, kind)
         # On devices a layer's failed kernel looks like a write to its input.
-        is_named = (name or "the model") in verdict.candidates
-        is_made = verdict.origin == "made" or (is_named and bool(verdict.stale_inputs))
-        is_made |= direction == "backward"
+        is_named = (name or "the model") in verdict.origin.candidates
+        is_made = is_named and bool(verdict.origin.stale_inputs)
+        is_made |= verdict.origin.how == "made" or direction == "backward"
         return FaultResult(
             name or "the model",
             type(module).__name__,
@@ -428,4 +428,5 @@ def _where(verdict: Verdict) -> str:
     place = first.path.of_module()
     if not first.class_name:
         place = f"{first.kind.replace('_', ' ')} {first.fqn}"
-    return place if verdict.origin == "made" else f"{place} ({verdict.origin})"
+    how = verdict.origin.how
+    return place if how == "made" else f"{place} ({how})"

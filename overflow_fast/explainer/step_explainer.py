@@ -20,7 +20,14 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, plain_name
 from ..guard.step import Step
 from ..guard.step_keeper import LastSteps, StepKeeper
-from ..guard.verdict.verdict import BadEntry, BadFrame, Verdict, collect, is_of_flag
+from ..guard.verdict.verdict import (
+    BadEntry,
+    BadFrame,
+    Origin,
+    Verdict,
+    collect,
+    is_of_flag,
+)
 from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
@@ -141,9 +148,8 @@ class StepExplainer:
         if entry is None:
             return None
         maker = found.module or "code that no call of a module shows"
-        return Verdict(
-            first=entry, origin="unclear", source="unclear", maker=maker
-        ), found
+        origin = Origin("unclear", "unclear", maker)
+        return Verdict(first=entry, origin=origin), found
 
     def _entry_of(self, found: Explanation) -> BadEntry | None:
         """The value that an explanation is of; None where its tensor is not known."""
@@ -211,8 +217,8 @@ class StepExplainer:
         return BadStep(
             kind=first.kind,
             module=first.fqn if first.class_name else "",
-            is_made=verdict.origin == "made" and bool(first.class_name),
-            is_received=first.kind == "input" or bool(verdict.stale_inputs),
+            is_made=verdict.origin.how == "made" and bool(first.class_name),
+            is_received=first.kind == "input" or bool(verdict.origin.stale_inputs),
             reaches_loss=verdict.reaches_loss
             or is_gradient
             or bool(verdict.dirty_gradients),

@@ -290,9 +290,9 @@ class Archive:
             where = first.place
             line["headroom_bits"], line["headroom_at"] = 0.0, where
             line["first"] = f"{where}: {first.label}"
-            line["origin"] = verdict.origin
-            line["source"] = verdict.source
-            line["maker"] = verdict.maker
+            line["origin"] = verdict.origin.how
+            line["source"] = verdict.origin.source
+            line["maker"] = verdict.origin.maker
         if report is not None:
             line.update(self._blame(report))
         self._log.write(StepLine.line(**line))

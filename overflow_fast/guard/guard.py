@@ -45,7 +45,8 @@ from .parts import (
     warn_foreign_parameters,
     warn_of_other_guards,
 )
-from .report.report import Cost, NonFiniteError, Report
+from .report.cost import Cost
+from .report.report import NonFiniteError, Report
 from .verdict.rules import Allow
 from .watching.watch import ModelWatch
 
@@ -167,7 +168,7 @@ class OverflowGuard:
         self._parts = GuardParts(config, models, optimizers, self._handle, _defer)
         self.enable()
         if _log.isEnabledFor(logging.INFO):
-            from .report.coverage import log_begin
+            from .report.run_lines import log_begin
 
             log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
 
@@ -222,7 +223,7 @@ class OverflowGuard:
             if was_enabled:
                 num_reports = self._parts.pipeline.num_bad
                 with self._parts.isolation.isolated():
-                    from .report.coverage import log_end
+                    from .report.run_lines import log_end
 
                     log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
 

@@ -39,9 +39,10 @@ from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
 from .verdict.rules import Rules
-from .watching.inputs import LoopBatch
+from .watching.loop_batches import LoopBatch
 from .watching.missed_steps import ENOUGH
-from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
+from .watching.overflow_flags import OverflowFlags
+from .watching.step_tensors import NORM, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
 
 if TYPE_CHECKING:
@@ -453,7 +454,7 @@ class GuardParts:
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
-        self.keeper = make_keeper(config, watches, start)
+        self.keeper = make_keeper(config.may_replay, watches, start)
         self.timer = OverheadTimer(watches)
         self.measurements = Measurements(config, watches, self.timer, told)
         self.headroom = self.measurements.headroom

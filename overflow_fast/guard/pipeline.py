@@ -46,7 +46,8 @@ from .optimizers.optimizer_hook import OptimizerHook, living
 from .optimizers.rates import LearningRates
 from .policy import Situation, checked_action, choose, limit_skips
 from .ranks.agreement import Agreed, Agreement, Wishes
-from .report.report import Cost, NonFiniteError, Report
+from .report.cost import Cost
+from .report.report import NonFiniteError, Report
 from .report.run_log import AlarmLog
 from .step import Step, StepClock
 from .step_keeper import LeftGradients, StepKeeper
@@ -62,7 +63,8 @@ from .verdict.verdict import (
     take_bad,
     take_evaluated,
 )
-from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
+from .watching.overflow_flags import OverflowFlags
+from .watching.step_tensors import ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
@@ -761,7 +763,7 @@ class Pipeline:
     def _verdict_on(self, step: Step) -> Verdict:
         watches = step.watches or self._watches
         verdict = attribute(step.frames, watches, step.moment == "check")
-        if verdict.source not in ("weight", "optimizer_state"):
+        if verdict.origin.source not in ("weight", "optimizer_state"):
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
         with self._isolation.isolated():
@@ -770,8 +772,7 @@ class Pipeline:
             settings = bad_settings(
                 living(self._hooks), had_finite and not self._num_bad_in_row
             )
-            remarks = [*verdict.remarks, *settings]
-            verdict = dataclasses.replace(verdict, remarks=remarks)
+            verdict = verdict.with_remarks([*verdict.origin.remarks, *settings])
         return verdict
 
     # Agree and diagnose: alone, or with the ranks that share the models.

@@ -141,7 +141,7 @@ def _report(
     if pipeline.keeper is not None:
         pipeline.keeper.note_raised(error)
     has_room = not isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if known is None and has_room and pipeline._detect(step).source != "update":
+    if known is None and has_room and pipeline._detect(step).origin.source != "update":
         step = pipeline._seen_in_full(step)
     report = pipeline._make_report(step, pipeline._detect(step))
     report.explanation = known

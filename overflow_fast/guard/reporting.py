@@ -33,7 +33,7 @@ def report_of(pipeline: Pipeline, step: Step, verdict: Verdict) -> Report:
         notes=[*step.notes, *unknown_scale_notes(step.hook, step.frames)],
     )
     is_of_state = verdict.first is not None and verdict.first.kind in _STATE
-    if step.left_out.num_steps and (is_of_state or verdict.nonfinite_state):
+    if step.left_out.num_steps and (is_of_state or verdict.origin.nonfinite_state):
         report.notes.append(str(step.left_out))
     # Others are judged when the tensors of a later step have been scanned.
     is_scanned = step.moment in ("before", "check", "raised")

@@ -16,10 +16,11 @@ from ..scanner.text import counted
 from .monitors.monitor import Notice
 from .optimizers.engines import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
-from .report.report import Cost
+from .report.cost import Cost
 from .undo.step_start import StepStart
 from .verdict.verdict import BadFrame, Verdict
-from .watching.step_tensors import OverflowFlags, ScanLevel
+from .watching.overflow_flags import OverflowFlags
+from .watching.step_tensors import ScanLevel
 from .watching.watch import ModelWatch
 
 

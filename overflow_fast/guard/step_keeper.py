@@ -41,7 +41,6 @@ from ..scanner.tree import (
 )
 from ..torch_internals.compiler import compiled_call_of, has_compiled
 from ..torch_internals.running import graph_task_id, is_recorded
-from .config import GuardConfig
 from .undo.code_names import global_names
 from .undo.random import RandomStates
 from .undo.step_start import StepStart
@@ -661,10 +660,10 @@ def _calling_line() -> tuple[str, int]:
 
 
 def make_keeper(
-    config: GuardConfig, watches: Sequence[ModelWatch], start: StepStart | None
+    may_replay: bool, watches: Sequence[ModelWatch], start: StepStart | None
 ) -> StepKeeper | None:
     """Makes the watches keep their calls, if steps may be run again."""
-    if start is None or not config.may_replay:
+    if start is None or not may_replay:
         return None
     keeper = StepKeeper(start)
     for watch in watches:

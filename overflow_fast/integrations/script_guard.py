@@ -27,8 +27,9 @@ from ..guard.libraries import LIBRARIES
 from ..guard.optimizers.wrapped import stepper_of
 from ..guard.parts import living_models
 from ..guard.process import own_rank
-from ..guard.report.coverage import GuardCoverage, summary
+from ..guard.report.coverage import GuardCoverage
 from ..guard.report.report import NonFiniteError
+from ..guard.report.run_lines import summary
 from ..scanner.modules import modules_in
 from ..torch_internals.registry import callers
 from .script_models import (

@@ -260,7 +260,7 @@ def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
             optimizer.zero_grad()
             assert guard.last_step_skipped == is_bad
     verdict = guard.last_report.verdict
-    assert (verdict.maker, verdict.origin) == ("a", "made")
+    assert (verdict.origin.maker, verdict.origin.how) == ("a", "made")
     assert guard.num_skipped == 1
 
 
@@ -293,7 +293,7 @@ def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(
         hidden.sum().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert (verdict.maker, verdict.is_recomputed) == ("1", True)
+    assert (verdict.origin.maker, verdict.is_recomputed) == ("1", True)
     as_kept(guard.last_report.sentences())
     assert any("(recomputed)" in frame for frame in guard.last_report.frames)
 

@@ -26,7 +26,7 @@ except ImportError as _error:
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from . import fields
-from .fields import ABSENT, REQUIRED, Written, fields_of, written
+from .fields import ABSENT, REQUIRED, Written, declared_in, fields_of, written
 from .reading import FileError
 
 __all__ = [
@@ -128,7 +128,13 @@ def written_as(cls: Any, **others: Any) -> Any:
     meanings = dict(_MEANING.findall(inspect.cleandoc(cls.__doc__ or "")))
     own: dict[str, Any] = {"__annotations__": {}}
     for each in dataclasses.fields(cls):
-        if each.repr:  # else it is not written
+        if "flat" in each.metadata:  # its fields are written among these
+            part, names = written_as(hints[each.name]), each.metadata["flat"]
+            for key, inner in declared_in(part).items():
+                name = names.get(key, key)
+                own[name] = written(inner.meaning, inner.default)
+                own["__annotations__"][name] = kinds_of(part)[key]
+        elif each.repr:  # else it is not written
             default = each.default
             if isinstance(each.default_factory, type):
                 default = each.default_factory()

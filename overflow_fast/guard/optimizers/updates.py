@@ -230,15 +230,16 @@ def _decide(
 def of_update(verdict: Verdict, optimizer: Optimizer) -> Verdict:
     """The verdict on what an optimizer has made of finite gradients."""
     maker = f"the step of {type(optimizer).__name__}, whose gradients were finite"
-    return replace(
-        verdict,
-        origin="passed_on",
+    origin = replace(
+        verdict.origin,
+        how="passed_on",
         source="update",
         maker=maker,
         candidates=[],
         remarks=[*_bad_rates(optimizer)],
         nonfinite_state=[],
     )
+    return replace(verdict, origin=origin)
 
 
 def _bad_rates(optimizer: Optimizer) -> list[SettingRemark]:

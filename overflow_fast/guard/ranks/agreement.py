@@ -20,12 +20,10 @@ from ..process import own_rank, world_size
 from ..report.report import RankInfo, Report
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch, models_of
+from .peers import Peers, find_groups, groups_of_mesh, shared
 
 if TYPE_CHECKING:
     from .joinable import GuardJoinable
-    from .peers import Peers
-
-# What meets with other ranks is imported where there are any.
 
 _log = logging.getLogger("overflow_fast")
 
@@ -174,6 +172,7 @@ class Agreement:
                     f"group, got {len(groups)}: initialize torch.distributed, and pass "
                     "process_group= to the guard"
                 )
+            # A torch that was built without distributed has no `Join`.
             from .joinable import GuardJoinable
 
             self._joinable = GuardJoinable(
@@ -192,8 +191,6 @@ class Agreement:
         own = report or Report(step, "raise", verdict)
         peers = self._meet()
         if peers is None and world_size() > 1:
-            from .peers import Peers
-
             peers = Peers.of(dist.group.WORLD)
         return self._agree(peers, step, verdict, 0, lambda: own).report
 
@@ -308,8 +305,6 @@ class Agreement:
         """Returns the ranks that share the models, or None; first by a collective."""
         with self._propagate():
             if self._peers is None and self._shared:
-                from .peers import Peers
-
                 self._peers = Peers.meet(self._shared)
                 self._warn_of_others(self._peers.ranks)
         return self._peers
@@ -358,8 +353,6 @@ class Agreement:
     def _find(self) -> list[Any]:
         if self._given is False or world_size() == 1:
             return []
-        from .peers import find_groups, groups_of_mesh, shared
-
         if self._given is None:
             return find_groups(self._models(), self._outermost())
         if isinstance(self._given, dist.device_mesh.DeviceMesh):

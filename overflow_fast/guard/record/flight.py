@@ -31,7 +31,8 @@ from ..files.json_text import line_bytes, to_plain
 from ..files.reading import open_regular
 from ..files.writing import make_folder, open_new, write_all
 from ..optimizers.engines import LossScaler
-from ..report.report import Cost, Report
+from ..report.cost import Cost
+from ..report.report import Report
 from ..report.run_log import RunIdentity
 from ..verdict.verdict import kind_of
 from ..watching.watch import ModelWatch, models_of

@@ -1,20 +1,15 @@
-"""The report of a bad step, and what a guard has checked: the data.
-
-Their words are in `wording.py`, which is loaded where one is asked for.
-"""
+"""The report of a bad step, the error that has it, and the rank it is of."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ..files.json_text import SCHEMA, dumps, to_plain
-from ..verdict.verdict import EntryHeadroom, Verdict
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
-    from .wording import ReportText
+from .exit_code import exit_code_of
+from .report_data import ReportData
+from .wording import ReportText
 
 
 class NonFiniteError(FloatingPointError):
@@ -28,8 +23,6 @@ class NonFiniteError(FloatingPointError):
     """
 
     def __init__(self, report: Report) -> None:
-        from .explanation import exit_code_of
-
         super().__init__(report.answer())
         self.report = report
         self.exit_code = exit_code_of(report.explanation, report.has_ended_runs)
@@ -41,74 +34,11 @@ class NonFiniteError(FloatingPointError):
 NonFiniteError.__module__ = "overflow_fast"  # as programs import it
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The time that the guard itself took, by the host's clock.
+class Report(ReportData):
+    """A guard's findings in a step and its action, as text, HTML and JSON.
 
-    Attributes:
-        step_seconds: The time from the judgement before to this one.
-        guard_seconds: The part of it that was spent in the guard: its hooks, scans on
-            the CPU, launches, waits and judgement. Not the time of kernels on a device.
-        share: The guard's share of all watched steps so far.
+    Its fields are those of `ReportData`.
     """
-
-    step_seconds: float = 0.0
-    guard_seconds: float = 0.0
-    share: float = 0.0
-
-
-@dataclass(repr=False)
-class Report:
-    """A guard's findings in a step, and its action.
-
-    Attributes:
-        step: The optimizer's step, counted from 0.
-        action: "raise", "warn" or "skip".
-        verdict: The first bad entry, and its origin.
-        least_headroom: The finite value of the step that came nearest to its dtype's
-            maximum.
-        frames: The last frames up to the first bad one, as text.
-        not_covered: What was not checked, in sentences.
-        cost: The time that the guard took.
-        num_skipped: How many steps were skipped so far, this one included.
-        evidence: The folder with the tensors and the batch, or None.
-        page: The page beside the evidence, or None.
-        notes: Further sentences.
-        where: The rank, host and device that found it, where ranks decide together.
-        is_of_state: True if it is of a state that was to be saved, and of no step.
-        moment: When it was found: "before" the optimizer's step, "after" it
-            (`sync="lagged"`), in an "evaluation" (a forward without autograd), by a
-            "check", when the program's own code "raised", or "" where it is of no step,
-            or not decided yet.
-        skipped_by: What has skipped the step instead of the guard: "GradScaler", or the
-            optimizer's kernel on a device.
-        explanation: The findings of a replay of the step; None if there was none.
-        repeats: The earlier run that the log has the same step and entry of, or "".
-        raised: The type of the exception that the program's own code has raised in the
-            step, or "".
-        is_beyond_repair: A weight or an optimizer's state stays non-finite, whatever
-            becomes of the step: a checkpoint helps.
-    """
-
-    step: int
-    action: str
-    verdict: Verdict
-    least_headroom: EntryHeadroom | None = None
-    frames: list[str] = field(default_factory=list)
-    not_covered: list[str] = field(default_factory=list)
-    cost: Cost = field(default_factory=Cost)
-    num_skipped: int = 0
-    evidence: str | None = None
-    page: str | None = None
-    notes: list[str] = field(default_factory=list)
-    where: str | None = None
-    is_of_state: bool = False
-    moment: str = ""
-    skipped_by: str = ""
-    explanation: Explanation | None = None
-    repeats: str = ""
-    raised: str = ""
-    is_beyond_repair: bool = False
 
     # An earlier run ended with the same step and entry. No field: it is for
     # `NonFiniteError.exit_code` alone.
@@ -116,8 +46,6 @@ class Report:
 
     @property
     def _text(self) -> ReportText:
-        from .wording import ReportText
-
         return ReportText(self)
 
     def __str__(self) -> str:
@@ -148,6 +76,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as a dict of strings, finite numbers, lists and dicts."""
         found, plain = self.explanation, asdict(replace(self, explanation=None))
+        plain["verdict"] = self.verdict.to_dict()
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = self.verdict.first.place
         plain = to_plain({**plain, "explanation": found and found.to_dict()})

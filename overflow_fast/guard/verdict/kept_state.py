@@ -38,7 +38,7 @@ class KeptValue(NamedTuple):
 
     @property
     def candidate(self) -> str:
-        """Its name among `Verdict.candidates`: of an attribute, the module's."""
+        """Its name among `Origin.candidates`: of an attribute, the module's."""
         if self.kind != "attribute":
             return self.name
         return module_of_parameter(self.name) or "the model"

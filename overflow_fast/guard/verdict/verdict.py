@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from ... import _C
 from ...flags import is_label
@@ -27,7 +28,7 @@ SOURCES = (
 
 
 class NonModuleOrigin(str):
-    """A candidate of `Verdict.candidates` that is no module."""
+    """A candidate of `Origin.candidates` that is no module."""
 
 
 BATCH = NonModuleOrigin("the batch")
@@ -38,11 +39,43 @@ STAND_IN = NonModuleOrigin("a tensor of functional_call()")
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a value; the fields are those of `Verdict`."""
+    """Where the `first` bad value of a verdict began.
 
-    origin: str
-    source: str
-    maker: str
+    Attributes:
+        how: "made" by the module of `first`; "passed_on" by it, made before;
+            "given", where the model's own inputs or weights were bad; "unclear".
+        source: The kind of its first maker or holder, where known, out of `SOURCES`:
+            "module" (the code of one module's call), "caller" (a module's own code
+            between the calls of its submodules), "loss" (code after the model),
+            "batch" (the batch that a trainer took from its loader),
+            "weight", "buffer" and "optimizer_state" (non-finite before the step),
+            "after_backward" (gradients were changed between backward and the
+            optimizer's step), "update" (the optimizer's step made it of finite
+            gradients), or "unclear".
+        maker: The maker in words; the qualified name where it is a module.
+        candidates: The possible makers where these are few, else empty (as for a
+            gradient that any code behind a module may have made): qualified names of
+            modules (their code), weights and buffers, "the model", "the loss" (code
+            after the model), "the batch" (which includes labels), "the training loop"
+            (Lightning: "training_step"), "code in the step", or "a tensor of
+            functional_call()".
+        after: The module whose call, or the gradient of whose output, was the last one
+            seen before it where that is of use, or "".
+        unwatched: What the guard does not watch within the maker: modules, hooks, and
+            parts of what modules are given or return.
+        batch_places: Its places in the batch, or in other inputs that the training loop
+            gave the model, such as "`input.labels`, sample 3 of 8".
+        nonfinite_state: The weights, buffers and attributes of modules that were
+            non-finite too, and that the code may have read, where that is not certain.
+        stale_inputs: The inputs of the first bad call that were scanned before it and
+            not again, as on devices, or that were finite then and are not now: a write
+            that torch does not count may have come between.
+        remarks: Further observations that may explain it, in sentences.
+    """
+
+    how: str = ""
+    source: str = ""
+    maker: str = ""
     candidates: list[str] = field(default_factory=list)
     after: str = ""
     unwatched: list[str] = field(default_factory=list)
@@ -138,35 +171,7 @@ class Verdict:
     Attributes:
         batch: The forward that the first bad frame belongs to, counted from 0.
         first: The first bad entry in execution order; None if the step is clean.
-        origin: "made" by the module of `first`; "passed_on" by it, made before;
-            "given", where the model's own inputs or weights were bad; "unclear".
-        source: The kind of its first maker or holder, where known, out of `SOURCES`:
-            "module" (the code of one module's call), "caller" (a module's own code
-            between the calls of its submodules), "loss" (code after the model),
-            "batch" (the batch that a trainer took from its loader),
-            "weight", "buffer" and "optimizer_state" (non-finite before the step),
-            "after_backward" (gradients were changed between backward and the
-            optimizer's step), "update" (the optimizer's step made it of finite
-            gradients), or "unclear".
-        maker: The maker in words; the qualified name where it is a module.
-        candidates: The possible makers where these are few, else empty (as for a
-            gradient that any code behind a module may have made): qualified names of
-            modules (their code), weights and buffers, "the model", "the loss" (code
-            after the model), "the batch" (which includes labels), "the training loop"
-            (Lightning: "training_step"), "code in the step", or "a tensor of
-            functional_call()".
-        after: The module whose call, or the gradient of whose output, was the last one
-            seen before it where that is of use, or "".
-        unwatched: What the guard does not watch within the maker: modules, hooks, and
-            parts of what modules are given or return.
-        batch_places: Its places in the batch, or in other inputs that the training loop
-            gave the model, such as "`input.labels`, sample 3 of 8".
-        nonfinite_state: The weights, buffers and attributes of modules that were
-            non-finite too, and that the code may have read, where that is not certain.
-        stale_inputs: The inputs of the first bad call that were scanned before it and
-            not again, as on devices, or that were finite then and are not now: a write
-            that torch does not count may have come between.
-        remarks: Further observations that may explain it, in sentences.
+        origin: Where the value began.
         masks: The inputs of the first bad call that hold -inf and nothing worse; that
             is no alarm, since additive masks are made of it.
         allowed: Those that hold what a rule allows; see `allow` of `OverflowGuard`.
@@ -181,16 +186,10 @@ class Verdict:
 
     batch: int = 0
     first: BadEntry | None = None
-    origin: str = ""
-    source: str = ""
-    maker: str = ""
-    candidates: list[str] = field(default_factory=list)
-    after: str = ""
-    unwatched: list[str] = field(default_factory=list)
-    batch_places: list[str] = field(default_factory=list)
-    nonfinite_state: list[str] = field(default_factory=list)
-    stale_inputs: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    origin: Origin = field(
+        default_factory=Origin,
+        metadata={"flat": {"how": "origin"}},  # in files; see `to_dict()`
+    )
     masks: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
     headroom: EntryHeadroom | None = None
@@ -204,6 +203,20 @@ class Verdict:
     def is_clean(self) -> bool:
         """True if nothing bad was found."""
         return self.first is None
+
+    def with_remarks(self, remarks: list[str]) -> Verdict:
+        """Returns the verdict with other remarks on its origin."""
+        return replace(self, origin=replace(self.origin, remarks=remarks))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as a dict, those of its origin among its own."""
+        found = dict[str, Any]()
+        for name, value in asdict(self).items():
+            if name == "origin":
+                found |= {name: value.pop("how"), **value}
+            else:
+                found[name] = value
+        return found
 
 
 class BadFrame:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ... import _C, flags
+from ... import _C
 from ...detector.selection import Named
 from ...scanner import tree
-from ...scanner.modules import parameters_of, stepped_by
+from ...scanner.modules import stepped_by
 from ...torch_internals.tensor_internals import is_wrapper, local_tensor, sparse_values
-from ..optimizers.engines import LossScaler, engine_gradients, optimizers_in
+from ..optimizers.engines import engine_gradients, optimizers_in
 from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
@@ -466,51 +466,3 @@ def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
     if gradient is None:
         return id(parameter), (None, -1)
     return id(parameter), (weakref.ref(gradient), _C.version_of(gradient))
-
-
-# The overflow flags of devices, asked once a step.
-
-
-class OverflowFlags:
-    """The overflow flags of the devices of watched models, where there are any.
-
-    Args:
-        watches: The watched models.
-    """
-
-    def __init__(self, watches: Sequence[ModelWatch]) -> None:
-        self._watches = watches
-
-    def clear(self) -> None:
-        """Clears the flags, when a watched step begins."""
-        for device_type, flag in self._flags().items():
-            flags.attempt(device_type, flag.clear)
-
-    def ask(self, level: ScanLevel, scaler: LossScaler | None = None) -> None:
-        """Reads the flags; one that is set is an entry of the step that is inf.
-
-        Args:
-            level: How much of the step is watched.
-            scaler: The scaler that makes the step, or None. A scaler asks the flag
-                itself, and takes it for a scale that is too large.
-        """
-        if level is ScanLevel.OFF or scaler is not None:
-            return
-        for device_type, flag in self._flags().items():
-            found = flags.attempt(device_type, flag.read)
-            if isinstance(found, torch.Tensor):
-                is_set = found.detach().reshape(-1)[:1] != 0
-                value = torch.zeros_like(is_set, dtype=torch.float32)
-                self._record(device_type, value.masked_fill_(is_set, torch.inf))
-            elif found:
-                self._record(device_type, torch.full((1,), torch.inf, device="cpu"))
-
-    def _record(self, device_type: str, value: torch.Tensor) -> None:
-        named = [flags.label_of(device_type)], [value]
-        self._watches[0].record(_C.FrameKind.RECORDED, named)
-
-    def _flags(self) -> dict[str, flags.DeviceFlag]:
-        if not flags.of_devices:
-            return {}
-        models = [model for w in self._watches if (model := w.model) is not None]
-        return flags.registered(p.device.type for m in models for p in parameters_of(m))

@@ -102,8 +102,9 @@ class RunWatch:
         verdict = attribute(frames, [self._watch])
         if verdict.first is not None:
             self.place = verdict.first.kind, verdict.first.fqn
-            root = "" if verdict.after == "the model" else verdict.after
-            self._after = [root] if verdict.after else []
+            after = verdict.origin.after
+            root = "" if after == "the model" else after
+            self._after = [root] if after else []
         self._watch.end_judgement(is_lagged=False)
 
     def note_error(self, error: BaseException) -> None:

@@ -36,7 +36,7 @@ from overflow_fast.guard.record import record_lines
 from overflow_fast.guard.record.record_lines import RecordStep
 from overflow_fast.guard.record.thinning import fold
 from overflow_fast.guard.report import log_lines
-from overflow_fast.guard.report.explanation import Remedy
+from overflow_fast.guard.report.remedy import Remedy
 from overflow_fast.tools.compare import recording_schema
 from overflow_fast.tools.page import evidence_schema
 from overflow_fast.tools.record.table import FlightRecord
