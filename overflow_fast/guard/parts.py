@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import re
@@ -21,6 +20,7 @@ from ..detector.coverage import warn_of_asking, warn_of_scripted
 from ..detector.selection import Selection, Wanted, check_patterns, full_name
 from ..scanner.modules import modules_in, named_modules, parameters_of, tensors_of
 from ..scanner.tensors import loss_in
+from ..torch_internals import clipping
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught
 from .archive import Measurements
@@ -35,6 +35,7 @@ from .optimizers.wrapped import innermost, stepper_of
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
+from .requests.requests import Requests
 from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
@@ -46,7 +47,6 @@ from .watching.watch import ModelWatch, models_of
 
 if TYPE_CHECKING:
     from .ranks.joinable import GuardJoinable
-    from .requests.requests import Requests
 
 # Takes what a training loop hands over: batches, losses, functions to run again.
 
@@ -114,22 +114,15 @@ class LoopInputs:
         """True while a function runs that calls the models."""
         return self._num_running > 0
 
-    def note_batch(self, batch: object) -> None:
-        """Notes the batch of a trainer's step, which calls the models.
-
-        Args:
-            batch: The batch, in any nesting. It is held weakly. None after the step.
-        """
+    def note_batch(self, batch: object, caller: str | None) -> None:
+        """Notes the batch of a trainer's step; see `OverflowGuard.note_batch()`."""
         with self._isolation.measured():
             noted = None if batch is None else LoopBatch(batch)
             for watch in self._watches:
+                if caller is not None:
+                    watch.inputs.caller = caller
                 number, num_calls = watch.batch_number, watch.total_calls
                 watch.inputs.loop_batches.note(number, num_calls, noted)
-
-    def name_caller(self, name: str) -> None:
-        """Names the code that calls the models, for reports: "training_step"."""
-        for watch in self._watches:
-            watch.inputs.caller = name
 
     def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
         """Calls a function that calls the models; keeps it until the step is judged."""
@@ -333,33 +326,6 @@ def warn_foreign_parameters(
             )
 
 
-def warn_of_other_guards(
-    watches: Sequence[ModelWatch],
-    others: Sequence[ModelWatch],
-    ending: Sequence[ModelWatch],
-) -> None:
-    """Logs a warning if other guards, which are on, watch modules of the same models.
-
-    Args:
-        watches: The guard's.
-        others: Those of the other guards.
-        ending: Those of them that end when the program lets go of their guard.
-    """
-    for watch, each in itertools.product(watches, others):
-        model, other = watch.model, each.model
-        if model is None or other is None:
-            continue
-        if other in set(modules_in(model)) or model in set(modules_in(other)):
-            until = ", until your program lets go of that one, as in a cell's next run"
-            _log.warning(
-                "Another OverflowGuard already watches this %s. Both work, each by "
-                "its own policy%s. Call remove() on the other to replace it.",
-                type(model).__name__,
-                until * (each in ending),
-            )
-            return
-
-
 def warn_of_idle_arguments(
     config: GuardConfig, watches: Sequence[ModelWatch]
 ) -> set[str]:
@@ -516,8 +482,6 @@ class GuardParts:
     def judge_requests(self) -> Requests:
         """Judges forwards without autograd as requests from now on."""
         if self.requests is None:
-            from .requests.requests import Requests
-
             self.requests = self.inputs.requests = Requests(self)
             for watch in self.watches:
                 watch.judges_requests = True
@@ -548,8 +512,6 @@ class GuardParts:
         if self._start is not None:
             self._start.begin()
         if self.config.hears_clipping:
-            from ..torch_internals import clipping
-
             clipping.listen(self.inputs)
         self.timer.restart()
         self.clock.start()
@@ -575,8 +537,6 @@ class GuardParts:
                 return
             self.is_enabled = False
             if self.config.hears_clipping:
-                from ..torch_internals import clipping
-
                 clipping.stop_listening(self.inputs)
             uncaught.stop_listening(self)
             if self.requests is not None:

@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..detector.selection import NoModuleError
-from ..guard.guard import OverflowGuard, guards_of, modules_of
 from ..guard.libraries import LIBRARIES
-from ..guard.optimizers.wrapped import stepper_of
-from ..guard.parts import living_models
+from ..guard.others import num_guards_of
 from ..guard.process import own_rank
+from ..guard.program_guard import ProgramGuard
 from ..guard.report.coverage import GuardCoverage, summary
 from ..guard.report.report import NonFiniteError
 from ..scanner.modules import modules_in
@@ -35,15 +34,18 @@ from .script_models import (
     each_once,
     find_outermost,
     find_trained,
+    guards_of,
     have_detectors,
     holds_one_of,
     inside,
     is_made_by_another,
+    modules_of,
     named_by_class,
     stepped_ids,
     without_inner,
 )
 from .script_requests import RequestGuard
+from .transformers import install
 
 # Calls a function when a module has been imported, and not before.
 
@@ -140,8 +142,6 @@ def _trainers() -> dict[str, type[Any]]:
 
 def replace_detector() -> None:
     """Puts this package's detector in the place of transformers' own."""
-    from .transformers import install
-
     try:
         install()
     except ImportError as error:
@@ -185,14 +185,14 @@ class ScriptGuard:
         self._pending: list[weakref.ref[Optimizer]] = []
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._unrelated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._fresh: list[OverflowGuard] = []  # no forward has run under them
+        self._fresh: list[ProgramGuard] = []  # no forward has run under them
         self._callbacks: list[Any] = []
         self._num_searches = 0
         self._is_guarded = False
         self._has_own = False
         self._why_not = ""
         self._forward_hook: Any = None
-        self._guards: list[OverflowGuard] = []
+        self._guards: list[ProgramGuard] = []
         self._refused: NoModuleError | None = None
         self._requests: RequestGuard | None = None
 
@@ -213,7 +213,7 @@ class ScriptGuard:
                 yield
         except BaseException as error:
             for guard in self._all_guards:
-                guard._parts.on_raised(error, ends=True)
+                guard.on_raised(error)
             with contextlib.suppress(NonFiniteError):
                 self._remove_guards()
             raise
@@ -251,7 +251,7 @@ class ScriptGuard:
         return self._is_guarded or any(judged)
 
     @property
-    def _all_guards(self) -> list[OverflowGuard]:
+    def _all_guards(self) -> list[ProgramGuard]:
         found = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
         if self._requests is not None and self._requests.guard is not None:
             found.append(self._requests.guard)
@@ -299,7 +299,7 @@ class ScriptGuard:
     def _look_at(self, module: nn.Module) -> None:
         if module in self._unrelated:
             return
-        watched = [each for one in self._fresh for each in modules_of(one._parts)]
+        watched = list(modules_of(self._fresh))
         is_watched = any(each is module for each in watched)
         if is_watched and not self._pending:
             self._go_over_to_wrappers()
@@ -329,7 +329,7 @@ class ScriptGuard:
     def _new_optimizers(self) -> list[Optimizer]:
         """The optimizers under which no forward has run."""
         pending = [each for one in self._pending if (each := one()) is not None]
-        fresh = [o for guard in self._fresh for o in guard._parts.optimizers]
+        fresh = [o for guard in self._fresh for o in guard.optimizers]
         return [*fresh, *(each for each in pending if each not in fresh)]
 
     def _attach(self) -> None:
@@ -342,22 +342,22 @@ class ScriptGuard:
             self._why_not = f"no torch.nn.Module holds the parameters of {names}"
             return
         self._pending.clear()
-        parts = guards_of([each for model in models for each in modules_in(model)])
-        earlier = [each for each in self._guards if each._parts in parts]
-        if len(earlier) < len(parts) or have_detectors(models):
+        wanted = {each for model in models for each in modules_in(model)}
+        earlier = guards_of(self._guards, wanted)
+        if len(earlier) < num_guards_of(wanted) or have_detectors(models):
             self._has_own = True
         else:
             self._replace(earlier, models, wrapped)
 
     def _replace(
         self,
-        earlier: Sequence[OverflowGuard],
+        earlier: Sequence[ProgramGuard],
         models: Sequence[nn.Module],
         optimizers: Sequence[Any],
     ) -> None:
         """Makes a guard that goes on where earlier ones have ended."""
         new = {id(inner) for each in optimizers for inner in inside(each)}
-        before = [o for each in earlier for o in each._parts.optimizers]
+        before = [o for each in earlier for o in each.optimizers]
         # Engines step an optimizer once to make its state.
         unused = {id(one): one.coverage().steps for one in self._fresh}
         steps = (each.step - unused.get(id(each), 0) for each in earlier)
@@ -368,8 +368,7 @@ class ScriptGuard:
             guard.remove()
         model = models[0] if len(models) == 1 else named_by_class(models)
         kept = [each for each in before if id(each) not in new]
-        guard = OverflowGuard(model, [*kept, *optimizers], **self._arguments)
-        guard._parts.gives_way = True
+        guard = ProgramGuard(model, [*kept, *optimizers], **self._arguments)
         guard.step = step
         self._guards.append(guard)
         self._fresh = [guard]
@@ -381,15 +380,8 @@ class ScriptGuard:
         the place of the one there is; other wrappers of optimizers are noted.
         """
         for guard in list(self._fresh):
-            hooks = [each for each in guard._parts.hooks if each.optimizer is not None]
-            inner = [each.optimizer for each in hooks if each.optimizer is not None]
-            models = list(living_models(guard._parts.watches).values())
-            roots, wrappers = find_outermost(models, inner)
-            pairs = list(zip(hooks, wrappers, strict=True))
-            if all(stepper_of(wrapper) is hook.layers[1] for hook, wrapper in pairs):
-                for hook, wrapper in pairs:
-                    hook.note_wrapper(wrapper)
-            else:
+            roots, wrappers = find_outermost(guard.models, guard.optimizers)
+            if not guard.note_wrappers(wrappers):
                 self._replace([guard], roots, each_once(wrappers))
 
     def _end_requests(self) -> None:

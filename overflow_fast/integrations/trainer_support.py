@@ -17,7 +17,6 @@ from ..guard.options import reusable
 from ..guard.process import has_process_group
 from ..guard.step_keeper import argument_names
 from ..guard.undo.kept_objects import KeptObjects
-from ..guard.watching.evaluation import Evaluation
 from ..scanner.modules import without_reduction
 from ..scanner.tree import CALL_DEPTH, copied, copied_call
 
@@ -98,10 +97,8 @@ class GuardOwner:
             batch: Its index in the evaluation, from 0; None when that is over.
             loader: The index of the loader.
         """
-        if self.guard is None or not self._logs_evaluation:
-            return
-        of_batch = None if batch is None else Evaluation(batch, loader)
-        self.guard._parts.pipeline.evaluation = of_batch
+        if self.guard is not None and self._logs_evaluation:
+            self.guard.note_evaluation(batch, loader)
 
     def remove_guard(self) -> None:
         """Removes the guard, after its last verdict."""
@@ -132,8 +129,7 @@ def check_before_saving(guard: OverflowGuard) -> None:
     Call it on every rank, before a file is written, or removed to make room. Incurs a
     CPU-GPU sync for each device.
     """
-    has_model = any(watch.model is not None for watch in guard._parts.watches)
-    if guard.enabled and has_model:
+    if guard.enabled and guard.models:
         guard.assert_finite_state(joint=True)
 
 
@@ -213,7 +209,7 @@ class JudgedMethod(PatchedMethod):
             return super().__call__(*args, **kwargs)
         except Exception as error:
             if self._before is not None:
-                self._guard._parts.on_raised(error, ends=True)
+                self._guard.on_raised(error)
             raise
 
 
@@ -260,7 +256,7 @@ class KeptStep(PatchedMethod):
         names = argument_names(self.__wrapped__, len(args))
         given = dict(zip(names, own_args, strict=True))
         again = functools.partial(call, **given, **own_kwargs)
-        return self._guard._parts.inputs.run(again, self._records_loss)
+        return self._guard.run(again, records_loss=self._records_loss)
 
     @contextlib.contextmanager
     def unseen(self, models: Sequence[nn.Module]) -> Iterator[None]:
