@@ -11,13 +11,9 @@ from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
 from ..torch_internals.module_internals import share_tensors, submodules
-from .trainer_support import (
-    GuardOwner,
-    KeptStep,
-    PatchedMethod,
-    check_before_saving,
-    has_owner,
-)
+from .kept_step import KeptStep
+from .patched_methods import PatchedMethod
+from .trainer_support import GuardOwner, check_before_saving, has_owner
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
