@@ -7,10 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..detector.selection import Wanted
-from .monitors.monitor import Monitor
-from .monitors.running import DEFAULT_MONITORS
-from .monitors.spikes import Spikes
-from .options import (
+from .kinds import (
     ALLOW,
     GROUP,
     METRICS,
@@ -19,19 +16,16 @@ from .options import (
     POLICY,
     TRIPWIRE,
     WATCH,
-    Evidence,
-    Explain,
     Kind,
-    Log,
-    Options,
-    Record,
-    Schedule,
     check_safetensors,
     is_path,
     one_of,
-    option,
     whole,
 )
+from .monitors.monitor import Monitor
+from .monitors.running import DEFAULT_MONITORS
+from .monitors.spikes import Spikes
+from .options import Evidence, Explain, Log, Options, Record, Schedule, option
 from .policy import plain_action
 from .report.report import Report
 from .verdict.rules import Allow

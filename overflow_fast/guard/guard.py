@@ -17,22 +17,11 @@ from torch.optim import Optimizer
 from ..scanner.text import drop_own_frames
 from .config import EVERYTHING, GuardConfig, Policy
 from .isolation import isolate_errors
+from .kinds import Exporter, Path, check_int, check_names, reusable
 from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
 from .optimizers.wrapped import optimizers_of
-from .options import (
-    Evidence,
-    Explain,
-    Exporter,
-    Log,
-    Path,
-    Record,
-    Schedule,
-    check_int,
-    check_names,
-    documents,
-    reusable,
-)
+from .options import Evidence, Explain, Log, Record, Schedule, documents
 from .others import note_enabled
 from .outer import outer
 from .parts import (

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import _C
-from ..guard.options import TRIPWIRE
+from ..guard.kinds import TRIPWIRE
 from ..guard.others import num_guards_of
 from ..guard.program_guard import ProgramGuard
 from ..guard.requests.requests import entries_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..guard.guard import OverflowGuard
-from ..guard.options import reusable
+from ..guard.kinds import reusable
 from ..guard.process import has_process_group
 
 
