@@ -18,20 +18,19 @@ from ..scanner.text import drop_own_frames
 from .config import EVERYTHING, GuardConfig, Policy
 from .isolation import isolate_errors
 from .kinds import Exporter, Path, check_int, check_names, reusable
+from .models import (
+    Models,
+    living_models,
+    named_models,
+    warn_foreign_parameters,
+)
 from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
 from .optimizers.wrapped import optimizers_of
 from .options import Evidence, Explain, Log, Record, Schedule, documents
 from .others import note_enabled
 from .outer import outer
-from .parts import (
-    GuardParts,
-    Handle,
-    Models,
-    living_models,
-    named_models,
-    warn_foreign_parameters,
-)
+from .parts import GuardParts, Handle
 from .report.coverage import GuardCoverage, log_begin, log_end
 from .report.report import Cost, NonFiniteError, Report
 from .report.suspects import Suspects, read_incidents, suspects_of
