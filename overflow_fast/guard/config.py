@@ -1,4 +1,15 @@
-"""The configuration of a guard: its arguments, checked."""
+"""The configuration of a guard: its arguments, checked.
+
+1. `GuardConfig.of()` takes the arguments of `OverflowGuard` by name. Shorter forms,
+   such as a path for a `Log`, become the objects that they stand for, and then each
+   field is checked by its kind. What cannot be used raises here; patterns and rules
+   that match nothing raise when the models are known (parts.py).
+2. The fields are never changed afterwards. What a guard asks of several of them at once
+   is a property below, so that no other file puts the same question together.
+3. If `may_restore` or `may_replay` is True where it need not be, buffers are copied and
+   calls are kept for nothing. If it is False where it should not, a bad step cannot be
+   undone, or is not explained.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +43,9 @@ from .verdict.rules import Allow
 
 Policy = str | Callable[[Report], str]
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
-WEIGHTS_EVERY = 64  # steps between the tripwire's scans of the weights
+# Steps between the scans of the weights that a tripwire makes. With more, a bad weight
+# that no loss shows is found later; with fewer, clean steps take longer.
+WEIGHTS_EVERY = 64
 
 _Monitor = TypeVar("_Monitor", bound=Monitor)
 

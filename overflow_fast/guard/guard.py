@@ -1,4 +1,22 @@
-"""OverflowGuard: watches a whole training run, and judges each step once."""
+"""OverflowGuard: watches a whole training run, and judges each step once.
+
+This file is what a program calls. The work is done elsewhere:
+
+1. Arguments are checked once, when a `GuardConfig` is made of them (config.py).
+2. `GuardParts` (parts.py) holds everything else: hooks on models and optimizers, the
+   pipeline that judges, and what was counted. The hooks hold it, and not this object.
+3. What a training loop calls runs isolated (isolation.py): an error of the guard's own
+   code is logged once, and the method returns None or an empty result. Methods that
+   are asked for something once, such as `to_html()` and `self_test()`, raise it.
+4. A program that lets go of this object keeps its guard: the models are watched until
+   they are gone, their optimizers are, or a later guard takes its place (others.py).
+
+Its own state is these two:
+
+1. `_parts`: shared with copies of this object that `copy.copy` makes.
+2. `_handle`: dies with the last such copy. The parts hold it weakly. If it died too
+   early, a later guard of the same models would end this one while it is in use.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,12 @@ from .watching.step_tensors import NORM, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
 
 _log = logging.getLogger("overflow_fast")
-_MAX_NAMES = 1000  # 2 KiB each
-_MANY_RUNS = 8  # without a step, before it is said that they run another model
+# Names of recorded tensors, each of which takes 2 KiB for good. Tensors beyond share a
+# name with a star in place of digits.
+_MAX_NAMES = 1000
+# Calls of `guard.run()` without a step, before it is said that they run another model.
+# With fewer, a program that first runs another model a few times is warned in vain.
+_MANY_RUNS = 8
 
 
 class _Strangers(NamedTuple):

@@ -1,4 +1,28 @@
-"""Assembles the parts of a guard, and runs them for a training loop."""
+"""Assembles the parts of a guard, and runs them for a training loop.
+
+The flow:
+
+1. Each model gets a `ModelWatch`, whose hooks record what a forward and a backward
+   show; each optimizer gets an `OptimizerHook`, which asks before it steps.
+2. The hooks call the `Pipeline`, which judges a step. Where there is no optimizer, or
+   `guard.request()` was called, `Requests` judges forwards without autograd.
+3. `enable()` and `disable()` attach and remove all hooks, in one thread at a time.
+   Within a judgement or a step, removing them is put off until that has ended.
+4. An exception that leaves a forward, `guard.run()`, a `with` block or the program is
+   judged when it does (`on_raised`).
+5. The guard ends by `remove()`; when its models or optimizers are gone; or when a later
+   guard has its optimizers and the program has let go of this one (`note_later`).
+
+The state:
+
+1. `is_enabled`: hooks are on. Only `enable()` and `disable()` change it.
+2. `clock`: the step at hand and what is scanned in it. `inputs`: what the loop hands
+   over. `keeper`: the calls of the step, if steps may be run again.
+3. `requests`: None until forwards are judged as requests, which they are from then on.
+4. `_handle` and `_later`: the program's hold on the guard, and the guard that takes its
+   place, both held weakly. If they were strong, the guards of all runs of a notebook's
+   cell would stay on, and each would judge every step.
+"""
 
 from __future__ import annotations
 
