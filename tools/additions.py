@@ -141,7 +141,7 @@ assert '"monitor": "DeadUnits", "text": "units are dead"' in (folder / "l").read
                 "overflow_fast/guard/options.py",
                 """    owner: str = field(
         default="",
-        metadata=option("Whose log it is.", Kind(check_path, str, "NAME")),
+        metadata=option("Whose log it is.", PATH),
     )
 """,
                 """            see="formats.md#log",
@@ -160,7 +160,7 @@ with pytest.raises(TypeError, match="log.owner must be a path, got int"):
     overflow_fast.Log("log", owner=3)
 with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
     main(["run", "--help"])
-assert "--log-owner NAME" in out.getvalue()
+assert "--log-owner PATH" in out.getvalue()
 assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
 """,
         [_PAGES, "tests/guard/test_options.py"],

@@ -270,8 +270,8 @@ class SelfTest:
                 for direction in DIRECTIONS
                 for value in FAULTS
             ]
-        wanted = self._watches[0].wanted._asdict()
-        not_watched = [name for name in _SEEN_BY if not wanted[name]]
+        wanted = self._watches[0].wanted
+        not_watched = [name for name in _SEEN_BY if not getattr(wanted, name)]
         not_chosen = len(called) - len(chosen)
         return SelfTestResult(found, faults, not_chosen, not_watched)
 

@@ -14,9 +14,9 @@ from .. import _C
 from .config import GuardConfig
 from .files.fields import line_of
 from .isolation import OverheadTimer
+from .kinds import exporters_of
 from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
-from .options import exporters_of
 from .outer import outer
 from .record.flight import FlightRecorder
 from .report.log_lines import LogLine, StepLine

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from ..detector.selection import Selection, Wanted
 from ..scanner.text import some
+from .models import Models, named_models
 from .optimizers.wrapped import innermost, optimizers_of
-from .parts import Models, named_models
 from .report.report import NonFiniteError, Report
 from .verdict.first_bad import attribute
 from .verdict.rules import Allow, Rules

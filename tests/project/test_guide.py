@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from guarding import batches, make, train_step
+from made_up_trainer import MadeUpTrainer, two_layers
 from pages import Examples, assert_shown, guides, pages, run
 from ranks import on_ranks
 from small_models import (
@@ -232,6 +233,16 @@ def test_own_loop(code):
         (model(**next(iter(loader_of(2)))).loss * factor).backward()
         run(code, optimizer=optimizer, guard=guard, scheduler=scheduler)
     assert scheduler.last_epoch == 1
+
+
+@runs("a-trainer-of-your-own")
+def test_a_trainer_of_your_own(code):
+    callback = run(code)["GuardCallback"](on_overflow="skip")
+    data = [{"x": torch.full((4, 2), value)} for value in (1.0, float("nan"), 1.0)]
+    trainer = MadeUpTrainer(two_layers(), [callback], validated=data[:1])
+    trainer.fit(data)
+    assert callback.guard.last_report.verdict.batch_places == ["`batch['x']`"]
+    assert (trainer.step, trainer.scheduler.last_epoch, trainer.saved) == (3, 2, [3])
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ from ...scanner.text import as_lines, numbered
 from ...scanner.tree import plain_key, tensors
 from ...torch_internals.module_internals import own_parameters
 from ...torch_internals.tensor_internals import local_part
+from ..kinds import whole
 from ..optimizers.engines import optimizers_in
-from ..options import option, whole
+from ..options import option
 from ..process import has_process_group, own_rank
 from ..ranks.peers import replicating_group
 from .monitor import Guarded, Monitor

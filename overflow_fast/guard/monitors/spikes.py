@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ... import _C
-from ..options import one_of, option
+from ..kinds import one_of
+from ..options import option
 from ..watching.step_tensors import NORM
 from ..watching.watch import ModelWatch
 from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
