@@ -295,7 +295,7 @@ class Archive:
             line["maker"] = verdict.maker
         if report is not None:
             line.update(self._blame(report))
-        self._log.write(StepLine.line(**line))
+        self._log.write(line_of(StepLine, **line))
 
     def _line_of(self, step: int) -> dict[str, Any]:
         return line_of(LogLine, run=self._run.id, time=round(time.time(), 3), step=step)
