@@ -30,7 +30,7 @@ from .watching.watch import ModelWatch
 if TYPE_CHECKING:
     from .report.evidence import EvidenceFolder
     from .report.json_log import JsonLog
-    from .report.suspects import LoggedIncident
+    from .report.logged_incidents import LoggedIncident
 
 _log = logging.getLogger("overflow_fast")
 
@@ -327,7 +327,7 @@ class Archive:
     def _earlier(self) -> list[LoggedIncident]:
         if self._config.log is None:
             return []
-        from .report.suspects import read_incidents
+        from .report.logged_incidents import read_incidents
 
         began = self._run.started.timestamp()
         try:

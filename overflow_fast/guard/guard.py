@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from ..explainer.selftest import Loss, SelfTestResult
     from .ranks.joinable import GuardJoinable
     from .report.coverage import GuardCoverage
-    from .report.suspects import Suspects
     from .verdict.headroom_table import HeadroomTable
 
 _log = logging.getLogger("overflow_fast")
@@ -577,23 +576,3 @@ class OverflowGuard:
                 with `sync="lagged"`.
         """
         return self._parts.joinable
-
-    def suspects(self) -> Suspects:
-        """Counts the incidents of each host and device, across restarts.
-
-        Reads the log of all ranks and runs that lies at `log=` and beside it. An
-        incident to which runs come again from a checkpoint counts once. Incurs no
-        CPU-GPU sync.
-
-        Returns:
-            The table, the worst first; `print()` shows which node to drain.
-
-        Raises:
-            RuntimeError: If the guard has no `log`.
-        """
-        log = self._parts.config.log
-        if log is None:
-            raise RuntimeError("suspects() reads the log: give the guard log=")
-        from .report.suspects import read_incidents, suspects_of
-
-        return suspects_of(read_incidents(log.path))
