@@ -107,12 +107,12 @@ def _fields(kind: Any, prefix: str, listed: dict[Any, str]) -> Iterator[list[str
         prefix: What stands before their names.
         listed: The Structs that the table has, and where.
     """
-    for name, each in fields_of(kind).items():
+    for each in fields_of(kind).values():
         key = f"{prefix}{each.encode_name}"
         first = said_of(each, "since") or FIRST_RELEASE
         since = "" if first == FIRST_RELEASE else f" (since {first})"
         parts = dict(_parts(each.type))
-        text = f"{meaning_in(kind, name)}{since}" + "".join(
+        text = f"{_meaning(each)}{since}" + "".join(
             f"; as `{listed[part]}`" if part in listed else f"; as `{tag}` has it"
             for part in parts
             if (tag := tag_of(part)) or part in listed
@@ -124,23 +124,21 @@ def _fields(kind: Any, prefix: str, listed: dict[Any, str]) -> Iterator[list[str
                 yield from _fields(part, f"{key}{several}.", listed)
 
 
-def meaning_in(kind: type[Struct], name: str) -> str:
-    """The meaning of a field, or of that of the dataclass that it is written of."""
-    if text := meaning_of(fields_of(kind)[name]):
+def _meaning(field: FieldInfo) -> str:
+    """The meaning of a field, or what the docstring of its dataclass says of it."""
+    if text := meaning_of(field):
         return text
-    for each in kind.__mro__:
-        text = _attributes(each.__doc__ or "").get(name, "")
-        if text:
-            return text[:1].lower() + text[1:]
-    return ""
+    cls, name = said_of(field, "documented")
+    text = _attributes(cls)[name]
+    return text[:1].lower() + text[1:]
 
 
 @functools.cache
-def _attributes(doc: str) -> dict[str, str]:
-    """The attributes that a docstring lists."""
+def _attributes(cls: type[Any]) -> dict[str, str]:
+    """The attributes that the docstring of a class lists."""
     return {
         each.name: each.description.rstrip(".")
-        for section in griffe.Docstring(inspect.cleandoc(doc)).parse("google")
+        for section in griffe.Docstring(inspect.getdoc(cls) or "").parse("google")
         if section.kind is griffe.DocstringSectionKind.attributes
         for each in section.value
     }

@@ -164,12 +164,6 @@ def test_tables_are_what_the_code_has(page):
     assert tables.renewed(text) == text, "run python docs/tools/tables.py"
 
 
-@pytest.mark.parametrize("name", ["log", "flight record", "recording", "evidence"])
-def test_each_field_of_a_file_has_a_meaning(name):
-    rows = [line.split(" | ") for line in tables.TABLES[name]().splitlines()]
-    assert all(meaning.strip() for _, _, meaning, *_ in rows), rows
-
-
 def test_every_table_is_on_a_page():
     names = [n for text in pages().values() for n in tables.names_in(text)]
     assert sorted(names) == sorted(tables.TABLES)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import operator
 import types
 import typing
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...guard.files.fields import Number, StepNumber, fields_of, meaning, tag_of
 from ...guard.report.explanation import Explanation, Remedy
@@ -36,28 +36,38 @@ def saved_as(cls: Any, more: type[Struct] = Struct, /, **others: Any) -> Any:
         more: The Struct of what is written behind its fields. It gives its kind, too.
         **others: By the names of classes in the fields what stands for these.
     """
-    hints = typing.get_type_hints(cls, localns=others)
-    own: list[Any] = []
-    for each in dataclasses.fields(cls):
-        if not each.repr:
-            continue  # it is not written
-        kind, default = _saved_kind(hints[each.name], cls), each.default
-        if isinstance(each.default_factory, type):
-            default = each.default_factory()
-        if default is None or isinstance(default, _PLAIN):
-            own.append((each.name, kind, default))
-        else:
-            own.append((each.name, kind | UnsetType, UNSET))
-    own += [(each.name, each.type, each.default) for each in fields_of(more).values()]
-    docs = (each.__doc__ for each in (more, cls) if each is not Struct)
+    added = ((each.name, each.type, each.default) for each in fields_of(more).values())
     return msgspec.defstruct(
         cls.__name__,
-        own,
+        [*_written_fields(cls, others), *added],
         kw_only=True,
-        namespace={"__doc__": "\n\n".join(inspect.cleandoc(doc or "") for doc in docs)},
+        namespace={"__doc__": more.__doc__},
         tag_field="kind" if tag_of(more) else None,
         tag=tag_of(more) or None,
     )
+
+
+def _written_fields(cls: Any, others: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """The names, types and defaults of what is written of a dataclass.
+
+    A field that is `flat` is a dataclass whose fields are written among those of this
+    one, some by another name.
+    """
+    hints = typing.get_type_hints(cls, localns=dict(others))
+    for each in dataclasses.fields(cls):
+        if "flat" in each.metadata:
+            names = each.metadata["flat"]
+            for name, *rest in _written_fields(hints[each.name], others):
+                yield names.get(name, name), *rest
+        elif each.repr:  # else it is not written
+            default = each.default
+            if isinstance(each.default_factory, type):
+                default = each.default_factory()
+            kind = _saved_kind(hints[each.name], cls)
+            if default is not None and not isinstance(default, _PLAIN):
+                kind, default = kind | UnsetType, UNSET
+            where = Meta(extra={"documented": (cls, each.name)})
+            yield each.name, Annotated[kind, where], default
 
 
 _part_of = functools.cache(saved_as)  # one Struct, wherever the part stands
@@ -88,16 +98,12 @@ class Marker(Struct, tag_field="kind", tag="evidence", kw_only=True):
 
 
 class _OfEntry(Struct):
-    """Of an entry that is bad."""
-
     place: Annotated[
         str | UnsetType, meaning("the name of its module, or of the tensor")
     ] = UNSET
 
 
 class _OfRemedy(Struct):
-    """Of a remedy."""
-
     outcome: Annotated[str, meaning("what became of the step with it, in words")] = ""
     is_recommended: Annotated[bool, meaning("whether it helps, and breaks nothing")] = (
         True
