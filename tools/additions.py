@@ -169,19 +169,18 @@ assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
         2,
         [
             Place(
-                "overflow_fast/guard/record/record_lines.py",
-                """    momentum: float | None = _of_step(
-        "the momentum of the first group, or None",
-        *(_most, Number | None, None),
-        since="1.1",
-        drawn="momentum",
-    )
+                "overflow_fast/guard/record/record_step.py",
+                """    momentum: Annotated[
+        Number | None,
+        _of_step(
+            "the momentum of the first group, or None",
+            _most,
+            since="1.1",
+            drawn="momentum",
+        ),
+    ] = None
 """,
-                """    grad_norm: float | None = derived(
-        "the largest that `guard.record(grad_norm=...)` was given, or None",
-        None,
-        drawn="gradient norm",
-    )
+                """    ] = field(name="skipped", default=0)
 """,
             ),
             Place(

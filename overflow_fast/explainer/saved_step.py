@@ -12,6 +12,7 @@ from torch import nn
 
 from ..guard.files.json_text import SCHEMA
 from ..guard.files.reading import FileError, read_bytes
+from ..guard.files.schema import convert, decode_document
 from ..guard.files.tensor_files import read_tensors
 from ..guard.step_keeper import Ambient
 from ..guard.undo.random import RandomStates
@@ -57,15 +58,13 @@ class SavedStep:
     def _read_step(self) -> SavedStepFile:
         path = self._folder / STEP
         try:
-            from ..guard.files.schema import decode_document
-
             return decode_document(read_bytes(path), SavedStepFile, SCHEMA)
         except FileNotFoundError:
             raise UnreadableStepError(
                 f"{path} is missing: a guard writes it with evidence=, if it kept the "
                 "step's calls (explain=False and sync='lagged' keep none)"
             ) from None
-        except (OSError, FileError, ImportError) as error:
+        except (OSError, FileError) as error:
             raise UnreadableStepError(f"{path} cannot be read: {error}") from error
 
     @property
@@ -154,8 +153,6 @@ class SavedStep:
         return self._tensors[name]
 
     def _value(self, found: Any, device: torch.device, at: str = "") -> Any:
-        from ..guard.files.schema import convert
-
         is_read = isinstance(found, SavedValue)  # the outermost one, with its call
         saved = found if is_read else convert(found, SavedValue)
         if isinstance(saved.lost, str):

@@ -41,7 +41,8 @@ def saved_step(
     """
     before = {id(buffer): value for buffer, value in start}
     tensors: dict[str, torch.Tensor] = {}
-    step = SavedStepFile.line(
+    step = line_of(
+        SavedStepFile,
         schema=SCHEMA,
         torch=torch.__version__,
         python=platform.python_version(),

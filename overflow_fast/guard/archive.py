@@ -30,7 +30,7 @@ from .watching.watch import ModelWatch
 if TYPE_CHECKING:
     from .report.evidence import EvidenceFolder
     from .report.json_log import JsonLog
-    from .report.suspects import LoggedIncident
+    from .report.logged_incidents import LoggedIncident
 
 _log = logging.getLogger("overflow_fast")
 
@@ -295,7 +295,7 @@ class Archive:
             line["maker"] = verdict.origin.maker
         if report is not None:
             line.update(self._blame(report))
-        self._log.write(StepLine.line(**line))
+        self._log.write(line_of(StepLine, **line))
 
     def _line_of(self, step: int) -> dict[str, Any]:
         return line_of(LogLine, run=self._run.id, time=round(time.time(), 3), step=step)
@@ -327,7 +327,7 @@ class Archive:
     def _earlier(self) -> list[LoggedIncident]:
         if self._config.log is None:
             return []
-        from .report.suspects import read_incidents
+        from .report.logged_incidents import read_incidents
 
         began = self._run.started.timestamp()
         try:

@@ -53,7 +53,6 @@ from .report.cost import Cost
 from .report.coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
 from .report.run_lines import log_begin, log_end
-from .report.suspects import Suspects, read_incidents, suspects_of
 from .state_check import state_report
 from .verdict.headroom_table import HeadroomTable
 from .verdict.rules import Allow
@@ -598,21 +597,3 @@ class OverflowGuard:
                 with `sync="lagged"`.
         """
         return self._parts.joinable
-
-    def suspects(self) -> Suspects:
-        """Counts the incidents of each host and device, across restarts.
-
-        Reads the log of all ranks and runs that lies at `log=` and beside it. An
-        incident to which runs come again from a checkpoint counts once. Incurs no
-        CPU-GPU sync.
-
-        Returns:
-            The table, the worst first; `print()` shows which node to drain.
-
-        Raises:
-            RuntimeError: If the guard has no `log`.
-        """
-        log = self._parts.config.log
-        if log is None:
-            raise RuntimeError("suspects() reads the log: give the guard log=")
-        return suspects_of(read_incidents(log.path))

@@ -41,10 +41,10 @@ from .record_lines import (
     RECORD_SCHEMA,
     Columns,
     EntriesLine,
+    EntryName,
     FlightRecordLine,
     Line,
     LineSpan,
-    RecordEntry,
     StepsLine,
 )
 
@@ -82,7 +82,8 @@ _OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
 def run_line(run: RunIdentity, watches: Sequence[ModelWatch], policy: object) -> Line:
     """The first line: schema, versions, host, rank, devices, models."""
     line: Line = to_plain(
-        FlightRecordLine.line(
+        line_of(
+            FlightRecordLine,
             **{**run.fields(watches, policy), "schema": RECORD_SCHEMA},
             byteorder=sys.byteorder,
             devices=_devices(watches),
@@ -117,7 +118,7 @@ def entry_lines(watch: ModelWatch, model: int, first: int) -> list[Line]:
     if not columns:
         return []
     entries = [_entry(watch, column) for column in columns]
-    return [EntriesLine.line(model=model, first=first, entries=entries)]
+    return [line_of(EntriesLine, model=model, first=first, entries=entries)]
 
 
 def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
@@ -132,7 +133,7 @@ def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
         module, label = path.module, path.path
     entry: Line = to_plain(
         line_of(
-            RecordEntry,
+            EntryName,
             module=shortened(module),
             class_name=shortened(class_name),
             kind=kind,
@@ -147,7 +148,8 @@ def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
 
 def step_line(step: int, cost: Cost | None, optimizers: Sequence[Optimizer]) -> Line:
     """The line of a step without its values; see `FlightRecorder.end_step`."""
-    return StepsLine.line(
+    return line_of(
+        StepsLine,
         level=0,
         first=step,
         last=step,

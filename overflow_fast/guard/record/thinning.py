@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 
-from ..files.fields import fields_of, line_of
+from ..files.fields import line_of
 from ..files.json_text import line_bytes, parse_object
 from ..files.writing import write_all
 from .columns import as_tensor, read_numbers
@@ -24,9 +24,9 @@ from .record_lines import (
     Columns,
     Line,
     LineSpan,
-    RecordStep,
     StepsLine,
 )
+from .record_step import folded_numbers
 
 # So many lines of a level are folded into one of the next.
 FOLD = 16
@@ -41,12 +41,10 @@ def fold(lines: Sequence[Line], level: int) -> Line:
 
     Extremes and counts of entries are those over their steps.
     """
-    return StepsLine.line(
+    return line_of(
+        StepsLine,
         level=level,
-        **{
-            name: each.more["folded"]([each.of(line, name) for line in lines])
-            for name, each in fields_of(RecordStep).items()
-        },
+        **folded_numbers(lines),
         models=[
             _fold_columns([line["models"][i] for line in lines])
             for i in range(len(lines[0]["models"]))

@@ -21,6 +21,7 @@ from torch import nn
 
 from ...scanner.modules import parameters_of
 from ...scanner.text import dtype_name, notebook_shell, shortened
+from ..files.fields import line_of
 from ..files.json_text import SCHEMA
 from ..process import own_rank, world_size
 from ..watching.watch import ModelWatch, models_of
@@ -83,7 +84,7 @@ class RunIdentity:
 
     def header(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
         """Makes the line that a run begins with in a log; see `fields()`."""
-        return RunLine.line(**self.fields(watches, policy))
+        return line_of(RunLine, **self.fields(watches, policy))
 
     def fields(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
         """The fields of a run in the first line of a log or of a record.

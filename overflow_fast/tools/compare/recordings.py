@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...guard.files.fields import line_of
 from ...guard.files.json_text import dumps
 from ...guard.files.reading import (
     FileError,
@@ -37,6 +38,7 @@ from ...guard.files.reading import (
     open_regular,
     why_unreadable,
 )
+from ...guard.files.schema import decode, head_of, plain
 from ...guard.files.tensor_files import open_tensors
 from ...guard.files.writing import open_appending, write_all, write_new
 from ...guard.process import own_rank, settings_of_torch, world_size
@@ -243,8 +245,6 @@ class StoredStep:
         Raises:
             RecordingError: If the file is not what it was when the step was found.
         """
-        from ...guard.files.schema import plain
-
         line, data = self._line(), self._bytes(self.spans)
         modes = {**plain(line), "settings": self.settings.up_to(self.number)}
         twin = next((each for each in twins if each.data == data != b""), None)
@@ -258,8 +258,6 @@ class StoredStep:
         return RankStep(self.rank, modes, sources, data)
 
     def _line(self) -> RecordedStepLine:
-        from ...guard.files.schema import decode
-
         data = self._bytes([self.end])
         try:
             return decode(data, RecordedStepLine)
@@ -398,7 +396,6 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
 
     Raises:
         RecordingError: If there is no recording that can be read.
-        ImportError: If msgspec is not installed.
     """
     path = Path(folder)
     files = sorted(path.glob("rank-*.jsonl"), key=_rank_of)
@@ -441,8 +438,6 @@ def _find_steps(run: RecordedRun, file: Path) -> None:
         OSError: If its file cannot be read.
         RecordingError: If it is no recording; nothing is added then.
     """
-    from ...guard.files.schema import plain
-
     with open_regular(file) as opened:
         lines = lines_of(opened, _MOST)
         first = next(lines, b"")
@@ -513,8 +508,6 @@ class StepIndex:
             spans.append(span)
 
     def _ended(self, line: RecordedStepLine, span: Span) -> StoredStep:
-        from ...guard.files.schema import plain
-
         number = self._settings.add(plain(line).get("settings", {}))
         spans = self._spans.pop(line.step, [])
         return StoredStep(
@@ -528,8 +521,6 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
     Raises:
         RecordingError: If it is not that of a recording that can be read.
     """
-    from ...guard.files.schema import decode, head_of
-
     head = head_of(text)
     if text is None or head.kind != "recording":
         raise RecordingError(f"{file} is not a recording")
@@ -755,7 +746,8 @@ class Recording:
             _log.warning("Recording to %s ended: %s", self.folder, self._failure)
 
     def _begin_run(self) -> None:
-        line = HeadLine.line(
+        line = line_of(
+            HeadLine,
             schema=SCHEMA,
             time=time.time(),
             tensors=self._has_tensors,
@@ -822,13 +814,14 @@ class Recording:
         lines = []
         for row, numbers in self._rows:
             row.summary = next(summaries) if numbers is not None else None
-            line = RowLine.line(step=self._step, **row.to_plain())
+            line = line_of(RowLine, step=self._step, **row.to_plain())
             lines.append(f"{dumps(line)}\n")
         drawn = self._random.drawn()
         settings = {**self._modes.pop("settings"), **hooks.arguments}
         changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
         self._settings |= changed
-        end = RecordedStepLine.line(
+        end = line_of(
+            RecordedStepLine,
             step=self._step,
             **self._modes,
             settings=changed,

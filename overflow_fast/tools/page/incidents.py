@@ -16,6 +16,7 @@ import torch
 
 from ...guard.files.json_text import SCHEMA, to_plain
 from ...guard.files.reading import FileError, read_bytes, why_unreadable
+from ...guard.files.schema import decode_document, plain
 from ...guard.files.tensor_files import open_tensors
 from ...guard.report.causes import UNKNOWN, Cause
 from ...guard.report.report import Report
@@ -224,7 +225,6 @@ def read_incidents(path: str | os.PathLike[str]) -> tuple[list[Incident], list[s
 
     Raises:
         EvidenceError: If there is no evidence that can be read.
-        ImportError: If msgspec is not installed.
     """
     where = Path(path)
     own = where / _MARKER
@@ -265,8 +265,6 @@ def _read(marker: Path, damaged: list[str]) -> Incident:
 
 def _decoded(path: Path, kind: type[Any]) -> dict[str, Any] | None:
     """Decodes a file of JSON; None where there is no file."""
-    from ...guard.files.schema import decode_document, plain
-
     try:
         return plain(decode_document(read_bytes(path), kind, SCHEMA))
     except FileNotFoundError:
@@ -360,9 +358,9 @@ def _worst(path: Path, label: str) -> tuple[str, torch.Tensor] | None:
 
 def _plain(name: str) -> str:
     """A tensor's name as reports have it: `['call'][2]` is the call's output."""
-    for begin, plain in _PARTS.items():
+    for begin, word in _PARTS.items():
         if name.startswith(begin):
-            return plain + name.removeprefix(begin)
+            return word + name.removeprefix(begin)
     return name[2:-2] if name.startswith("['") and name.count("[") == 1 else name
 
 

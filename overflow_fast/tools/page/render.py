@@ -531,7 +531,6 @@ def read_sources(paths: Iterable[str | os.PathLike[str]]) -> Sources:
 
     Raises:
         OSError: If a file cannot be read.
-        ImportError: If msgspec is not installed.
         ValueError: If a path is of neither kind, or the records are of several runs.
     """
     records, incidents = list[FlightRecord](), list[Incident]()

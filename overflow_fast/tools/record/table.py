@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import importlib
 import itertools
@@ -13,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...guard.files.fields import declared_in, fields_of
+from ...guard.files.fields import fields_of, said_of, value_in
 from ...guard.files.reading import FileError, lines_of, open_regular
+from ...guard.files.schema import Lines, head_of, plain
 from ...guard.record.columns import as_tensor, read_numbers
 from ...guard.record.record_lines import (
     BEGINNING,
@@ -23,11 +23,12 @@ from ...guard.record.record_lines import (
     KIND,
     KINDS,
     RECORD_SCHEMA,
+    EntryName,
     Line,
     RecordEntry,
     RecordError,
-    RecordStep,
 )
+from ...guard.record.record_step import OfSteps, RecordStep
 from ...scanner.text import bits_left, printable
 
 if TYPE_CHECKING:
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
     from ...guard.record.columns import Numbers
 
 # The numbers of a step that pages and `watch` show, with the words in front of them.
-_WORDS = {name: each.drawn for name, each in declared_in(RecordStep).items()}
+_WORDS = {n: said_of(each, "drawn") for n, each in fields_of(RecordStep).items()}
 _IN_ORDER = dict.fromkeys(("loss", "grad_norm", *_WORDS))
 DRAWN = {name: words for name in _IN_ORDER if (words := _WORDS[name])}
+_OF_ENTRY = ("model", *fields_of(EntryName))
+_LINES = Lines(*KINDS)
 _LOSSES = ("output.loss", "output['loss']")
 
 
@@ -74,7 +77,16 @@ def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry
 
 def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
     found = [
-        RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
+        RecordEntry(
+            model=model,
+            module="",
+            class_name="",
+            kind="unknown",
+            label=f"entry {i}",
+            dtype="unknown",
+            limit=math.nan,
+            numel=0,
+        )
         for i in range(width)
     ]
     for line in heads:
@@ -85,8 +97,8 @@ def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordE
 
 
 def _entry_of(model: int, line: Line) -> RecordEntry:
-    own = {n: each.of(line, n) for n, each in fields_of(RecordEntry).items()}
-    return RecordEntry(model, **{**own, "limit": float(own["limit"])})
+    own = {n: value_in(line, each) for n, each in fields_of(EntryName).items()}
+    return RecordEntry(model=model, **{**own, "limit": float(own["limit"])})
 
 
 def num_cells(steps: Sequence[Line]) -> int:
@@ -146,11 +158,10 @@ class FlightRecord:
     @functools.cached_property
     def steps(self) -> list[RecordStep]:
         """The steps, the oldest first; the newest have a line each."""
-        own = fields_of(RecordStep)
-        found = (each.name for each in dataclasses.fields(RecordStep))
+        own, found = fields_of(OfSteps), fields_of(RecordStep)
         scalars = {n: self._entries_named(n) for n in found if n not in own}
         values: Iterator[dict[str, Any]] = (
-            {name: _plain(each.of(line, name)) for name, each in own.items()}
+            {name: _plain(value_in(line, each)) for name, each in own.items()}
             | {name: self._scalar(line, where) for name, where in scalars.items()}
             for line in self._lines
         )
@@ -228,7 +239,7 @@ class FlightRecord:
                 yield {
                     "step": step.first,
                     "last_step": step.last,
-                    **vars(self.entries[j]),
+                    **self.entries[j].to_dict(),
                     **{name: _cell(name, row, j) for name, row in rows.items()},
                 }
 
@@ -259,7 +270,7 @@ class FlightRecord:
             raise ImportError(
                 f"to_dataframe needs pandas: run `pip install pandas` ({error})"
             ) from error
-        names = ("step", "last_step", *RecordEntry.__dataclass_fields__, *COLUMNS)
+        names = ("step", "last_step", *_OF_ENTRY, *COLUMNS)
         return pandas.DataFrame(iter(self), columns=list(names))
 
     # How lines become numbers and tensors.
@@ -370,7 +381,6 @@ def read_record(path: str | os.PathLike[str]) -> FlightRecord:
         OSError: If the file cannot be read, or is no regular file.
         RecordError: If it is no flight record, one of a newer version, or damaged so
             that nothing in it can be trusted.
-        ImportError: If msgspec is not installed.
 
     Example:
         >>> record = overflow_fast.read_record("run.ofr")  # doctest: +SKIP
@@ -404,17 +414,8 @@ def _parsed(text: bytes) -> Line | None:
     Raises:
         FileError: If it is damaged.
     """
-    from ...guard.files.schema import plain
-
-    found = _lines().decode(text)
+    found = _LINES.decode(text)
     return None if found is None else plain(found)
-
-
-@functools.cache
-def _lines() -> Any:
-    from ...guard.files.schema import Lines
-
-    return Lines(*KINDS)
 
 
 def _run_of(text: bytes | None, path: Path) -> Line:
@@ -423,8 +424,6 @@ def _run_of(text: bytes | None, path: Path) -> Line:
     Raises:
         RecordError: If it is not that of a record that can be read.
     """
-    from ...guard.files.schema import head_of
-
     head = head_of(text)
     if text is None or head.kind != KIND:
         raise _no_record(path)

@@ -1,55 +1,24 @@
-"""Hosts and devices that produce incidents again and again, from the log."""
+"""The command `suspects`: hosts and devices that produce incidents again and again."""
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import datetime
-import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ...guard.files.json_text import dumps
+from ...guard.report.causes import NOT_REPRODUCIBLE
+from ...guard.report.logged_incidents import (
+    LoggedIncident,
+    files_of_log,
+    read_incidents,
+)
 from ...scanner.text import aligned, printable
-from ..files.reading import FileError, lines_of, open_regular
-from .causes import NOT_REPRODUCIBLE
-from .log_lines import RunLine, StepLine
-from .log_reading import decoder
-
-# Lines that cannot be of an incident are passed over undecoded.
-_OF_INCIDENTS = (b'"kind": "run"', b'"is_clean": false')
-
-
-@dataclass(frozen=True)
-class LoggedIncident:
-    """A bad step that stands in a log.
-
-    Attributes:
-        run: The run whose line it is.
-        time: When it was judged, in seconds since 1970.
-        step: The step.
-        first: The first bad entry.
-        host: The host of the rank that found it.
-        device: Its device.
-        cause: What the replay found; "" if there was none.
-        action: What the guard did.
-    """
-
-    run: str
-    time: float
-    step: int
-    first: str
-    host: str
-    device: str
-    cause: str
-    action: str = ""
-
-    @property
-    def what(self) -> tuple[int, str]:
-        """The step and the entry: the same in a later run is the same incident."""
-        return self.step, self.first
+from .subcommand import Commands, add_command, command, fail
 
 
 @dataclass(frozen=True)
@@ -131,44 +100,30 @@ def suspects_of(incidents: Iterable[LoggedIncident]) -> Suspects:
     return Suspects(rows, len({each.run for each in found}))
 
 
-def read_incidents(path: str | os.PathLike[str]) -> list[LoggedIncident]:
-    """Reads the incidents of all ranks and runs from a log and its older files.
-
-    Args:
-        path: The guard's `log`; the files of ranks and older ones lie beside it.
-    """
-    whole = Path(path)
-    stem, suffix = re.escape(whole.stem), re.escape(whole.suffix)
-    is_log = re.compile(rf"{stem}(\.rank\d+)?{suffix}(\.\d+)?")
-    if not whole.parent.is_dir():
-        return []
-    files = [each for each in whole.parent.iterdir() if is_log.fullmatch(each.name)]
-    return [each for file in sorted(files) for each in _incidents_in(file)]
-
-
-def _incidents_in(path: Path) -> Iterator[LoggedIncident]:
-    known = decoder()
-    header: RunLine | None = None
-    try:
-        with open_regular(path) as file:
-            for text in lines_of(file):
-                if text is None or not any(each in text for each in _OF_INCIDENTS):
-                    continue
-                try:
-                    line = known.decode(text)
-                except FileError:  # half a line, of a process that died
-                    continue
-                if isinstance(line, RunLine):
-                    header = line
-                elif isinstance(line, StepLine) and line.first:
-                    yield _incident(line, header)
-    except OSError:
-        return
-
-
-def _incident(line: StepLine, header: RunLine | None) -> LoggedIncident:
-    host = line.host or (header.host if header is not None else None)
-    return LoggedIncident(
-        *(line.run, line.time, line.step, line.first or "", host or ""),
-        *(line.device or "", line.cause or "", line.action or ""),
+@command(after="log")
+def add_suspects(commands: Commands) -> None:
+    """Adds the command `suspects`."""
+    parser = add_command(
+        commands,
+        "suspects",
+        _run_suspects,
+        "count the incidents of each host and device in the guard's log",
+        "suspects guard.jsonl",
+        more=": [which node to drain](ddp.md#many-ranks), across restarts",
     )
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="the guard's `log`; the files of ranks and older ones lie beside it",
+    )
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+def _run_suspects(parsed: argparse.Namespace) -> int:
+    if not files_of_log(parsed.path):
+        return fail(
+            f"The log cannot be read: there is no {parsed.path}, nor of a rank."
+        )
+    found = suspects_of(read_incidents(parsed.path))
+    print(dumps(found.to_dict()) if parsed.json else found)
+    return 0
