@@ -345,14 +345,14 @@ def _again(search: Search) -> Explanation:
     """Runs it again: it is not reproducible, where all or some are finite."""
     replayer, is_forward = search.replayer, search.is_forward_finite
     num_bad, num_runs = 0, 1
-    lost = replayer.state.lost
-    before = global_values(lost)
+    iterators = replayer.state.iterators
+    before = global_values(iterators)
     while num_runs < _NUM_RUNS and search.may_run(len(replayer.calls)):
         num_runs += 1
         again = replayer.run()
         num_bad += again.is_forward if is_forward else not again.is_clean
     if num_runs > 1:
-        search.changed += changed_names(before, global_values(lost))
+        search.changed += changed_names(before, global_values(iterators))
     text = f"{num_bad} of {num_runs} replays of the same step are non-finite"
     return _not_reproducible(search, text)
 

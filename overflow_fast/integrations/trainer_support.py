@@ -21,6 +21,10 @@ from ..guard.watching.evaluation import Evaluation
 from ..scanner.modules import without_reduction
 from ..scanner.tree import CALL_DEPTH, copied, copied_call
 
+# Below a trainer, which may hold its data: what lies further away stays changed by a
+# replay. To read so many takes 1.2 s.
+_MOST_OBJECTS = 100_000
+
 
 class GuardOwner:
     """Makes a guard for each training.
@@ -267,7 +271,7 @@ class KeptStep(PatchedMethod):
         """Switches logging off, and puts the owner's attributes back."""
         owner = self._owner
         kept = KeptObjects(opens=lambda value: value is owner)
-        kept.add([("", owner)])
+        kept.add([("", owner)], _MOST_OBJECTS)
         try:
             for name in self._logs:
                 vars(self._owner)[name] = _nothing

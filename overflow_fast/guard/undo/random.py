@@ -157,13 +157,6 @@ def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
         return lambda: old.get_state(legacy=False), old.set_state
     if isinstance(value, numpys.Generator):
         value = value.bit_generator
-    if isinstance(value, numpys.SeedSequence):
-        seeds: Any = value  # counts the generators that were made of it
-
-        def put_seeds_back(state: Any) -> None:
-            seeds.__setstate__(tuple(state.values()))
-
-        return lambda: dict(enumerate(seeds.__reduce__()[2])), put_seeds_back
     if isinstance(value, numpys.BitGenerator):
         bits: Any = value
 
@@ -172,12 +165,6 @@ def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
 
         return lambda: bits.state, put_back
     return None
-
-
-def seeds_of(value: object) -> list[Any]:
-    """The sequence of seeds of a generator of NumPy's, which its `spawn()` counts."""
-    seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
-    return [] if seeds is None else [seeds]
 
 
 def is_same_state(a: Any, b: Any) -> bool:
