@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..guard.explaining import USE_RUN
+from ..guard.kept_calls.call_keeper import GRAPH
 from ..guard.process import world_size
 from ..guard.report.causes import (
     LEFT_OVER_GRADIENTS,
@@ -35,7 +36,6 @@ from ..guard.report.explanation import (
     Explanation,
     Remedy,
 )
-from ..guard.step_keeper import GRAPH
 from ..scanner.modules import (
     class_name_of,
     gradient_taker,

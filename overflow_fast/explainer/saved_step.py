@@ -13,7 +13,7 @@ from torch import nn
 from ..guard.files.json_text import SCHEMA
 from ..guard.files.reading import FileError, read_bytes
 from ..guard.files.tensor_files import read_tensors
-from ..guard.step_keeper import Ambient
+from ..guard.kept_calls.ambient import Ambient
 from ..scanner.modules import parameters_of
 from ..scanner.tensors import dtype_named
 from .calls import Call, ModelCall, names_of_inputs

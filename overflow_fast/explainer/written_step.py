@@ -12,8 +12,8 @@ from torch import nn
 
 from ..guard.files.fields import line_of
 from ..guard.files.json_text import SCHEMA, dumps
+from ..guard.kept_calls.ambient import Ambient
 from ..guard.report.explanation import Artifact
-from ..guard.step_keeper import Ambient
 from ..scanner.tensors import digest_of, has_memory, host_copy, is_readable
 from ..scanner.text import dtype_name
 from .calls import Call, ModelCall

@@ -27,6 +27,7 @@ from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .files.writing import why_not_writable
 from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
+from .kept_calls.call_keeper import StepKeeper, make_keeper
 from .monitors.magnitudes import Headroom, Underflow
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
@@ -36,7 +37,6 @@ from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
 from .step import StepClock, WatchSchedule
-from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
 from .verdict.rules import Rules
 from .watching.inputs import LoopBatch
@@ -453,7 +453,9 @@ class GuardParts:
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
-        self.keeper = make_keeper(config, watches, start)
+        self.keeper: StepKeeper | None = None
+        if start is not None and config.may_replay:
+            self.keeper = make_keeper(watches, start)
         self.timer = OverheadTimer(watches)
         self.measurements = Measurements(config, watches, self.timer, told)
         self.headroom = self.measurements.headroom

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..guard.guard import OverflowGuard
+from ..guard.kept_calls.held_function import argument_names
 from ..guard.options import reusable
 from ..guard.process import has_process_group
-from ..guard.step_keeper import argument_names
 from ..guard.undo.kept_objects import KeptObjects
 from ..guard.watching.evaluation import Evaluation
 from ..scanner.modules import without_reduction
