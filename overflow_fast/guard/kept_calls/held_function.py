@@ -23,7 +23,7 @@ from ...scanner.tree import (
     tensors,
     tensors_in,
 )
-from ..undo.code_names import global_names
+from .code_names import global_names
 
 # Functions deep; chosen, not measured. A function that is called deeper reads what its
 # variables hold in the replay: the next batch, where the loop has gone on.
