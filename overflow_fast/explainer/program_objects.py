@@ -30,7 +30,7 @@ from ..guard.undo.contents import (
     is_array,
     pairs,
 )
-from ..guard.undo.kept_objects import ATOMS, KeptObjects, has_attributes
+from ..guard.undo.kept_objects import ATOMS, KeptObjects
 from ..guard.undo.random import generator_of
 from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 
@@ -134,7 +134,7 @@ class ProgramObjects(KeptObjects):
             yield from self._only_data(parts)
 
     def _holds_model(self, value: Any) -> bool:
-        own = pairs(ATTRIBUTES.read(value)) if has_attributes(type(value)) else ()
+        own = pairs(ATTRIBUTES.read(value))
         return any(id(each) in self._models for _, each in own)
 
     def _of_container(

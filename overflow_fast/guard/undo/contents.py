@@ -113,14 +113,14 @@ class GeneratorContents:
 
 def contents_of(name: str, value: Any) -> Kept | None:
     """Keeps what an object holds besides attributes; None where that is nothing."""
-    generator = generator_of(value)
-    if generator is not None:
-        return GeneratorContents(name, *generator)
     access = access_of(type(value))
     if access is not None:
         return ObjectContents(name, value, access)
-    is_writable = is_array(value) and (not is_numpys(value) or value.flags.writeable)
-    return ArrayContents(name, value) if is_writable else None
+    if is_array(value):
+        is_writable = not is_numpys(value) or value.flags.writeable
+        return ArrayContents(name, value) if is_writable else None
+    generator = generator_of(value)
+    return None if generator is None else GeneratorContents(name, *generator)
 
 
 def restore_all(kept: Iterable[Kept]) -> list[tuple[str, str]]:

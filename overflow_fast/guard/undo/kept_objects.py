@@ -135,13 +135,11 @@ class KeptObjects:
         if self._is_large(value):
             self.is_whole = False
             return
-        is_open = self._opens(value)
         if issubclass(kind, torch.Tensor):
             self.tensors[id(value)] = name, value
-            is_open |= kind in PLAIN
         else:
             yield from self._items(name, value)
-        if is_open:
+        if _has_attributes(kind) and (kind in PLAIN or self._opens(value)):
             yield from self._of_object(name, value)
 
     def _items(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -169,8 +167,6 @@ class KeptObjects:
             yield name, key
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if not has_attributes(type(value)):
-            return
         own = pairs(self._keep(name, value, ATTRIBUTES))
         yield from ((f"{name}.{key}", e) for key, e in own if type(e) not in ATOMS)
 
@@ -182,7 +178,7 @@ class KeptObjects:
         return items is not None and num_items_of(value) > items
 
 
-def has_attributes(kind: type) -> bool:
+def _has_attributes(kind: type) -> bool:
     """True for a type whose objects have attributes or slots."""
     known = layout(kind)
     return known.has_dict or bool(known.slots)
