@@ -269,14 +269,14 @@ class Looper:
     def loop(self):
         return trainer_on_stack()
 sys.modules["looper"] = types.SimpleNamespace(Looper=Looper)
-from overflow_fast.guard.undo.kept_objects import _is_state
+from overflow_fast.guard.undo.kept_objects import is_state
 from overflow_fast.integrations.script_guard import add_callback, trainer_on_stack
 looper = Looper()
 assert looper.loop() is looper
 assert add_callback(looper, {}) is looper.callbacks[0]
 assert add_callback(looper, {}) is None
 Looper.__module__ = "looper"
-assert not _is_state(looper)
+assert not is_state(looper)
 assert "integrations.looper" in pathlib.Path("docs/works-with.md").read_text()
 """,
         [

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ..guard.explaining import USE_RUN
+from ..guard.kept_calls.kept_call import KeptCall
+from ..guard.optimizers.last_steps import LastSteps
 from ..guard.report.findings import NOT_THE_LOSS
-from ..guard.step_keeper import KeptCall, LastSteps
 from .past_steps import PastSteps
 
 

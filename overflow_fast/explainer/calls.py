@@ -15,16 +15,15 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..guard.step_keeper import (
+from ..guard.kept_calls.ambient import Ambient
+from ..guard.kept_calls.function_marks import marks_of
+from ..guard.kept_calls.held_function import (
     MAX_CALLED,
-    NUM_SAMPLED,
-    Ambient,
     HeldFunction,
-    KeptCall,
     argument_names,
-    marks_of,
     variables_of,
 )
+from ..guard.kept_calls.kept_call import NUM_SAMPLED, KeptCall
 from ..scanner.modules import named_modules
 from ..scanner.tensors import has_memory, loss_in, model_loss_in
 from ..scanner.text import is_of_user

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ..guard.explaining import USE_RUN
+from ..guard.kept_calls.ambient import Ambient
 from ..guard.options import BUDGET
 from ..guard.process import world_size
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import Artifact
-from ..guard.step_keeper import Ambient
 from ..guard.undo.step_start import StepStart
 from ..scanner.modules import is_of_torch, modules_in, step_of
 from ..scanner.tensors import devices_of

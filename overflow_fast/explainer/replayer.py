@@ -366,7 +366,7 @@ class Replayer:
             self.state.take()
             self._is_at_start = True
             meet = None if self.ranks.is_alone else self.ranks.meet
-            self._rule = EffectRule(self.state.lost, meet)
+            self._rule = EffectRule(self.state.iterators, meet)
             self._written = {
                 id(call)
                 for call in self.calls

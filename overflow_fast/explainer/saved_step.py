@@ -14,12 +14,12 @@ from ..guard.files.json_text import SCHEMA
 from ..guard.files.reading import FileError, read_bytes
 from ..guard.files.schema import convert, decode_document
 from ..guard.files.tensor_files import read_tensors
-from ..guard.step_keeper import Ambient
-from ..guard.undo.random import RandomStates
+from ..guard.kept_calls.ambient import Ambient
 from ..scanner.modules import parameters_of
 from ..scanner.tensors import dtype_named
 from .calls import Call, ModelCall, names_of_inputs
 from .named_tensors import state_by_name
+from .saved_random import states_of
 from .step_schema import SavedAmbient, SavedCall, SavedStepFile, SavedValue
 from .written_step import STEP, TENSORS, identity_of
 
@@ -234,7 +234,7 @@ def _ambient(saved: SavedAmbient, tensor_of: Callable[[str], torch.Tensor]) -> A
         RuntimeError: Likewise, as torch says it.
     """
     ambient = Ambient.__new__(Ambient)
-    ambient.random = RandomStates.of_saved(saved, tensor_of)
+    ambient.random = states_of(saved, tensor_of)
     ambient.training = saved.training
     ambient.autocast = [
         (type, is_on, _dtype_of(dtype))

@@ -39,7 +39,6 @@ from .program_objects import ProgramObjects
 
 _MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
 _MAX_AROUND = 2**20  # bytes of a tensor in a variable; larger ones are data
-_MOST_AROUND = 4000  # objects in the variables of a function, which take 0.05 s
 
 
 class Snapshot:
@@ -66,7 +65,7 @@ class Snapshot:
             these are not copied.
 
     Attributes:
-        lost: Iterators, files and queues among what it holds, which have no copy.
+        iterators: Those among what it holds: what is taken from them stays taken.
         problems: After the exit, a sentence for each tensor that stays changed.
         has_hooks: Hooks behind gradients are set aside.
     """
@@ -92,7 +91,7 @@ class Snapshot:
         # Weakly: a run makes leaves of its own. By their ids.
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._tensors: list[tuple[str, KeptTensor]] = []
-        self.lost: list[Any] = []
+        self.iterators: list[Any] = []
         self.problems: list[str] = []
         self.has_hooks = False
 
@@ -131,20 +130,20 @@ class Snapshot:
         reshard(models)
         self._random = RandomStates(devices_of(models))
         self._objects = objects = ProgramObjects(models)
-        objects.add(  # a wrapper has the name of what it wraps
+        objects.add_models(  # a wrapper has the name of what it wraps
             (f"{prefix}{name}", module)
             for prefix, model in self._models.items()
             for name, module in named_modules(model)
         )
         self._keep_tensors(list(objects.tensors.values()))
         self._num_own, num_tensors = len(objects.kept), len(objects.tensors)
-        objects.add_around(self._around.items(), _MOST_AROUND)
+        objects.add_around(self._around.items())
         others = list(objects.tensors.values())[num_tensors:]
         self._tensors += [
             (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))
             for name, tensor in others
         ]
-        self.lost = objects.lost
+        self.iterators = objects.iterators
 
     def begin(self) -> None:
         """Makes everything what it was when the step began, and drops gradients.

@@ -13,13 +13,14 @@ from torch import nn
 from .. import _C
 from ..guard.config import GuardConfig
 from ..guard.explaining import ReplayOffer, gradients_of, with_note
+from ..guard.kept_calls.call_keeper import StepKeeper
+from ..guard.optimizers.last_steps import LastSteps
 from ..guard.options import Schedule
 from ..guard.process import world_size
 from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, plain_name
 from ..guard.step import Step
-from ..guard.step_keeper import LastSteps, StepKeeper
 from ..guard.verdict.verdict import (
     BadEntry,
     BadFrame,

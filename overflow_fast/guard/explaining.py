@@ -21,11 +21,12 @@ from ..scanner.modules import named_parameters
 from ..scanner.text import error_line
 from ..torch_internals.tensor_internals import local_part
 from .config import GuardConfig
+from .kept_calls.call_keeper import StepKeeper
+from .optimizers.last_steps import LastSteps
 from .outer import outer
 from .process import world_size
 from .ranks.agreement import Agreed
 from .step import Step
-from .step_keeper import LastSteps, StepKeeper
 from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
 

@@ -14,10 +14,10 @@ from ..scanner.modules import parameters_of
 from ..scanner.tensors import loss_in
 from .config import GuardConfig
 from .isolation import ErrorIsolation
+from .kept_calls.call_keeper import StepKeeper
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .requests.requests import Requests
 from .step import StepClock
-from .step_keeper import StepKeeper
 from .watching.loop_batches import LoopBatch
 from .watching.step_tensors import NORM, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of

@@ -45,6 +45,7 @@ from . import uncaught
 from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
+from .kept_calls.call_keeper import StepKeeper, make_keeper
 from .loop_inputs import LoopInputs
 from .models import check_names, living_models, warn_of_idle_arguments
 from .monitors.monitor import Guarded
@@ -55,7 +56,6 @@ from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
 from .requests.requests import Requests
 from .step import StepClock, WatchSchedule
-from .step_keeper import make_keeper
 from .undo.step_start import StepStart
 from .verdict.rules import Rules
 from .watching.missed_steps import ENOUGH
@@ -124,7 +124,9 @@ class GuardParts:
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
         self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
-        self.keeper = make_keeper(config.may_replay, watches, start)
+        self.keeper: StepKeeper | None = None
+        if start is not None and config.may_replay:
+            self.keeper = make_keeper(watches, start)
         self.timer = OverheadTimer(watches)
         self.measurements = Measurements(config, watches, self.timer, told)
         self.headroom = self.measurements.headroom

@@ -31,6 +31,8 @@ from .archive import Archive, Measurements
 from .config import GuardConfig
 from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, measured
+from .kept_calls.call_keeper import StepKeeper
+from .kept_calls.left_gradients import LeftGradients
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
 from .optimizers import scaler_hook as scalers
@@ -50,7 +52,6 @@ from .report.cost import Cost
 from .report.report import NonFiniteError, Report
 from .report.run_log import AlarmLog
 from .step import Step, StepClock
-from .step_keeper import LeftGradients, StepKeeper
 from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart
 from .verdict.first_bad import attribute

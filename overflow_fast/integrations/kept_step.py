@@ -11,11 +11,15 @@ import torch
 from torch import nn
 
 from ..guard.guard import OverflowGuard
-from ..guard.step_keeper import argument_names
+from ..guard.kept_calls.held_function import argument_names
 from ..guard.undo.kept_objects import KeptObjects
 from ..scanner.modules import without_reduction
 from ..scanner.tree import CALL_DEPTH, copied, copied_call
 from .patched_methods import PatchedMethod
+
+# Below a trainer, which may hold its data: what lies further away stays changed by a
+# replay. To read so many takes 1.2 s.
+_MOST_OBJECTS = 100_000
 
 
 class KeptStep(PatchedMethod):
@@ -65,7 +69,7 @@ class KeptStep(PatchedMethod):
         """Switches logging off, and puts the owner's attributes back."""
         owner = self.owner
         kept = KeptObjects(opens=lambda value: value is owner)
-        kept.add([("", owner)])
+        kept.add([("", owner)], _MOST_OBJECTS)
         try:
             for name in self._logs:
                 vars(self.owner)[name] = _nothing

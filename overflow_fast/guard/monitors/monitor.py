@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from ... import _C
 from ...scanner.tree import label_text
+from ..kept_calls.call_keeper import StepKeeper
 from ..options import Options
-from ..step_keeper import StepKeeper
 from ..verdict.verdict import where_of
 from ..watching.step_tensors import NORM
 from ..watching.watch import ModelWatch, models_of

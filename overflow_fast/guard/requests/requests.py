@@ -41,11 +41,13 @@ from ...torch_internals.registry import stack
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..config import EVERYTHING, wanted_of
 from ..explaining import FREE_SECONDS, SHARE, with_note
+from ..kept_calls.held_function import HeldFunction
+from ..kept_calls.kept_call import KeptCall
+from ..optimizers.last_steps import LastSteps
 from ..options import Schedule
 from ..outer import outer
 from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
-from ..step_keeper import HeldFunction, KeptCall, LastSteps
 from ..verdict.verdict import BadFrame, Verdict
 from ..watching.step_tensors import ScanLevel
 from ..watching.watch import ModelWatch
@@ -54,10 +56,10 @@ from .gate import Gate
 from .held_call import ForwardStart, HeldCall, Layout, SmallState
 
 if TYPE_CHECKING:
+    from ..kept_calls.call_keeper import StepKeeper
     from ..parts import GuardParts
     from ..report.coverage import GuardCoverage
     from ..report.explanation import Explanation
-    from ..step_keeper import StepKeeper
 
 _log = logging.getLogger("overflow_fast")
 _MOST_FORWARDS = 4  # whose stats may be on their way from a device
