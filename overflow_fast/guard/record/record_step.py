@@ -53,7 +53,7 @@ def _sums(values: Sequence[Any]) -> Any:
 
 
 def _of_step(text: str, folded: Callable[[Sequence[Any]], Any], **more: Any) -> Meta:
-    """Says of a field of a step's line what it is; see `meaning()`.
+    """The meaning of a field of a step's line; see `meaning()`.
 
     Args:
         text: What it is.

@@ -1,4 +1,4 @@
-"""What a replay of a bad step has found: the data of an explanation."""
+"""The findings of a bad step's replay: the data of an explanation."""
 
 from __future__ import annotations
 
