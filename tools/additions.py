@@ -89,7 +89,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..options import option, whole
+from ..kinds import whole
+from ..options import option
 from .monitor import Monitor, MonitoredStep
 
 

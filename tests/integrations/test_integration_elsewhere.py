@@ -4,6 +4,7 @@ It is the recipe of docs/guides/engines.md, for a trainer of a made-up framework
 """
 
 import ast
+import gc
 import importlib
 import logging
 import re
@@ -15,7 +16,7 @@ from lightning_fits import guard_callback, lightning, make_trainer
 from made_up_trainer import MadeUpTrainer, loss_of, two_layers
 from pages import examples
 
-from overflow_fast import NonFiniteError
+from overflow_fast import NonFiniteError, OverflowGuard
 
 RECIPE = examples()["docs/guides/engines.md#a-trainer-of-your-own"]
 BAD_STEP, BAD_ROW = 1, 2
@@ -127,3 +128,22 @@ def test_a_batch_of_an_evaluation_has_a_number(made_up):
         guard.note_evaluation("first")
     with pytest.raises(ValueError, match="batch must be at least 0, got -1"):
         guard.note_evaluation(-1)
+
+
+@pytest.mark.parametrize("records_loss", [True, False])
+def test_a_loss_that_is_recorded_elsewhere_is_left_alone(records_loss):
+    model, x = two_layers(), torch.ones(4, 2)
+    with OverflowGuard(model, watch=["loss"], on_overflow="warn") as guard:
+        guard.run(lambda: model(x).mean() * torch.inf, records_loss=records_loss)
+        assert (guard.check() is not None) == records_loss
+
+
+def test_a_guard_says_what_it_watches():
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters())
+    guard = OverflowGuard({"model": model}, optimizer)
+    assert guard.models == [model] and guard.optimizers == [optimizer]
+    guard.remove()
+    del model, optimizer
+    gc.collect()
+    assert guard.models == guard.optimizers == []
