@@ -20,14 +20,8 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, plain_name
 from ..guard.step import Step
 from ..guard.step_keeper import LastSteps, StepKeeper
-from ..guard.verdict.verdict import (
-    BadEntry,
-    BadFrame,
-    Origin,
-    Verdict,
-    collect,
-    is_of_flag,
-)
+from ..guard.verdict.bad_frames import BadFrame, collect
+from ..guard.verdict.verdict import BadEntry, Origin, Verdict, is_of_flag
 from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not

@@ -22,8 +22,11 @@ from .record.flight import FlightRecorder
 from .report.log_lines import LogLine, StepLine
 from .report.report import RankInfo, Report
 from .report.run_log import RunIdentity
+from .verdict.bad_frames import BadFrame, leading_frame
+from .verdict.entry_headroom import least_headroom
 from .verdict.headroom import HeadroomTracker
-from .verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
+from .verdict.roles import kind_of
+from .verdict.verdict import Verdict
 from .watching.step_tensors import StepTensors
 from .watching.watch import ModelWatch
 

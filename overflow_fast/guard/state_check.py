@@ -13,9 +13,10 @@ from ..scanner.text import some
 from .optimizers.wrapped import innermost, optimizers_of
 from .parts import Models, named_models
 from .report.report import NonFiniteError, Report
+from .verdict.bad_frames import BadFrame, collect
 from .verdict.first_bad import attribute
+from .verdict.roles import kind_of
 from .verdict.rules import Allow, Rules
-from .verdict.verdict import BadFrame, collect, kind_of
 from .watching.step_tensors import ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 

@@ -15,7 +15,7 @@ from ... import _C
 from ...scanner.tree import label_text
 from ..options import Options
 from ..step_keeper import StepKeeper
-from ..verdict.verdict import where_of
+from ..verdict.entry_headroom import where_of
 from ..watching.step_tensors import NORM
 from ..watching.watch import ModelWatch, models_of
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...scanner.text import some
-from ..verdict.verdict import BadEntry, EntryHeadroom, Verdict
+from ..verdict.entry_headroom import EntryHeadroom
+from ..verdict.verdict import BadEntry, Verdict
 from .cost import Cost
 
 _NEAREST = 8  # names in a sentence; chosen

@@ -1,4 +1,4 @@
-"""What a replay of a bad step has found: the data of an explanation."""
+"""The data of an explanation: what a replay of a bad step has found."""
 
 from __future__ import annotations
 

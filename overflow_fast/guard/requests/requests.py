@@ -46,7 +46,8 @@ from ..outer import outer
 from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
 from ..step_keeper import HeldFunction, KeptCall, LastSteps
-from ..verdict.verdict import BadFrame, Verdict
+from ..verdict.bad_frames import BadFrame
+from ..verdict.verdict import Verdict
 from ..watching.step_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .begun import Begun, request_of

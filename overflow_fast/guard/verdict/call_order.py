@@ -19,7 +19,7 @@ from ...torch_internals.module_internals import (
     is_dropout,
 )
 from ..watching.watch import ModelWatch
-from .verdict import FORWARDS
+from .roles import FORWARDS
 
 
 def name_of(watch: ModelWatch, index: int) -> str:

@@ -14,6 +14,7 @@ from ... import _C
 from ...scanner.modules import module_of_parameter
 from ...scanner.tree import entry_label
 from ...torch_internals.module_internals import is_batch_norm
+from .bad_frames import BadFrame
 from .call_order import (
     Called,
     Calls,
@@ -34,7 +35,7 @@ from .given import (
 )
 from .kept_state import Bad
 from .unseen_writes import impossible, never_writes, stale_inputs, written_unseen
-from .verdict import BATCH, BadFrame, Origin
+from .verdict import BATCH, Origin
 
 
 def origin_in_forward(

@@ -12,9 +12,10 @@ from ...scanner.text import either
 from ...scanner.tree import label_text
 from ..watching.inputs import Given, WeakTensor, is_batch_first, is_mask
 from ..watching.watch import ModelWatch
+from .bad_frames import BadFrame
 from .call_order import Called, Calls
 from .kept_state import Bad
-from .verdict import BATCH, BadFrame, NonModuleOrigin, Origin
+from .verdict import BATCH, NonModuleOrigin, Origin
 
 
 class Doubt(NamedTuple):

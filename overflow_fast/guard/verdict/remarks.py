@@ -14,13 +14,14 @@ from ...scanner.tensors import is_number
 from ...scanner.text import dtype_name
 from ...scanner.tree import entry_label
 from ..watching.inputs import is_batch_first, is_plain
-from .verdict import BadFrame, SettingRemark
+from .bad_frames import BadFrame
+from .verdict import SettingRemark
 
 # Remarks on the first bad call.
 
 
 # Masks are filled with the lowest finite number, or with nearly that.
-_NEAR_MAX = 0.999  # finds -3.4e38, not values that only come near
+_NEAR_MAX = 0.999  # finds -3.4e38. A smaller one would name values that are no fill
 
 
 class FillRemark(str):
