@@ -11,7 +11,7 @@ import torch
 
 from .inputs import Given, finite_places, is_plain, samples, share_first
 
-_MAX_BATCHES = 8  # the last ones; chosen, not measured
+_MAX_BATCHES = 8  # the last ones; chosen. An older batch is not named in a report
 
 
 class LoopBatch:

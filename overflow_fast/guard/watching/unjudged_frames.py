@@ -10,7 +10,9 @@ from threading import Lock
 
 from ... import _C
 
-MAX_IN_FLIGHT = 64  # copies of stats on their way before the host waits for one
+# Copies of stats on their way before the host waits for one. With fewer, accumulation
+# over many forwards waits for the device.
+MAX_IN_FLIGHT = 64
 _MAX_FORWARDS_UNSENT = 64  # more take memory, fewer a copy more often; chosen
 # More than anybody accumulates gradients over: fewer would warn without a reason.
 _MANY_UNJUDGED = 1000
