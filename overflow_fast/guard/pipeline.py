@@ -761,7 +761,7 @@ class Pipeline:
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
         with self._isolation.isolated():
-            from .verdict.remarks import bad_settings
+            from .verdict.optimizer_settings import bad_settings
 
             settings = bad_settings(
                 living(self._hooks), had_finite and not self._num_bad_in_row

@@ -41,7 +41,8 @@ from ..process import own_rank, world_size
 from ..report.report import RankInfo, Report
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch, models_of
-from .peers import Peers, find_groups, groups_of_mesh, shared
+from .groups import find_groups, groups_of_mesh, shared
+from .peers import Peers
 
 if TYPE_CHECKING:
     from .joinable import GuardJoinable
@@ -56,7 +57,7 @@ _SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
 
 
 class Wishes(NamedTuple):
-    """What a rank wishes of a step that may be finite; or what any of all ranks does.
+    """The wishes of a rank for a step that may be finite; or those of all together.
 
     Attributes:
         has_spike: A spike was seen.

@@ -9,7 +9,7 @@ from ...scanner.modules import module_of_parameter
 from ..process import world_size
 from .bad_frames import BadFrame
 from .call_order import Calls, name_of
-from .given import either_of
+from .doubts import either_of
 from .verdict import BATCH, LOSS, Origin
 
 

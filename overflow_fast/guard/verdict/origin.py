@@ -15,8 +15,8 @@ from ...flags import is_label
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame
 from .call_order import Calls
+from .doubts import Doubt, either_of
 from .forward_origin import origin_in_forward
-from .given import Doubt, either_of
 from .gradient_origin import origin_of_gradient, origin_of_gradients
 from .kept_state import Bad, checks_weights, nonfinite_state
 from .remarks import batch_remarks, remarks_on

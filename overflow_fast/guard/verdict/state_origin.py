@@ -6,7 +6,8 @@ from ... import _C
 from ...scanner.modules import is_layer_of_torch, module_of_parameter
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame, headroom_before, is_finite_now
-from .call_order import has_earlier_hooks, has_later_hooks, has_pre_hooks, name_of
+from .call_order import name_of
+from .foreign_hooks import has_earlier_hooks, has_later_hooks, has_pre_hooks
 from .roles import kind_of
 from .unseen_writes import only_calls_submodules
 from .verdict import CODE, Origin

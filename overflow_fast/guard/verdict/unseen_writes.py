@@ -24,7 +24,8 @@ from ...scanner.ops import scan
 from ...scanner.text import either
 from ...scanner.tree import entry_label
 from .bad_frames import BadFrame
-from .call_order import Called, Calls, has_earlier_hooks
+from .call_order import Called, Calls
+from .foreign_hooks import has_earlier_hooks
 from .given import caller_of
 from .remarks import limit_of
 from .verdict import Origin

@@ -191,15 +191,3 @@ def is_of_flag(verdict: Verdict) -> bool:
 def is_unseen(verdict: Verdict) -> bool:
     """True if nothing is known to be bad, and a tensor that matters was not scanned."""
     return verdict.first is not None and bool(verdict.first.not_scanned)
-
-
-class SettingRemark(str):
-    """A sentence on a setting that is no finite number.
-
-    Attributes:
-        setting: The setting, in words.
-        value: Its value.
-    """
-
-    setting: str
-    value: float

@@ -78,7 +78,7 @@ class LoopBatches:
         self._batches: dict[int, tuple[int, LoopBatch | None]] = {}
 
     def note(self, number: int, num_calls: int, batch: LoopBatch | None) -> None:
-        """Notes the batch of the forwards from a number on.
+        """Notes the batch of the next forwards, until another one is noted.
 
         Args:
             number: The number of the next forward.

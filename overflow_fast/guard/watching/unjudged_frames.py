@@ -24,8 +24,8 @@ class UnjudgedFrames:
 
     Args:
         recorder: The recorder.
-        process_arrived: Processes the stats that have arrived, but for those of so many
-            sends.
+        process_arrived: Reads the stats that have arrived. Its argument is how many of
+            the last sends may be on their way still; it waits for all before them.
 
     Attributes:
         before: The frames in front of the first bad one.
@@ -55,7 +55,7 @@ class UnjudgedFrames:
         return self._unjudged > 0
 
     def is_first_told(self) -> bool:
-        """True once: when it is first to be said that nobody judges what runs."""
+        """True at the first call: that nobody judges what runs is said once."""
         was_told, self._is_told = self._is_told, True
         return not was_told
 

@@ -161,9 +161,7 @@ def test_a_layer_that_can_have_made_it_is_named_with_when_its_input_was_seen(
     defer, as_kept
 ):
     model = nn.Sequential(nn.Linear(32, 32), overflowing())
-    nn.init.constant_(
-        model[0].weight, -1.0
-    )  # all terms of a sum are -inf, and none inf
+    nn.init.constant_(model[0].weight, -1.0)  # no sum has terms of both signs
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     guard = OverflowGuard(model, optimizer, explain=False, _defer=defer)
     model(finite_input(LARGE)).mean().backward()
