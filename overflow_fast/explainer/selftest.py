@@ -13,8 +13,8 @@ from torch import nn
 
 from ..detector.hooks import move_hook_to_front
 from ..detector.selection import Selection, check_patterns
+from ..guard.verdict.attribution import attribute
 from ..guard.verdict.bad_frames import collect
-from ..guard.verdict.first_bad import attribute
 from ..guard.verdict.verdict import Verdict
 from ..guard.watching.step_tensors import ScanLevel, StepTensors
 from ..guard.watching.watch import ModelWatch, models_of

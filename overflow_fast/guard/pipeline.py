@@ -53,8 +53,8 @@ from .step import Step, StepClock
 from .step_keeper import LeftGradients, StepKeeper
 from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart
+from .verdict.attribution import attribute
 from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
-from .verdict.first_bad import attribute
 from .verdict.rules import Rules
 from .verdict.verdict import Verdict, is_of_flag, is_unseen
 from .watching.overflow_flags import OverflowFlags

@@ -13,8 +13,8 @@ from ..scanner.text import some
 from .optimizers.wrapped import innermost, optimizers_of
 from .parts import Models, named_models
 from .report.report import NonFiniteError, Report
+from .verdict.attribution import attribute
 from .verdict.bad_frames import BadFrame, collect
-from .verdict.first_bad import attribute
 from .verdict.roles import kind_of
 from .verdict.rules import Allow, Rules
 from .watching.step_tensors import ScanLevel, StepTensors
