@@ -16,7 +16,7 @@ from ..detector.selection import Selection, check_patterns
 from ..guard.verdict.attribution import attribute
 from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.verdict import Verdict
-from ..guard.watching.step_tensors import ScanLevel, StepTensors
+from ..guard.watching.judged_tensors import JudgedTensors, ScanLevel
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import Handles, call_with
 from ..scanner.tensors import model_loss_in
@@ -371,7 +371,7 @@ class SelfTest:
 
     def _judge_run(self) -> Verdict:
         """Runs forward and backward once, and returns what the watches found."""
-        tensors = StepTensors(self._watches)
+        tensors = JudgedTensors(self._watches)
         tensors.begin_round()
         with everything_kept(self._models()) as state:
             try:

@@ -39,10 +39,10 @@ from .step import StepClock, WatchSchedule
 from .step_keeper import StepKeeper, make_keeper
 from .undo.step_start import StepStart
 from .verdict.rules import Rules
+from .watching.judged_tensors import NORM, JudgedTensors, ScanLevel
 from .watching.loop_batches import LoopBatch
 from .watching.missed_steps import ENOUGH
 from .watching.overflow_flags import OverflowFlags
-from .watching.step_tensors import NORM, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class LoopInputs:
         watches: Sequence[ModelWatch],
         keeper: StepKeeper | None,
         clock: StepClock,
-        tensors: StepTensors,
+        tensors: JudgedTensors,
         isolation: ErrorIsolation,
         hooks: Sequence[OptimizerHook],
     ) -> None:

@@ -57,8 +57,8 @@ from .verdict.attribution import attribute
 from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
 from .verdict.rules import Rules
 from .verdict.verdict import Verdict, is_of_flag, is_unseen
+from .watching.judged_tensors import JudgedTensors, ScanLevel
 from .watching.overflow_flags import OverflowFlags
-from .watching.step_tensors import ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Pipeline:
         self._measurements = measurements
         self._monitors = monitors
         self.rounds = Rounds(hooks)
-        self.tensors = StepTensors(watches, config.weights_every)
+        self.tensors = JudgedTensors(watches, config.weights_every)
         self._pending: deque[Step] = deque()  # lagged: their stats are on their way
         self._device_flags: DeviceFlags | None = None
         if config.sync == "lagged":

@@ -26,7 +26,7 @@ from .step import Step
 from .verdict.bad_frames import take_bad, take_evaluated
 from .verdict.verdict import Verdict
 from .watching.inputs import is_plain
-from .watching.step_tensors import ScanLevel
+from .watching.judged_tensors import ScanLevel
 
 if TYPE_CHECKING:
     from .optimizers.optimizer_hook import OptimizerHook

@@ -17,7 +17,7 @@ from .verdict.attribution import attribute
 from .verdict.bad_frames import BadFrame, collect
 from .verdict.roles import kind_of
 from .verdict.rules import Allow, Rules
-from .watching.step_tensors import ScanLevel, StepTensors
+from .watching.judged_tensors import JudgedTensors, ScanLevel
 from .watching.watch import ModelWatch
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
@@ -78,7 +78,7 @@ def state_report(
         )
         for prefix, each in models.items()
     ]
-    tensors = StepTensors(watches)
+    tensors = JudgedTensors(watches)
     for watch in watches:
         rules.put_on(watch)
     tensors.scan(None, ScanLevel.ALL)

@@ -20,8 +20,8 @@ from .report.cost import Cost
 from .undo.step_start import StepStart
 from .verdict.bad_frames import BadFrame
 from .verdict.verdict import Verdict
+from .watching.judged_tensors import ScanLevel
 from .watching.overflow_flags import OverflowFlags
-from .watching.step_tensors import ScanLevel
 from .watching.watch import ModelWatch
 
 

@@ -16,7 +16,7 @@ from ...scanner.tree import label_text
 from ..options import Options
 from ..step_keeper import StepKeeper
 from ..verdict.entry_headroom import where_of
-from ..watching.step_tensors import NORM
+from ..watching.judged_tensors import NORM
 from ..watching.watch import ModelWatch, models_of
 
 _LOSSES = ("output.loss", "output['loss']")

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ... import _C
 from ..options import one_of, option
-from ..watching.step_tensors import NORM
+from ..watching.judged_tensors import NORM
 from ..watching.watch import ModelWatch
 from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
 

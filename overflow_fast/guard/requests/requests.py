@@ -48,7 +48,7 @@ from ..step import Step, WatchSchedule
 from ..step_keeper import HeldFunction, KeptCall, LastSteps
 from ..verdict.bad_frames import BadFrame
 from ..verdict.verdict import Verdict
-from ..watching.step_tensors import ScanLevel
+from ..watching.judged_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .begun import Begun, request_of
 from .gate import Gate

@@ -65,7 +65,7 @@ class ScanLevel(enum.IntEnum):
     ALL = 2
 
 
-class StepTensors:
+class JudgedTensors:
     """The tensors of a step that belong to no module's call, one scan for each kind.
 
     Args:
