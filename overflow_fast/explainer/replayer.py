@@ -25,7 +25,8 @@ from .. import _C
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
 from ..guard.undo.step_start import StepStart
-from ..guard.verdict.verdict import collect, kind_of
+from ..guard.verdict.bad_frames import collect
+from ..guard.verdict.roles import kind_of
 from ..guard.watching.watch import ModelWatch
 from ..scanner.modules import (
     first_parameter_of,

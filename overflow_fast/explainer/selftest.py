@@ -13,9 +13,10 @@ from torch import nn
 
 from ..detector.hooks import move_hook_to_front
 from ..detector.selection import Selection, check_patterns
-from ..guard.verdict.first_bad import attribute
-from ..guard.verdict.verdict import Verdict, collect
-from ..guard.watching.step_tensors import ScanLevel, StepTensors
+from ..guard.verdict.attribution import attribute
+from ..guard.verdict.bad_frames import collect
+from ..guard.verdict.verdict import Verdict
+from ..guard.watching.judged_tensors import JudgedTensors, ScanLevel
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import Handles, call_with
 from ..scanner.tensors import model_loss_in
@@ -370,7 +371,7 @@ class SelfTest:
 
     def _judge_run(self) -> Verdict:
         """Runs forward and backward once, and returns what the watches found."""
-        tensors = StepTensors(self._watches)
+        tensors = JudgedTensors(self._watches)
         tensors.begin_round()
         with everything_kept(self._models()) as state:
             try:

@@ -15,7 +15,7 @@ from ..guard.undo.buffers import KeptBuffer
 from ..guard.undo.random import RandomStates
 from ..guard.undo.step_start import StepStart
 from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
-from ..guard.verdict.call_order import is_ours
+from ..guard.verdict.foreign_hooks import is_ours
 from ..scanner.graph import leaves_of
 from ..scanner.modules import (
     buffers_of,

@@ -21,15 +21,9 @@ from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, plain_name
 from ..guard.step import Step
-from ..guard.verdict.verdict import (
-    BadEntry,
-    BadFrame,
-    Origin,
-    Verdict,
-    collect,
-    is_of_flag,
-)
-from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
+from ..guard.verdict.bad_frames import BadFrame, collect
+from ..guard.verdict.verdict import BadEntry, Origin, Verdict, is_of_flag
+from ..guard.watching.judged_tensors import NORM, JudgedTensors, ScanLevel
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
 from ..scanner.ops import scan
@@ -396,7 +390,7 @@ class _FullWatch(Observer):
             self._watches[0].record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
     def _collect(self) -> None:
-        StepTensors(self._watches).scan(None, ScanLevel.ALL)
+        JudgedTensors(self._watches).scan(None, ScanLevel.ALL)
         self.frames += collect(self._watches)
 
 

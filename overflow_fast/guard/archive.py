@@ -22,9 +22,12 @@ from .record.flight import FlightRecorder
 from .report.log_lines import LogLine, StepLine
 from .report.report import RankInfo, Report
 from .report.run_log import RunIdentity
+from .verdict.bad_frames import BadFrame, leading_frame
+from .verdict.entry_headroom import least_headroom
 from .verdict.headroom import HeadroomTracker
-from .verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
-from .watching.step_tensors import StepTensors
+from .verdict.roles import kind_of
+from .verdict.verdict import Verdict
+from .watching.judged_tensors import JudgedTensors
 from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
@@ -199,7 +202,7 @@ class Archive:
         )
 
     def begin_report(
-        self, report: Report, frames: Sequence[BadFrame], tensors: StepTensors | None
+        self, report: Report, frames: Sequence[BadFrame], tensors: JudgedTensors | None
     ) -> None:
         """Keeps a step's offending tensors and its batch; finds the run it repeats.
 
@@ -343,7 +346,7 @@ class Archive:
 
 
 def _offending(
-    leading: BadFrame, frames: Sequence[BadFrame], tensors: StepTensors | None
+    leading: BadFrame, frames: Sequence[BadFrame], tensors: JudgedTensors | None
 ) -> dict[str, object]:
     """The tensors to keep: those of the first bad call, and others that are bad."""
     found: dict[str, object] = {}

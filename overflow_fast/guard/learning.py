@@ -11,8 +11,9 @@ from .. import _C
 from ..detector.selection import Wanted
 from ..scanner.types import TensorPath
 from .ranks.agreement import Agreement
+from .verdict.bad_frames import BadFrame
+from .verdict.roles import FORWARDS
 from .verdict.rules import KINDS, Rules, kinds_text, tensor_path
-from .verdict.verdict import FORWARDS, BadFrame
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")

@@ -18,8 +18,8 @@ from .kept_calls.call_keeper import StepKeeper
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .requests.requests import Requests
 from .step import StepClock
+from .watching.judged_tensors import NORM, JudgedTensors, ScanLevel
 from .watching.loop_batches import LoopBatch
-from .watching.step_tensors import NORM, ScanLevel, StepTensors
 from .watching.watch import ModelWatch, models_of
 
 _log = logging.getLogger("overflow_fast")
@@ -67,7 +67,7 @@ class LoopInputs:
         watches: Sequence[ModelWatch],
         keeper: StepKeeper | None,
         clock: StepClock,
-        tensors: StepTensors,
+        tensors: JudgedTensors,
         isolation: ErrorIsolation,
         hooks: Sequence[OptimizerHook],
     ) -> None:

@@ -54,18 +54,12 @@ from .report.run_log import AlarmLog
 from .step import Step, StepClock
 from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart
-from .verdict.first_bad import attribute
+from .verdict.attribution import attribute
+from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
 from .verdict.rules import Rules
-from .verdict.verdict import (
-    BadFrame,
-    Verdict,
-    is_of_flag,
-    is_unseen,
-    take_bad,
-    take_evaluated,
-)
+from .verdict.verdict import Verdict, is_of_flag, is_unseen
+from .watching.judged_tensors import JudgedTensors, ScanLevel
 from .watching.overflow_flags import OverflowFlags
-from .watching.step_tensors import ScanLevel, StepTensors
 from .watching.watch import ModelWatch
 
 if TYPE_CHECKING:
@@ -165,7 +159,7 @@ class Pipeline:
         self._measurements = measurements
         self._monitors = monitors
         self.rounds = Rounds(hooks)
-        self.tensors = StepTensors(watches, config.weights_every)
+        self.tensors = JudgedTensors(watches, config.weights_every)
         self._pending: deque[Step] = deque()  # lagged: their stats are on their way
         self._device_flags: DeviceFlags | None = None
         if config.sync == "lagged":
@@ -768,7 +762,7 @@ class Pipeline:
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
         with self._isolation.isolated():
-            from .verdict.remarks import bad_settings
+            from .verdict.optimizer_settings import bad_settings
 
             settings = bad_settings(
                 living(self._hooks), had_finite and not self._num_bad_in_row

@@ -23,9 +23,10 @@ from .optimizers.loss_scaling import without_gradients
 from .optimizers.updates import of_update
 from .report.report import NonFiniteError, Report
 from .step import Step
-from .verdict.verdict import Verdict, take_bad, take_evaluated
+from .verdict.bad_frames import take_bad, take_evaluated
+from .verdict.verdict import Verdict
 from .watching.inputs import is_plain
-from .watching.step_tensors import ScanLevel
+from .watching.judged_tensors import ScanLevel
 
 if TYPE_CHECKING:
     from .optimizers.optimizer_hook import OptimizerHook

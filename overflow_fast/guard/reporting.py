@@ -8,7 +8,9 @@ from ..detector.frames import frame_texts
 from .optimizers.loss_scaling import unknown_scale_notes
 from .report.report import Report
 from .step import Step
-from .verdict.verdict import Verdict, leading_frame, least_headroom
+from .verdict.bad_frames import leading_frame
+from .verdict.entry_headroom import least_headroom
+from .verdict.verdict import Verdict
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline

@@ -18,9 +18,10 @@ from .optimizers.engines import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .report.cost import Cost
 from .undo.step_start import StepStart
-from .verdict.verdict import BadFrame, Verdict
+from .verdict.bad_frames import BadFrame
+from .verdict.verdict import Verdict
+from .watching.judged_tensors import ScanLevel
 from .watching.overflow_flags import OverflowFlags
-from .watching.step_tensors import ScanLevel
 from .watching.watch import ModelWatch
 
 

@@ -16,11 +16,11 @@ from overflow_fast.detector.frames import BackwardFrame, frames_text
 from overflow_fast.guard.report.advice import nonfinite_settings
 from overflow_fast.guard.report.origin_words import who_made_it
 from overflow_fast.guard.report.report import Report
-from overflow_fast.guard.verdict.first_bad import attribute
-from overflow_fast.guard.verdict.remarks import bad_settings
+from overflow_fast.guard.verdict.attribution import attribute
+from overflow_fast.guard.verdict.bad_frames import BadFrame
+from overflow_fast.guard.verdict.optimizer_settings import bad_settings
 from overflow_fast.guard.verdict.verdict import (
     BadEntry,
-    BadFrame,
     NonModuleOrigin,
     Origin,
     Verdict,

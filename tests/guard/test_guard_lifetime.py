@@ -336,7 +336,7 @@ def test_two_guards_on_one_model_do_not_meet():
 
 
 def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog, as_kept):
-    from overflow_fast.guard.watching.step_tensors import StepTensors
+    from overflow_fast.guard.watching.judged_tensors import JudgedTensors
 
     def fail(*_):
         raise RuntimeError("a bug")
@@ -346,7 +346,7 @@ def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog, as_kept):
         model, optimizer = make()
         guard = OverflowGuard(model, optimizer, "skip") if guarded else None
         with monkeypatch.context() as patch:
-            patch.setattr(StepTensors, "scan", fail)
+            patch.setattr(JudgedTensors, "scan", fail)
             train(model, optimizer, batches(3))
         results.append(state_of(model, optimizer))
         if guard is not None:

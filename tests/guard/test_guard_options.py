@@ -11,7 +11,7 @@ from overflow_fast.guard.isolation import OverheadTimer
 from overflow_fast.guard.report.cost import Cost
 from overflow_fast.guard.step import WatchSchedule
 from overflow_fast.guard.watching import unjudged_frames
-from overflow_fast.guard.watching.step_tensors import ScanLevel
+from overflow_fast.guard.watching.judged_tensors import ScanLevel
 
 
 def test_wrong_arguments_are_told(as_kept):

@@ -8,7 +8,7 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule, Spikes
 from overflow_fast.guard.step import LeftOut, WatchSchedule
-from overflow_fast.guard.watching.step_tensors import ScanLevel
+from overflow_fast.guard.watching.judged_tensors import ScanLevel
 
 NAN = float("nan")
 

@@ -15,8 +15,8 @@ from ... import _C
 from ...scanner.tree import label_text
 from ..kept_calls.call_keeper import StepKeeper
 from ..options import Options
-from ..verdict.verdict import where_of
-from ..watching.step_tensors import NORM
+from ..verdict.entry_headroom import where_of
+from ..watching.judged_tensors import NORM
 from ..watching.watch import ModelWatch, models_of
 
 _LOSSES = ("output.loss", "output['loss']")

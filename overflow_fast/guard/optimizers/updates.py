@@ -22,8 +22,9 @@ from ...scanner.text import dtype_name
 from ..report.causes import BAD_SETTING, RANGE_OVERFLOW
 from ..report.explanation import Explanation
 from ..undo.optimizer import OptimizerSnapshot, is_finite
-from ..verdict.remarks import bad_settings
-from ..verdict.verdict import BadEntry, SettingRemark, Verdict, take_bad
+from ..verdict.bad_frames import take_bad
+from ..verdict.optimizer_settings import SettingRemark, bad_settings
+from ..verdict.verdict import BadEntry, Verdict
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline

@@ -1,4 +1,25 @@
-"""Makes all ranks of a process group decide alike: one collective for each step."""
+"""Makes all ranks of a process group decide alike: one collective for each step.
+
+1. `_find()` finds the process groups of this rank in models and optimizers, without a
+   collective. Where it finds none, or the policy is to warn, the rank decides alone.
+2. `_meet()`, at the first step, finds all ranks that these groups connect.
+3. `agree()` is called by every rank in every judged step. One all-reduce takes the
+   largest of each number: the priority of the bad value (0 for none), the step, its
+   negative (so the least step is known, too: ranks that judge different steps raise),
+   and what monitors wish.
+4. Where no rank has found anything, that is all. Else the rank whose priority is the
+   largest makes the report, and the ranks gather it. An error while it is made is
+   gathered in its place, so that no rank waits for ever.
+5. `act_on()`: the same rank chooses the action, and the ranks gather that.
+
+The state:
+
+- `_groups`: this rank's groups; None until they are looked for.
+- `_peers`: the ranks that they connect; None until they have met.
+- `_joinable`: what stands for the guard in `Join`.
+- `error`: what a collective has raised last, which comes out as it is, unlike errors of
+  the guard's own.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +41,8 @@ from ..process import own_rank, world_size
 from ..report.report import RankInfo, Report
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch, models_of
-from .peers import Peers, find_groups, groups_of_mesh, shared
+from .groups import find_groups, groups_of_mesh, shared
+from .peers import Peers
 
 if TYPE_CHECKING:
     from .joinable import GuardJoinable
@@ -28,13 +50,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger("overflow_fast")
 
 # The rank with the earliest bad value decides: one that a collective of the training
-# has mixed into a gradient is bad on every rank.
+# has mixed into a gradient is bad on every rank. Frames behind this one all count as
+# late alike; so many ranks are told apart. A priority, about 2**50, fits an int64.
 _LAST = 2**24
 _SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
 
 
 class Wishes(NamedTuple):
-    """The wishes of a rank for a step that may be finite, or any of all ranks.
+    """The wishes of a rank for a step that may be finite; or those of all together.
 
     Attributes:
         has_spike: A spike was seen.

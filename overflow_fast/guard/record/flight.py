@@ -34,7 +34,7 @@ from ..optimizers.engines import LossScaler
 from ..report.cost import Cost
 from ..report.report import Report
 from ..report.run_log import RunIdentity
-from ..verdict.verdict import kind_of
+from ..verdict.roles import kind_of
 from ..watching.watch import ModelWatch, models_of
 from .record_lines import (
     COLUMNS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...scanner.torch_ops import base_of, has
-from ..verdict.verdict import BadEntry, Origin, SettingRemark, Verdict
+from ..verdict.optimizer_settings import SettingRemark
+from ..verdict.verdict import BadEntry, Origin, Verdict
 from .causes import UNKNOWN, Cause
 from .findings import Findings
 
@@ -38,7 +39,7 @@ def advice_for(
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if origin.source in ("weight", "buffer"):
         return _advise_on_tensor(first, origin, step)
-    if first.kind in ("input", "output") and first.signs == "-" and not first.num_nan:
+    if first.kind in ("input", "output") and _may_be_mask(first):
         rule = {f"{first.fqn}:{first.label}": "-inf"}
         return f"if this is intended, as in a mask, allow={rule}"
     if is_cured:
@@ -52,12 +53,16 @@ def advice_for(
 
 def answers(explanation: Findings | None, first: BadEntry) -> bool:
     """True if -inf, as masks have it, is known to be no intended one."""
-    is_mask = first.signs == "-" and not first.num_nan
-    if not is_mask or explanation is None:
-        return is_mask and not UNKNOWN.may_be_intended
+    if not _may_be_mask(first) or explanation is None:
+        return _may_be_mask(first) and not UNKNOWN.may_be_intended
     op = explanation.op  # masks are logarithms of 0; quotients are none
     is_quotient = op is not None and has(base_of(op.name), "divides")
     return is_quotient or not Cause.of(explanation.cause).may_be_intended
+
+
+def _may_be_mask(entry: BadEntry) -> bool:
+    """True if an entry holds -inf and nothing worse, as additive masks do."""
+    return entry.signs == "-" and not entry.num_nan
 
 
 def _advise_on_tensor(first: BadEntry, origin: Origin, step: int) -> str:

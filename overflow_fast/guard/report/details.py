@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ...scanner.text import some
-from ..verdict.verdict import BadEntry, EntryHeadroom, Verdict
+from ..verdict.entry_headroom import EntryHeadroom
+from ..verdict.verdict import BadEntry, Verdict
 from .cost import Cost
 
-_NEAREST = 8  # names in a sentence; chosen
+NEAREST = 8  # names in a sentence; chosen
 _FEW_BITS = 8  # room to grow 256-fold; chosen
 
 
@@ -19,7 +20,7 @@ def share_sentences(entry: BadEntry) -> list[str]:
     return [f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."]
 
 
-def gradient_sentences(verdict: Verdict, most: int = _NEAREST) -> list[str]:
+def gradient_sentences(verdict: Verdict, most: int) -> list[str]:
     """Names the gradients that are bad, and the nearest ones that are not."""
     dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
     if not dirty:

@@ -1,4 +1,4 @@
-"""The findings of a bad step's replay: the data of an explanation."""
+"""The data of an explanation: what a replay of a bad step has found."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .op import Op
 
 BETWEEN = "between backward and the optimizer's step"
 _LONGEST_CALL = 40  # characters of an expression that a line names in code
-_LONGEST_REASON = 150
+_LONGEST_REASON = 150  # characters; a longer clause ends at its first colon
 
 
 def gist_of(found: Findings) -> str:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from ...scanner.text import rounded, short_name
 
-SAME = 1e-3  # of gradients: more than float32 rounds in most networks
-_MOST_MOVED = 1e6  # a change of results is written up to here
-_TIMES = 10.0  # an error is written as a factor from here on
+# Of gradients: more than float32 rounds in most networks. With a smaller one, the same
+# function in another form is said to change the other samples.
+SAME = 1e-3
+_MOST_MOVED = 1e6  # a change of results is written up to here, and no larger
+_TIMES = 10.0  # an error is written as a factor from here on, below in percent
 _FAR = 0.1  # of the true loss: what misses it by more keeps no value; chosen
 _INDENT = " " * 4
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..verdict.verdict import EntryHeadroom, Verdict
+from ..verdict.entry_headroom import EntryHeadroom
+from ..verdict.verdict import Verdict
 from .cost import Cost
 from .explanation import Explanation
 

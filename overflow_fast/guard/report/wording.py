@@ -9,6 +9,7 @@ from ..verdict.verdict import BadEntry, is_of_flag
 from .advice import advice_for, answers
 from .causes import BAD_DATA
 from .details import (
+    NEAREST,
     cost_sentences,
     gradient_sentences,
     headroom_sentences,
@@ -146,20 +147,17 @@ class ReportText:
         return [f"What to try: {advice}."] if advice else []
 
     def _details(self) -> list[str]:
-        first = self.verdict.first
-        if first is None:
-            return cost_sentences(self.report.cost)
-        return [
-            *share_sentences(first),
-            *headroom_sentences(self.verdict.headroom),
-            *least_sentences(self.report.least_headroom),
-            *gradient_sentences(self.verdict),
-            *self.report.not_covered,
-            *cost_sentences(self.report.cost),
-        ]
+        cost = cost_sentences(self.report.cost)
+        if self.verdict.first is None:
+            return cost
+        return [*self._few_details(NEAREST), *self.report.not_covered, *cost]
 
-    def _few_details(self) -> list[str]:
-        """The details that an exception has where the cause is not known."""
+    def _few_details(self, most: int = _FEW_GRADIENTS) -> list[str]:
+        """The details that an exception has where the cause is not known.
+
+        Args:
+            most: The names of gradients in a sentence.
+        """
         first = self.verdict.first
         if first is None:
             return []
@@ -167,7 +165,7 @@ class ReportText:
             *share_sentences(first),
             *headroom_sentences(self.verdict.headroom),
             *least_sentences(self.report.least_headroom),
-            *gradient_sentences(self.verdict, _FEW_GRADIENTS),
+            *gradient_sentences(self.verdict, most),
         ]
 
     def _origin(self, first: BadEntry) -> str:

@@ -48,8 +48,9 @@ from ..options import Schedule
 from ..outer import outer
 from ..report.report import NonFiniteError, Report
 from ..step import Step, WatchSchedule
-from ..verdict.verdict import BadFrame, Verdict
-from ..watching.step_tensors import ScanLevel
+from ..verdict.bad_frames import BadFrame
+from ..verdict.verdict import Verdict
+from ..watching.judged_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .begun import Begun, request_of
 from .gate import Gate

@@ -14,27 +14,14 @@ from ... import _C
 from ...scanner.modules import module_of_parameter
 from ...scanner.tree import entry_label
 from ...torch_internals.module_internals import is_batch_norm
-from .call_order import (
-    Called,
-    Calls,
-    has_earlier_hooks,
-    has_later_hooks,
-    has_pre_hooks,
-    name_of,
-)
-from .given import (
-    Doubt,
-    caller_of,
-    either_of,
-    held,
-    minus_inf_inputs,
-    minus_infs,
-    origin_of_given,
-    unsearched_inputs,
-)
+from .bad_frames import BadFrame
+from .call_order import Called, Calls, name_of
+from .doubts import Doubt, either_of, minus_inf_inputs, minus_infs, unsearched_inputs
+from .foreign_hooks import has_earlier_hooks, has_later_hooks, has_pre_hooks
+from .given import caller_of, held, origin_of_given
 from .kept_state import Bad
 from .unseen_writes import impossible, never_writes, stale_inputs, written_unseen
-from .verdict import BATCH, BadFrame, Origin
+from .verdict import BATCH, Origin
 
 
 def origin_in_forward(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from ... import _C
 from ...scanner.modules import module_of_parameter
 from ..process import world_size
+from .bad_frames import BadFrame
 from .call_order import Calls, name_of
-from .given import either_of
-from .verdict import BATCH, LOSS, BadFrame, Origin
+from .doubts import either_of
+from .verdict import BATCH, LOSS, Origin
 
 
 def origin_of_gradient(first: BadFrame, calls: Calls) -> Origin:

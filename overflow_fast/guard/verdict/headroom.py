@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from ... import _C
 from ...scanner.text import as_lines, bits_left
 from ..watching.watch import ModelWatch
+from .entry_headroom import headroom_of, where_of
 from .headroom_table import HeadroomHistory, HeadroomTable, UnderflowCounts
+from .roles import GRADIENTS
 from .saturation import SaturationWatch
-from .verdict import GRADIENTS, headroom_of, where_of
 
 _log = logging.getLogger("overflow_fast")
 _FEW_NAMES = 3  # entries in a warning; chosen

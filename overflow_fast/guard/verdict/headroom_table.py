@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from ...scanner.notebook_html import table_html, text_html
 from ...scanner.text import bits_left, printable
-from .verdict import EntryHeadroom
+from .entry_headroom import EntryHeadroom
 
 _FLOAT16_MAX = 65504.0  # (2 - 2**-10) * 2**15
-_LEAST_STEPS = 4  # watched, before there is a trend; chosen, not measured
-_FEW_ROWS = 24  # of a text
+_LEAST_STEPS = 4  # watched, before there is a trend: of fewer one step may decide it
+_FEW_ROWS = 24  # of a text; more do not fit a screen
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,16 @@ from dataclasses import replace
 from ... import _C
 from ...flags import is_label
 from ..watching.watch import ModelWatch
+from .bad_frames import BadFrame
 from .call_order import Calls
+from .doubts import Doubt, either_of
 from .forward_origin import origin_in_forward
-from .given import Doubt, either_of
 from .gradient_origin import origin_of_gradient, origin_of_gradients
 from .kept_state import Bad, checks_weights, nonfinite_state
 from .remarks import batch_remarks, remarks_on
+from .roles import FORWARDS
 from .state_origin import origin_of_buffer, origin_of_weight
-from .verdict import BATCH, FORWARDS, LOSS, OF_FLAG, STAND_IN, BadFrame, Origin
+from .verdict import BATCH, LOSS, OF_FLAG, STAND_IN, Origin
 
 
 def origin_of(

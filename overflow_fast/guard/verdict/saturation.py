@@ -10,8 +10,11 @@ from ... import _C
 from ...scanner.text import as_lines
 
 _log = logging.getLogger("overflow_fast")
-_LEAST = 16  # values: scaled formats put their largest value there on purpose
-_MORE = 2.0  # times the share that was warned of; chosen, not measured
+# Values: scaled formats put their largest value there on purpose. With a larger number
+# small tensors that are cut off go unseen.
+_LEAST = 16
+# Times the share that was warned of; chosen. A smaller factor repeats warnings.
+_MORE = 2.0
 _FEW = 3  # entries in a warning; chosen
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from ... import _C
 from ...scanner.modules import is_layer_of_torch, module_of_parameter
 from ..watching.watch import ModelWatch
-from .call_order import has_earlier_hooks, has_later_hooks, has_pre_hooks, name_of
+from .bad_frames import BadFrame, headroom_before, is_finite_now
+from .call_order import name_of
+from .foreign_hooks import has_earlier_hooks, has_later_hooks, has_pre_hooks
+from .roles import kind_of
 from .unseen_writes import only_calls_submodules
-from .verdict import CODE, BadFrame, Origin, headroom_before, is_finite_now, kind_of
+from .verdict import CODE, Origin
 
 
 def origin_of_weight(first: BadFrame, entry: _C.Entry) -> Origin:

@@ -34,7 +34,9 @@ _HARMLESS = (
     *(enum.Enum, types.FunctionType, torch.Generator),
 )
 _NUMBERS = (float, complex)
-_MAX_NUMBERS = 256  # values visited in the search for numbers that are not finite
+# Values visited in the search for numbers that are not finite: such a number behind
+# them is not named among what may have made the first bad value.
+_MAX_NUMBERS = 256
 
 
 class WeakTensor(NamedTuple):

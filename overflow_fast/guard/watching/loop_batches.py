@@ -11,7 +11,7 @@ import torch
 
 from .inputs import Given, finite_places, is_plain, samples, share_first
 
-_MAX_BATCHES = 8  # the last ones; chosen, not measured
+_MAX_BATCHES = 8  # the last ones; chosen. An older batch is not named in a report
 
 
 class LoopBatch:
@@ -78,7 +78,7 @@ class LoopBatches:
         self._batches: dict[int, tuple[int, LoopBatch | None]] = {}
 
     def note(self, number: int, num_calls: int, batch: LoopBatch | None) -> None:
-        """Notes the batch of the forwards from a number on.
+        """Notes the batch of the next forwards, until another one is noted.
 
         Args:
             number: The number of the next forward.

@@ -9,7 +9,7 @@ import torch
 from ... import _C, flags
 from ...scanner.modules import parameters_of
 from ..optimizers.engines import LossScaler
-from .step_tensors import ScanLevel
+from .judged_tensors import ScanLevel
 from .watch import ModelWatch
 
 

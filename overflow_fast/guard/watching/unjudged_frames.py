@@ -10,7 +10,9 @@ from threading import Lock
 
 from ... import _C
 
-MAX_IN_FLIGHT = 64  # copies of stats on their way before the host waits for one
+# Copies of stats on their way before the host waits for one. With fewer, accumulation
+# over many forwards waits for the device.
+MAX_IN_FLIGHT = 64
 _MAX_FORWARDS_UNSENT = 64  # more take memory, fewer a copy more often; chosen
 # More than anybody accumulates gradients over: fewer would warn without a reason.
 _MANY_UNJUDGED = 1000
@@ -22,8 +24,8 @@ class UnjudgedFrames:
 
     Args:
         recorder: The recorder.
-        process_arrived: Processes the stats that have arrived, but for those of so many
-            sends.
+        process_arrived: Reads the stats that have arrived. Its argument is how many of
+            the last sends may be on their way still; it waits for all before them.
 
     Attributes:
         before: The frames in front of the first bad one.
@@ -53,7 +55,7 @@ class UnjudgedFrames:
         return self._unjudged > 0
 
     def is_first_told(self) -> bool:
-        """True once: when it is first to be said that nobody judges what runs."""
+        """True at the first call: that nobody judges what runs is said once."""
         was_told, self._is_told = self._is_told, True
         return not was_told
 

@@ -1,4 +1,35 @@
-"""The watch over one model of a guard: its hooks, rules and unjudged frames."""
+"""The watch over one model of a guard: its hooks, rules and unjudged frames.
+
+A step, as the hooks of a model see it:
+
+1. `attach()` puts hooks on the selected modules and the root, and `detach()` removes
+   them. In between they record a frame for each call; see `detector/steps.py`.
+2. `before_root()` begins an outermost forward: what the training loop gives the model
+   is noted, and `on_forward` lets the guard keep what a skip puts back.
+3. `_record_root()` scans what the root returns, and finds the loss in it.
+4. `root_ended()` ends the forward; `leave()` ends one that an exception has left.
+5. `_end_step()`: a forward of training waits for its optimizer's step. One without
+   autograd is handed to `on_evaluated`, which judges it at once.
+6. At the optimizer's step the guard takes the bad frames out of `frames`, and
+   `end_judgement()` forgets what belongs to the step.
+
+The state:
+
+- `modules`, `tensors`: the names of modules, parameters and buffers.
+- `inputs`: what the last forwards were given; `frames`: what nobody has judged yet.
+- `_roots`: the forward that runs in each thread.
+- `_rules`: the rules of `allow`, which are put on the recorder again when modules are
+  renamed.
+- `_missed`: the changes of weights that nobody has judged; `num_given_up`: where in the
+  step the loop gave up its earlier forwards.
+- `has_loss_of_step`, `has_seen_loss`, `returns_loss`: whether a loss was seen in this
+  step, ever, and among what the model returns.
+- `_has_looked_for_shards`: it is known whether the weights are sharded, which decides
+  where they are scanned. FSDP may shard a model after the guard was made, so this is
+  looked up at the first forward after `attach()`.
+
+Hooks run in the program's threads, and several forwards may run at once.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 
 from ...guard.files.json_text import SCHEMA
 from ...guard.files.reading import open_regular
-from ...guard.verdict.verdict import growth_text
+from ...guard.verdict.entry_headroom import growth_text
 from ...scanner.text import numbered, printable
 from ..record.table import FlightRecord, read_record
 from .grid import (

@@ -19,9 +19,9 @@ from ...explainer.copies import HALF, check_model, copied_batch, on_copies
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.keep_in_fp32 import keep_in_fp32, shortened
 from ...guard.undo.random import RandomStates
+from ...guard.verdict.attribution import attribute
+from ...guard.verdict.bad_frames import BadFrame, collect, in_order
 from ...guard.verdict.call_order import Calls
-from ...guard.verdict.first_bad import attribute
-from ...guard.verdict.verdict import BadFrame, collect, in_order
 from ...guard.watching.watch import ModelWatch
 from ...scanner.modules import children_of, is_within, named_modules, step_of
 from ...scanner.ops import scan

@@ -11,19 +11,10 @@ from collections.abc import Sequence
 from ... import _C
 from ...scanner.tree import entry_label
 from ..watching.watch import ModelWatch
+from .bad_frames import BadFrame, first_bad, headroom_before, is_finite_now, reach_loss
 from .origin import origin_of
-from .verdict import (
-    OF_CALLS,
-    BadEntry,
-    BadFrame,
-    Origin,
-    Verdict,
-    first_bad,
-    headroom_before,
-    is_finite_now,
-    kind_of,
-    reach_loss,
-)
+from .roles import OF_CALLS, kind_of
+from .verdict import BadEntry, Origin, Verdict
 
 _log = logging.getLogger("overflow_fast")
 

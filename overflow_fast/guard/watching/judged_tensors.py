@@ -1,4 +1,30 @@
-"""The tensors that are scanned when a step is judged: gradients, weights and more."""
+"""The tensors that are scanned when a step is judged: gradients, weights and more.
+
+Modules' calls show the rest. In a step:
+
+1. `begin_round()` makes weights and buffers due: they are scanned once for all
+   optimizers that step one after the other.
+2. `note_norm()` and `note_clipping()` note norms of gradients that the program has
+   computed anyway. Where a norm is finite, so are the gradients it is of, and reading
+   them again is saved.
+3. `scan()`, before an optimizer's step, records weights and buffers, then the gradients
+   of its parameters, then its state. It waits for the device only to read a norm that
+   clipping has computed.
+4. `scan_sums()`, when the stats have arrived, scans the sums of sparse gradients, whose
+   finite rows an optimizer adds up.
+5. `scan_update()`, behind an optimizer's step, scans what that has written.
+6. `forget()` releases all tensors.
+
+The state between these calls:
+
+- `_scanned`: the names and tensors that were recorded, for `find()`.
+- `_last_gradients`: the gradient of each parameter that was scanned last, weakly, and
+  its version then: with several optimizers only new ones are scanned.
+- `_norm`, `_clippings`: the norms, each with the gradients that it stands for.
+- `_sparse`: the sparse gradients of the step, for `scan_sums()`.
+- `_has_scanned_weights`: the weights of this round were scanned.
+- `_num_rounds`: the number of rounds, since weights may be due in one of several only.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +49,9 @@ from ..optimizers.engines import engine_gradients, optimizers_in
 from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
-_MOST_CLIPPINGS = 1000  # in a step; where nothing is judged, they are not kept
+# Norms that are kept in a step. Of more the first are dropped, and the gradients that
+# they stand for are read. Where nobody judges, a loop would keep them all otherwise.
+_MOST_CLIPPINGS = 1000
 _Listed = list[tuple[ModelWatch, nn.Module, Named]]
 # A gradient that was scanned, and its version then.
 _Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
@@ -37,7 +65,7 @@ class ScanLevel(enum.IntEnum):
     ALL = 2
 
 
-class StepTensors:
+class JudgedTensors:
     """The tensors of a step that belong to no module's call, one scan for each kind.
 
     Args:
