@@ -23,10 +23,10 @@ from ..scanner.modules import modules_in, named_modules, parameters_of, tensors_
 from ..scanner.tensors import loss_in
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught
-from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .files.writing import why_not_writable
 from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
+from .measurements import Measurements
 from .monitors.magnitudes import Headroom, Underflow
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors

@@ -27,10 +27,11 @@ from torch.optim import Optimizer
 from .. import _C
 from ..scanner.text import error_line
 from ..torch_internals.running import graph_task_id
-from .archive import Archive, Measurements
+from .archive import Archive
 from .config import GuardConfig
 from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, measured
+from .measurements import Measurements
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
 from .optimizers import scaler_hook as scalers
@@ -46,8 +47,8 @@ from .optimizers.optimizer_hook import OptimizerHook, living
 from .optimizers.rates import LearningRates
 from .policy import Situation, checked_action, choose, limit_skips
 from .ranks.agreement import Agreed, Agreement, Wishes
+from .report.alarm_log import AlarmLog
 from .report.report import Cost, NonFiniteError, Report
-from .report.run_log import AlarmLog
 from .step import Step, StepClock
 from .step_keeper import LeftGradients, StepKeeper
 from .undo.optimizer import OptimizerSnapshot

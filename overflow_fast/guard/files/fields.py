@@ -36,7 +36,7 @@ Number = float | Literal["inf", "-inf", "nan"]  # see `json_text.to_plain()`
 
 
 def meaning(text: str, *, since: str = FIRST_RELEASE, **more: Any) -> Meta:
-    """Says of a field what it is, for docs/formats.md and docstrings.
+    """Describes a field, for docs/formats.md and docstrings.
 
     Args:
         text: What it is.
@@ -58,18 +58,18 @@ def meaning_of(field: FieldInfo) -> str:
 
 
 def said_of(field: FieldInfo, name: str) -> Any:
-    """What `meaning()` was given of a field by this name; None for nothing."""
+    """The argument of this name that `meaning()` was given of a field, or None."""
     return next(((meta.extra or {}).get(name) for meta in _metas_of(field)), None)
 
 
 def _metas_of(field: FieldInfo) -> list[Meta]:
-    """What is said of a field: the last one, as a type's bounds stand before it."""
+    """The `meaning()` of a field, if it has one: the bounds of its type stand before."""
     metas = getattr(field.type, "__metadata__", ())
     return [each for each in metas[-1:] if isinstance(each, Meta)]
 
 
 def default_of(field: FieldInfo) -> Any:
-    """What a reader takes where a file lacks a field; None if there is no default."""
+    """The value that a reader takes where a file lacks a field; None for no default."""
     if field.default_factory is not NODEFAULT:
         return field.default_factory()
     return None if field.default in (NODEFAULT, UNSET) else field.default

@@ -22,7 +22,7 @@ from ..files.writing import make_folder, write_new
 from ..watching.inputs import numpy_types
 from .explanation import Artifact, Explanation
 from .report import Report
-from .run_log import RunIdentity
+from .run_identity import RunIdentity
 
 # The choice of a bad step's tensors to keep, as copies that can be saved.
 

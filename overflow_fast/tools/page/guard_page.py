@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...guard.record.flight import FlightRecorder
 from ...guard.report.report import Report
-from ...guard.report.run_log import RunIdentity
+from ...guard.report.run_identity import RunIdentity
 from ..record.table import FlightRecord, read_record
 from .incidents import Incident
 from .render import page_of, write_page
