@@ -17,7 +17,7 @@ from .outer import outer
 from .report.evidence import EvidenceFolder
 from .report.json_log import JsonLog
 from .report.log_lines import LogLine, StepLine
-from .report.logged_incidents import LoggedIncident, read_incidents
+from .report.logged_incidents import read_incidents
 from .report.report import RankInfo, Report
 from .report.run_identity import RunIdentity
 from .verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
@@ -102,11 +102,11 @@ class Archive:
         first = report.verdict.first
         if first is not None and self._earlier:
             what = report.step, f"{first.place}: {first.label}"
-            found = [each for each in self._earlier if each.what == what]
+            found = [each for each in self._earlier if (each.step, each.first) == what]
             report.repeats = found[0].run if found else ""
             report.has_ended_runs = any(map(self._has_ended, found))
 
-    def _has_ended(self, incident: LoggedIncident) -> bool:
+    def _has_ended(self, incident: StepLine) -> bool:
         """True for the last incident of its run, which the guard has raised for."""
         own = [each.step for each in self._earlier if each.run == incident.run]
         return incident.action == "raise" and incident.step == max(own)
@@ -208,7 +208,7 @@ class Archive:
         return {"rank": place.rank, "host": place.host, "device": place.device, **cause}
 
     @functools.cached_property
-    def _earlier(self) -> list[LoggedIncident]:
+    def _earlier(self) -> list[StepLine]:
         if self._config.log is None:
             return []
         began = self._run.started.timestamp()

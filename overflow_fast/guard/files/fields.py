@@ -54,18 +54,18 @@ def fields_of(kind: type[Struct]) -> dict[str, FieldInfo]:
 
 def meaning_of(field: FieldInfo) -> str:
     """The text of a field's `meaning()`; "" for one that has none."""
-    return next((m.description or "" for m in _metas_of(field)), "")
+    return _meta_of(field).description or ""
 
 
 def said_of(field: FieldInfo, name: str) -> Any:
     """The argument of this name that `meaning()` was given of a field, or None."""
-    return next(((meta.extra or {}).get(name) for meta in _metas_of(field)), None)
+    return (_meta_of(field).extra or {}).get(name)
 
 
-def _metas_of(field: FieldInfo) -> list[Meta]:
-    """The `meaning()` of a field, if it has one: the bounds of its type stand before."""
-    metas = getattr(field.type, "__metadata__", ())
-    return [each for each in metas[-1:] if isinstance(each, Meta)]
+def _meta_of(field: FieldInfo) -> Meta:
+    """The last one of a field: the bounds of its type stand before its meaning."""
+    metas: tuple[Meta, ...] = getattr(field.type, "__metadata__", (Meta(),))
+    return metas[-1]
 
 
 def default_of(field: FieldInfo) -> Any:
