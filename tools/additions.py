@@ -309,7 +309,7 @@ def add_count(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ..record.table import read_record
+    from ..record.reading import read_record
 
     print(len(read_record(parsed.path)))
     return 0
