@@ -163,8 +163,8 @@ class JsonLog:
             _log.warning(f"{text} Logged once.", *values)
 
 
-# 0.2 s in all, for a line that another process writes; chosen. With fewer of them a slow
-# disk may get an empty line between two of the log, which readers count as damaged.
+# 0.2 s in all, for a line that another process writes; chosen. With fewer of them a line
+# that is written slowly is cut in two, which readers count as damaged.
 _LOOKS_AT_THE_END = 20
 
 
