@@ -54,7 +54,7 @@ _MODULES = {
     "flags": "flags",
     "get_abs_min_max": "detector.debug",
     "keep_in_fp32": "explainer.keep_in_fp32",
-    "read_record": "tools.record.table",
+    "read_record": "tools.record.reading",
     "recording": "tools.compare.entry_points",
     "scan": "scanner.ops",
     "shadow": "tools.compare.entry_points",

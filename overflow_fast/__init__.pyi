@@ -43,8 +43,8 @@ from .tools.compare.entry_points import shadow as shadow
 from .tools.compare.recordings import RecordingError as RecordingError
 from .tools.precision.advise import advise_precision as advise_precision
 from .tools.precision.precision_advice import PrecisionAdvice as PrecisionAdvice
+from .tools.record.reading import read_record as read_record
 from .tools.record.table import FlightRecord as FlightRecord
-from .tools.record.table import read_record as read_record
 
 __all__ = [
     "Comparison",

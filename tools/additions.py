@@ -185,7 +185,7 @@ assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
 """,
             ),
             Place(
-                "overflow_fast/guard/record/flight.py",
+                "overflow_fast/guard/record/written_lines.py",
                 """        momentum=(
             optimizers[0].param_groups[0].get("momentum") if optimizers else None
         ),
@@ -198,7 +198,7 @@ assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
 import contextlib, io, json, pathlib, tempfile
 import torch, overflow_fast
 from overflow_fast.__main__ import main
-from overflow_fast.guard.record.thinning import fold
+from overflow_fast.guard.record.folding import fold
 folder = pathlib.Path(tempfile.mkdtemp())
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -310,7 +310,7 @@ def add_count(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ..record.table import read_record
+    from ..record.reading import read_record
 
     print(len(read_record(parsed.path)))
     return 0

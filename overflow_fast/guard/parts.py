@@ -42,11 +42,11 @@ from ..scanner.modules import modules_in
 from ..torch_internals import clipping
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught
-from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
 from .kept_calls.call_keeper import StepKeeper, make_keeper
 from .loop_inputs import LoopInputs
+from .measurements import Measurements
 from .models import check_names, living_models, warn_of_idle_arguments
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors

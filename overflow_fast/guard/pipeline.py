@@ -27,12 +27,13 @@ from torch.optim import Optimizer
 from .. import _C
 from ..scanner.text import error_line
 from ..torch_internals.running import graph_task_id
-from .archive import Archive, Measurements
+from .archive import Archive
 from .config import GuardConfig
 from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, measured
 from .kept_calls.call_keeper import StepKeeper
 from .kept_calls.left_gradients import LeftGradients
+from .measurements import Measurements
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
 from .optimizers import scaler_hook as scalers
@@ -48,9 +49,9 @@ from .optimizers.optimizer_hook import OptimizerHook, living
 from .optimizers.rates import LearningRates
 from .policy import Situation, checked_action, choose, limit_skips
 from .ranks.agreement import Agreed, Agreement, Wishes
+from .report.alarm_log import AlarmLog
 from .report.cost import Cost
 from .report.report import NonFiniteError, Report
-from .report.run_log import AlarmLog
 from .step import Step, StepClock
 from .undo.optimizer import OptimizerSnapshot
 from .undo.step_start import StepStart

@@ -36,7 +36,7 @@ Number = float | Literal["inf", "-inf", "nan"]  # see `json_text.to_plain()`
 
 
 def meaning(text: str, *, since: str = FIRST_RELEASE, **more: Any) -> Meta:
-    """A field's meaning, for docs/formats.md and docstrings.
+    """Describes a field, for docs/formats.md and docstrings.
 
     Args:
         text: What it is.
@@ -54,22 +54,22 @@ def fields_of(kind: type[Struct]) -> dict[str, FieldInfo]:
 
 def meaning_of(field: FieldInfo) -> str:
     """The text of a field's `meaning()`; "" for one that has none."""
-    return next((m.description or "" for m in _metas_of(field)), "")
+    return _meta_of(field).description or ""
 
 
 def said_of(field: FieldInfo, name: str) -> Any:
-    """The value that `meaning()` was given of a field by this name, or None."""
-    return next(((meta.extra or {}).get(name) for meta in _metas_of(field)), None)
+    """The argument of this name that `meaning()` was given of a field, or None."""
+    return (_meta_of(field).extra or {}).get(name)
 
 
-def _metas_of(field: FieldInfo) -> list[Meta]:
-    """The meaning of a field: the last one, as a type's bounds stand before it."""
-    metas = getattr(field.type, "__metadata__", ())
-    return [each for each in metas[-1:] if isinstance(each, Meta)]
+def _meta_of(field: FieldInfo) -> Meta:
+    """The last one of a field: the bounds of its type stand before its meaning."""
+    metas: tuple[Meta, ...] = getattr(field.type, "__metadata__", (Meta(),))
+    return metas[-1]
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The value of a field that a file lacks; None if there is no default."""
+    """The value that a reader takes where a file lacks a field; None for no default."""
     if field.default_factory is not NODEFAULT:
         return field.default_factory()
     return None if field.default in (NODEFAULT, UNSET) else field.default

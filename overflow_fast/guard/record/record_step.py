@@ -1,7 +1,7 @@
 """A step of a flight record: its numbers, and how those of several become one.
 
 What is declared here of a number is all that reading, folding, pages, `watch` and
-`export` need; its value is set in `flight.step_line()`.
+`export` need; its value is set in `written_lines.step_line()`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _sums(values: Sequence[Any]) -> Any:
 
 
 def _of_step(text: str, folded: Callable[[Sequence[Any]], Any], **more: Any) -> Meta:
-    """The meaning of a field of a step's line; see `meaning()`.
+    """Describes a field of a step's line; see `meaning()`.
 
     Args:
         text: What it is.

@@ -19,7 +19,7 @@ from .chosen_tensors import choose
 from .explanation import Explanation
 from .findings import Artifact
 from .report import Report
-from .run_log import RunIdentity
+from .run_identity import RunIdentity
 
 _log = logging.getLogger("overflow_fast")
 _SUBFOLDER = "overflow_fast"

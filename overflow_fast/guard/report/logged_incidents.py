@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..files.reading import FileError, lines_of, open_regular
@@ -16,38 +15,10 @@ from .log_reading import decoder
 _OF_INCIDENTS = (b'"kind": "run"', b'"is_clean": false')
 
 
-@dataclass(frozen=True)
-class LoggedIncident:
-    """A bad step that stands in a log.
+def read_incidents(path: str | os.PathLike[str]) -> list[StepLine]:
+    """Reads the bad steps of all ranks and runs from a log and its older files.
 
-    Attributes:
-        run: The run whose line it is.
-        time: When it was judged, in seconds since 1970.
-        step: The step.
-        first: The first bad entry.
-        host: The host of the rank that found it.
-        device: Its device.
-        cause: What the replay found; "" if there was none.
-        action: What the guard did.
-    """
-
-    run: str
-    time: float
-    step: int
-    first: str
-    host: str
-    device: str
-    cause: str
-    action: str = ""
-
-    @property
-    def what(self) -> tuple[int, str]:
-        """The step and the entry: the same in a later run is the same incident."""
-        return self.step, self.first
-
-
-def read_incidents(path: str | os.PathLike[str]) -> list[LoggedIncident]:
-    """Reads the incidents of all ranks and runs from a log and its older files.
+    A line that lacks the host of its step gets that of its run.
 
     Args:
         path: The guard's `log`; the files of ranks and older ones lie beside it.
@@ -71,7 +42,7 @@ def files_of_log(path: str | os.PathLike[str]) -> list[Path]:
     )
 
 
-def _incidents_in(path: Path) -> Iterator[LoggedIncident]:
+def _incidents_in(path: Path) -> Iterator[StepLine]:
     known = decoder()
     header: RunLine | None = None
     try:
@@ -86,14 +57,8 @@ def _incidents_in(path: Path) -> Iterator[LoggedIncident]:
                 if isinstance(line, RunLine):
                     header = line
                 elif isinstance(line, StepLine) and line.first:
-                    yield _incident(line, header)
+                    if header is not None and not line.host:
+                        line.host = header.host or None
+                    yield line
     except OSError:
         return
-
-
-def _incident(line: StepLine, header: RunLine | None) -> LoggedIncident:
-    host = line.host or (header.host if header is not None else None)
-    return LoggedIncident(
-        *(line.run, line.time, line.step, line.first or "", host or ""),
-        *(line.device or "", line.cause or "", line.action or ""),
-    )

@@ -378,7 +378,7 @@ def add_export(commands: Commands) -> None:
 
 
 def _run_export(parsed: argparse.Namespace) -> int:
-    from ..record.table import read_record
+    from ..record.reading import read_record
 
     output = Path(parsed.output)
     if output.suffix not in _SUFFIXES:

@@ -12,11 +12,8 @@ from typing import Any
 
 from ...guard.files.json_text import dumps
 from ...guard.report.causes import NOT_REPRODUCIBLE
-from ...guard.report.logged_incidents import (
-    LoggedIncident,
-    files_of_log,
-    read_incidents,
-)
+from ...guard.report.log_lines import StepLine
+from ...guard.report.logged_incidents import files_of_log, read_incidents
 from ...scanner.text import aligned, printable
 from .subcommand import Commands, add_command, command, fail
 
@@ -75,22 +72,32 @@ class Suspects:
         return dataclasses.asdict(self)
 
 
-def suspects_of(incidents: Iterable[LoggedIncident]) -> Suspects:
+_Place = tuple[str, str]  # a host and a device
+_What = tuple[int, str]
+
+
+def _what(incident: StepLine) -> _What:
+    """The step and the entry: the same in a later run is the same incident."""
+    return incident.step, incident.first or ""
+
+
+def suspects_of(incidents: Iterable[StepLine]) -> Suspects:
     """Counts incidents by host and device.
 
     An incident counts once, however many ranks have logged it, and however many runs
     have come to it from the same checkpoint.
     """
     found = list(incidents)
-    devices: dict[tuple[str, str], list[LoggedIncident]] = {}
-    places = collections.defaultdict[tuple[int, str], set[tuple[str, str]]](set)
+    devices = collections.defaultdict[_Place, list[StepLine]](list)
+    places = collections.defaultdict[_What, set[_Place]](set)
     for each in found:
-        devices.setdefault((each.host, each.device), []).append(each)
-        places[each.what].add((each.host, each.device))
+        place = each.host or "", each.device or ""
+        devices[place].append(each)
+        places[_what(each)].add(place)
     rows = []
     for (host, device), own in devices.items():
-        whats = {each.what for each in own}
-        transient = {each.what for each in own if each.cause == NOT_REPRODUCIBLE.name}
+        whats = set(map(_what, own))
+        transient = {_what(each) for each in own if each.cause == NOT_REPRODUCIBLE.name}
         elsewhere = {what for what in whats if len(places[what]) > 1}
         steps = sorted({each.step for each in own})
         last = max(each.time for each in own)

@@ -56,7 +56,8 @@ from .judged_rows import (
     judge_all,
 )
 from .matching import Matched, Pair, StepTensor, mapped_name, match
-from .recordings import RankStep, RecordedTensor, Source, modes
+from .recordings import RankStep, RecordedTensor, Source
+from .run_settings import modes
 from .summary import (
     Measures,
     Summary,

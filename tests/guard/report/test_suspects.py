@@ -17,7 +17,8 @@ from overflow_fast.__main__ import main
 from overflow_fast.guard.report.exit_code import exit_code_of
 from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.findings import NOT_REPLAYED
-from overflow_fast.guard.report.logged_incidents import LoggedIncident, read_incidents
+from overflow_fast.guard.report.log_lines import StepLine
+from overflow_fast.guard.report.logged_incidents import read_incidents
 from overflow_fast.guard.report.op import Op
 from overflow_fast.guard.report.report import RankInfo
 from overflow_fast.tools.cli.suspects_command import suspects_of
@@ -26,7 +27,8 @@ pytestmark = [pytest.mark.explains, pytest.mark.xdist_group("processes")]
 
 
 def incident(step, device="cuda:1", host="n1", first="head: output", cause="", run="a"):
-    return LoggedIncident(run, 1e9 + step, step, first, host, device, cause)
+    where = {"first": first, "host": host, "device": device, "cause": cause}
+    return StepLine(run=run, time=1e9 + step, step=step, is_clean=False, **where)
 
 
 def rows_of(*incidents):

@@ -30,8 +30,8 @@ from overflow_fast.guard.files.fields import (
 from overflow_fast.guard.files.reading import FileError
 from overflow_fast.guard.files.schema import decode, decode_document
 from overflow_fast.guard.record import record_lines
+from overflow_fast.guard.record.folding import fold
 from overflow_fast.guard.record.record_step import OfSteps
-from overflow_fast.guard.record.thinning import fold
 from overflow_fast.guard.report import log_lines
 from overflow_fast.guard.report.remedy import Remedy
 from overflow_fast.tools.compare import recording_schema
