@@ -13,7 +13,7 @@ from torch import nn
 from ..guard.undo.attributes import KeptAttributes
 from ..guard.undo.buffers import KeptBuffer
 from ..guard.undo.random import RandomStates
-from ..guard.undo.step_start import StepStart
+from ..guard.undo.restore_point import RestorePoint
 from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
 from ..guard.verdict.call_order import is_ours
 from ..scanner.graph import leaves_of
@@ -73,7 +73,7 @@ class Snapshot:
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        start: StepStart | None = None,
+        start: RestorePoint | None = None,
         around: Mapping[str, Any] | None = None,
         batches: Iterable[torch.Tensor] = (),
         calls_hooks: bool = False,
@@ -319,7 +319,7 @@ def _has_other_form(kept: KeptAttributes) -> bool:
 
 
 @torch.no_grad()
-def rewind(start: StepStart) -> None:
+def rewind(start: RestorePoint) -> None:
     """Makes the models what they were when a step began, as far as is known.
 
     A snapshot restores them afterwards.

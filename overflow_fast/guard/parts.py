@@ -27,7 +27,7 @@ from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .files.writing import why_not_writable
 from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
-from .kept_calls.call_keeper import StepKeeper, make_keeper
+from .kept_calls.call_keeper import CallKeeper, make_keeper
 from .monitors.magnitudes import Headroom, Underflow
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
@@ -37,7 +37,7 @@ from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
 from .step import StepClock, WatchSchedule
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .verdict.rules import Rules
 from .watching.inputs import LoopBatch
 from .watching.missed_steps import ENOUGH
@@ -89,7 +89,7 @@ class LoopInputs:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        keeper: StepKeeper | None,
+        keeper: CallKeeper | None,
         clock: StepClock,
         tensors: StepTensors,
         isolation: ErrorIsolation,
@@ -452,8 +452,8 @@ class GuardParts:
         ]
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
-        self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
-        self.keeper: StepKeeper | None = None
+        self._start = start = RestorePoint(watches, bool(hooks)) if is_kept else None
+        self.keeper: CallKeeper | None = None
         if start is not None and config.may_replay:
             self.keeper = make_keeper(watches, start)
         self.timer = OverheadTimer(watches)

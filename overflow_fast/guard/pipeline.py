@@ -31,7 +31,7 @@ from .archive import Archive, Measurements
 from .config import GuardConfig
 from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, measured
-from .kept_calls.call_keeper import StepKeeper
+from .kept_calls.call_keeper import CallKeeper
 from .kept_calls.left_gradients import LeftGradients
 from .monitors.running import RunningMonitors, clauses_of
 from .monitors.spikes import SPIKE
@@ -52,7 +52,7 @@ from .report.report import Cost, NonFiniteError, Report
 from .report.run_log import AlarmLog
 from .step import Step, StepClock
 from .undo.optimizer import OptimizerSnapshot
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .verdict.first_bad import attribute
 from .verdict.rules import Rules
 from .verdict.verdict import (
@@ -139,8 +139,8 @@ class Pipeline:
         watches: Sequence[ModelWatch],
         hooks: Sequence[OptimizerHook],
         rules: Rules,
-        start: StepStart | None,
-        keeper: StepKeeper | None,
+        start: RestorePoint | None,
+        keeper: CallKeeper | None,
         full_watches: Callable[[], list[ModelWatch]],
         agreement: Agreement,
         isolation: ErrorIsolation,

@@ -17,7 +17,7 @@ from .monitors.monitor import Notice
 from .optimizers.engines import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .report.report import Cost
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .verdict.verdict import BadFrame, Verdict
 from .watching.step_tensors import OverflowFlags, ScanLevel
 from .watching.watch import ModelWatch
@@ -273,7 +273,7 @@ class StepClock:
         self,
         schedule: WatchSchedule,
         watches: Sequence[ModelWatch],
-        start: StepStart | None,
+        start: RestorePoint | None,
         overflow_flags: OverflowFlags,
         acts: bool,
     ) -> None:

@@ -19,7 +19,7 @@ from ...scanner.text import is_of_program
 from ...scanner.tree import copied_call
 from ...torch_internals.compiler import compiled_call_of, has_compiled
 from ...torch_internals.running import graph_task_id, is_recorded
-from ..undo.step_start import StepStart
+from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch
 from .ambient import Ambient
 from .held_function import HeldFunction
@@ -42,7 +42,7 @@ class _OfThread(threading.local):
         return _OfThread, ()
 
 
-class StepKeeper:
+class CallKeeper:
     """Keeps the calls of the watched models since the last judged step.
 
     Args:
@@ -63,7 +63,7 @@ class StepKeeper:
             if its batch is not kept.
     """
 
-    def __init__(self, start: StepStart) -> None:
+    def __init__(self, start: RestorePoint) -> None:
         self.start = start
         self.clean: KeptCall | None = None
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
@@ -259,9 +259,9 @@ def _calling_line() -> tuple[str, int]:
     return "", 0
 
 
-def make_keeper(watches: Sequence[ModelWatch], start: StepStart) -> StepKeeper:
+def make_keeper(watches: Sequence[ModelWatch], start: RestorePoint) -> CallKeeper:
     """Makes the watches keep their calls."""
-    keeper = StepKeeper(start)
+    keeper = CallKeeper(start)
     for watch in watches:
         watch.inputs.capture = keeper
     return keeper

@@ -269,7 +269,7 @@ def _fill(container: Any, items: Any) -> None:
 class ForwardStart:
     """A model's small state when a forward began, as a replay rewinds to it.
 
-    It has the form of `undo.model_start.ModelStart`, of which a replay reads these.
+    It has the form of a `ModelRestorePoint`, of which a replay reads these.
 
     Args:
         attributes: The plain attributes of modules.
