@@ -1,4 +1,13 @@
-"""Keeps the calls of a step by reference, so that they can be made again."""
+"""Keeps the calls of a step by reference, so that they can be made again.
+
+1. `begin()` and `end()`, or `leave()` where an exception leaves it, come around each
+   outermost forward with autograd. `run()` comes around a function of `guard.run()`;
+   the forwards in it are kept with that call.
+2. Before a step's first call, the gradients that are there are looked at: those that a
+   bad step has left may be why this one is bad.
+3. `clear()` ends a judged step: nothing is kept but the batch of a clean step, for
+   remedies to be measured with.
+"""
 
 from __future__ import annotations
 

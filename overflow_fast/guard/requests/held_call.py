@@ -224,10 +224,7 @@ class HeldCall:
             return call, start
         seen = {id(each) for each in self._tensors if not each.is_inference()}
         own = {id(other) for key, other in others.items() if key in written & seen}
-        call._versions = [
-            -1 if id(tensor) in own else version
-            for tensor, version in zip(call._tensors, call._versions, strict=True)
-        ]
+        call.take_as_written(own)
         return call, start
 
     def _kept(self, others: Mapping[int, torch.Tensor]) -> KeptCall:
