@@ -1,4 +1,10 @@
-"""The snapshot: all that running a model again may change, put back bit for bit."""
+"""The snapshot: all that running a model again may change, put back bit for bit.
+
+1. `take()` keeps everything as the program has it, behind its step.
+2. `begin()`, before each run, makes everything what it was when the step began: it puts
+   the snapshot back, goes back to the step's restore point, and drops gradients.
+3. `restore()` makes everything what it was when it was taken. What it cannot, it says.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +43,24 @@ from ..torch_internals.tensor_internals import (
 from .effects.held_signals import as_raised, held_signals
 from .program_objects import ProgramObjects
 
-_MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
-_MAX_AROUND = 2**20  # bytes of a tensor in a variable; larger ones are data
+# Bytes of weights that are copied without a known reason. If a run writes to another
+# one, that is noticed, and reported.
+_MAX_WEIGHTS = 2**28
+# Bytes of a tensor in a variable; larger ones are data. If a run writes to one of them,
+# it stays changed, which is reported.
+_MAX_AROUND = 2**20
 
 
 class Snapshot:
     """All that running models again may change, as it is now; restored on exit.
 
-    Parameters, buffers, other tensors, gradients, attributes with all mutable objects
-    in them, and random states. Everything is restored in place, so that identities and
-    aliases stay. Gradients are set aside by reference, and hooks on them that step an
-    optimizer in backward with them: they are not called meanwhile. So are those of each
-    leaf that a backward reaches, before it does: see `set_aside()`. What autocast has
-    cached of weights is neither read nor dropped. Signals' handlers wait meanwhile.
+    Parameters, buffers, other tensors, gradients, random states, and attributes with
+    the containers, arrays, generators and plain objects in them. Everything is restored
+    in place, so that identities and aliases stay. Gradients are set aside by reference,
+    and hooks on them that step an optimizer in backward with them: they are not called
+    meanwhile. So are those of each leaf that a backward reaches, before it does: see
+    `set_aside()`. What autocast has cached of weights is neither read nor dropped.
+    Signals' handlers wait meanwhile.
 
     Weights are copied if they are small, or a forward is known to write to them; of
     the others a write is noticed, and reported by `problems`.
