@@ -373,7 +373,7 @@ def with_clean_batch(call: Call, clean: KeptCall | None) -> Call | None:
 
     Args:
         call: The call of a bad step.
-        clean: See `StepKeeper.clean`.
+        clean: See `CallKeeper.clean`.
     """
     if clean is None or call.kept is None or not call.returns_loss:
         return None

@@ -35,9 +35,12 @@ from ..guard.undo.random import generator_of
 from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 
 _NUMBERS = (bool, int, float, str)
-_MAX_BYTES = 2**28  # of an array that is copied, which takes 0.05 s or more
-_MOST_OF_MODELS = 100_000  # objects, which take 1.2 s; what lies behind stays changed
-_MOST_AROUND = 4000  # objects in the variables of a function, which take 0.05 s
+# Of an array that is copied, which takes 0.05 s or more; of objects, which take 1.2 s,
+# and of those in the variables of a function, 0.05 s. What is larger, or lies behind
+# these, nearest first, stays as a replay leaves it.
+_MAX_BYTES = 2**28
+_MOST_OF_MODELS = 100_000
+_MOST_AROUND = 4000
 _METHODS = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
 _PLAIN_TABLES = (dict, collections.OrderedDict, set)
 _TABLES = (PARAMETERS, BUFFERS, MODULES)

@@ -24,7 +24,7 @@ from torch import nn
 from .. import _C
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
-from ..guard.undo.step_start import StepStart
+from ..guard.undo.restore_point import RestorePoint
 from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.roles import kind_of
 from ..guard.watching.watch import ModelWatch
@@ -329,7 +329,7 @@ class Replayer:
         self,
         models: Mapping[str, nn.Module],
         calls: Sequence[Call],
-        start: StepStart | None = None,
+        start: RestorePoint | None = None,
         ranks: RankCoordinator | None = None,
         keeps_calls: bool = False,
         inner: str | None = None,

@@ -13,7 +13,7 @@ from torch import nn
 from .. import _C
 from ..guard.config import GuardConfig
 from ..guard.explaining import ReplayOffer, gradients_of, with_note
-from ..guard.kept_calls.call_keeper import StepKeeper
+from ..guard.kept_calls.call_keeper import CallKeeper
 from ..guard.optimizers.last_steps import LastSteps
 from ..guard.options import Schedule
 from ..guard.process import world_size
@@ -81,7 +81,7 @@ class StepExplainer:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        keeper: StepKeeper | None,
+        keeper: CallKeeper | None,
         make_watches: Callable[[], list[ModelWatch]],
         find_optimizers: Callable[[], list[torch.optim.Optimizer]],
         last_steps: LastSteps,

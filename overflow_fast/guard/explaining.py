@@ -21,7 +21,7 @@ from ..scanner.modules import named_parameters
 from ..scanner.text import error_line
 from ..torch_internals.tensor_internals import local_part
 from .config import GuardConfig
-from .kept_calls.call_keeper import StepKeeper
+from .kept_calls.call_keeper import CallKeeper
 from .optimizers.last_steps import LastSteps
 from .outer import outer
 from .process import world_size
@@ -129,7 +129,7 @@ class Explaining:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        keeper: StepKeeper | None,
+        keeper: CallKeeper | None,
         make_watches: Callable[[], list[ModelWatch]],
         find_optimizers: Callable[[], list[torch.optim.Optimizer]],
     ) -> None:

@@ -14,7 +14,7 @@ from ..scanner.modules import parameters_of
 from ..scanner.tensors import loss_in
 from .config import GuardConfig
 from .isolation import ErrorIsolation
-from .kept_calls.call_keeper import StepKeeper
+from .kept_calls.call_keeper import CallKeeper
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .requests.requests import Requests
 from .step import StepClock
@@ -65,7 +65,7 @@ class LoopInputs:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        keeper: StepKeeper | None,
+        keeper: CallKeeper | None,
         clock: StepClock,
         tensors: JudgedTensors,
         isolation: ErrorIsolation,

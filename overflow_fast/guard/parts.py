@@ -44,7 +44,7 @@ from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
-from .kept_calls.call_keeper import StepKeeper, make_keeper
+from .kept_calls.call_keeper import CallKeeper, make_keeper
 from .loop_inputs import LoopInputs
 from .measurements import Measurements
 from .models import check_names, living_models, warn_of_idle_arguments
@@ -56,7 +56,7 @@ from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
 from .requests.requests import Requests
 from .step import StepClock, WatchSchedule
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .verdict.rules import Rules
 from .watching.missed_steps import ENOUGH
 from .watching.overflow_flags import OverflowFlags
@@ -123,8 +123,8 @@ class GuardParts:
         ]
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
-        self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
-        self.keeper: StepKeeper | None = None
+        self._start = start = RestorePoint(watches, bool(hooks)) if is_kept else None
+        self.keeper: CallKeeper | None = None
         if start is not None and config.may_replay:
             self.keeper = make_keeper(watches, start)
         self.timer = OverheadTimer(watches)

@@ -31,7 +31,7 @@ from .archive import Archive
 from .config import GuardConfig
 from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, measured
-from .kept_calls.call_keeper import StepKeeper
+from .kept_calls.call_keeper import CallKeeper
 from .kept_calls.left_gradients import LeftGradients
 from .measurements import Measurements
 from .monitors.running import RunningMonitors, clauses_of
@@ -54,7 +54,7 @@ from .report.cost import Cost
 from .report.report import NonFiniteError, Report
 from .step import Step, StepClock
 from .undo.optimizer import OptimizerSnapshot
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .verdict.attribution import attribute
 from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
 from .verdict.rules import Rules
@@ -136,8 +136,8 @@ class Pipeline:
         watches: Sequence[ModelWatch],
         hooks: Sequence[OptimizerHook],
         rules: Rules,
-        start: StepStart | None,
-        keeper: StepKeeper | None,
+        start: RestorePoint | None,
+        keeper: CallKeeper | None,
         full_watches: Callable[[], list[ModelWatch]],
         agreement: Agreement,
         isolation: ErrorIsolation,

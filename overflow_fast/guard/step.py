@@ -17,7 +17,7 @@ from .monitors.monitor import Notice
 from .optimizers.engines import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .report.cost import Cost
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .verdict.bad_frames import BadFrame
 from .verdict.verdict import Verdict
 from .watching.judged_tensors import ScanLevel
@@ -275,7 +275,7 @@ class StepClock:
         self,
         schedule: WatchSchedule,
         watches: Sequence[ModelWatch],
-        start: StepStart | None,
+        start: RestorePoint | None,
         overflow_flags: OverflowFlags,
         acts: bool,
     ) -> None:

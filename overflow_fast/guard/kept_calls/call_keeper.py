@@ -1,4 +1,13 @@
-"""Keeps the calls of a step by reference, so that they can be made again."""
+"""Keeps the calls of a step by reference, so that they can be made again.
+
+1. `begin()` and `end()`, or `leave()` where an exception leaves it, come around each
+   outermost forward with autograd. `run()` comes around a function of `guard.run()`;
+   the forwards in it are kept with that call.
+2. Before a step's first call, the gradients that are there are looked at: those that a
+   bad step has left may be why this one is bad.
+3. `clear()` ends a judged step: nothing is kept but the batch of a clean step, for
+   remedies to be measured with.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +28,7 @@ from ...scanner.text import is_of_program
 from ...scanner.tree import copied_call
 from ...torch_internals.compiler import compiled_call_of, has_compiled
 from ...torch_internals.running import graph_task_id, is_recorded
-from ..undo.step_start import StepStart
+from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch
 from .ambient import Ambient
 from .held_function import HeldFunction
@@ -42,7 +51,7 @@ class _OfThread(threading.local):
         return _OfThread, ()
 
 
-class StepKeeper:
+class CallKeeper:
     """Keeps the calls of the watched models since the last judged step.
 
     Args:
@@ -63,7 +72,7 @@ class StepKeeper:
             if its batch is not kept.
     """
 
-    def __init__(self, start: StepStart) -> None:
+    def __init__(self, start: RestorePoint) -> None:
         self.start = start
         self.clean: KeptCall | None = None
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
@@ -259,9 +268,9 @@ def _calling_line() -> tuple[str, int]:
     return "", 0
 
 
-def make_keeper(watches: Sequence[ModelWatch], start: StepStart) -> StepKeeper:
+def make_keeper(watches: Sequence[ModelWatch], start: RestorePoint) -> CallKeeper:
     """Makes the watches keep their calls."""
-    keeper = StepKeeper(start)
+    keeper = CallKeeper(start)
     for watch in watches:
         watch.inputs.capture = keeper
     return keeper

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -117,6 +117,13 @@ class KeptCall:
     def _hold(self, place: int, gradient: torch.Tensor) -> None:
         self.held[place] = gradient
         self.num_held += 1
+
+    def take_as_written(self, tensors: Set[int]) -> None:
+        """Takes tensors of the batch, by their ids, for written to since the call."""
+        self._versions = [
+            -1 if id(tensor) in tensors else version
+            for tensor, version in zip(self._tensors, self._versions, strict=True)
+        ]
 
     def batch_alone(self) -> KeptCall | None:
         """Lets go of all but the batch, and keeps marks of the function.

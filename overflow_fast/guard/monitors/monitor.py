@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ... import _C
 from ...scanner.tree import label_text
-from ..kept_calls.call_keeper import StepKeeper
+from ..kept_calls.call_keeper import CallKeeper
 from ..options import Options
 from ..verdict.entry_headroom import where_of
 from ..watching.judged_tensors import NORM
@@ -35,7 +35,7 @@ class Guarded:
     """
 
     watches: Sequence[ModelWatch]
-    keeper: StepKeeper | None
+    keeper: CallKeeper | None
     get_optimizers: Callable[[], Sequence[Optimizer]]
     isolated: Callable[[], AbstractContextManager[None]]
     was_skipped: Callable[[Optimizer], bool] = lambda _: False

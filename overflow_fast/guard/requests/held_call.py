@@ -224,10 +224,7 @@ class HeldCall:
             return call, start
         seen = {id(each) for each in self._tensors if not each.is_inference()}
         own = {id(other) for key, other in others.items() if key in written & seen}
-        call._versions = [
-            -1 if id(tensor) in own else version
-            for tensor, version in zip(call._tensors, call._versions, strict=True)
-        ]
+        call.take_as_written(own)
         return call, start
 
     def _kept(self, others: Mapping[int, torch.Tensor]) -> KeptCall:
@@ -269,7 +266,7 @@ def _fill(container: Any, items: Any) -> None:
 class ForwardStart:
     """A model's small state when a forward began, as a replay rewinds to it.
 
-    It has the form of `undo.model_start.ModelStart`, of which a replay reads these.
+    It has the form of a `ModelRestorePoint`, of which a replay reads these.
 
     Args:
         attributes: The plain attributes of modules.

@@ -57,7 +57,7 @@ from .gate import Gate
 from .held_call import ForwardStart, HeldCall, Layout, SmallState
 
 if TYPE_CHECKING:
-    from ..kept_calls.call_keeper import StepKeeper
+    from ..kept_calls.call_keeper import CallKeeper
     from ..parts import GuardParts
     from ..report.coverage import GuardCoverage
     from ..report.explanation import Explanation
@@ -221,7 +221,7 @@ class Requests:
 
     def __init__(self, parts: GuardParts) -> None:
         self._parts = parts
-        self._keeper: StepKeeper | None = parts.keeper
+        self._keeper: CallKeeper | None = parts.keeper
         self._now = _Now()
         self._gate = Gate()
         self._lock = threading.RLock()  # held while a request is judged
@@ -996,7 +996,7 @@ def _sorted_by(thread: int, depth: int) -> str:
 
 
 class _Kept:
-    """The calls of a request, in the form of a `StepKeeper`."""
+    """The calls of a request, in the form of a `CallKeeper`."""
 
     num_dropped, clean = 0, None
     hidden_by = ""

@@ -25,9 +25,10 @@ _LEFT: Any = object()  # in the place of a value that is not kept, or not there
 
 
 class KeptAttributes:
-    """Numbers, texts, small containers, arrays and tensors, generators, plain objects.
+    """The attributes of a module that are numbers, texts, or lead to little else.
 
-    What is large, or belongs to autograd's graph, is neither read, held nor restored.
+    That is small containers, arrays and tensors, generators and plain objects. What is
+    large, or belongs to autograd's graph, is neither read, held nor restored.
 
     Args:
         module: The module. It is held weakly.

@@ -1,7 +1,19 @@
 """Buffers and frozen parameters as they were when a step began.
 
 Frozen parameters are kept with the buffers since they may hold statistics, which a
-forward updates by `.data`.
+forward updates by `.data`. Of each place in a module is known which tensor it held when
+the step began, and mostly a copy of the contents:
+
+1. A small tensor, and one that was seen to change, is copied in each step: its copy is
+   certain. A large one is copied once. A write that torch does not count may have come
+   behind that copy: such a tensor is not restored, which the report says.
+2. A step that is undone may find another tensor in the place. If a forward has put it
+   there, the one of the beginning comes back. If other code has, it stays. If it is the
+   one of the last step, it stays, too: `functional_call` had another one there for the
+   forward.
+3. The contents are written back only where the step's forwards may have changed them. A
+   tensor that an earlier forward has put there, such as a part of its batch, belongs to
+   other code, unless this step's forward has written to it.
 """
 
 from __future__ import annotations
@@ -50,7 +62,7 @@ class KeptBuffer:
         self.is_written = False
         self._copied: weakref.ref[torch.Tensor] | None = None  # the copy's original
         self._home: weakref.ref[torch.Tensor] | None = None  # the last step's tensor
-        self._changes = False
+        self._changes = False  # a step was seen to change it
         # The tensor that was seen in its place last, whether a forward has put it
         # there, and whether other code has since the step began.
         self._placed: weakref.ref[torch.Tensor] | None = None

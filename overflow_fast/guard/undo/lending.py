@@ -25,13 +25,13 @@ from torch import nn
 
 from ...scanner.modules import Handles, modules_in
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS
-from .model_start import ModelStart
+from .model_restore_point import ModelRestorePoint
 from .tensors import KeptTensor
 from .weights import Slot
 
 
 @contextlib.contextmanager
-def lent(starts: Sequence[ModelStart]) -> Iterator[None]:
+def lent(starts: Sequence[ModelRestorePoint]) -> Iterator[None]:
     """Lends models to code whose own writes are left when the step is undone later.
 
     Writes of forwards that the code calls are undone. See this file's docstring.
@@ -62,7 +62,7 @@ class _Loan:
         model: The model.
     """
 
-    def __init__(self, start: ModelStart, model: nn.Module) -> None:
+    def __init__(self, start: ModelRestorePoint, model: nn.Module) -> None:
         self._start, self._model = start, model
         self.begin()
 

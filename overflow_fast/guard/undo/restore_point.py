@@ -12,7 +12,7 @@ What is kept, so that a clean step stays cheap:
 3. Small weights, and the plain attributes of modules: in steps 1, 2, 4, 8, ..., and in
    each step if a forward was seen to change them since the last of these but one.
 
-`model_start.py` does this for one model.
+`model_restore_point.py` does this for one model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from ...torch_internals.running import graph_task_id, is_recorded
-from .model_start import ModelStart, Watched
+from .model_restore_point import ModelRestorePoint, Watched
 
 
 class _Lock:
@@ -42,7 +42,7 @@ class _Lock:
         return _Lock, ()
 
 
-class StepStart:
+class RestorePoint:
     """Models as they were when the first forward of a step began.
 
     Writes of the user between steps belong to it.
@@ -57,7 +57,7 @@ class StepStart:
 
     def __init__(self, watches: Sequence[Watched], has_optimizers: bool) -> None:
         self._has_optimizers = has_optimizers
-        self.starts = [ModelStart(watch) for watch in watches]
+        self.starts = [ModelRestorePoint(watch) for watch in watches]
         self._of_watch = dict(zip(map(id, watches), self.starts, strict=True))
         self._num_kept = 0
         self._lock = _Lock()  # copying and comparing let other threads run

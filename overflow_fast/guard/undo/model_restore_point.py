@@ -67,7 +67,7 @@ class Watched(Protocol):
         """A forward that runs is of a training step."""
 
 
-class ModelStart:
+class ModelRestorePoint:
     """The beginning of the step of one model; see this file's docstring.
 
     Args:
