@@ -16,7 +16,7 @@ from models import ON_CPU, adam, made, step_of
 from timing import QUICK, race, ratio, summary
 from torch import nn
 
-from overflow_fast import OverflowGuard, Schedule
+from overflow_fast import OverflowGuard
 
 PROTECTION = ("gradients", "loss", "weights")
 COLUMNS = [
@@ -54,7 +54,6 @@ GUARDS: dict[str, dict[str, Any]] = {
     NORM_GIVEN: {"watch": "tripwire"},
     CLIPPED: {"watch": "tripwire"},
     "explain=False": {"explain": False},
-    "budget 1 %": {"schedule": Schedule(budget=0.01)},
     "off": {},
 }
 

@@ -103,7 +103,7 @@ class SelfTestResult:
         if self.clean:
             return (
                 f"Nothing was planted: {self.clean} is not finite without a fault. "
-                "Give a finite batch, or allow intended values (see `learn()`)."
+                "Give a finite batch, or allow intended values (`allow=`)."
             )
         kinds = [(direction, value) for direction in DIRECTIONS for value in FAULTS]
         rows = [["layer", *(f"{direction} {value}" for direction, value in kinds)]]

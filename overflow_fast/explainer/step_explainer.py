@@ -20,7 +20,7 @@ from ..guard.process import world_size
 from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, plain_name
-from ..guard.step import Step
+from ..guard.unit import Unit
 from ..guard.verdict.bad_frames import BadFrame, collect
 from ..guard.verdict.verdict import BadEntry, Origin, Verdict, is_of_flag
 from ..guard.watching.judged_tensors import NORM, JudgedTensors, ScanLevel
@@ -253,7 +253,7 @@ class StepExplainer:
 
     # The tripwire's second look: a bad step is run again with everything watched.
 
-    def look_again(self, found: Step) -> Step:
+    def look_again(self, found: Unit) -> Unit:
         """Replaces what the tripwire saw of a bad step by what a full watch sees.
 
         Args:
@@ -281,7 +281,7 @@ class StepExplainer:
             return _STOOD_IN
         return _CLEAN if all(call.returns_loss for call in calls) else _PARTLY
 
-    def look_together(self, found: Step, agreed: Agreed) -> tuple[Step, str, bool]:
+    def look_together(self, found: Unit, agreed: Agreed) -> tuple[Unit, str, bool]:
         """Runs the step again on all ranks that agreed on it.
 
         Args:
@@ -302,8 +302,8 @@ class StepExplainer:
         return seen, note, False
 
     def _replayed(
-        self, found: Step, ranks: RankCoordinator
-    ) -> tuple[Step, Exception | None]:
+        self, found: Unit, ranks: RankCoordinator
+    ) -> tuple[Unit, Exception | None]:
         """Runs the step with everything watched; returns it, and its error."""
         watches = self._watches_now()
         models = models_of(watches)
@@ -394,7 +394,7 @@ class _FullWatch(Observer):
         self.frames += collect(self._watches)
 
 
-def _recorded(found: Step, frames: Sequence[BadFrame]) -> list[BadFrame]:
+def _recorded(found: Unit, frames: Sequence[BadFrame]) -> list[BadFrame]:
     """Takes over what the user has recorded, if no forward of the replay is bad."""
     kinds = {bad.frame.kind for bad in frames}
     if kinds & {_C.FrameKind.FORWARD, _C.FrameKind.RECORDED}:

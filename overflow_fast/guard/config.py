@@ -155,7 +155,7 @@ class GuardConfig(Options):
             '`{"*.attn:input[attn_mask]": "-inf", "router:output[1]": "inf"}`. A '
             "pattern of module names, a colon, and a pattern of that module's entries "
             '(`input...`, `weight.NAME`, ...); "-inf", "+inf", "inf" for both, "nan", '
-            "or a list of these. See `learn()`.",
+            "or a list of these.",
             ALLOW,
         ),
     )
@@ -259,7 +259,7 @@ class GuardConfig(Options):
             object.__setattr__(self, name, object_of(getattr(self, name)))
         super().__post_init__()
         skipping = next((each for each in self.monitors if each.may_skip), None)
-        if skipping is not None and self.sync == "lagged":
+        if skipping is not None and self.verdicts_are_late:
             raise ValueError(
                 "monitors must hold none that skips steps with sync='lagged', got "
                 f"{skipping!r}"
@@ -290,7 +290,12 @@ class GuardConfig(Options):
         """
         asks_more = any(each.needs_magnitudes for each in self.monitors)
         asks_more |= self.record is not None or self.metrics is not None
-        return self.is_tripwire and self.sync != "lagged" and not asks_more
+        return self.is_tripwire and not (self.verdicts_are_late or asks_more)
+
+    @property
+    def verdicts_are_late(self) -> bool:
+        """True if steps are made before their verdicts are there: `sync="lagged"`."""
+        return self.sync == "lagged"
 
     @property
     def weights_every(self) -> int | None:
@@ -305,7 +310,7 @@ class GuardConfig(Options):
     @property
     def ignores_spikes(self) -> bool:
         """True if spikes were asked for, and cannot be looked for."""
-        return self.monitor(Spikes) is not None and self.sync == "lagged"
+        return self.monitor(Spikes) is not None and self.verdicts_are_late
 
     @property
     def may_skip(self) -> bool:
@@ -321,12 +326,12 @@ class GuardConfig(Options):
         """True if steps may be run again."""
         is_wanted = self.explain.when != "never" or self.is_tripwire
         is_wanted |= any(each.replays for each in self.monitors)
-        return is_wanted and self.sync != "lagged" and self.explain.replay_safe
+        return is_wanted and not self.verdicts_are_late and self.explain.replay_safe
 
     @property
     def may_restore(self) -> bool:
         """True if a bad step may be undone: it is skipped, or raises in time."""
-        raises = self.on_overflow == "raise" and self.sync != "lagged"
+        raises = self.on_overflow == "raise" and not self.verdicts_are_late
         return self.may_skip or raises
 
     @property

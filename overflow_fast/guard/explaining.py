@@ -21,12 +21,13 @@ from ..scanner.modules import named_parameters
 from ..scanner.text import error_line
 from ..torch_internals.tensor_internals import local_part
 from .config import GuardConfig
+from .isolation import OverheadTimer
 from .kept_calls.call_keeper import CallKeeper
 from .optimizers.last_steps import LastSteps
 from .outer import outer
 from .process import world_size
 from .ranks.agreement import Agreed
-from .step import Step
+from .unit import Unit
 from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
 
@@ -67,10 +68,10 @@ class Explainer(Protocol):
     def explain_together(self, agreed: Agreed, moment: str) -> tuple[Explanation, bool]:
         """Explains a step on all ranks; see `Explaining.explain_together()`."""
 
-    def look_again(self, found: Step) -> Step:
+    def look_again(self, found: Unit) -> Unit:
         """Sees a step in full; see `Explaining.look_again()`."""
 
-    def look_together(self, found: Step, agreed: Agreed) -> tuple[Step, str, bool]:
+    def look_together(self, found: Unit, agreed: Agreed) -> tuple[Unit, str, bool]:
         """Sees it on all ranks; see `Explaining.look_together()`."""
 
     def finite_note(self) -> str:
@@ -119,6 +120,7 @@ class Explaining:
         keeper: Keeps the calls of a step; None if nothing is to be run again.
         make_watches: Makes watches of the models that look at everything.
         find_optimizers: Returns the optimizers that still exist.
+        timer: Measures the guard's own cost, of which what is run again is no part.
 
     Attributes:
         is_off: No step is kept, and none is to be explained.
@@ -132,15 +134,17 @@ class Explaining:
         keeper: CallKeeper | None,
         make_watches: Callable[[], list[ModelWatch]],
         find_optimizers: Callable[[], list[torch.optim.Optimizer]],
+        timer: OverheadTimer,
     ) -> None:
+        self._timer = timer
         self._watches = watches
         self._keeper = keeper
         self._asked = config.explain.when
-        is_replay_safe = config.explain.replay_safe or config.sync == "lagged"
+        is_replay_safe = config.explain.replay_safe or config.verdicts_are_late
         is_asked = self._asked != "never"
         self.is_off = keeper is None and (is_replay_safe or not is_asked)
         self.looks_again = config.is_tripwire and keeper is not None
-        has_frames = not config.is_tripwire and config.sync != "lagged"
+        has_frames = not (config.is_tripwire or config.verdicts_are_late)
         compares = is_asked and keeper is not None and has_frames
         if compares:  # a replay with the step
             for watch in watches:
@@ -160,25 +164,26 @@ class Explaining:
         if optimizer is not None and self._asked != "never":
             self._last_steps.note(optimizer)
 
-    def explain(self, step: Step, verdict: Verdict, ends: bool) -> Explanation | None:
+    def explain(self, unit: Unit, verdict: Verdict, ends: bool) -> Explanation | None:
         """Explains a step, or returns None if it is not asked for.
 
         Args:
-            step: The step.
+            unit: The step.
             verdict: What was found.
             ends: Whether the run ends with it.
         """
-        if not self._is_due(step.number, verdict, ends):
+        if not self._is_due(unit.number, verdict, ends):
             return None
-        known = _without_explainer(step.moment)
+        known = _without_explainer(unit.kind.moment)
         if known is not None:
             return known
         try:
-            return self._loaded().explain(verdict, step.moment)
+            with self._timer.left_out():
+                return self._loaded().explain(verdict, unit.kind.moment)
         except Exception as error:  # the alarm matters more than its explanation
             return _noting(f"The step was not explained: {error_line(error)}.")
 
-    def search(self, step: Step) -> tuple[Verdict, Explanation] | None:
+    def search(self, unit: Unit) -> tuple[Verdict, Explanation] | None:
         """Runs a step again that has raised, where no module showed a bad value.
 
         Returns:
@@ -190,7 +195,8 @@ class Explaining:
         if not is_asked or self._searching_seconds > most or world_size() > 1:
             return None
         try:
-            return self._loaded().search(step.moment)
+            with self._timer.left_out():
+                return self._loaded().search(unit.kind.moment)
         except Exception as error:  # nothing is known of it
             _log.debug("A step that has raised was not explained: %s", error)
             return None
@@ -198,17 +204,17 @@ class Explaining:
             self._searching_seconds += perf_counter() - begin
 
     def offer(
-        self, step: Step, verdict: Verdict, ends: bool, joins: bool
+        self, unit: Unit, verdict: Verdict, ends: bool, joins: bool
     ) -> ReplayOffer:
         """This rank's part in a replay of all ranks. Calls no collective.
 
         Args:
-            step: See `explain()`, as all others.
+            unit: See `explain()`, as all others.
             verdict: This rank's.
             ends: Whether the run ends with it.
             joins: Whether a `Join` has ranks without batches take part.
         """
-        is_due = self._is_due(step.number, verdict, ends)
+        is_due = self._is_due(unit.number, verdict, ends)
         if self._keeper is None:
             return ReplayOffer(is_due, "keeps no steps (explain, replay_safe or sync)")
         try:
@@ -237,9 +243,10 @@ class Explaining:
         known = _without_explainer(moment)
         if known is not None:
             return known, False
-        return self._loaded().explain_together(agreed, moment)
+        with self._timer.left_out():
+            return self._loaded().explain_together(agreed, moment)
 
-    def look_again(self, found: Step) -> Step:
+    def look_again(self, found: Unit) -> Unit:
         """Replaces what the tripwire saw of a bad step by what a full watch sees.
 
         Runs the step again; everything is put back bit for bit afterwards. Incurs a
@@ -251,14 +258,15 @@ class Explaining:
         Returns:
             The same with the bad frames of the replay; with a note if there are none.
         """
-        if found.moment == "after":
+        if found.kind.moment == "after":
             return with_note(found, _TOO_LATE)
         try:
-            return self._loaded().look_again(found)
+            with self._timer.left_out():
+                return self._loaded().look_again(found)
         except Exception as error:
             return with_note(found, f"The step was not run again: {error_line(error)}.")
 
-    def look_together(self, found: Step, agreed: Agreed) -> tuple[Step, str, bool]:
+    def look_together(self, found: Unit, agreed: Agreed) -> tuple[Unit, str, bool]:
         """Runs the step again on all ranks that agreed on it.
 
         Args:
@@ -269,10 +277,12 @@ class Explaining:
             What this rank has seen; a note, the same on all ranks, if it could not be
             run, or was finite, else ""; and whether a rank was lost.
         """
-        why = _TOO_LATE if found.moment == "after" else why_not_together(agreed.offers)
+        is_late = found.kind.moment == "after"
+        why = _TOO_LATE if is_late else why_not_together(agreed.offers)
         if why:
             return found, why, False
-        return self._loaded().look_together(found, agreed)
+        with self._timer.left_out():
+            return self._loaded().look_together(found, agreed)
 
     def finite_note(self) -> str:
         """Writes what follows if the step is finite when it is run again."""
@@ -314,7 +324,7 @@ def _noting(text: str) -> Explanation:
     return Explanation(notes=[text])
 
 
-def with_note(found: Step, note: str) -> Step:
+def with_note(found: Unit, note: str) -> Unit:
     """The same step with one more note."""
     return dataclasses.replace(found, notes=[*found.notes, note])
 

@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..explainer.selftest import Loss, SelfTestResult
-    from .ranks.joinable import GuardJoinable
 
 _log = logging.getLogger("overflow_fast")
 _Result = TypeVar("_Result")
@@ -184,7 +183,7 @@ class OverflowGuard:
             self._parts.finish()
         finally:
             if was_enabled:
-                num_reports = self._parts.pipeline.num_bad
+                num_reports = self._parts.pipeline.ledger.num_bad
                 with self._parts.isolation.isolated():
                     log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
 
@@ -348,25 +347,6 @@ class OverflowGuard:
         """
         self._parts.on_raised(error, ends)
 
-    def learn(self, steps: int, *, adopt: bool = True) -> None:
-        """Learns from the next clean steps which values are non-finite by design.
-
-        Meanwhile infs in the inputs and outputs of modules are no alarm, where no nan
-        comes with them and loss, gradients and weights are finite. After `steps` such
-        steps the guard logs a warning (logger `overflow_fast`) that proposes rules for
-        `allow`. Where ranks decide together, all have to call this, and learn the same.
-
-        Args:
-            steps: The number of clean steps to learn from, at least 1.
-            adopt: Apply the rules from then on.
-        """
-        check_int("steps", steps, 1)
-        from .learning import check_can_learn
-
-        check_can_learn(self._parts.config.wanted)
-        with self._parts.isolation.isolated():
-            self._parts.learn(steps, adopt)
-
     # What it has counted, measured and checked; tests of the guard, and of a state.
 
     @property
@@ -440,7 +420,7 @@ class OverflowGuard:
     @property
     def last_report(self) -> Report | None:
         """The report of the last bad step, or None."""
-        return self._parts.pipeline.last_report
+        return self._parts.pipeline.ledger.last_report
 
     @property
     def cost(self) -> Cost:
@@ -454,7 +434,7 @@ class OverflowGuard:
 
     @property
     def rules(self) -> dict[str, str | list[str]]:
-        """The allowed values, given or learned, as `allow` takes them."""
+        """The allowed values, as `allow` takes them."""
         return self._parts.rules.to_dict()
 
     def coverage(self) -> GuardCoverage:
@@ -498,7 +478,7 @@ class OverflowGuard:
         pipeline, record = self._parts.pipeline, self._parts.measurements.record
         gaps = pipeline.coverage().gaps()
         page: pathlib.Path = outer("guard_page")(
-            path, record, pipeline.last_report, gaps
+            path, record, pipeline.ledger.last_report, gaps
         )
         return page
 
@@ -584,16 +564,3 @@ class OverflowGuard:
             result: SelfTestResult = test.run()
         print(result)
         return result
-
-    @property
-    def joinable(self) -> GuardJoinable:
-        """The guard for ranks without batches: `with Join([model, guard.joinable]):`.
-
-        (`torch.distributed.algorithms.join`.) Ranks without batches go on deciding with
-        the others; each forward of DDP has to be followed by one optimizer step.
-
-        Raises:
-            RuntimeError: If the ranks do not decide together in one process group, or
-                with `sync="lagged"`.
-        """
-        return self._parts.joinable

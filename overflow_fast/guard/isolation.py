@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import RLock
 from typing import Any, TypeVar, cast
 
@@ -60,6 +61,19 @@ class OverheadTimer:
         """Subtracts the seconds of a replay, which are no cost of watching."""
         self._seconds -= seconds
         self._step_began += seconds
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leaves out the time within: a step is run again."""
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self.leave_out(self._now() - begin)
+
+    def add(self, seconds: float) -> None:
+        """Adds seconds of the guard's that were measured elsewhere."""
+        self._seconds += seconds
 
     @property
     def is_running(self) -> bool:

@@ -99,17 +99,6 @@ def check_share(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a share of at most 1, got {value}")
 
 
-def check_budget(name: str, value: Any) -> None:
-    """Raises TypeError or ValueError if an argument is no share of a step's time."""
-    if value is None:
-        return
-    check_positive(name, value)
-    if value >= 1:
-        raise ValueError(
-            f"{name} must be a share of a step's time, such as 0.01, got {value}"
-        )
-
-
 def check_bool(name: str, value: Any) -> None:
     """Raises TypeError if an argument is no bool."""
     if not isinstance(value, bool):
@@ -268,7 +257,6 @@ def _several(text: str) -> list[str]:
 _COMMAS = "; separated by commas"
 POSITIVE = Kind(check_positive, float, "X")
 SHARE = Kind(check_share, float, "X")
-TIME_SHARE = Kind(check_budget, float, "X")
 FLAG = Kind(check_bool, is_flag=True)
 PATH = Kind(check_path, str, "PATH")
 PATHS = Kind(check_paths, _several, "PATH,...", note=_COMMAS)

@@ -164,17 +164,12 @@ class LoopInputs:
         return list(zip(map(id, found), _C.versions_of(found), strict=False))
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Adds tensors that no module returns to the step, if it is watched.
-
-        Where gradients alone are watched, only single numbers, such as a loss.
-        """
+        """Adds tensors that no module returns to the step, if it is watched."""
         requests = self.requests
         if requests is not None and requests.takes_now:
             requests.record(tensors)
             return
         level, watch = self._clock.level, self._watches[0]
-        if level is ScanLevel.GRADIENTS:
-            tensors = {name: t for name, t in tensors.items() if t.numel() == 1}
         if level is ScanLevel.OFF or not tensors or _C.is_unwatched():
             return
         watch.has_seen_loss |= "loss" in tensors

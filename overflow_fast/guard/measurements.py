@@ -53,7 +53,7 @@ class Measurements:
             None if headroom is None else headroom.bits,
             None if underflow is None else underflow.every,
             None if saturation is None else saturation.share,
-            config.sync == "lagged",
+            config.verdicts_are_late,
         )
         self.record = _recorder_of(config, watches, lambda: self.run, "record" in told)
 
@@ -114,7 +114,7 @@ def _recorder_of(
         int(record.mib * 2**20),
         watches,
         config.on_overflow,
-        config.sync == "lagged",
+        config.verdicts_are_late,
         run,
         is_told,
     )

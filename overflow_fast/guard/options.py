@@ -30,7 +30,6 @@ from .kinds import (
     PATHS,
     POSITIVE,
     RANGES,
-    TIME_SHARE,
     Kind,
     Path,
     one_of,
@@ -314,19 +313,5 @@ class Schedule(Options):
         default=None,
         metadata=option(
             "Watch only steps in one of these half-open ranges; None for all.", RANGES
-        ),
-    )
-    budget: float | None = field(
-        default=None,
-        metadata=option(
-            "The share of a step's time that the guard may take on average, such as "
-            "0.01. The guard measures itself, checks gradients in every step if they "
-            "fit the budget, everything else as often as the rest allows, and "
-            "everything after a bad step. If they do not fit, steps are left out, to "
-            "which `on_overflow` does not apply: one line warns of that, unless it is "
-            '"warn".',
-            TIME_SHARE,
-            typed="budget",
-            see="guides/guard.md#steps-that-are-not-judged",
         ),
     )

@@ -31,7 +31,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
@@ -61,9 +60,6 @@ from .verdict.rules import Rules
 from .watching.missed_steps import ENOUGH
 from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch, models_of
-
-if TYPE_CHECKING:
-    from .ranks.joinable import GuardJoinable
 
 _log = logging.getLogger("overflow_fast")
 
@@ -141,17 +137,14 @@ class GuardParts:
             *(watches, self.keeper, find_optimizers, isolation.isolated),
             lambda optimizer: self.pipeline.rounds.was_skipped(optimizer),
         )
-        looks = config.sync != "lagged"
+        looks = not config.verdicts_are_late
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         overflow_flags = OverflowFlags(watches)
         self.clock = StepClock(
-            WatchSchedule(
-                **vars(config.schedule), has_gradients=config.wanted.gradients
-            ),
+            WatchSchedule(**vars(config.schedule)),
             watches,
             start,
             overflow_flags,
-            acts=config.may_act and bool(hooks),
         )
         self.pipeline = Pipeline(
             config,
@@ -189,9 +182,11 @@ class GuardParts:
     def judge_requests(self) -> Requests:
         """Judges forwards without autograd as requests from now on."""
         if self.requests is None:
-            self.requests = self.inputs.requests = Requests(self)
-            for watch in self.watches:
-                watch.judges_requests = True
+            full_watches = functools.partial(self.new_watches, wanted_of(EVERYTHING))
+            self.requests = self.inputs.requests = Requests(
+                *(self.config, self.watches, bool(self.hooks), self.keeper),
+                *(self.pipeline, self.measurements, self.isolation, full_watches),
+            )
             if self.is_enabled:
                 self.requests.attach()
         return self.requests
@@ -294,7 +289,7 @@ class GuardParts:
                 self.pipeline.judge_late()
         finally:
             self.disable()
-            self.pipeline.close()
+            self.pipeline.ledger.close()
 
     def discard(self) -> None:
         """Forgets what was found and not judged."""
@@ -315,14 +310,6 @@ class GuardParts:
             with self.isolation.isolated():
                 watch.leave()
         self.pipeline.judge_raised(error, ends)
-
-    def learn(self, steps: int, adopt: bool) -> None:
-        """Learns from the next clean steps which values are non-finite by design."""
-        from .learning import Learning
-
-        self.pipeline.learning = Learning(
-            steps, adopt, self.rules, self.watches, self.pipeline.agreement
-        )
 
     def new_watches(
         self, wanted: Wanted | None = None, captures_tensors: bool = True
@@ -398,15 +385,6 @@ class GuardParts:
         counts = (self.requests or self.pipeline).counts()
         return self.measurements.metrics(counts)
 
-    @property
-    def joinable(self) -> GuardJoinable:
-        """The object that `Join` takes."""
-        if self.config.sync == "lagged":
-            raise RuntimeError(
-                "joinable needs a guard with sync='step': a lagged verdict is too late"
-            )
-        return self.pipeline.agreement.make_joinable(self._judge_others)
-
     # The hooks' calls.
 
     def _on_left(self, watch: ModelWatch, error: Exception) -> bool:
@@ -438,7 +416,3 @@ class GuardParts:
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
         (self.requests or self.pipeline).judge_evaluated(watch, batch)
-
-    def _judge_others(self) -> None:
-        if self.is_enabled:
-            self.pipeline.judge_others()

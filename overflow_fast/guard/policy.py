@@ -30,6 +30,7 @@ class Situation:
         is_beyond_repair: A weight or an optimizer's state was non-finite before the
             step, and stays so without it.
         is_apart: There are other ranks, and it is not known which share the model.
+        has_raised: The program's own code has raised, and goes on to do so.
     """
 
     can_skip: bool
@@ -37,6 +38,7 @@ class Situation:
     is_undone: bool
     is_beyond_repair: bool
     is_apart: bool = False
+    has_raised: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ def choose(asked: str, situation: Situation) -> Choice:
         The action that is possible: a step that was made is not skipped, and one that
         cannot be repaired by a skip raises.
     """
+    if situation.has_raised:
+        return Choice("raise")
     if asked != "skip":
         return Choice(asked)
     if not (situation.can_skip or situation.is_skipped):

@@ -35,7 +35,6 @@ class LightningGuardCallback(GuardOwner, Callback):
     training are not watched.
 
     Args:
-        learn: See `GuardOwner`.
         evaluation: See `GuardOwner`.
         to_loggers: Send the guard's metrics to the Trainer's loggers, at the step and
             as often as Lightning's own (`log_every_n_steps`).
@@ -52,7 +51,6 @@ class LightningGuardCallback(GuardOwner, Callback):
     def __init__(
         self,
         *,
-        learn: int | None = None,
         evaluation: Literal["log", "alarm"] = "log",
         to_loggers: bool = True,
         **arguments: Any,
@@ -61,7 +59,7 @@ class LightningGuardCallback(GuardOwner, Callback):
             raise TypeError(
                 f"to_loggers must be a bool, got {type(to_loggers).__name__}"
             )
-        super().__init__(learn=learn, evaluation=evaluation, **arguments)
+        super().__init__(evaluation=evaluation, **arguments)
         self._to_loggers = to_loggers
         self._fits: list[_Fit] = []
 

@@ -42,11 +42,10 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
     def __init__(
         self,
         *,
-        learn: int | None = None,
         evaluation: Literal["log", "alarm"] = "log",
         **arguments: Any,
     ) -> None:
-        super().__init__(learn=learn, evaluation=evaluation, **arguments)
+        super().__init__(evaluation=evaluation, **arguments)
         self._evaluated = 0  # batches of the evaluation that runs
         self._last_seen: Report | None = None
         self._steps: list[PatchedMethod] = []

@@ -22,8 +22,6 @@ class GuardOwner:
     a training of its own.
 
     Args:
-        learn: The number of clean steps, in each training, to learn from which values
-            are non-finite by design; see `OverflowGuard.learn()`. None for none.
         evaluation: What is done about a bad value in an evaluation inside the training:
             "log" it with its batch and rows, and go on, or "alarm": what `on_overflow`
             says.
@@ -41,7 +39,6 @@ class GuardOwner:
     def __init__(
         self,
         *,
-        learn: int | None = None,
         evaluation: Literal["log", "alarm"] = "log",
         **arguments: Any,
     ) -> None:
@@ -54,9 +51,6 @@ class GuardOwner:
         known = {name: arg for name, arg in arguments.items() if name not in named}
         trial = OverflowGuard(nn.Identity(), **known)
         trial.remove()
-        if learn is not None:
-            trial.learn(learn)
-        self._learn = learn
         self._arguments = arguments
         self.guard: OverflowGuard | None = None
 
@@ -79,8 +73,6 @@ class GuardOwner:
         """Attaches a guard for a training."""
         arguments = decided_by_all_ranks(self._arguments)
         self.guard = OverflowGuard(model, optimizer, **arguments)
-        if self._learn is not None:
-            self.guard.learn(self._learn)
         return self.guard
 
     def note_evaluation(self, batch: int | None, loader: int = 0) -> None:

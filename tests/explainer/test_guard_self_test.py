@@ -226,7 +226,6 @@ def test_batches_come_in_any_form():
     [
         {"sync": "lagged", "_defer": True},
         {"schedule": Schedule(7, warmup=3)},
-        {"schedule": Schedule(budget=0.01)},
         {"evidence": "evidence"},
     ],
     ids=str,

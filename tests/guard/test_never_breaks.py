@@ -446,7 +446,6 @@ CALLS = {
     "coverage": lambda guard: str(guard.coverage()),
     "headroom": lambda guard: str(guard.headroom()),
     "metrics": lambda guard: guard.metrics(),
-    "learn": lambda guard: guard.learn(2),
     "disable": lambda guard: guard.disable(),
     "enable": lambda guard: guard.enable(),
     "remove": lambda guard: guard.remove(),

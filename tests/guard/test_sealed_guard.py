@@ -323,7 +323,7 @@ def test_copies_to_the_host_are_judged_when_they_have_arrived(has_side, sync):
             torch.sealed.synchronize()
             assert bool(host.isfinite().all()) == (i != 2)
         guard.check()
-        assert guard._parts.pipeline.num_bad == 1
+        assert guard._parts.pipeline.ledger.num_bad == 1
         verdict = guard.last_report.verdict
         assert (verdict.first.fqn, verdict.first.label) == ("1", "output[1]")
         assert not guard.coverage().not_scanned

@@ -498,21 +498,3 @@ def test_ranks_of_transformers_trainer_decide_together(tmp_path):
     assert first[0] == second[0] == 1
     assert first[2] == second[2] == 4
     assert torch.equal(first[1], second[1])
-
-
-def test_callbacks_learn(trainer, as_kept):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
-    callback = TrainerGuardCallback(learn=3)
-    trainer = trainer(callback)
-    mlp = trainer.model.transformer.h[0].mlp
-    hook = plant(mlp.act, -INF)
-    hook.__enter__()
-    mlp.c_proj.register_forward_pre_hook(lambda m, args: (args[0].clamp(-9, 9),))
-    trainer.train()
-    assert callback.guard.rules == {
-        "transformer.h.0.mlp.act:output": "-inf",
-    }
-    with pytest.raises(ValueError) as raised:
-        TrainerGuardCallback(learn=0)
-    as_kept(raised.value)

@@ -31,7 +31,7 @@ def test_lightnings_objects_can_be_pickled_and_copied(tmp_path, when):
             assert same.lr_scheduler_step.__func__ is Lit.lr_scheduler_step
         copy.deepcopy(trainer.callbacks)
 
-    callbacks = [guard_callback(on_overflow="skip", learn=2)]
+    callbacks = [guard_callback(on_overflow="skip")]
     if when == "during":
         callbacks.append(Hooks(on_train_epoch_end=save))
     trainer, module = fit(tmp_path, *callbacks)

@@ -305,14 +305,22 @@ def test_lightning(code):
 
 def a_rank(folder, code):
     os.chdir(folder)
-    count = 2 + dist.get_rank()  # ranks run out of batches
     known = run(
         code,
         DistributedDataParallel=nn.parallel.DistributedDataParallel,
         model=Small(),
-        loader=loader_of(2 * count),
+        loader=loader_of(6),
     )
     return known["guard"].step
+
+
+def a_rank_that_runs_out(code):
+    model = nn.parallel.DistributedDataParallel(Small())
+    optimizer = sgd(model)
+    guard = overflow_fast.OverflowGuard(model, optimizer)
+    loader = loader_of(2 * (2 + dist.get_rank()))
+    run(code, model=model, optimizer=optimizer, loader=loader, device="cpu")
+    return guard.step
 
 
 @pytest.mark.slow
@@ -321,6 +329,12 @@ def test_ddp(tmp_path, code):
     assert on_ranks(2, a_rank, tmp_path, code) == [3, 3]
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["guard.rank0.jsonl", "guard.rank1.jsonl"]
+
+
+@pytest.mark.slow
+@runs("ranks-that-run-out-of-batches")
+def test_ranks_that_run_out_of_batches(code):
+    assert on_ranks(2, a_rank_that_runs_out, code) == [3, 3]
 
 
 class Engine(nn.Module):

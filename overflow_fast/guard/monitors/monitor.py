@@ -81,16 +81,12 @@ class MonitoredStep:
         optimizer: The optimizer; with several, each has a call of its own.
         is_scaled: A GradScaler scales the gradients.
         guarded: The training.
-        is_whole: All that the guard watches was scanned. If not, which a `budget` may
-            cause, only gradients were: loss, norm and other magnitudes are those of the
-            last step in which it was.
     """
 
     number: int
     optimizer: Optimizer | None
     is_scaled: bool
     guarded: Guarded
-    is_whole: bool = True
 
     @property
     def models(self) -> dict[str, nn.Module]:

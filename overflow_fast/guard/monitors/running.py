@@ -58,7 +58,7 @@ class RunningMonitors:
                 each.begin_step(step)
 
     def look(
-        self, step: int, optimizer: Optimizer | None, is_scaled: bool, is_whole: bool
+        self, step: int, optimizer: Optimizer | None, is_scaled: bool
     ) -> list[Notice]:
         """Returns what the monitors say of a finite step.
 
@@ -66,11 +66,10 @@ class RunningMonitors:
             step: The step's number.
             optimizer: The optimizer that is about to step.
             is_scaled: Whether a GradScaler scales the gradients.
-            is_whole: All that the guard watches was scanned, not gradients alone.
         """
         if not self._looking:
             return []
-        seen = MonitoredStep(step, optimizer, is_scaled, self._guarded, is_whole)
+        seen = MonitoredStep(step, optimizer, is_scaled, self._guarded)
         found: list[Notice] = []
         for each in self._looking:
             with self._isolated(self._names[id(each)]):

@@ -171,16 +171,13 @@ class SpikeWatch(Monitor):
     def look(self, step: MonitoredStep) -> list[Notice]:
         """Returns a notice for each spike of a finite step; does not sync.
 
-        Each optimizer has levels of its own. Where gradients alone were scanned, other
-        numbers are those of an earlier step.
+        Each optimizer has levels of its own.
         """
         if self._num_looks % _EVERY == 0 or self._num_looks in (1, 2, 8, 32):
             self._places = [each for w in self._watches for each in _numbers_of(w)]
         self._num_looks += 1
         found = []
         for which, (watch, what, place) in enumerate(self._places):
-            if place is not None and not step.is_whole:
-                continue
             if place is not None:
                 peak = watch.recorder.last_peak(place)
                 value = 0.0 if peak is None else peak.abs_max

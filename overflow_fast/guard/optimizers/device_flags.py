@@ -36,23 +36,11 @@ class DeviceFlags:
             for watch in self._watches:
                 watch.recorder.want_flags()
 
-    def are_lagged(self, hook: OptimizerHook, is_learning: bool) -> bool:
-        """True if a lagged guard may judge an optimizer's step after it was made.
-
-        Args:
-            hook: The optimizer's.
-            is_learning: Rules are being learned, of which the flags know nothing.
-        """
+    def are_lagged(self, hook: OptimizerHook) -> bool:
+        """True if a lagged guard may judge an optimizer's step after it was made."""
         if callable(self._config.on_overflow):
             return False
-        if is_learning and self.are_computed:
-            return False
         return self._config.on_overflow != "skip" or hook.found_inf.is_read
-
-    def drop(self) -> None:
-        """Forgets the flags of the step."""
-        for watch in self._watches:
-            watch.recorder.take_flags()
 
     def hand_over(self, hook: OptimizerHook, has_scaler: bool) -> torch.Tensor | None:
         """Makes the optimizer's kernels skip the step if a flag is set; no sync.

@@ -10,7 +10,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,10 +35,8 @@ from .engines import (
     shape_of,
 )
 from .scaler_hook import scaler_of
+from .undoable import UndoableStep
 from .wrapped import innermost, stepper_of
-
-if TYPE_CHECKING:
-    from .updates import UndoableStep
 
 # Steps with a closure: judged inside of it, left from there if they are skipped.
 

@@ -16,7 +16,6 @@ The state:
 
 - `_groups`: this rank's groups; None until they are looked for.
 - `_peers`: the ranks that they connect; None until they have met.
-- `_joinable`: what stands for the guard in `Join`.
 - `error`: what a collective has raised last, which comes out as it is, unlike errors of
   the guard's own.
 """
@@ -28,7 +27,7 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,9 +42,6 @@ from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch, models_of
 from .groups import find_groups, groups_of_mesh, shared
 from .peers import Peers
-
-if TYPE_CHECKING:
-    from .joinable import GuardJoinable
 
 _log = logging.getLogger("overflow_fast")
 
@@ -70,7 +66,7 @@ class Wishes(NamedTuple):
     doubts: bool = False
 
 
-_NONE = Wishes()
+NO_WISHES = Wishes()
 
 
 class Agreed(NamedTuple):
@@ -88,7 +84,7 @@ class Agreed(NamedTuple):
     is_own: bool = False
     rank: int = 0
     offers: dict[int, Any] = {}  # noqa: RUF012 - it is never written to
-    wishes: Wishes = _NONE
+    wishes: Wishes = NO_WISHES
 
 
 def priority_of(kind: str, position: int) -> int:
@@ -146,7 +142,6 @@ class Agreement:
         self._groups: list[Any] | None = None
         self._peers: Peers | None = None
         self._has_warned = False
-        self._joinable: GuardJoinable | None = None
         self.error: Exception | None = None
 
     @property
@@ -167,43 +162,14 @@ class Agreement:
 
     @property
     def joins(self) -> bool:
-        """True if a `Join` has the guard, a model or an optimizer."""
-        joinables = (self._joinable, *self._models(), *self._optimizers())
-        return any(map(is_joining, joinables))
+        """True if a `Join` has a model or an optimizer."""
+        return any(map(is_joining, (*self._models(), *self._optimizers())))
 
     @property
     def _optimizers_join(self) -> bool:
         """True if `Join` steps the optimizers, which are judged then as usual."""
         optimizers = self._optimizers()
         return bool(optimizers) and all(map(is_joining, optimizers))
-
-    def make_joinable(self, judge: Callable[[], None]) -> GuardJoinable:
-        """Makes the object that takes part for ranks without batches.
-
-        Args:
-            judge: Judges a step of the other ranks.
-
-        Raises:
-            RuntimeError: If the ranks do not decide together in one process group.
-        """
-        if self._joinable is None:
-            peers = self._meet() if self.is_needed else None
-            groups = peers.groups if peers is not None else []
-            if len(groups) != 1:
-                raise RuntimeError(
-                    "joinable needs a guard whose ranks decide together in one process "
-                    f"group, got {len(groups)}: initialize torch.distributed, and pass "
-                    "process_group= to the guard"
-                )
-            # A torch that was built without distributed has no `Join`.
-            from .joinable import GuardJoinable
-
-            self._joinable = GuardJoinable(
-                groups[0],
-                self._device,
-                lambda: None if self._optimizers_join else judge(),
-            )
-        return self._joinable
 
     def agree_on(self, step: int, report: Report | None) -> Report | None:
         """Returns the report of a rank that has one, or None, whatever the policy.
@@ -224,8 +190,7 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
-        wishes: Wishes = _NONE,
-        is_again: bool = False,
+        wishes: Wishes = NO_WISHES,
     ) -> Agreed:
         """Agrees on a step.
 
@@ -238,16 +203,11 @@ class Agreement:
             make_report: Makes this rank's report; called on one rank.
             make_offer: Makes what this rank says besides where one has a report.
             wishes: This rank's.
-            is_again: The ranks have agreed on this step before.
 
         Raises:
             RuntimeError: If the ranks are at different steps, or make_report() raised
                 on another one.
         """
-        with self._propagate():
-            is_told = is_again or self.is_shadowing
-            if self._joinable is not None and not is_told:
-                self._joinable.notify(self._models(), self._optimizers())
         peers = self._meet()
         makers = make_report, make_offer
         return self._agree(peers, step, verdict, position, *makers, wishes)
@@ -260,7 +220,7 @@ class Agreement:
         position: int,
         make_report: Callable[[], Report],
         make_offer: Callable[[], Any] = lambda: None,
-        own_wishes: Wishes = _NONE,
+        own_wishes: Wishes = NO_WISHES,
     ) -> Agreed:
         priority = 0
         if verdict.first is not None:
@@ -310,13 +270,6 @@ class Agreement:
             with self._propagate():
                 raise RuntimeError(f"the rank that found it failed to decide: {found}")
         return found
-
-    def all_agree(self, value: bool) -> bool:
-        """Returns True if the value is True on all ranks, or they have no batch."""
-        if not self.is_needed:
-            return value
-        is_against = not (value or self.is_shadowing)
-        return self._maximum(self._meet(), [int(is_against)]) == [0]
 
     def gather(self, value: Any) -> list[Any]:
         """Gathers a value of each rank that shares the model."""
@@ -407,8 +360,6 @@ class Agreement:
 
     def _is_left_out(self) -> bool:
         """Returns True if a `Join` joins the training's collectives, but not ours."""
-        if is_joining(self._joinable):
-            return False
         is_model_there = any(map(is_joining, self._models()))
         is_left_out = is_model_there and not self._optimizers_join
         is_left_out |= any(map(is_first, self._optimizers()))
@@ -416,7 +367,6 @@ class Agreement:
             self._has_warned = True
             _log.warning(
                 "model.join() does not include the guard: each rank decides for itself "
-                "from now on. Use `with Join([model, guard.joinable]):` "
-                "(torch.distributed.algorithms.join) for the ranks to decide together."
+                "from now on. Give all ranks as many steps for them to decide together."
             )
         return is_left_out

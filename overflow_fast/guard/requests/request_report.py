@@ -19,11 +19,11 @@ from ..report.report import Report
 from ..verdict.remarks import FillRemark, limit_of
 from ..watching.inputs import is_batch_first, is_plain
 from ..watching.watch import ModelWatch
+from .held_call import HeldCall
+from .request import Request
 
 if TYPE_CHECKING:
-    from .held_call import HeldCall
     from .request_text import RequestText
-    from .requests import Request
 
 _SORTED = "`ids` may be in another order than rows: {} sorts."
 _ARGUMENT = re.compile(r"^(input\[\d+\]|\w+)")  # before the path within it

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import get_ident
 from time import perf_counter
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from ...detector.hooks import move_hook_to_front
 from ...scanner.modules import children_of, named_buffers
 from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
-from ...scanner.text import counted, error_line, short_name
+from ...scanner.text import counted, short_name
 from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import (
     asks_for_hooks,
@@ -39,141 +40,40 @@ from ...torch_internals.module_internals import (
 )
 from ...torch_internals.registry import stack
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
-from ..config import EVERYTHING, wanted_of
-from ..explaining import FREE_SECONDS, SHARE, with_note
+from ..config import GuardConfig
+from ..error_notes import add_note
+from ..isolation import ErrorIsolation
+from ..kept_calls.call_keeper import CallKeeper
 from ..kept_calls.held_function import HeldFunction
 from ..kept_calls.kept_call import KeptCall
-from ..optimizers.last_steps import LastSteps
+from ..measurements import Measurements
 from ..options import Schedule
-from ..outer import outer
-from ..report.report import NonFiniteError, Report
-from ..step import Step, WatchSchedule
-from ..verdict.bad_frames import BadFrame
+from ..pipeline import Pipeline
+from ..report.coverage import GuardCoverage
+from ..report.explanation import Explanation
+from ..report.report import Report
+from ..step import WatchSchedule
+from ..unit import REQUEST, Unit
+from ..value_errors import says_values
 from ..verdict.verdict import Verdict
-from ..watching.judged_tensors import ScanLevel
 from ..watching.watch import ModelWatch
+from .again import WAIT, Replays, RequestAgain
 from .begun import Begun, request_of
 from .gate import Gate
-from .held_call import ForwardStart, HeldCall, Layout, SmallState
-
-if TYPE_CHECKING:
-    from ..kept_calls.call_keeper import CallKeeper
-    from ..parts import GuardParts
-    from ..report.coverage import GuardCoverage
-    from ..report.explanation import Explanation
+from .held_call import HeldCall, Layout, SmallState
+from .request import Request
+from .request_report import RequestReport, left_in_state
 
 _log = logging.getLogger("overflow_fast")
-_MOST_FORWARDS = 4  # whose stats may be on their way from a device
-_WAIT = 1.0  # seconds for forwards of other threads before a replay; chosen
 _KINDS = ("activations", "weights", "buffers")  # that a forward alone has
-_OF_FORWARDS = (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED, _C.FrameKind.BACKWARD)
-_BUSY = (
-    "The forward was not run again: other threads ran the models, and were waited for "
-    f"{_WAIT:g} s."
-)
-_ZEROED = (
-    "The forward was run again with 0 for what it, or a later one, has left non-finite "
-    "in tensors that it was given."
-)
 _BEHIND = (
     "Nothing that the guard saw in this request ({}) is nan or inf, but for -inf, "
     "which may be a mask: what is wrong came from code between the watched modules or "
     "behind them."
 )
-_OFTEN = (
-    "The forward was not run again: explanations have taken more than "
-    f"{SHARE:.0%} of the time since the first request."
-)
-
-
 _LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
 _CODERS = {"encoder", "decoder"}
 _SORTS = re.compile("(arg)?sort|sorted")  # Python's, NumPy's and torch's functions
-
-
-class Request:
-    """One request: the forwards that are run for it, by one thread or several.
-
-    Args:
-        number: Its number, from 0.
-        ids: The program's names of those it is for, one a row; None for none.
-
-    Attributes:
-        number, ids: The same.
-        num_forwards: How many forwards it has run.
-        frames: The bad frames of the first forward that had any.
-        bad: That forward, or None.
-        forward: Its number within the request.
-        left: The last forward, where an exception has left it.
-        is_text: Each forward reads the tokens of a text, and but for the first one only
-            the last of each row.
-        function: The function that it runs as a whole, which can be made again, or
-            None.
-        output: What the program has recorded, or that function has returned.
-        raised: The type of the exception that has ended it, or None.
-        begun_at: The thread in which it began, and how many calls were under way.
-        sorted_by: The function between there and its first forward that sorts, and may
-            have sorted the rows, with its place; or "".
-        zeroed: What that forward or a later one has left non-finite in tensors that it
-            was given, with 0 for it: a replay begins with these.
-        is_left_out: It is one that a schedule leaves out.
-        is_over: It has ended: forwards that still run in other threads are not of it.
-        seconds: What the guard has taken in its forwards.
-    """
-
-    def __init__(self, number: int, ids: Sequence[object] | None) -> None:
-        self.number = number
-        self.ids = None if ids is None else list(ids)
-        self.num_forwards = 0
-        self.frames: list[BadFrame] = []
-        self.bad: HeldCall | None = None
-        self.left: HeldCall | None = None
-        self.forward, self.is_text = 0, True
-        self.function: KeptCall | None = None
-        self.output: Any = None
-        self.raised: type[Exception] | None = None
-        self.begun_at, self.sorted_by = (0, 0), ""
-        self.is_left_out = self.is_over = False
-        self.seconds = 0.0
-        self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
-        self.lock = threading.RLock()
-
-    def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
-        """Adds what a forward has shown, whose stats may have yet to arrive."""
-        if call is not None:
-            tokens, is_first = call.num_tokens, not self.num_forwards
-            self.is_text &= tokens > 0 and (is_first or tokens == call.size)
-        self._recent[id(watch), batch] = self.num_forwards, call
-        if len(self._recent) > _MOST_FORWARDS:
-            del self._recent[next(iter(self._recent))]
-
-    def collect(self, watch: ModelWatch) -> None:
-        """Takes the bad frames of its own forwards that have arrived."""
-        with self.lock:
-            self._collect(watch)
-
-    def _collect(self, watch: ModelWatch) -> None:
-        mine = {batch for of, batch in self._recent if of == id(watch)}
-        weights = watch.frames._evaluated_weights
-        found = watch.frames._take(
-            lambda frame: (
-                (frame.batch in mine and frame.kind in _OF_FORWARDS)
-                or weights.get(frame.order) in mine
-            )
-        )
-        if not found or self.frames:
-            return
-        first = min(found, key=lambda frame: frame.order)
-        batch = weights.get(first.order, first.batch)
-        self.forward, self.bad = self._recent[id(watch), batch]
-        self.frames = [BadFrame(watch, frame) for frame in found]
-
-    def end(self) -> None:
-        """Lets go of its forwards."""
-        with self.lock:
-            self.is_over = True
-            self._recent.clear()
 
 
 class _Now(threading.local):
@@ -212,18 +112,43 @@ class Requests:
     with autograd.
 
     Args:
-        parts: The guard's.
+        config: The guard's.
+        watches: The watched models.
+        has_optimizer: The guard has an optimizer: what runs with autograd is its.
+        keeper: Keeps a training's calls for an explanation, or None.
+        pipeline: Judges them, as it does steps.
+        measurements: Measure their cost, and send their numbers.
+        isolation: Isolates the guard's own errors.
+        full_watches: Makes watches of the models that look at everything.
 
     Attributes:
-        num_requests, num_bad, num_forwards, num_tokens: What ran so far.
+        num_requests, num_forwards, num_tokens: What ran so far.
         poisoned: What bad requests have left non-finite, by name, with their report.
     """
 
-    def __init__(self, parts: GuardParts) -> None:
-        self._parts = parts
-        self._keeper: CallKeeper | None = parts.keeper
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        has_optimizer: bool,
+        keeper: CallKeeper | None,
+        pipeline: Pipeline,
+        measurements: Measurements,
+        isolation: ErrorIsolation,
+        full_watches: Callable[[], list[ModelWatch]],
+    ) -> None:
+        self._config = config
+        self._watches = watches
+        self._has_optimizer = has_optimizer
+        self._keeper = keeper
+        self._pipeline = pipeline
+        self._measurements = measurements
+        self._isolation = isolation
         self._now = _Now()
         self._gate = Gate()
+        self._replays = Replays(
+            config, watches, full_watches, self._gate, self._leave_out
+        )
         self._lock = threading.RLock()  # held while a request is judged
         self._counts = threading.Lock()  # a forward needs it, and a replay waits for it
         self._states: weakref.WeakKeyDictionary[nn.Module, SmallState]
@@ -231,21 +156,21 @@ class Requests:
         self._devices: weakref.WeakKeyDictionary[nn.Module, list[torch.device]]
         self._devices = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
-        self._began = self._on_since = perf_counter()
-        self._explaining_seconds = 0.0
+        self._on_since = perf_counter()
         self._has_looked = False
-        self.num_requests = self.num_bad = self.num_forwards = self.num_tokens = 0
+        self.num_requests = self.num_forwards = self.num_tokens = 0
         self.poisoned: dict[str, str] = {}
-        asked = parts.config.schedule
+        asked = config.schedule
         self._schedule: WatchSchedule | None = None
         if asked != Schedule():
-            self._schedule = WatchSchedule(**vars(asked), has_gradients=False)
-        for watch in parts.watches:
+            self._schedule = WatchSchedule(**vars(asked))
+        for watch in watches:
+            watch.judges_requests = True
             watch.inputs.capture = self
             watch.is_of_request = self._is_in_forward
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained
-            watch.looks_for_loss = bool(parts.hooks)  # it is an output, as others are
-            if not parts.hooks and watch.on_forward_end is not None:
+            watch.looks_for_loss = has_optimizer  # it is an output, as others are
+            if not has_optimizer and watch.on_forward_end is not None:
                 watch.on_forward_end = _of_training(watch.on_forward_end)
 
     def __deepcopy__(self, memo: object) -> Requests:
@@ -287,7 +212,7 @@ class Requests:
 
     def _watch_of(self, module: nn.Module) -> ModelWatch | None:
         """The watch of a model; None for a module within one."""
-        return next((w for w in self._parts.watches if w.model is module), None)
+        return next((w for w in self._watches if w.model is module), None)
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Notes what it has returned, before its frames are judged."""
@@ -305,7 +230,7 @@ class Requests:
         state = self._states.get(now.call.module)
         if state is not None and now.call.state is not None:
             state.after(now.call.state)
-        if self._parts.config.is_tripwire and now.watch is not None:
+        if self._config.is_tripwire and now.watch is not None:
             now.watch.record(*_recorded(named_outputs(output)))
 
     def leave(self) -> None:
@@ -348,11 +273,11 @@ class Requests:
         with self._counts:
             self.num_forwards += 1
             self.num_tokens += 0 if call is None else call.num_tokens
-        waits = is_own and self._parts.config.sync != "lagged"
+        waits = is_own and not self._config.verdicts_are_late
         if waits:
             watch.frames.receive(is_lagged=False)
         else:
-            watch._process_arrived(1)
+            watch.frames.receive_arrived()
         request.collect(watch)
         request.seconds += self._now.seconds + perf_counter() - begin
         self._now.seconds = 0.0
@@ -362,7 +287,7 @@ class Requests:
 
     def _judge_entry(self, watch: ModelWatch, output: Any) -> None:
         """Judges the call of a submodule, of which nothing else is watched."""
-        with self._batch_of(watch) as batch, watch.frames.evaluated(batch):
+        with watch.own_batch() as batch, watch.frames.evaluated(batch):
             watch.record(*_recorded(named_outputs(output)))
         watch.frames.send()
         self.judge_evaluated(watch, batch)
@@ -370,8 +295,7 @@ class Requests:
     def left(self, watch: ModelWatch, error: Exception) -> None:
         """Judges a forward that an exception has left, with the request it is of."""
         call = self._leave()
-        root = watch._roots.get(get_ident())
-        batch = watch.recorder.last_batch if root is None else root.batch
+        batch = watch.batch_at_hand
         with watch.frames.evaluated(batch):
             request, is_own = self._added(watch, batch, call)
         request.left = call
@@ -384,7 +308,7 @@ class Requests:
 
     def no_replay(self) -> contextlib.AbstractContextManager[bool]:
         """Lets no other thread run a forward again, which puts back what it changes."""
-        return self._gate.alone(_WAIT, beside_running=True)
+        return self._gate.alone(WAIT, beside_running=True)
 
     @property
     def is_in_forward(self) -> bool:
@@ -403,14 +327,14 @@ class Requests:
         if self.takes_now:
             return True
         is_trained = any(each is not None and each.training for each in models)
-        return not (is_trained or self._parts.hooks)
+        return not (is_trained or self._has_optimizer)
 
     @property
     def takes_now(self) -> bool:
         """True if it is a request that runs, whatever the models are."""
         if not torch.is_grad_enabled():
             return True
-        return not self._parts.hooks and request_of(self) is not None
+        return not self._has_optimizer and request_of(self) is not None
 
     def is_left_alone(self, change: int = 0) -> bool:
         """True for what is trained, run again, traced by a compiler, or left out.
@@ -420,7 +344,7 @@ class Requests:
         """
         if torch.compiler.is_compiling():
             return True
-        if torch.is_grad_enabled() and self._parts.hooks:
+        if torch.is_grad_enabled() and self._has_optimizer:
             return True
         now = self._now
         if now.unwatched is None:
@@ -444,10 +368,9 @@ class Requests:
 
     def go_on_from(self, before: Requests) -> None:
         """Counts on where the requests of a guard have ended that this one replaces."""
-        self.num_requests, self.num_bad = before.num_requests, before.num_bad
+        self.num_requests = before.num_requests
         self.num_forwards, self.num_tokens = before.num_forwards, before.num_tokens
-        own, other = self._parts.pipeline, before._parts.pipeline
-        own.num_bad, own.last_report = other.num_bad, other.last_report
+        self._pipeline.ledger.go_on_from(before._pipeline.ledger)
 
     def _request_now(self) -> tuple[Request, bool]:
         """The request that this code is in, or a new one, and whether it is new."""
@@ -501,9 +424,9 @@ class Requests:
             return self._run(function, request)
 
     def _run(self, function: Any, request: Request) -> Any:
-        first = self._parts.watches[0].model
+        first = self._watches[0].model
         if request.function is None and first is not None:
-            with self._parts.isolation.isolated():
+            with self._isolation.isolated():
                 held = HeldFunction(function)
                 batch, ambient = held.values, HeldCall(first, (), {}, [], None).ambient
                 request.function = KeptCall(held, batch, ambient)
@@ -511,7 +434,7 @@ class Requests:
                 request.function.has_autograd = torch.is_grad_enabled()
                 request.function.returns_loss = True
         output = self._call(first, function)
-        with self._parts.isolation.isolated():
+        with self._isolation.isolated():
             found = tensors(output)
             self.record({f"output{path_text(path)}": each for path, each in found})
         return output
@@ -521,12 +444,12 @@ class Requests:
         keeper = self._keeper
         if keeper is None or model is None or not torch.is_grad_enabled():
             return function()
-        return keeper.run(model, function, self._parts.isolation.isolated)
+        return keeper.run(model, function, self._isolation.isolated)
 
     def record(self, named: Mapping[str, torch.Tensor]) -> None:
         """Adds tensors to the request that this code is in, or one of their own."""
         request, is_own = self._request_now()
-        watch = self._parts.watches[0]
+        watch = self._watches[0]
         self._record(request, watch, named)
         request.collect(watch)
         if is_own:
@@ -542,30 +465,11 @@ class Requests:
         found = {name: each for name, each in named.items() if each.numel()}
         if not found or _C.is_unwatched() or request.is_left_out:
             return
-        with self._batch_of(watch) as batch, watch.frames.evaluated(batch):
+        with watch.own_batch() as batch, watch.frames.evaluated(batch):
             watch.record(*_recorded(found))
         request.add(watch, batch, None)
         request.output = found
         watch.frames.send()
-
-    @contextlib.contextmanager
-    def _batch_of(self, watch: ModelWatch) -> Iterator[int]:
-        """Yields the batch of the forward that this thread runs, or one of its own.
-
-        No other thread's frames are of it.
-        """
-        root = watch._roots.get(get_ident())
-        if root is not None:
-            yield root.batch
-            return
-        root = watch._begin_root()
-        watch.recorder.in_step = True
-        try:
-            yield root.batch
-        finally:
-            watch.recorder.in_step = False
-            watch._begin_batch()
-            watch._end_root(root)
 
     def _new(self, ids: Sequence[object] | None) -> Request:
         with self._counts:
@@ -578,7 +482,7 @@ class Requests:
         self._has_looked = True
         named = [
             (f"{watch.prefix}{name}", each)
-            for watch in self._parts.watches
+            for watch in self._watches
             if watch.model is not None
             for name, each in named_buffers(watch.model)
         ]
@@ -589,7 +493,7 @@ class Requests:
 
     def _is_left_out(self, request: Request) -> bool:
         schedule = self._schedule
-        return schedule is not None and schedule.level(request.number) is ScanLevel.OFF
+        return schedule is not None and bool(schedule.left_out_by(request.number))
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
         """Judges a request that has ended.
@@ -598,16 +502,16 @@ class Requests:
             NonFiniteError: If it is bad and the policy is to raise, unless the
                 program's own code has raised.
         """
-        parts = self._parts
+        is_lagged = self._config.verdicts_are_late
         request.raised = None if error is None else type(error)
-        for watch in parts.watches:
+        for watch in self._watches:
             if request.num_forwards and not request.frames:
-                watch.frames.receive(is_lagged=parts.config.sync == "lagged")
+                watch.frames.receive(is_lagged)
                 request.collect(watch)
         request.end()
         with self._lock:
             try:
-                known = self._searched(request, error)
+                known = RequestAgain(self._replays, request).search(error)
                 if request.frames or known is not None:
                     self._judge(request, error, known)
                 elif error is not None:
@@ -619,36 +523,35 @@ class Requests:
 
     def _end_round(self, request: Request) -> None:
         """Measures what the request has cost, and sends its numbers."""
-        parts, number = self._parts, request.number
-        pipeline, timer = parts.pipeline, parts.timer
-        for watch in parts.watches:
-            watch.recorder.forget_calls(True)
-            watch.frames._unjudged = 0
-        timer._seconds += request.seconds
+        number, timer = request.number, self._measurements.timer
+        for watch in self._watches:
+            watch.frames.end_request()
+        timer.add(request.seconds)
         # In this thread: the requests of others overlap with it.
         began = max(self._now.since, self._on_since) if self._now.since else None
         cost = timer.end_step(is_watched=True, began=began)
         self._now.since = perf_counter()
-        if self._schedule is not None:
-            seconds = cost.guard_seconds, cost.step_seconds
-            self._schedule.note(number, ScanLevel.ALL, *seconds)
-        with parts.isolation.isolated():
-            pipeline._record_step(number, cost)
-            parts.measurements.emit(number, self.counts)
+        with self._isolation.isolated():
+            self._pipeline.ledger.record_step(number, cost)
+            self._measurements.emit(number, self.counts)
+
+    def _leave_out(self, seconds: float) -> None:
+        """Leaves out what a replay has taken, which is no cost of watching."""
+        self._now.since += seconds
 
     def counts(self) -> dict[str, float]:
         """The numbers of all, for exporters."""
         return {
-            **self._parts.pipeline.counts(),
+            **self._pipeline.counts(),
             "requests_total": self.num_requests,
-            "bad_requests_total": self.num_bad,
+            "bad_requests_total": self._pipeline.ledger.num_bad_requests,
             "forwards_total": self.num_forwards,
             "tokens_total": self.num_tokens,
         }
 
     def coverage(self) -> GuardCoverage:
         """The checks so far; of gradients and losses there are none."""
-        found = self._parts.pipeline.coverage()
+        found = self._pipeline.coverage()
         if found.steps:
             return found
         kinds = [kind for kind in found.not_watched if kind in _KINDS]
@@ -659,51 +562,9 @@ class Requests:
     # A bad request.
 
     def _say_behind(self, request: Request, error: Exception) -> None:
-        from ..raised import add_note, says_values  # of few requests
-
         if request.num_forwards and says_values(error):
             forwards = counted(request.num_forwards, "forward")
             add_note(error, _BEHIND.format(forwards))
-
-    def _searched(
-        self, request: Request, error: Exception | None
-    ) -> tuple[Verdict, Explanation] | None:
-        """Looks for a bad value where the program has raised, and no module showed one.
-
-        What was left is run again: the function of `guard.run()`, or a forward.
-        """
-        config = self._parts.config
-        if error is None or request.frames or not config.explain.replay_safe:
-            return None
-        if request.function is None and request.left is None:
-            return None
-        from ..raised import is_of_values  # of few requests
-
-        is_asked = config.explain.when != "never" and not self._has_no_time
-        if not is_asked or isinstance(error, NonFiniteError) or not is_of_values(error):
-            return None
-        if request.function is None and request.left is not None:
-            request.bad, request.zeroed = request.left, request.left.left_bad()
-        found = self._search(request)
-        if found is None and request.zeroed:
-            request.zeroed = []  # it was there before
-            found = self._search(request)
-        return found
-
-    def _search(self, request: Request) -> tuple[Verdict, Explanation] | None:
-        try:
-            with self._explainer(request, list(self._parts.watches)) as explainer:
-                found = None if explainer is None else explainer.search("evaluation")
-        except Exception as error:  # nothing is known of it
-            _log.debug("A request that has raised was not explained: %s", error)
-            return None
-        return cast("tuple[Verdict, Explanation] | None", found)
-
-    @property
-    def _has_no_time(self) -> bool:
-        """True if explanations have taken more than their share of the time."""
-        most = FREE_SECONDS + SHARE * (perf_counter() - self._began)
-        return self._explaining_seconds > most
 
     def _judge(
         self,
@@ -711,138 +572,38 @@ class Requests:
         error: Exception | None,
         known: tuple[Verdict, Explanation] | None = None,
     ) -> None:
-        from ..raised import add_report
-        from .request_report import RequestReport, left_in_state
+        """Hands a bad request to the judge.
 
-        parts = self._parts
-        pipeline, config = parts.pipeline, parts.config
-        step = Step(request.number, moment="evaluation", frames=request.frames)
-        pipeline._leave_out_learned(step)
+        Args:
+            request: The request.
+            error: The program's exception that has ended it, or None.
+            known: What a search has found where no module showed a bad value.
+        """
+        unit = Unit(request.number, REQUEST, frames=request.frames, error=error)
+        unit.has_room = not isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if known is not None:
-            step.verdict = known[0]
-        elif not step.frames:
-            return
-        left = dict(left_in_state(request.bad, parts.watches, self.poisoned))
-        if config.may_replay and request.bad is not None and not request.function:
+            unit.verdict, unit.known = known
+        left = dict(left_in_state(request.bad, self._watches, self.poisoned))
+        is_kept = self._config.may_replay and request.function is None
+        if request.bad is not None and is_kept:
             request.zeroed = request.bad.left_bad()
-        if config.is_tripwire and known is None:
-            step = self._looked_again(step, request)
-        plain = pipeline._make_report(step, pipeline._detect(step))
+        unit.again = RequestAgain(self._replays, request)
+        unit.made = functools.partial(self._report_of, request, left)
+        unit.noted, unit.line = self._note, _line
+        self._pipeline.judge.judge(unit)
+
+    def _report_of(
+        self, request: Request, left: Mapping[str, list[int] | None], plain: Report
+    ) -> Report:
         plain.not_covered = self.coverage().gaps()
-        report = RequestReport.of(plain, request, left, self.poisoned)
-        if known is not None:
-            report.explanation = known[1]
-        elif config.explain.when != "never":
-            report.explanation = self._explained(report, step, request)
+        return RequestReport.of(plain, request, left, self.poisoned)
+
+    def _note(self, report: Report) -> None:
+        """Takes in what was found: what the request has left is known from now on."""
+        assert isinstance(report, RequestReport)
         report.note_explained()
-        self.num_bad += 1
-        if callable(config.on_overflow):
-            try:
-                report.action = pipeline._ask(config.on_overflow, report)
-            except Exception:  # it is logged
-                if error is None:
-                    raise
-        report.action = "warn" if report.action == "skip" else report.action
-        if error is not None:
-            report.action, report.moment = "raise", "raised"
-            report.raised = type(error).__qualname__
-        report.is_beyond_repair = pipeline._is_beyond_repair(step, report.verdict)
-        pipeline.num_bad += 1
-        pipeline.last_report = report
         for name in report.poisoned:
             self.poisoned.setdefault(name, report.subject)
-        with parts.isolation.isolated():
-            pipeline._archive.end_report(report, request.number, 0, True)
-        if error is not None:
-            add_report(error, report)
-        elif report.action == "raise":
-            raise NonFiniteError(report)
-        if error is None or config.on_overflow != "raise":
-            _log.warning("%s", report.line())
-
-    def _again(self, request: Request) -> _Kept:
-        """The calls to make again: the function, or the bad forward."""
-        calls: list[KeptCall] = []
-        start = None
-        if request.bad is not None:
-            call, start = request.bad.again(request.zeroed)
-            calls = [call]
-        if request.function is not None:
-            request.function.forwards = calls
-            calls = [request.function]
-        for call in calls:
-            call.raised = request.raised
-        return _Kept(calls, start)
-
-    @contextlib.contextmanager
-    def _explainer(self, request: Request, watches: list[ModelWatch]) -> Iterator[Any]:
-        """Yields the explainer of one request, while no other thread runs the models.
-
-        It is None where others run.
-        """
-        parts = self._parts
-        begin = perf_counter()
-        with self._gate.alone(_WAIT) as is_alone:
-            if is_alone:
-                yield outer("explainer")(
-                    *(parts.config, watches, self._again(request)),
-                    lambda: parts.new_watches(wanted_of(EVERYTHING)),
-                    *(list, LastSteps(), False),
-                )
-            else:
-                yield None
-        seconds = perf_counter() - begin
-        self._explaining_seconds += seconds
-        self._now.since += seconds  # which are no cost of watching
-
-    def _explained(
-        self, report: Report, step: Step, request: Request
-    ) -> Explanation | None:
-        from ..report.causes import NOT_REPRODUCIBLE
-        from ..report.explanation import Explanation
-
-        config, verdict = self._parts.config, report.verdict
-        if self._has_no_time and config.explain.when != "always":
-            return Explanation(notes=[_OFTEN])
-        if not config.explain.replay_safe or verdict.first is None:
-            return None
-        watches = self._watches_of(request)
-        try:
-            with self._explainer(request, watches) as explainer:
-                if explainer is None:
-                    return Explanation(notes=[_BUSY])
-                found: Explanation = explainer.explain(verdict, "evaluation")
-            if request.zeroed and found.cause == NOT_REPRODUCIBLE.name:
-                request.zeroed = []  # it was there before
-                return self._explained(report, step, request)
-            found.notes += [_ZEROED] * bool(request.zeroed)
-            return found
-        except Exception as error:  # the alarm matters more than its explanation
-            text = f"The request was not explained: {error_line(error)}."
-            return Explanation(notes=[text])
-
-    def _watches_of(self, request: Request) -> list[ModelWatch]:
-        """The watches of the models that the call to make again runs."""
-        if request.function is not None or not request.frames:
-            return list(self._parts.watches)
-        return [request.frames[0].watch]
-
-    def _looked_again(self, step: Step, request: Request) -> Step:
-        """The step as a full watch sees it, which a tripwire has found bad."""
-        try:
-            with self._explainer(request, list(self._parts.watches)) as explainer:
-                if explainer is None:
-                    return with_note(step, _BUSY)
-                seen: Step = explainer.look_again(step)
-            is_same = seen.frames == step.frames
-            if request.zeroed and is_same:
-                request.zeroed = []  # it was there before
-                return self._looked_again(step, request)
-            # Behind the models, where modules show nothing.
-            is_outside = is_same and request.function is not None
-            return step if is_outside else seen
-        except Exception as error:
-            return with_note(step, f"The step was not run again: {error_line(error)}.")
 
     # Submodules that the program calls where the model itself does not run.
 
@@ -850,7 +611,7 @@ class Requests:
         """Puts hooks on the models, and on what a program may call instead of them."""
         self._on_since = perf_counter()
         leave_hooks_out(self)
-        for watch in self._parts.watches:
+        for watch in self._watches:
             model = watch.model
             if model is None:
                 continue
@@ -882,7 +643,7 @@ class Requests:
         self.pass_in()
         self._now.entry = module
         if not watch.recorder.is_off:
-            with self._parts.isolation.isolated():
+            with self._isolation.isolated():
                 self._hold(module, *given)
 
     def after_entry(self, watch: ModelWatch, module: nn.Module, output: Any) -> None:
@@ -890,7 +651,7 @@ class Requests:
         if self._now.entry is not module:
             return
         self._note_output(output)
-        if self._parts.config.is_tripwire:  # no other hook ends it
+        if self._config.is_tripwire:  # no other hook ends it
             self._judge_entry(watch, output)
 
     def entry_ended(self, module: nn.Module) -> None:
@@ -898,6 +659,11 @@ class Requests:
         if self._now.entry is module:
             self._now.entry = None
             self.pass_out()
+
+
+def _line(report: Report) -> str:
+    assert isinstance(report, RequestReport)
+    return report.line()
 
 
 class _Within(contextlib.ContextDecorator):
@@ -993,18 +759,6 @@ def _sorted_by(thread: int, depth: int) -> str:
             place = f"{short_name(code.co_filename)}:{code.co_firstlineno}"
             return f"{code.co_name}() ({place})"
     return ""
-
-
-class _Kept:
-    """The calls of a request, in the form of a `CallKeeper`."""
-
-    num_dropped, clean = 0, None
-    hidden_by = ""
-    had_gradients = False
-    left_over: Mapping[str, int] = {}
-
-    def __init__(self, calls: list[KeptCall], start: ForwardStart | None) -> None:
-        self.calls, self.start = calls, start
 
 
 def entries_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -85,10 +85,6 @@ class Rules:
                     "model's own is ''"
                 )
 
-    def add(self, allow: Allow) -> None:
-        """Adds rules."""
-        self._rules += [_rule_of(text, kinds) for text, kinds in allow.items()]
-
     def to_dict(self) -> dict[str, str | list[str]]:
         """Returns the rules, in the form that `allow` takes."""
         return {rule.text: kinds_text(rule.kinds) for rule in self._rules}

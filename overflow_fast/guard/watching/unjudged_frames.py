@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from threading import Lock
 
 from ... import _C
 
+_OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED, _C.FrameKind.BACKWARD)
 # Copies of stats on their way before the host waits for one. With fewer, accumulation
 # over many forwards waits for the device.
 MAX_IN_FLIGHT = 64
@@ -108,6 +109,10 @@ class UnjudgedFrames:
         self._process_arrived(sends - self._sends_judged if is_lagged else 0)
         self._sends_judged = sends
 
+    def receive_arrived(self) -> None:
+        """Processes the stats that have arrived, but for those of the last send."""
+        self._process_arrived(1)
+
     def take_bad(self, last: int) -> list[_C.Frame]:
         """Takes the bad frames of training, up to the one whose order is `last`."""
         return self._take(lambda f: f.order <= last and not self._is_evaluated(f))
@@ -119,13 +124,31 @@ class UnjudgedFrames:
             batch: The one that is judged; those that other threads judge meanwhile are
                 left to them. None for all.
         """
-        self._process_arrived(1)
+        self.receive_arrived()
 
         def is_wanted(frame: _C.Frame) -> bool:
             is_others = frame.batch != batch and frame.batch in self._ending
             return self._is_evaluated(frame) and not (is_others and batch is not None)
 
         return self._take(is_wanted)
+
+    def take_of(self, batches: Container[object]) -> list[_C.Frame]:
+        """Takes the bad frames of forwards of some batches, which are judged alone."""
+        return self._take(
+            lambda frame: (
+                (frame.batch in batches and frame.kind in _OF_CALLS)
+                or self._evaluated_weights.get(frame.order) in batches
+            )
+        )
+
+    def batch_of(self, frame: _C.Frame) -> int:
+        """The batch of a frame of a forward that ran without autograd."""
+        return self._evaluated_weights.get(frame.order, frame.batch)
+
+    def end_request(self) -> None:
+        """Forgets what belongs to a request that was judged."""
+        self._unjudged = 0
+        self._recorder.forget_calls(True)
 
     def _is_evaluated(self, frame: _C.Frame) -> bool:
         is_forward = frame.kind in (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED)

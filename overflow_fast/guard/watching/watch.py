@@ -33,6 +33,7 @@ Hooks run in the program's threads, and several forwards may run at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -247,6 +248,31 @@ class ModelWatch(StepHooks):
             super().root_ended(model, None, None)
 
     @property
+    def batch_at_hand(self) -> int:
+        """The batch of the outermost forward of this thread, or else the last one."""
+        root = self._roots.get(get_ident())
+        return self.recorder.last_batch if root is None else root.batch
+
+    @contextlib.contextmanager
+    def own_batch(self) -> Iterator[int]:
+        """Yields the batch of the forward that this thread runs, or one of its own.
+
+        No other thread's frames are of it.
+        """
+        root = self._roots.get(get_ident())
+        if root is not None:
+            yield root.batch
+            return
+        root = self._begin_root()
+        self.recorder.in_step = True
+        try:
+            yield root.batch
+        finally:
+            self.recorder.in_step = False
+            self._begin_batch()
+            self._end_root(root)
+
+    @property
     def evaluated(self) -> object:
         """The output of the outermost forward of this thread."""
         root = self._roots.get(get_ident())
@@ -362,7 +388,7 @@ class ModelWatch(StepHooks):
             return  # by another thread, meanwhile
         if not (is_recomputed or self.is_in_step):
             root = self._roots.get(get_ident())
-            batch = self.recorder.last_batch if root is None else root.batch
+            batch = self.batch_at_hand
             with self.frames.evaluated(batch):
                 self._scan_shards(batch)
                 if root is None or not root.is_left:  # that is judged with its step

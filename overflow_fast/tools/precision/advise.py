@@ -32,8 +32,8 @@ from ...torch_internals.replaying import uncompiled_calls
 from .half import HalfLists, onnx_scopes
 from .layers import DTYPES, LayerProbe, RelativeDifference, floats_in
 from .precision_advice import (
-    Judge,
     LayerAdvice,
+    LayerJudge,
     PrecisionAdvice,
     PrecisionCheck,
     Thresholds,
@@ -410,7 +410,7 @@ def advise_precision(
             "batches must give a finite loss and finite gradients in float32; use "
             "overflow_fast.explain(model, batch, loss) to find out why they do not"
         )
-    judge = Judge(list(probe.layers.values()), limits)
+    judge = LayerJudge(list(probe.layers.values()), limits)
     rows = judge.rows()
     if cast == "half":
         halves = _half_lists(model, steps, limits, max_rounds, loss)
@@ -469,7 +469,7 @@ def _advice(
     model: nn.Module,
     rows: Sequence[LayerAdvice],
     checks: list[PrecisionCheck],
-    judge: Judge,
+    judge: LayerJudge,
     found: RunResult,
     not_seen: list[str],
     notes: list[str],

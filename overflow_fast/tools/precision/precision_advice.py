@@ -272,7 +272,7 @@ def loss_scale_of(layers: Iterable[Layer], bits: float) -> float | None:
     return 2.0 ** min(math.floor(room), _MOST_BITS)
 
 
-class Judge:
+class LayerJudge:
     """Judges the layers of one run.
 
     Args:

@@ -17,9 +17,8 @@ from guarding import INF, plant, state_of, train_step
 from ranks import device
 from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_ways
 from torch import nn
-from torch.distributed.algorithms.join import Join
 
-from overflow_fast import NonFiniteError, OverflowGuard, Schedule, flags
+from overflow_fast import NonFiniteError, OverflowGuard, flags
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -169,21 +168,6 @@ def lagged():
     return [message and message[:60] for message in messages]
 
 
-def budgets_that_differ():
-    """Ranks look at different steps, and none waits for ever."""
-    model = ddp(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, "skip", schedule=Schedule(budget=0.5))
-    for step in range(6):
-        is_off = (step + dist.get_rank()) % 2 == 0
-        guard._parts.clock.set_level(
-            guard._parts.clock.level.OFF if is_off else guard._parts.clock.level.ALL
-        )
-        train_step(model, optimizer, data()[0])
-    guard.remove()
-    return guard.step
-
-
 def different_steps():
     messages = []
     handler = logging.Handler()
@@ -242,36 +226,6 @@ def join_without_the_guard():
     return messages
 
 
-def joined(policy, bad_step=None, wrap=ddp):
-    """Ranks run out of batches one after another; the last one's turns bad."""
-    model = wrap(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, policy, process_group=dist.group.WORLD)
-    message = None
-    try:
-        with Join([*([model] if wrap is ddp else []), guard.joinable]):
-            for step, batch in enumerate(data(2 + dist.get_rank())):
-                if step == bad_step:
-                    plant(getattr(model, "module", model).head, INF).__enter__()
-                train_step(model, optimizer, batch)
-    except NonFiniteError as error:
-        message = str(error)
-    guard.remove()
-    return guard.step, guard.num_skipped, guard.coverage().failures, message
-
-
-def joined_the_wrong_way():
-    model = ddp(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer)
-    try:
-        with Join([guard.joinable, model]):
-            train_step(model, optimizer, data()[0])
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 class Shallow(nn.Module):
     """One rank leaves its second layer out in every other step."""
 
@@ -301,33 +255,6 @@ def one_rank_skips_a_layer():
         plant(model.module.second, INF).__enter__()
     messages.append(train_one(model, optimizer, data()[0]))
     return guard.step, messages
-
-
-class Filled(nn.Module):
-    def __init__(self, fills):
-        super().__init__()
-        self.linear, self.fills = nn.Linear(8, 8), fills
-
-    def forward(self, x):
-        scores = self.linear(x)
-        is_top = scores == scores.max()
-        return scores.masked_fill(is_top, -INF) if self.fills else scores
-
-
-def learned():
-    """Ranks see different things; what one has learned all know."""
-    rank = dist.get_rank()
-    model = nn.ModuleList(Filled(i == rank) for i in range(3)).to(device())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, process_group=dist.group.WORLD)
-    guard.learn(2)
-    for _ in range(4):
-        out = sum(each(torch.ones(2, 8, device=device())) for each in model)
-        out.clamp(-10, 10).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    guard.remove()
-    return guard.rules
 
 
 def bad_state(joint):
@@ -391,15 +318,6 @@ def a_callable_that_fails(policy):
     return None
 
 
-def joined_lagged():
-    model = ddp(make())
-    guard = OverflowGuard(model, sgd(model), sync="lagged")
-    try:
-        return str(guard.joinable)
-    except RuntimeError as error:
-        return str(error)
-
-
 def tried():
     model = ddp(make())
     guard = OverflowGuard(model, sgd(model))
@@ -449,14 +367,8 @@ def one_rank_has_a_flag():
 
 SCENARIOS = {
     "flag": one_rank_has_a_flag,
-    "joined": functools.partial(joined, "raise"),
-    "joined, bad": functools.partial(joined, "raise", 4),
-    "joined, skipped": functools.partial(joined, "skip", 3),
-    "joined alone": functools.partial(joined, "raise", 4, wrap=lambda model: model),
-    "joined the wrong way": joined_the_wrong_way,
     "join alone": join_without_the_guard,
     "a layer": one_rank_skips_a_layer,
-    "learned": learned,
     "state": functools.partial(bad_state, True),
     "own state": functools.partial(bad_state, False),
     "tried": tried,
@@ -466,7 +378,6 @@ SCENARIOS = {
     "tried, bad": tried_with_a_bad_batch,
     "raising": functools.partial(a_callable_that_fails, a_policy_that_raises),
     "no answer": functools.partial(a_callable_that_fails, a_policy_without_an_answer),
-    "joined, lagged": joined_lagged,
     "raise": one_rank_raises,
     "skip": one_rank_skips,
     "two": two_ranks_are_bad,
@@ -478,7 +389,6 @@ SCENARIOS = {
     "group": a_group,
     "no group": functools.partial(plain_with, None),
     "lagged": lagged,
-    "budgets": budgets_that_differ,
     "steps": different_steps,
     "callable": a_callable,
     "gradients": only_gradients_are_bad,
@@ -538,10 +448,6 @@ def test_lagged_verdicts_are_agreed_on_in_the_same_step(as_kept):
     assert all(other == first for other in others)
 
 
-def test_ranks_that_watch_different_steps_wait_for_nobody():
-    assert all_of("budgets") == [6] * 4
-
-
 def test_ranks_at_different_steps_are_told_of(as_kept):
     for messages, failures in all_of("steps"):
         assert failures == 1
@@ -550,30 +456,6 @@ def test_ranks_at_different_steps_are_told_of(as_kept):
 
 def test_a_rank_that_runs_out_of_batches_keeps_nobody_waiting():
     assert all_of("join") == [(2, 0), (3, 0), (4, 0), (5, 0)]
-
-
-def test_ranks_without_batches_go_on_deciding():
-    assert all_of("joined") == [(5, 0, 0, None)] * 4
-
-
-@pytest.mark.parametrize("scenario", ["joined, bad", "joined alone"])
-@pytest.mark.explains
-def test_ranks_without_batches_raise_with_the_others(scenario, as_kept):
-    found = all_of(scenario)
-    assert all(each == found[0] for each in found), found
-    as_kept(found[0][3].splitlines()[0])
-
-
-def test_ranks_without_batches_count_what_others_skip():
-    found = all_of("joined, skipped")
-    # Ranks 2 and 3 have a fourth batch, which is bad; rank 3's fault stays.
-    assert [each[1] for each in found] == [2] * 4
-    assert [each[0] for each in found] == [5] * 4
-
-
-def test_the_model_comes_before_the_guard(as_kept):
-    for message in all_of("joined the wrong way"):
-        as_kept(message)
 
 
 def test_join_without_the_guard_is_told_of(as_kept):
@@ -587,11 +469,6 @@ def test_a_rank_that_leaves_a_layer_out_waits_for_nobody(as_kept):
         assert messages[:4] == [None] * 4
         as_kept(messages[4].splitlines()[0])
         assert step == 5
-
-
-def test_what_one_rank_has_learned_all_know():
-    rules = {f"{layer}:output": "-inf" for layer in range(3)}
-    assert all_of("learned") == [rules] * 4
 
 
 def test_all_ranks_refuse_a_state_that_is_bad_on_one(as_kept):
@@ -636,11 +513,6 @@ def test_a_callable_that_fails_keeps_nobody_waiting(what, error):
     assert all(error in text for text in others), others
 
 
-def test_a_lagged_guard_cannot_be_joined(as_kept):
-    for message in all_of("joined, lagged"):
-        as_kept(message)
-
-
 def test_the_self_test_works_on_ranks():
     assert all_of("tried") == [True] * 4
 
@@ -654,13 +526,6 @@ def test_each_rank_writes_to_files_of_its_own():
         # All skip, and the one that was first to see it has the tensors.
         assert runs == [headers[0]["run"]]
         assert "-rank0-" in runs[0]
-
-
-def test_without_ranks_there_is_nothing_to_join(as_kept):
-    model = nn.Linear(2, 2)
-    with pytest.raises(RuntimeError) as raised:
-        _ = OverflowGuard(model).joinable
-    as_kept(raised.value)
 
 
 def test_a_callable_is_asked_on_one_rank():

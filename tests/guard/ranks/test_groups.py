@@ -144,15 +144,6 @@ def replicated_by_fsdp():
     return one_bad([replicate(make(), mesh=mesh)])
 
 
-def replicated_and_joined():
-    """The group is known before the first forward makes what holds it."""
-    from torch.distributed._composable.replicate import replicate
-
-    model = replicate(make())
-    joinable = OverflowGuard(model, sgd(model)).joinable
-    return joinable.join_process_group is dist.group.WORLD
-
-
 def zero(parameters):
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.01)
 
@@ -180,8 +171,6 @@ def joined(order, policy="skip", bad_step=None):
     optimizer = zero(model.parameters())
     guard = OverflowGuard(model, optimizer, policy, process_group=dist.group.WORLD)
     of_name = {"model": model, "zero": optimizer}
-    if "guard" in order:
-        of_name["guard"] = guard.joinable
     message = None
     try:
         with Join([of_name[name] for name in order]):
@@ -256,31 +245,6 @@ def two_optimizers():
     return guard.step, skipped, guard.coverage().failures
 
 
-def learned_where_it_warns():
-    """Each rank learns on its own, and one of them has had a bad step."""
-    model = ddp(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer, "warn")
-    guard.learn(2)
-    for step, batch in enumerate(data(4)):
-        if step == 0 and dist.get_rank() == BAD_RANK:
-            guard.record(seen_here_alone=torch.tensor(INF))
-        train_step(model, optimizer, batch)
-    return guard.step
-
-
-def learned_and_joined():
-    """Ranks without a batch have nothing to learn from, and keep nobody waiting."""
-    model = ddp(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer)
-    guard.learn(3)
-    with Join([model, guard.joinable]):
-        for batch in data(1 + dist.get_rank()):
-            train_step(model, optimizer, batch)
-    return guard.step, guard.coverage().failures
-
-
 def compressed(clears):
     """PowerSGD adds what it left out of one step's gradients to the next ones."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
@@ -302,12 +266,7 @@ def compressed(clears):
     return skipped
 
 
-ORDERS = {
-    "model, guard, zero": ["model", "guard", "zero"],
-    "model, zero, guard": ["model", "zero", "guard"],
-    "model, zero": ["model", "zero"],
-    "guard, zero": ["guard", "zero"],
-}
+ORDERS = {"model, zero": ["model", "zero"]}
 SCENARIOS = {
     "ddp over tp": ddp_over_tensor_parallel,
     "two groups": models_in_two_groups,
@@ -317,7 +276,6 @@ SCENARIOS = {
     "stages, told": lambda: stages(process_group=dist.group.WORLD),
     "replicate": replicated,
     "replicate, fsdp": replicated_by_fsdp,
-    "replicate, joined": replicated_and_joined,
     "failing": failing,
     "alone": plain,
     "alone, warn": functools.partial(plain, policy="warn"),
@@ -332,8 +290,6 @@ SCENARIOS = {
     ),
     "lbfgs": functools.partial(with_closures, torch.optim.LBFGS),
     "two optimizers": two_optimizers,
-    "learned": learned_where_it_warns,
-    "learned, joined": learned_and_joined,
     "compressed": functools.partial(compressed, False),
     "compressed, cleared": functools.partial(compressed, True),
     **{
@@ -345,7 +301,6 @@ SCENARIOS = {
         for name, order in ORDERS.items()
         for policy in ("skip", "raise")
     },
-    "join zero, guard": functools.partial(joined, ["zero", "guard"]),
 }
 
 
@@ -411,10 +366,6 @@ def test_nothing_is_said_where_nobody_acts_or_the_user_has_decided(scenario):
     assert [found["logged"] for found in all_of(scenario)] == [[]] * 4
 
 
-def test_what_replicates_at_the_first_forward_can_be_joined_before():
-    assert all_of("replicate, joined") == [True] * 4
-
-
 @pytest.mark.explains
 def test_sharding_shows_between_forward_and_backward(as_kept):
     first, *others = all_of("forward")
@@ -456,11 +407,6 @@ def test_a_joined_zero_raises_on_all_ranks(order, as_kept):
         as_kept(found["message"].splitlines()[0])
 
 
-def test_the_optimizer_comes_after_the_guard(as_kept):
-    for found in all_of("join zero, guard"):
-        as_kept(found["message"])
-
-
 def test_a_bad_microbatch_of_one_rank_is_skipped_by_all(as_kept):
     for num_skipped, where in all_of("accumulated"):
         assert num_skipped == 1
@@ -474,14 +420,6 @@ def test_ranks_agree_within_closures(scenario):
 
 def test_ranks_agree_on_each_of_two_optimizers():
     assert all_of("two optimizers") == [(3, [False, True, True], 0)] * 4
-
-
-def test_ranks_that_decide_alone_learn_alone():
-    assert all_of("learned") == [4] * 4
-
-
-def test_ranks_without_a_batch_keep_no_learning_waiting():
-    assert all_of("learned, joined") == [(4, 0)] * 4
 
 
 def test_powersgd_is_clean_after_a_skip_if_its_memory_is_cleared():

@@ -177,7 +177,7 @@ def test_the_demo_without_transformers_says_what_to_install(monkeypatch, capsys)
         ),
         ("--record r --record-mib 8", {"record": Record("r", mib=8.0)}),
         ("--log l --log-ranks node", {"log": Log("l", ranks="node")}),
-        ("--every 3 --budget 0.5", {"schedule": Schedule(3, budget=0.5)}),
+        ("--every 3 --warmup 5", {"schedule": Schedule(3, warmup=5)}),
         ("--spikes none", {"monitors": [Saturation()]}),
         ("--spikes skip", {"monitors": [Spikes("skip"), Saturation()]}),
         ("--saturation none", {"monitors": [Spikes()]}),

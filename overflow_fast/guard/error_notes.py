@@ -1,0 +1,44 @@
+"""Reports in the notes of the program's own exceptions."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from .report.report import NonFiniteError, Report
+
+_log = logging.getLogger("overflow_fast")
+
+
+@contextlib.contextmanager
+def added_to(error: Exception) -> Iterator[None]:
+    """Adds a report that is raised within to the program's own exception."""
+    try:
+        yield
+    except NonFiniteError as found:
+        add_report(error, found.report)
+
+
+def add_report(error: Exception, report: Report) -> bool:
+    """Adds a report to the program's own exception; see `add_note()`."""
+    return add_note(error, report.answer(), report)
+
+
+def add_note(error: Exception, text: str, whole: object = "") -> bool:
+    """Adds a text to an exception, or logs it where that takes no notes.
+
+    Args:
+        error: The exception.
+        text: The text.
+        whole: Logged in place of the text.
+
+    Returns:
+        True if it was added.
+    """
+    try:  # a class may forbid attributes, or have a method of its own that fails
+        error.add_note(f"[overflow_fast] {text}")  # Python 3.11
+    except Exception:
+        _log.warning("%s", whole or text)
+        return False
+    return True

@@ -1,0 +1,391 @@
+"""The judge: one way from what was seen of a unit to what is done about it.
+
+1. agree    there is one report: this rank's, or that of the ranks that judge together
+2. explain  the unit is run again, where its kind allows that
+3. choose   raise, warn or skip: `policy`, a pure function
+4. count    bad units and skips; too many skips in a row raise
+5. restore  what the forward has changed is put back
+6. write    evidence, log, flight record
+7. tell     a warning or an exception
+
+A finite unit ends behind the first. State: only what ranks need to agree. Numbers are
+the ledger's; what is known of a unit is its own, also how it is run again where that is
+not the guard's way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from .. import _C
+from ..scanner.text import error_line
+from .config import GuardConfig
+from .explaining import Explaining, gradients_of
+from .isolation import ErrorIsolation, OverheadTimer
+from .kept_calls.call_keeper import CallKeeper
+from .kept_calls.left_gradients import LeftGradients
+from .ledger import CLEAN, Ledger
+from .monitors.running import clauses_of
+from .monitors.spikes import SPIKE
+from .optimizers.optimizer_hook import OptimizerHook, living
+from .policy import Situation, checked_action, choose
+from .ranks.agreement import Agreed, Agreement, Wishes
+from .report.coverage import GuardCoverage
+from .report.notice import notices_text
+from .report.report import Report
+from .reporting import report_of
+from .undo.lending import lent
+from .undo.restore_point import RestorePoint
+from .unit import RunsAgain, Unit
+from .verdict.attribution import attribute
+from .verdict.optimizer_settings import bad_settings
+from .verdict.repair import is_beyond_repair
+from .verdict.verdict import Verdict, is_of_flag, is_unseen
+from .watching.judged_tensors import JudgedTensors
+from .watching.watch import ModelWatch
+
+_log = logging.getLogger("overflow_fast")
+
+
+class Judge:
+    """Judges units: steps, updates, checks, evaluations, exceptions, requests.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+        hooks: The optimizers' hooks.
+        start: The models as they were when the step began, or None.
+        keeper: Keeps a step's calls for an explanation, or None.
+        explaining: Decides what is explained.
+        agreement: The ranks that decide together.
+        isolation: Isolates the guard's own errors.
+        timer: Measures the guard's own cost.
+        ledger: Has the numbers, and writes down what was judged.
+        tensors: The scanned tensors that stand in no call.
+        may_overflow: True if a step may overflow although its gradients are finite.
+        coverage: What was checked so far by some watches.
+
+    Attributes:
+        left: The gradients that the last bad step has left.
+        num_agreed: How often ranks have begun to agree.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        hooks: Sequence[OptimizerHook],
+        start: RestorePoint | None,
+        keeper: CallKeeper | None,
+        explaining: Explaining,
+        agreement: Agreement,
+        isolation: ErrorIsolation,
+        timer: OverheadTimer,
+        ledger: Ledger,
+        tensors: JudgedTensors,
+        may_overflow: Callable[[OptimizerHook], bool],
+        coverage: Callable[[Sequence[ModelWatch]], GuardCoverage],
+    ) -> None:
+        self._config = config
+        self._watches = watches
+        self._hooks = hooks
+        self._start = start if config.may_restore else None
+        self._keeper = keeper
+        self._explaining = explaining
+        self._agreement = agreement
+        self._isolation = isolation
+        self._timer = timer
+        self._ledger = ledger
+        self._tensors = tensors
+        self._may_overflow = may_overflow
+        self._coverage = coverage
+        self._is_asked = callable(config.on_overflow)
+        self._num_frames = _C.Recorder.num_frames()
+        self.left = LeftGradients() if keeper is None else keeper.left
+        self.num_agreed = 0
+
+    def judge(self, unit: Unit) -> Report | None:
+        """Judges a unit.
+
+        Args:
+            unit: The unit, with what was seen of it.
+
+        Returns:
+            The report if it is bad or skipped, None if it goes on.
+
+        Raises:
+            NonFiniteError: If that is the action, unless the program itself has raised.
+        """
+        unit.is_together = unit.kind.is_shared and self._agreement.is_needed
+        agreed, is_broken = self._agreed(unit)
+        unit.wishes, report = agreed.wishes, agreed.report
+        if report is None:
+            return self._end_finite(unit) if unit.kind.ends_finite else None
+        is_broken = is_broken or self._explain(unit, agreed, report)
+        unit.noted(report)
+        if is_broken:  # it may yet be in a collective that the next step would meet
+            report.action = "raise"
+        elif not unit.is_together:
+            self._choose(unit, report)
+        elif self._is_asked:
+            found = report
+            report = self._agreement.act_on(
+                agreed.is_own, lambda: self._choose(unit, found)
+            )
+        self._end_bad(unit, report, agreed.is_own)
+        self._ledger.tell(unit, report, agreed.is_own)
+        return report
+
+    # Agree: one report for all, of a tripwire's unit as it is seen in full.
+
+    def _agreed(self, unit: Unit) -> tuple[Agreed, bool]:
+        """The agreement of ranks, or of this one alone, and whether a rank was lost."""
+        again = unit.again or self._explaining
+        if not unit.is_together:
+            wishes, seen = self._wishes(unit), unit
+            if unit.frames and self._looks(again, unit, self.verdict_on(unit)):
+                seen = again.look_again(unit)
+            report = self._report_on(seen) if unit.is_bad else None
+            return Agreed(report, is_own=True, wishes=wishes), False
+        self.num_agreed += 1
+        begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
+        agreed = self._agree(unit, begin)
+        found = agreed.report
+        if found is None or not self._looks(again, unit, found.verdict):
+            return agreed, False
+        frames = _C.Recorder.num_frames()
+        seen, note, is_broken = self._explaining.look_together(unit, agreed)
+        if note:
+            found.notes.append(note)
+            return agreed, is_broken
+        full = self._agree(seen, frames)
+        if full.report is None:
+            found.notes.append(self._explaining.finite_note())
+            return agreed, False
+        return full, False
+
+    @staticmethod
+    def _looks(again: RunsAgain, unit: Unit, verdict: Verdict) -> bool:
+        """True if a bad tensor is to be looked for again, which may be met again."""
+        can_be_found = not (is_of_flag(verdict) or is_unseen(verdict))
+        is_run_again = unit.has_room and verdict.origin.source != "update"
+        return again.looks_again and is_run_again and can_be_found
+
+    def _agree(self, unit: Unit, begin: int) -> Agreed:
+        """Agrees on the report of the rank that found the first bad value.
+
+        A callable is asked once the unit is explained. Any other policy is followed
+        before, so that all ranks know what to do if one is lost in the replay.
+
+        Args:
+            unit: This rank's.
+            begin: The number of frames before the unit, or its replay.
+        """
+        verdict, runs_again = self.verdict_on(unit), unit.kind.runs_again
+        first = min((bad.frame.order for bad in unit.frames), default=begin)
+        position = max(0, first - begin) if runs_again else 0  # an update has no order
+
+        def make() -> Report:
+            report = self._report_on(unit)
+            return report if self._is_asked else self._choose(unit, report)
+
+        def offer() -> object:
+            if not runs_again:
+                return None
+            ends, joins = self._config.on_overflow == "raise", self._agreement.joins
+            return self._explaining.offer(unit, verdict, ends, joins)
+
+        found = unit.number, verdict, position
+        return self._agreement.agree(*found, make, offer, self._wishes(unit))
+
+    def _wishes(self, unit: Unit) -> Wishes:
+        """The wishes of this rank, and what it has seen in a unit."""
+        kinds = [each.kind for each in unit.notices]
+        wants_skip = any(each.action == "skip" for each in unit.notices)
+        doubts = False
+        if unit.is_together and unit.kind.doubts and unit.hook is not None:
+            doubts = self._may_overflow(unit.hook)
+        return Wishes(SPIKE in kinds, wants_skip, doubts)
+
+    # Detect: the first bad value, and who made it.
+
+    def verdict_on(self, unit: Unit) -> Verdict:
+        """The verdict on what was seen of a unit."""
+        if unit.verdict is None:
+            unit.verdict = self._verdict_on(unit) if unit.frames else CLEAN
+        return unit.verdict
+
+    def _verdict_on(self, unit: Unit) -> Verdict:
+        watches = unit.watches or self._watches
+        verdict = attribute(unit.frames, watches, unit.kind.moment == "check")
+        if verdict.origin.source not in ("weight", "optimizer_state"):
+            return verdict
+        had_finite = all(w.wanted.gradients for w in watches)
+        with self._isolation.isolated():
+            settings = bad_settings(
+                living(self._hooks), had_finite and not self._ledger.num_bad_in_row
+            )
+            verdict = verdict.with_remarks([*verdict.origin.remarks, *settings])
+        return verdict
+
+    # Report and explain.
+
+    def _report_on(self, unit: Unit) -> Report:
+        """Makes the report of a bad unit; without details where these fail."""
+        verdict = self.verdict_on(unit)
+        policy = unit.policy or self._config.on_overflow
+        action = policy if isinstance(policy, str) else "warn"
+        try:
+            report = self._detailed(unit, verdict, action)
+        except Exception as error:  # the verdict stands, and other ranks wait for it
+            self._isolation.note(error)
+            note = f"The guard failed to add details ({type(error).__name__}: {error})."
+            report = Report(unit.number, action, verdict, notes=[note])
+        if unit.known is not None:
+            report.explanation = unit.known
+        return unit.made(report)
+
+    def _detailed(self, unit: Unit, verdict: Verdict, action: str) -> Report:
+        """Makes the report of a bad unit, and keeps its evidence."""
+        watches = unit.watches or self._watches
+        report = report_of(unit, verdict, watches, self._config.explain.frames)
+        report.action, report.cost = action, self._timer.cost
+        report.not_covered = self._coverage(watches).gaps()
+        report.num_skipped = self._ledger.rounds.num_skipped
+        tensors = self._tensors if unit.kind.is_scanned else None
+        self._ledger.archive.begin_report(report, unit.frames, tensors)
+        if report.repeats:
+            again = f"Run {report.repeats} came to the same in this step."
+            report.notes.append(again)
+        if unit.explains is not None and not self._explaining.is_off:
+            report.explanation = unit.explains(verdict)
+        return report
+
+    def _explain(self, unit: Unit, agreed: Agreed, report: Report) -> bool:
+        """Explains a report, where that is due; True if a rank was lost."""
+        runs_again = unit.kind.runs_again and unit.has_room and unit.known is None
+        if not runs_again or is_unseen(report.verdict):
+            return False
+        if unit.is_together:
+            report.explanation, is_broken = self._explaining.explain_together(
+                agreed, unit.kind.moment
+            )
+            return is_broken
+        again = unit.again or self._explaining
+        if not again.is_off:
+            ends = unit.ends or (unit.policy or self._config.on_overflow) == "raise"
+            report.explanation = again.explain(unit, report.verdict, ends)
+        return False
+
+    # Choose: raise, warn or skip.
+
+    def _choose(self, unit: Unit, report: Report) -> Report:
+        """Chooses the action; calls the policy if it is the user's callable."""
+        policy = unit.policy or self._config.on_overflow
+        unanswered: Exception | None = None
+        if callable(policy):
+            try:
+                report.action = self._ask(policy, report)
+            except Exception as error:  # it was logged; a program's own goes on
+                unanswered = error if unit.error is None else None
+        asked = report.action if unanswered is None else "raise"
+        situation = self._situation(unit, report, asked)
+        choice = choose(asked, situation)
+        report.action = choice.action
+        report.notes += choice.notes
+        is_put_back = situation.is_undone and choice.action != "warn"
+        report.is_beyond_repair = situation.is_beyond_repair and not is_put_back
+        # Set last: a callable receives a report without what it has yet to decide.
+        report.moment, report.skipped_by = unit.kind.moment, unit.skipped_by
+        if unit.error is not None:
+            report.moment, report.raised = "raised", type(unit.error).__qualname__
+            unit.can_restore &= asked != "warn"
+        if unanswered is not None:  # it leaves the unit in place of a NonFiniteError
+            self._end_bad(unit, report, is_own=True)
+            raise unanswered
+        return report
+
+    def _situation(self, unit: Unit, report: Report, asked: str) -> Situation:
+        may_skip = unit.hook is not None and unit.kind.may_skip
+        return Situation(
+            can_skip=may_skip and not unit.skipped_by,
+            is_skipped=bool(unit.skipped_by),
+            is_undone=unit.hook is not None and unit.hook.has_snapshot,
+            is_apart=asked == "skip" and self._agreement.is_apart,
+            is_beyond_repair=self._is_beyond_repair(unit, report.verdict),
+            has_raised=unit.error is not None,
+        )
+
+    def _ask(self, policy: Callable[[Report], str], report: Report) -> str:
+        try:
+            with _C.Unwatched(), self._lent():
+                return checked_action(policy(report))
+        except Exception as error:
+            self._isolation.programs_error = error
+            _log.warning(
+                "%s\nIts action is unknown, because on_overflow raised %s: %s",
+                report.headline(),
+                type(error).__name__,
+                error,
+            )
+            raise
+
+    def _lent(self) -> AbstractContextManager[None]:
+        """Keeps what other code than a forward writes to the models from `restore`."""
+        start = self._start
+        return contextlib.nullcontext() if start is None else lent(start.starts)
+
+    def _is_beyond_repair(self, unit: Unit, verdict: Verdict) -> bool:
+        """Returns True if the value was bad before the unit, and stays bad."""
+        with self._isolation.isolated():
+            start = self._start if unit.can_restore else None
+            return is_beyond_repair(verdict, self._watches, start)
+        return False
+
+    # Act.
+
+    def _end_bad(self, unit: Unit, report: Report, is_own: bool) -> None:
+        """Counts a bad unit, puts back what it has changed, and writes it down."""
+        self._ledger.count(unit, report)
+        if unit.kind.is_scanned:  # its gradients are the step's
+            names = self.verdict_on(unit).dirty_gradients
+            since = {} if self._keeper is None else self._keeper.left_over
+            self.left.note(unit.number, gradients_of(self._watches, names), since)
+        if report.action != "warn" and unit.can_restore:
+            report.notes += self.restore()
+        self._ledger.write(unit, report, is_own)
+
+    def restore(self) -> list[str]:
+        """Puts back what the forward changed; returns sentences about failures."""
+        if self._start is None:
+            return []
+        try:
+            return self._start.restore()
+        except Exception as error:  # the action is decided
+            self._isolation.note(error)
+            return [f"What the forward changed was not put back ({error_line(error)})."]
+
+    def _end_finite(self, unit: Unit) -> Report | None:
+        """Ends a finite unit; skips the step if a monitor asks for that."""
+        wishes, ledger, hook = unit.wishes, self._ledger, unit.hook
+        if not (wishes.has_spike or wishes.wants_skip or unit.notices):
+            ledger.end_finite(unit)
+            return None
+        if wishes.has_spike:
+            ledger.note_spike(unit.number)
+        can_skip = unit.kind.may_skip and not unit.skipped_by
+        can_skip = can_skip and not self._agreement.is_apart
+        is_skipped = wishes.wants_skip and can_skip and hook is not None
+        notes = self.restore() if is_skipped else []
+        clauses = clauses_of(unit.notices, wishes.has_spike, is_skipped)
+        if clauses:
+            text = notices_text(unit.number, clauses, is_skipped, notes)
+            _log.warning("%s", text)
+        ledger.archive.log_notices(unit.number, unit.notices, is_skipped)
+        ledger.end_finite(unit)
+        if not is_skipped or hook is None:
+            return None
+        return ledger.skip_finite(unit, hook, notes)

@@ -1,0 +1,95 @@
+"""Steps that are made before their verdict is there: `sync="lagged"`.
+
+A step whose stats are on their way waits in a queue. When they have arrived, it is
+judged as any other: a verdict that arrives later is the same verdict. Meanwhile its
+device may have skipped it by itself. Without `sync="lagged"` the queue stays empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from .collect import Collector
+from .config import GuardConfig
+from .optimizers.device_flags import DeviceFlags
+from .optimizers.loss_scaling import has_skipped, without_expected
+from .optimizers.optimizer_hook import OptimizerHook
+from .undo.restore_point import RestorePoint
+from .unit import LATE, Unit
+
+
+class LaggedSteps:
+    """The steps whose verdicts are on their way.
+
+    Args:
+        config: The guard's.
+        hooks: The optimizers' hooks.
+        start: The models as they were when the step began, or None.
+        collector: Collects what was seen.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        hooks: Sequence[OptimizerHook],
+        start: RestorePoint | None,
+        collector: Collector,
+    ) -> None:
+        self._collector = collector
+        self._start = start if config.may_restore else None
+        self._waiting: deque[Unit] = deque()
+        self._doubted: set[OptimizerHook] = set()
+        self._flags: DeviceFlags | None = None
+        if config.verdicts_are_late:
+            self._flags = DeviceFlags(config, collector.watches)
+            self._flags.request(hooks)
+
+    def holds(self, hook: OptimizerHook) -> bool:
+        """True if an optimizer's step is made before its verdict is there."""
+        return self._flags is not None and self._flags.are_lagged(hook)
+
+    def leave_to_device(self, unit: Unit, hook: OptimizerHook) -> None:
+        """Makes the device skip a step, and put buffers back, if it is bad."""
+        assert self._flags is not None
+        if self._flags.skip(hook, unit.scaler is not None, self._start):
+            unit.skipped_by = "optimizer's kernel"
+
+    def push(self, unit: Unit) -> None:
+        """Queues a step that is made now."""
+        self._waiting.append(unit)
+
+    def arrived(self, is_lagged: bool) -> Iterator[Unit]:
+        """Yields the steps whose stats have arrived, to be judged. Incurs the sync.
+
+        Args:
+            is_lagged: Wait only for steps before the last.
+        """
+        self._collector.receive(is_lagged)
+        while self._waiting:
+            step = self._waiting.popleft()
+            frames = self._collector.take(step.last_frame)
+            frames, skipped_by = without_expected(frames, step.scaler, has_skipped)
+            if not frames and step.is_decided:
+                continue
+            if frames:
+                skipped_by = skipped_by or step.skipped_by
+            late = Unit(step.number, LATE, step.hook, left_out=step.left_out)
+            late.frames, late.skipped_by = frames, skipped_by
+            yield late
+
+    def clear(self) -> None:
+        """Forgets the steps that wait."""
+        self._waiting.clear()
+
+    # A step that may overflow is looked at in the next one, with what it has made.
+
+    def doubt(self, hook: OptimizerHook) -> None:
+        """Notes that an optimizer's step may overflow."""
+        self._doubted.add(hook)
+
+    def scan_doubted(self, hook: OptimizerHook) -> None:
+        """Scans what an optimizer's last step has made, if that was doubted."""
+        if hook in self._doubted and hook.optimizer is not None:
+            self._doubted.remove(hook)
+            self._collector.tensors.scan_update(hook.optimizer)

@@ -1,0 +1,118 @@
+"""An optimizer's step with finite gradients, as a unit of judgement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch.optim import Optimizer
+
+from ... import _C
+from ...scanner.ops import scan
+from ...scanner.text import dtype_name
+from ..collect import Collector
+from ..judge import Judge
+from ..report.causes import BAD_SETTING, RANGE_OVERFLOW
+from ..report.explanation import Explanation
+from ..unit import Unit
+from ..verdict.optimizer_settings import SettingRemark, bad_settings
+from ..verdict.verdict import BadEntry, Verdict
+
+
+def see_update(
+    unit: Unit,
+    collector: Collector,
+    judge: Judge,
+    optimizer: Optimizer,
+    was_finite: Callable[[], bool],
+) -> None:
+    """Sees what is bad behind an optimizer's step, and was not before.
+
+    Args:
+        unit: The update.
+        collector: Collects what is seen.
+        judge: Finds the first bad value.
+        optimizer: The optimizer that has stepped.
+        was_finite: Returns True if all was finite before.
+    """
+    named = collector.tensors.scan_update(optimizer)
+    collector.send()
+    collector.receive()
+    unit.last_frame = _C.Recorder.num_frames()
+    frames = collector.take(unit.last_frame)
+    unit.frames = frames if frames and was_finite() else []
+    if not unit.frames:
+        return
+    unit.verdict = verdict = of_update(judge.verdict_on(unit), optimizer)
+    first = verdict.first
+    if first is not None:
+        unit.explains = lambda _: explain_update(first, optimizer, named)
+
+
+def of_update(verdict: Verdict, optimizer: Optimizer) -> Verdict:
+    """The verdict on what an optimizer has made of finite gradients."""
+    maker = f"the step of {type(optimizer).__name__}, whose gradients were finite"
+    origin = replace(
+        verdict.origin,
+        how="passed_on",
+        source="update",
+        maker=maker,
+        candidates=[],
+        remarks=[*_bad_rates(optimizer)],
+        nonfinite_state=[],
+    )
+    return replace(verdict, origin=origin)
+
+
+def _bad_rates(optimizer: Optimizer) -> list[SettingRemark]:
+    """Lists learning rates that are no finite numbers, which each update multiplies by.
+
+    Whether another setting that is none had a part in the update is not known.
+    """
+    wrong = bad_settings([optimizer], had_finite_gradients=False)
+    settings = [each for each in wrong if isinstance(each, SettingRemark)]
+    return [each for each in settings if each.setting.startswith("lr ")]
+
+
+def explain_update(
+    first: BadEntry, optimizer: Optimizer, parameters: dict[str, torch.Tensor]
+) -> Explanation:
+    """Explains what a step has made of finite gradients. Incurs a CPU-GPU sync.
+
+    Args:
+        first: The weight, or state, that has become non-finite.
+        optimizer: The optimizer.
+        parameters: Its parameters, by name.
+    """
+    names = [n for n in parameters if first.fqn == n or first.fqn.startswith(f"{n}.")]
+    name = max(names, key=len, default="")
+    found = Explanation("optimizer", tensor=first.fqn)
+    found.module = name.rpartition(".")[0]
+    rates = _bad_rates(optimizer) if first.kind == "weight" else []
+    if rates:
+        found.cause = BAD_SETTING.name
+        found.evidence += [f"{each.setting} is {each.value}" for each in rates]
+        return found
+    gradient = parameters[name].grad if name else None
+    if gradient is None:
+        return found
+    (stat,) = scan([gradient])
+    largest, dtype = stat.abs_max or 0.0, gradient.dtype
+    limit = torch.finfo(dtype).max
+    given = f"the gradient of {name} is finite, up to {largest:.3g} in magnitude"
+    beyond = f"is beyond {dtype_name(dtype)}'s maximum {limit:.5g}"
+    if first.kind == "optimizer_state" and largest * largest > limit:
+        found.cause = RANGE_OVERFLOW.name
+        given = f"{given}; its square {beyond}"
+    elif first.kind == "weight":
+        rate = next(
+            float(g.get("lr") or 0.0)
+            for g in optimizer.param_groups
+            if any(p is parameters[name] for p in g["params"])
+        )
+        if rate * largest > limit:
+            found.cause = RANGE_OVERFLOW.name
+            given = f"{given}; times the learning rate {rate:.3g} it {beyond}"
+    found.evidence.append(given)
+    return found

@@ -1,0 +1,95 @@
+"""A request: the forwards that are run for it, and what was seen of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kept_calls.kept_call import KeptCall
+from ..verdict.bad_frames import BadFrame
+from ..watching.watch import ModelWatch
+from .held_call import HeldCall
+
+_MOST_FORWARDS = 4  # whose stats may be on their way from a device
+
+
+class Request:
+    """One request: the forwards that are run for it, by one thread or several.
+
+    Args:
+        number: Its number, from 0.
+        ids: The program's names of those it is for, one a row; None for none.
+
+    Attributes:
+        number, ids: The same.
+        num_forwards: How many forwards it has run.
+        frames: The bad frames of the first forward that had any.
+        bad: That forward, or None.
+        forward: Its number within the request.
+        left: The last forward, where an exception has left it.
+        is_text: Each forward reads the tokens of a text, and but for the first one only
+            the last of each row.
+        function: The function that it runs as a whole, which can be made again, or
+            None.
+        output: What the program has recorded, or that function has returned.
+        raised: The type of the exception that has ended it, or None.
+        begun_at: The thread in which it began, and how many calls were under way.
+        sorted_by: The function between there and its first forward that sorts, and may
+            have sorted the rows, with its place; or "".
+        zeroed: What that forward or a later one has left non-finite in tensors that it
+            was given, with 0 for it: a replay begins with these.
+        is_left_out: It is one that a schedule leaves out.
+        is_over: It has ended: forwards that still run in other threads are not of it.
+        seconds: What the guard has taken in its forwards.
+    """
+
+    def __init__(self, number: int, ids: Sequence[object] | None) -> None:
+        self.number = number
+        self.ids = None if ids is None else list(ids)
+        self.num_forwards = 0
+        self.frames: list[BadFrame] = []
+        self.bad: HeldCall | None = None
+        self.left: HeldCall | None = None
+        self.forward, self.is_text = 0, True
+        self.function: KeptCall | None = None
+        self.output: Any = None
+        self.raised: type[Exception] | None = None
+        self.begun_at, self.sorted_by = (0, 0), ""
+        self.is_left_out = self.is_over = False
+        self.seconds = 0.0
+        self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
+        self.lock = threading.RLock()
+
+    def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
+        """Adds what a forward has shown, whose stats may have yet to arrive."""
+        if call is not None:
+            tokens, is_first = call.num_tokens, not self.num_forwards
+            self.is_text &= tokens > 0 and (is_first or tokens == call.size)
+        self._recent[id(watch), batch] = self.num_forwards, call
+        if len(self._recent) > _MOST_FORWARDS:
+            del self._recent[next(iter(self._recent))]
+
+    def collect(self, watch: ModelWatch) -> None:
+        """Takes the bad frames of its own forwards that have arrived."""
+        with self.lock:
+            self._collect(watch)
+
+    def _collect(self, watch: ModelWatch) -> None:
+        mine = {batch for of, batch in self._recent if of == id(watch)}
+        found = watch.frames.take_of(mine)
+        if not found or self.frames:
+            return
+        first = min(found, key=lambda frame: frame.order)
+        batch = watch.frames.batch_of(first)
+        self.forward, self.bad = self._recent[id(watch), batch]
+        self.frames = [BadFrame(watch, frame) for frame in found]
+
+    def end(self) -> None:
+        """Lets go of its forwards."""
+        with self.lock:
+            self.is_over = True
+            self._recent.clear()
