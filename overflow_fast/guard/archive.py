@@ -18,9 +18,10 @@ from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .monitors.monitor import Notice
 from .options import exporters_of
 from .outer import outer
+from .ranks.rank_info import RankInfo
 from .record.flight import FlightRecorder
 from .report.log_lines import LogLine, StepLine
-from .report.report import RankInfo, Report
+from .report.report import Report
 from .report.run_log import RunIdentity
 from .verdict.bad_frames import BadFrame, leading_frame
 from .verdict.entry_headroom import least_headroom

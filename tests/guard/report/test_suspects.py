@@ -13,11 +13,11 @@ from guarding import INF, batches, make, plant, train_step
 from ranks import all_of
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
+from overflow_fast.guard.ranks.rank_info import RankInfo
 from overflow_fast.guard.report.exit_code import exit_code_of
 from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.findings import NOT_REPLAYED
 from overflow_fast.guard.report.op import Op
-from overflow_fast.guard.report.report import RankInfo
 from overflow_fast.guard.report.suspects import (
     LoggedIncident,
     read_incidents,
