@@ -10,9 +10,9 @@ from typing import Any
 
 from ...guard.files.fields import ABSENT, StepNumber, Written, written
 from ...guard.files.schema import written_as
-from ...guard.report.findings import Findings
+from ...guard.report.explanation import Explanation
 from ...guard.report.remedy import Remedy
-from ...guard.report.report_data import ReportData
+from ...guard.report.report import Report
 from ...guard.verdict.verdict import BadEntry, Verdict
 
 
@@ -34,7 +34,7 @@ class _Remedy(Written, of=written_as(Remedy)):
 
 
 _VERDICT = written_as(Verdict, BadEntry=_First)
-_EXPLANATION = written_as(Findings, Remedy=_Remedy, Sample=int)
+_EXPLANATION = written_as(Explanation, Remedy=_Remedy, Sample=int)
 
 
 class SavedExplanation(Written, kind="explanation", of=_EXPLANATION):
@@ -47,7 +47,7 @@ class SavedExplanation(Written, kind="explanation", of=_EXPLANATION):
     )
 
 
-_REPORT = written_as(ReportData, Verdict=_VERDICT, Explanation=SavedExplanation)
+_REPORT = written_as(Report, Verdict=_VERDICT, Explanation=SavedExplanation)
 
 
 class SavedReport(Written, kind="report", of=_REPORT):
