@@ -14,11 +14,12 @@ from .files.fields import line_of
 from .measurements import Measurements
 from .monitors.monitor import Notice
 from .outer import outer
+from .ranks.rank_info import RankInfo
 from .report.evidence import EvidenceFolder
 from .report.json_log import JsonLog
 from .report.log_lines import LogLine, StepLine
 from .report.logged_incidents import read_incidents
-from .report.report import RankInfo, Report
+from .report.report import Report
 from .report.run_identity import RunIdentity
 from .verdict.bad_frames import BadFrame, leading_frame
 from .verdict.entry_headroom import least_headroom

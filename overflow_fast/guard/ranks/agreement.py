@@ -37,11 +37,12 @@ from torch.optim import Optimizer
 from ...scanner.text import numbered
 from ...torch_internals.module_internals import is_first, is_joining, is_shadowing
 from ..process import own_rank, world_size
-from ..report.report import RankInfo, Report
+from ..report.report import Report
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch, models_of
 from .groups import find_groups, groups_of_mesh, shared
 from .peers import Peers
+from .rank_info import RankInfo
 
 _log = logging.getLogger("overflow_fast")
 

@@ -7,9 +7,32 @@ from .findings import Findings
 
 
 class Explanation(Findings):
-    """The findings of a replay of a non-finite step, and their words.
+    """The findings of a replay of a non-finite step.
 
-    Its fields are those of `Findings`.
+    Attributes:
+        phase: Where the first bad value arose: "forward", "backward" or "optimizer", or
+            where it already was: "data" or "weights". "" if that is not known. It is
+            "backward", too, for one that the forward leaves out and backward meets.
+        cause: Out of the table in `causes.py`.
+        module: The name of the module whose code made it; "" for code outside modules.
+        op: The operation that made it, or None if it is not known.
+        tensor: The name of the bad weight, buffer or gradient, or the bad key of the
+            batch; "" where there is none.
+        sample: The sample of the batch that it comes from, or None.
+        num_samples: How many samples the batch has; 0 if that is not known.
+        chain: The operations from `op` to where the guard saw it.
+        evidence: What was measured, in sentences.
+        notes: What could not be found out, and why, in sentences.
+        rank: The rank that found it, of several that replayed the step together; else
+            None.
+        num_ranks: How many ranks found the like.
+        replays: How often the step's forward was run.
+        seconds: The time that the explanation took.
+        remedies: What was tried on this step, what made it finite first.
+        artifacts: The files that it leaves, where evidence is kept.
+        lost_by: Where the cause is "underflow" or "rounding", the operation before `op`
+            whose result in its dtype has lost the value; else None.
+        reason: Why it is so in a clause, where the fields do not tell.
     """
 
     def __str__(self) -> str:

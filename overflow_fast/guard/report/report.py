@@ -1,9 +1,8 @@
-"""The report of a bad step, the error that has it, and the rank it is of."""
+"""The report of a bad step, and the error that has it."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..files.json_text import SCHEMA, dumps, to_plain
@@ -35,9 +34,35 @@ NonFiniteError.__module__ = "overflow_fast"  # as programs import it
 
 
 class Report(ReportData):
-    """A guard's findings in a step and its action, as text, HTML and JSON.
+    """A guard's findings in a step, and its action.
 
-    Its fields are those of `ReportData`.
+    Attributes:
+        step: The optimizer's step, counted from 0.
+        action: "raise", "warn" or "skip".
+        verdict: The first bad entry, and its origin.
+        least_headroom: The finite value of the step that came nearest to its dtype's
+            maximum.
+        frames: The last frames up to the first bad one, as text.
+        not_covered: What was not checked, in sentences.
+        cost: The time that the guard took.
+        num_skipped: How many steps were skipped so far, this one included.
+        evidence: The folder with the tensors and the batch, or None.
+        page: The page beside the evidence, or None.
+        notes: Further sentences.
+        where: The rank, host and device that found it, where ranks decide together.
+        is_of_state: True if it is of a state that was to be saved, and of no step.
+        moment: When it was found: "before" the optimizer's step, "after" it
+            (`sync="lagged"`), in an "evaluation" (a forward without autograd), by a
+            "check", when the program's own code "raised", or "" where it is of no step,
+            or not decided yet.
+        skipped_by: What has skipped the step instead of the guard: "GradScaler", or the
+            optimizer's kernel on a device.
+        explanation: The findings of a replay of the step; None if there was none.
+        repeats: The earlier run that the log has the same step and entry of, or "".
+        raised: The type of the exception that the program's own code has raised in the
+            step, or "".
+        is_beyond_repair: A weight or an optimizer's state stays non-finite, whatever
+            becomes of the step: a checkpoint helps.
     """
 
     # An earlier run ended with the same step and entry. No field: it is for
@@ -86,35 +111,3 @@ class Report(ReportData):
     def to_json(self) -> str:
         """Writes the report as one line of JSON, non-finite numbers as strings."""
         return dumps(self.to_dict())
-
-
-_FORM = re.compile(r"rank (\d+) of (\d+) \((.+), ([^,]+)\)")
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """A rank and what it runs on. `str()` of it is as reports have it.
-
-    Attributes:
-        rank: The rank.
-        world_size: How many ranks there are.
-        host: The name of its host.
-        device: Its device, such as "cuda:2".
-    """
-
-    rank: int
-    world_size: int
-    host: str
-    device: str
-
-    def __str__(self) -> str:
-        """Writes "rank 2 of 4 (node3, cuda:2)"."""
-        return f"rank {self.rank} of {self.world_size} ({self.host}, {self.device})"
-
-    @classmethod
-    def of(cls, text: str | None) -> RankInfo | None:
-        """Reads what `str()` has written; None for anything else."""
-        found = _FORM.fullmatch(text or "")
-        if found is None:
-            return None
-        return cls(int(found[1]), int(found[2]), found[3], found[4])

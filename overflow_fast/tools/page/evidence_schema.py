@@ -19,9 +19,9 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from ...guard.files.fields import Number, StepNumber, fields_of, meaning, tag_of
-from ...guard.report.findings import Findings
+from ...guard.report.explanation import Explanation
 from ...guard.report.remedy import Remedy
-from ...guard.report.report_data import ReportData
+from ...guard.report.report import Report
 from ...guard.verdict.verdict import BadEntry, Verdict
 
 _PLAIN = (bool, int, float, str, list, dict, tuple)
@@ -139,9 +139,9 @@ class _OfReport(Struct, tag_field="kind", tag="report"):
 
 _FIRST, _REMEDY = saved_as(BadEntry, _OfEntry), saved_as(Remedy, _OfRemedy)
 _VERDICT = saved_as(Verdict, BadEntry=_FIRST)
-SavedExplanation = saved_as(Findings, _OfExplanation, Remedy=_REMEDY, Sample=int)
+SavedExplanation = saved_as(Explanation, _OfExplanation, Remedy=_REMEDY, Sample=int)
 SavedReport = saved_as(
-    ReportData, _OfReport, Verdict=_VERDICT, Explanation=SavedExplanation
+    Report, _OfReport, Verdict=_VERDICT, Explanation=SavedExplanation
 )
 
 KINDS: tuple[Any, ...] = (Marker, SavedReport, SavedExplanation)

@@ -14,13 +14,13 @@ from ranks import all_of
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
 from overflow_fast.__main__ import main
+from overflow_fast.guard.ranks.rank_info import RankInfo
 from overflow_fast.guard.report.exit_code import exit_code_of
 from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.findings import NOT_REPLAYED
 from overflow_fast.guard.report.log_lines import StepLine
 from overflow_fast.guard.report.logged_incidents import read_incidents
 from overflow_fast.guard.report.op import Op
-from overflow_fast.guard.report.report import RankInfo
 from overflow_fast.tools.cli.suspects_command import suspects_of
 
 pytestmark = [pytest.mark.explains, pytest.mark.xdist_group("processes")]
