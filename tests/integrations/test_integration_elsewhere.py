@@ -84,7 +84,9 @@ def test_its_report_is_that_of_a_built_in_one(made_up, tmp_path):
     report = own.last_report
     assert without_times(report) == without_times(built_in.guard.last_report)
     assert report.step == BAD_STEP and own.num_skipped == 1
-    assert f"`batch['x']`, sample {BAD_ROW} of 4" in report.verdict.batch_places[0]
+    assert (
+        f"`batch['x']`, sample {BAD_ROW} of 4" in report.verdict.origin.batch_places[0]
+    )
     assert report.explanation.cause == "bad data"
     assert trainer.scheduler.last_epoch == 2
     assert trainer.saved == [3] and not own.enabled
