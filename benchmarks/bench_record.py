@@ -19,7 +19,7 @@ from models import ON_CPU, adam, hf, made, step_of, words
 from timing import QUICK, cpu_time, race
 
 from overflow_fast import OverflowGuard, read_record
-from overflow_fast.guard.record.flight import RecordFile
+from overflow_fast.guard.record.record_file import RecordFile
 
 COLUMNS = [
     *("model", "entries", "record adds us", "step ms", "share", "bytes a step"),

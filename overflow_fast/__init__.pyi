@@ -29,7 +29,7 @@ from .guard.options import Schedule as Schedule
 from .guard.record.record_lines import RecordError as RecordError
 from .guard.report.coverage import GuardCoverage as GuardCoverage
 from .guard.report.explanation import Explanation as Explanation
-from .guard.report.explanation import Op as Op
+from .guard.report.op import Op as Op
 from .guard.report.report import NonFiniteError as NonFiniteError
 from .guard.report.report import Report as Report
 from .guard.state_check import assert_finite_state as assert_finite_state
@@ -43,8 +43,8 @@ from .tools.compare.entry_points import shadow as shadow
 from .tools.compare.recordings import RecordingError as RecordingError
 from .tools.precision.advise import advise_precision as advise_precision
 from .tools.precision.precision_advice import PrecisionAdvice as PrecisionAdvice
+from .tools.record.reading import read_record as read_record
 from .tools.record.table import FlightRecord as FlightRecord
-from .tools.record.table import read_record as read_record
 
 __all__ = [
     "Comparison",

@@ -89,7 +89,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..options import option, whole
+from ..kinds import whole
+from ..options import option
 from .monitor import Monitor, MonitoredStep
 
 
@@ -141,7 +142,7 @@ assert '"monitor": "DeadUnits", "text": "units are dead"' in (folder / "l").read
                 "overflow_fast/guard/options.py",
                 """    owner: str = field(
         default="",
-        metadata=option("Whose log it is.", Kind(check_path, str, "NAME")),
+        metadata=option("Whose log it is.", PATH),
     )
 """,
                 """            see="formats.md#log",
@@ -160,7 +161,7 @@ with pytest.raises(TypeError, match="log.owner must be a path, got int"):
     overflow_fast.Log("log", owner=3)
 with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
     main(["run", "--help"])
-assert "--log-owner NAME" in out.getvalue()
+assert "--log-owner PATH" in out.getvalue()
 assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
 """,
         [_PAGES, "tests/guard/test_options.py"],
@@ -169,23 +170,22 @@ assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
         2,
         [
             Place(
-                "overflow_fast/guard/record/record_lines.py",
-                """    momentum: float | None = _of_step(
-        "the momentum of the first group, or None",
-        *(_most, Number | None, None),
-        since="1.1",
-        drawn="momentum",
-    )
+                "overflow_fast/guard/record/record_step.py",
+                """    momentum: Annotated[
+        Number | None,
+        _of_step(
+            "the momentum of the first group, or None",
+            _most,
+            since="1.1",
+            drawn="momentum",
+        ),
+    ] = None
 """,
-                """    grad_norm: float | None = derived(
-        "the largest that `guard.record(grad_norm=...)` was given, or None",
-        None,
-        drawn="gradient norm",
-    )
+                """    ] = field(name="skipped", default=0)
 """,
             ),
             Place(
-                "overflow_fast/guard/record/flight.py",
+                "overflow_fast/guard/record/written_lines.py",
                 """        momentum=(
             optimizers[0].param_groups[0].get("momentum") if optimizers else None
         ),
@@ -198,7 +198,7 @@ assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
 import contextlib, io, json, pathlib, tempfile
 import torch, overflow_fast
 from overflow_fast.__main__ import main
-from overflow_fast.guard.record.thinning import fold
+from overflow_fast.guard.record.folding import fold
 folder = pathlib.Path(tempfile.mkdtemp())
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -270,14 +270,14 @@ class Looper:
     def loop(self):
         return trainer_on_stack()
 sys.modules["looper"] = types.SimpleNamespace(Looper=Looper)
-from overflow_fast.guard.undo.kept_objects import _is_state
+from overflow_fast.guard.undo.kept_objects import is_state
 from overflow_fast.integrations.script_guard import add_callback, trainer_on_stack
 looper = Looper()
 assert looper.loop() is looper
 assert add_callback(looper, {}) is looper.callbacks[0]
 assert add_callback(looper, {}) is None
 Looper.__module__ = "looper"
-assert not _is_state(looper)
+assert not is_state(looper)
 assert "integrations.looper" in pathlib.Path("docs/works-with.md").read_text()
 """,
         [
@@ -310,7 +310,7 @@ def add_count(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ..record.table import read_record
+    from ..record.reading import read_record
 
     print(len(read_record(parsed.path)))
     return 0

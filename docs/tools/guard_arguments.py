@@ -10,7 +10,7 @@ from typing import Any
 
 import griffe
 
-_DECLARE = ("option", "written", "derived", "_of_step")
+_DECLARE = ("option", "meaning", "_of_step")
 
 
 class GuardArguments(griffe.Extension):  # type: ignore[misc]
@@ -19,7 +19,7 @@ class GuardArguments(griffe.Extension):  # type: ignore[misc]
     def on_package(self, *, pkg: Any, **_: Any) -> None:
         """Called once the package has been read."""
         modules = [pkg["guard.options"], *pkg["guard.monitors"].modules.values()]
-        modules.append(pkg["guard.record.record_lines"])
+        modules += [pkg["guard.record.record_lines"], pkg["guard.record.record_step"]]
         for cls in (each for module in modules for each in module.classes.values()):
             listed = _fields_of(cls)
             if listed:
@@ -39,10 +39,9 @@ def _fields_of(cls: Any) -> str:
 
 
 def _help_of(attribute: Any) -> str:
-    """The first argument of `option(...)` or another declaration of a field."""
-    if attribute.value is None:
-        return ""
-    for node in ast.walk(ast.parse(str(attribute.value), mode="eval")):
+    """The first argument of `option(...)`, or of a `meaning(...)` in the type."""
+    declared = f"{attribute.annotation}, {attribute.value}"
+    for node in ast.walk(ast.parse(declared, mode="eval")):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in _DECLARE:
             text: str = ast.literal_eval(node.args[0])
             return text

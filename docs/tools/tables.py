@@ -19,6 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import griffe
+from msgspec import UNSET, Struct
+from msgspec.structs import FieldInfo
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 
 from pages import headings, slug
@@ -27,13 +31,13 @@ import overflow_fast
 from overflow_fast import Evidence, Explain, Log, Record, Schedule, integrations
 from overflow_fast.explainer import step_schema
 from overflow_fast.guard.files.fields import (
-    ABSENT,
     FIRST_RELEASE,
-    REQUIRED,
-    Field,
+    default_of,
     fields_of,
+    meaning_of,
+    said_of,
+    tag_of,
 )
-from overflow_fast.guard.files.schema import kinds_of
 from overflow_fast.guard.libraries import LIBRARIES
 from overflow_fast.guard.options import Option, Options, options_of
 from overflow_fast.guard.record import record_lines
@@ -74,12 +78,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # Formats.
 
 
-def _lines(*kinds: type[Any]) -> Callable[[], str]:
+def _lines(*kinds: type[Struct]) -> Callable[[], str]:
     rows = [
         row
         for kind in kinds
         for row in [
-            [f"`{json.dumps(kind.KIND)}`", "", _first_line(kind), ""],
+            [f"`{json.dumps(tag_of(kind))}`", "", _first_line(kind), ""],
             *_fields(kind, "", {}),
         ]
     ]
@@ -96,42 +100,63 @@ def _first_line(kind: type[Any]) -> str:
 
 
 def _fields(kind: Any, prefix: str, listed: dict[Any, str]) -> Iterator[list[str]]:
-    """The rows of a declaration's fields.
+    """The rows of a Struct's fields.
 
     Args:
-        kind: The declaration.
+        kind: The Struct.
         prefix: What stands before their names.
-        listed: The declarations that the table has, and where.
+        listed: The Structs that the table has, and where.
     """
-    for name, each in fields_of(kind).items():
-        key = f"{prefix}{each.name or name}"
-        since = "" if each.since == FIRST_RELEASE else f" (since {each.since})"
-        parts = dict(_parts(kinds_of(kind)[name]))
-        text = f"{each.meaning}{since}" + "".join(
-            f"; as `{listed[part]}`" if part in listed else f"; as `{part.KIND}` has it"
+    for each in fields_of(kind).values():
+        key = f"{prefix}{each.encode_name}"
+        first = said_of(each, "since") or FIRST_RELEASE
+        since = "" if first == FIRST_RELEASE else f" (since {first})"
+        parts = dict(_parts(each.type))
+        text = f"{_meaning(each)}{since}" + "".join(
+            f"; as `{listed[part]}`" if part in listed else f"; as `{tag}` has it"
             for part in parts
-            if part in listed or getattr(part, "KIND", "")
+            if (tag := tag_of(part)) or part in listed
         )
         yield ["", f"`{key}`", text, _default(each)]
         for part, several in parts.items():
-            if part not in listed and not getattr(part, "KIND", ""):
+            if part not in listed and not tag_of(part):
                 listed[part] = f"{key}{several}"
                 yield from _fields(part, f"{key}{several}.", listed)
 
 
+def _meaning(field: FieldInfo) -> str:
+    """The meaning of a field, or what the docstring of its dataclass says of it."""
+    if text := meaning_of(field):
+        return text
+    cls, name = said_of(field, "documented")
+    text = _attributes(cls)[name]
+    return text[:1].lower() + text[1:]
+
+
+@functools.cache
+def _attributes(cls: type[Any]) -> dict[str, str]:
+    """The attributes that the docstring of a class lists."""
+    return {
+        each.name: each.description.rstrip(".")
+        for section in griffe.Docstring(inspect.getdoc(cls) or "").parse("google")
+        if section.kind is griffe.DocstringSectionKind.attributes
+        for each in section.value
+    }
+
+
 def _parts(kind: Any) -> Iterator[tuple[Any, str]]:
-    """The declarations in a field's type, with "[]" for those of which it has many."""
-    if isinstance(kind, type) and typing.get_origin(kind) is None and fields_of(kind):
+    """The Structs in a field's type, with "[]" for those of which it has many."""
+    if isinstance(kind, type) and issubclass(kind, Struct):
         yield kind, ""
     several = "[]" * (typing.get_origin(kind) in (list, tuple))
     for each in typing.get_args(kind):
         yield from ((part, f"{several}{more}") for part, more in _parts(each))
 
 
-def _default(field: Field) -> str:
-    if field.default is REQUIRED:
+def _default(field: FieldInfo) -> str:
+    if field.required:
         return "damage"
-    return "" if field.default is ABSENT else f"`{json.dumps(field.default)}`"
+    return "" if field.default is UNSET else f"`{json.dumps(default_of(field))}`"
 
 
 # What is scanned.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,7 +18,8 @@ from ..torch_internals.module_internals import asks_for_hooks
 _log = logging.getLogger("overflow_fast")
 
 
-class Coverage(NamedTuple):
+@dataclass(frozen=True)
+class Coverage:
     """The tensors that a clean verdict covers.
 
     Attributes:
@@ -35,17 +38,21 @@ class Coverage(NamedTuple):
     not_scanned: dict[str, int]
     opaque: dict[str, int]
 
-    @classmethod
-    def of(cls, recorder: _C.Recorder) -> Coverage:
-        """Reads the counts of a recorder."""
-        found = recorder.coverage
-        return cls(
-            found.tensors_listed,
-            found.tensors_scanned,
-            found.bytes_scanned,
-            found.reasons(),
-            found.opaque(),
-        )
+
+def coverage_of(recorders: Iterable[_C.Recorder]) -> Coverage:
+    """Sums up the counts of recorders."""
+    found = [recorder.coverage for recorder in recorders]
+    reasons, opaque = Counter[str](), Counter[str]()
+    for each in found:
+        reasons.update(each.reasons())
+        opaque.update(each.opaque())
+    return Coverage(
+        sum(each.tensors_listed for each in found),
+        sum(each.tensors_scanned for each in found),
+        sum(each.bytes_scanned for each in found),
+        dict(reasons),
+        dict(opaque),
+    )
 
 
 class CoverageWarnings:

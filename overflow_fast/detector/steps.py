@@ -27,7 +27,7 @@ from .compiled_boundary import (
     STRICT,
     CompiledStepBoundary,
 )
-from .coverage import Coverage, CoverageWarnings
+from .coverage import Coverage, CoverageWarnings, coverage_of
 from .hooks import (
     Attachment,
     hook_of,
@@ -268,7 +268,7 @@ class StepHooks:
     @property
     def coverage(self) -> Coverage:
         """The counts of what was scanned so far, and what was not."""
-        return Coverage.of(self.recorder)
+        return coverage_of([self.recorder])
 
     @property
     def is_paused(self) -> bool:
@@ -374,12 +374,13 @@ class StepHooks:
             return False
         with self._lock:
             if name in ("before_root", "root_ended", "on_submodule_call"):
-                self._end_stray()  # that may be one that no hook has ended
+                self.end_stray()  # that may be one that no hook has ended
             if name == "before_root" and self.recorder.is_paused:
                 self._strays.add(get_ident())
         return name in ("before_root", "on_submodule_call") and not self.is_paused
 
-    def _end_stray(self) -> None:
+    def end_stray(self) -> None:
+        """Takes no call of this thread for one that runs without hooks any more."""
         self._strays.discard(get_ident())
         self._roots.pop(get_ident(), None)
         self.recorder.end_apart()
@@ -470,7 +471,7 @@ class StepHooks:
 
     def _begin_root(self) -> RootCall:
         with self._lock:
-            self._end_stray()  # a forward that hooks were taken from
+            self.end_stray()  # a forward that hooks were taken from
             if self._strays:  # or a thread has ended one that no hook has seen
                 model = self.model
                 self._forget(

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from ..guard.step_keeper import Ambient, autocast_of
+from ..guard.kept_calls.ambient import Ambient, autocast_of
 from ..scanner.modules import set_shares_buffers
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ..guard.explaining import USE_RUN
-from ..guard.report.explanation import NOT_THE_LOSS
-from ..guard.step_keeper import KeptCall, LastSteps
+from ..guard.kept_calls.kept_call import KeptCall
+from ..guard.optimizers.last_steps import LastSteps
+from ..guard.report.findings import NOT_THE_LOSS
 from .past_steps import PastSteps
 
 
@@ -34,14 +35,14 @@ class BadStep:
         num_dropped: How many forwards of the step were too many to be kept.
         hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
-        had_gradients: See `StepKeeper`.
-        left_over: See `StepKeeper`.
+        had_gradients: See `CallKeeper`.
+        left_over: See `CallKeeper`.
         is_rewritten: Whether other code than a forward was seen to write to a trained
             weight since the step's first forward began.
         forward: Which of its kept calls the first bad value was seen in, counted from
             0; -1 where that is not known.
         is_of_flag: Whether a device's overflow flag is all that was seen.
-        clean: See `StepKeeper`.
+        clean: See `CallKeeper`.
     """
 
     kind: str = ""

@@ -15,16 +15,15 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..guard.step_keeper import (
+from ..guard.kept_calls.ambient import Ambient
+from ..guard.kept_calls.function_marks import marks_of
+from ..guard.kept_calls.held_function import (
     MAX_CALLED,
-    NUM_SAMPLED,
-    Ambient,
     HeldFunction,
-    KeptCall,
     argument_names,
-    marks_of,
     variables_of,
 )
+from ..guard.kept_calls.kept_call import NUM_SAMPLED, KeptCall
 from ..scanner.modules import named_modules
 from ..scanner.tensors import has_memory, loss_in, model_loss_in
 from ..scanner.text import is_of_user
@@ -172,10 +171,11 @@ class Call(KeptCall):
 
     Attributes:
         function: Takes the batch, and returns what the call returned.
+        kept: The call as the guard kept it, which it was made of; or None.
         seconds: How long its step took, at most.
     """
 
-    _kept: KeptCall | None = None
+    kept: KeptCall | None = None
     seconds = math.inf
 
     @property
@@ -208,8 +208,8 @@ class Call(KeptCall):
     def note_overwritten(self) -> None:
         """Keeps the answer of `is_overwritten()`: a replay may write, too."""
         self.was_overwritten = self.is_overwritten()
-        if self._kept is not None:
-            self._kept.was_overwritten = self.was_overwritten
+        if self.kept is not None:
+            self.kept.was_overwritten = self.was_overwritten
 
     def with_own_batch(self) -> Call:
         """The same call with a copy of its batch, for code that writes to it."""
@@ -217,9 +217,9 @@ class Call(KeptCall):
 
     def with_batch(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         """The same call with another tensor in place of each of its batch's."""
-        return self._again(mapped(self.batch, change, CALL_DEPTH), self.held)
+        return self.again(mapped(self.batch, change, CALL_DEPTH), self.held)
 
-    def _again(self, batch: Any, held: dict[int, torch.Tensor]) -> Call:
+    def again(self, batch: Any, held: dict[int, torch.Tensor]) -> Call:
         """The same call, with another batch and other gradients of its output."""
         copy = type(self)(self.function, batch, self.ambient)
         copy.returns_loss, copy.held, copy.raised = self.returns_loss, held, self.raised
@@ -237,7 +237,7 @@ class Call(KeptCall):
 
     def with_held(self, held: dict[int, torch.Tensor]) -> Call:
         """The same call, whose output gets other gradients."""
-        return self._again(self.batch, held)
+        return self.again(self.batch, held)
 
     @property
     def is_of_inference(self) -> bool:
@@ -353,7 +353,7 @@ def made_again(kept: KeptCall) -> Call:
     is_of_model = isinstance(kept.function, nn.Module)
     call = object.__new__(ModelCall if is_of_model else Call)
     vars(call).update(vars(kept))
-    call._kept = kept
+    call.kept = kept
     call.forwards = list(map(made_again, kept.forwards))
     if kept.began is not None:
         call.seconds = perf_counter() - kept.began
@@ -373,16 +373,16 @@ def with_clean_batch(call: Call, clean: KeptCall | None) -> Call | None:
 
     Args:
         call: The call of a bad step.
-        clean: See `StepKeeper.clean`.
+        clean: See `CallKeeper.clean`.
     """
-    if clean is None or call._kept is None or not call.returns_loss:
+    if clean is None or call.kept is None or not call.returns_loss:
         return None
-    now, then = marks_of(call._kept.function), clean.function
+    now, then = marks_of(call.kept.function), clean.function
     if len(now) != len(then) or not all(map(_is_same_mark, now, then)):
         return None
     kept = object.__new__(Call)
     vars(kept).update(vars(clean))
-    return None if kept.is_overwritten() else call._again(kept.batch, call.held)
+    return None if kept.is_overwritten() else call.again(kept.batch, call.held)
 
 
 def _is_same_mark(now: Any, then: Any) -> bool:
@@ -426,7 +426,7 @@ def part_of(call: Call, rows: Sequence[int]) -> Call:
         place: held[list(rows)] if held.dim() and len(held) == size else held
         for place, held in call.held.items()
     }
-    return call._again(mapped(call.batch, cut, CALL_DEPTH), held)
+    return call.again(mapped(call.batch, cut, CALL_DEPTH), held)
 
 
 def _cut(tensor: torch.Tensor, rows: list[int], size: int) -> torch.Tensor:

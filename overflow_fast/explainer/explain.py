@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ..guard.explaining import USE_RUN
+from ..guard.kept_calls.ambient import Ambient
 from ..guard.options import BUDGET
 from ..guard.process import world_size
-from ..guard.report.explanation import Artifact, Explanation
-from ..guard.step_keeper import Ambient
-from ..guard.undo.step_start import StepStart
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import Artifact
+from ..guard.undo.restore_point import RestorePoint
 from ..scanner.modules import is_of_torch, modules_in, step_of
 from ..scanner.tensors import devices_of
 from ..scanner.text import error_line
@@ -33,7 +34,7 @@ def investigate(
     calls: Sequence[Call],
     incident: BadStep | None = None,
     *,
-    start: StepStart | None = None,
+    start: RestorePoint | None = None,
     budget: int = BUDGET,
     ranks: RankCoordinator | None = None,
     checkpoints: Sequence[str | os.PathLike[str]] = (),
@@ -143,7 +144,7 @@ def _asks_for_loss(found: Explanation, calls: Sequence[Call]) -> bool:
 def _saved(
     models: Mapping[str, nn.Module],
     calls: Sequence[Call],
-    start: StepStart | None,
+    start: RestorePoint | None,
     most: int,
     found: Explanation,
 ) -> list[Artifact]:

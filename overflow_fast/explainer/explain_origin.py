@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from ..guard.report import causes
-from ..guard.report.explanation import SEEN_IN_BACKWARD, Explanation, Op, TensorSummary
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import SEEN_IN_BACKWARD
 from ..guard.report.gist import plain_number, told_number
+from ..guard.report.op import Op, TensorSummary
 from ..scanner.modules import module_of_parameter
 from ..scanner.text import numbered
 from ..scanner.torch_ops import base_of, has

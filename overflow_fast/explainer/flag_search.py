@@ -11,7 +11,8 @@ from torch import nn
 
 from .. import flags
 from ..guard.report.causes import NOT_REPRODUCIBLE, RANGE_OVERFLOW
-from ..guard.report.explanation import Explanation, Op
+from ..guard.report.explanation import Explanation
+from ..guard.report.op import Op
 from ..scanner.modules import parameters_of
 from ..scanner.tree import tensors_in
 from ..torch_internals.replaying import autograd_node

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import _C
 from ..detector.selection import full_name
-from ..guard.step_keeper import data_in
+from ..guard.kept_calls.held_function import data_in
 from ..scanner.modules import modules_in, named_buffers, named_modules, named_parameters
 from ..scanner.tree import Path, at, attributes, find, path_text
 from .op_rows import Leaf

@@ -40,12 +40,15 @@ class ReplacedForward:
 
     Args:
         module: The module.
+
+    Attributes:
+        is_first: The module had its class's forward before, and has it after.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.is_active = True
-        self._is_first = "forward" not in module.__dict__
+        self.is_first = "forward" not in module.__dict__
         self.__wrapped__ = module.forward  # `inspect.signature` follows it
         module.__dict__["forward"] = self
         module.__dict__[REPLICATE] = functools.partial(_replicate, module)
@@ -67,22 +70,22 @@ class ReplacedForward:
         over = own.get("forward")
         if over is self:
             own["forward"] = self.__wrapped__
-            if self._is_first:
+            if self.is_first:
                 del own["forward"]
         while isinstance(over, ReplacedForward):
             if over.__wrapped__ is self:
-                over.__wrapped__, over._is_first = self.__wrapped__, self._is_first
+                over.__wrapped__, over.is_first = self.__wrapped__, self.is_first
             over = over.__wrapped__
         if not isinstance(own.get("forward"), ReplacedForward):
             own.pop(REPLICATE, None)
 
-    def _bound_to(self, module: nn.Module) -> ReplacedForward:
+    def bound_to(self, module: nn.Module) -> ReplacedForward:
         """Returns a copy that runs another module, such as a replica of this one."""
         bound = copy.copy(self)
         bound.module = module
         forward = self.__wrapped__
         if isinstance(forward, ReplacedForward):
-            bound.__wrapped__ = forward._bound_to(module)
+            bound.__wrapped__ = forward.bound_to(module)
         elif isinstance(forward, types.MethodType) and forward.__self__ is self.module:
             bound.__wrapped__ = types.MethodType(forward.__func__, module)
         return bound
@@ -93,7 +96,7 @@ def _replicate(module: nn.Module) -> nn.Module:
     del replica.__dict__[REPLICATE]
     forward = module.__dict__.get("forward")
     if isinstance(forward, ReplacedForward):
-        replica.__dict__["forward"] = forward._bound_to(replica)
+        replica.__dict__["forward"] = forward.bound_to(replica)
     return replica
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..guard.kinds import whole
 from ..guard.monitors.monitor import Guarded, Monitor
-from ..guard.options import option, whole
+from ..guard.options import option
 from ..guard.undo.tensors import is_same_bits
 from ..scanner.modules import (
     Handles,

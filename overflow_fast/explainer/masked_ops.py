@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..guard.kinds import whole
 from ..guard.monitors.monitor import Guarded, Monitor, MonitoredStep
-from ..guard.options import option, whole
+from ..guard.options import option
 from ..guard.process import world_size
 from ..guard.report.explanation import Explanation
 from ..scanner.text import as_lines

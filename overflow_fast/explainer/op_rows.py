@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..guard.report.explanation import TensorSummary
+from ..guard.report.op import TensorSummary
 from ..torch_internals.replaying import autograd_node, next_sequence, sequence_of
 from .op_trace import ModuleStack, OpCall
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of

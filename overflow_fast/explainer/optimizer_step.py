@@ -17,7 +17,10 @@ from ..guard.report.causes import (
     UNDEFINED,
     UNDERFLOW,
 )
-from ..guard.report.explanation import REPLACED, Explanation, Op, Remedy
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import REPLACED
+from ..guard.report.op import Op
+from ..guard.report.remedy import Remedy
 from ..scanner.modules import module_of_parameter, named_parameters
 from ..scanner.text import dtype_name
 from ..scanner.tree import path_text, tensors

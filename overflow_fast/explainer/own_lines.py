@@ -33,7 +33,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..guard.step_keeper import Ambient, data_in
+from ..guard.kept_calls.ambient import Ambient
+from ..guard.kept_calls.held_function import data_in
 from ..scanner.modules import Handles, children_of, modules_in
 from ..scanner.text import is_of_program
 from ..scanner.tree import CALL_DEPTH, find, tensors_in

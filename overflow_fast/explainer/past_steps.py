@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from .. import _C
 from ..guard.monitors.monitor import scalar_places
-from ..guard.verdict.verdict import GRADIENTS
+from ..guard.verdict.roles import GRADIENTS
 from ..guard.watching.watch import ModelWatch
 from ..scanner.text import rounded
 from ..scanner.tree import label_text

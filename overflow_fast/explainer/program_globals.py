@@ -33,7 +33,7 @@ def global_values(
     """The contents of global variables and attributes of classes, by their names.
 
     Args:
-        iterators: Iterators and other objects without a copy.
+        iterators: Iterators that the replayed code reads.
         classes: Classes that may be no module's, with variables that their methods use.
     """
     named = itertools.chain(_named(sys.modules.values()), _of_classes(classes))

@@ -1,36 +1,49 @@
 """The objects that a replay may change: those of the models, and of variables.
 
 What a function reads from variables around it is put back as what the models hold is;
-what else of the program it changes, such as attributes of classes, stays changed. None
-of the user's code runs.
+what else of the program it changes stays changed: what other functions hold, attributes
+of classes, context variables. None of the user's code runs.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..guard.undo.kept_objects import (
+from ..guard.undo.attributes import BARE
+from ..guard.undo.contents import (
     ATTRIBUTE,
+    ATTRIBUTES,
     KEY,
     Access,
+    GeneratorContents,
     Kept,
-    KeptGenerator,
-    KeptObjects,
     ObjectContents,
     access_of,
-    attributes_of,
-    has_attributes,
     is_array,
     pairs,
 )
+from ..guard.undo.kept_objects import ATOMS, KeptObjects
 from ..guard.undo.random import generator_of
+from ..torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 
 _NUMBERS = (bool, int, float, str)
+# Of an array that is copied, which takes 0.05 s or more; of objects, which take 1.2 s,
+# and of those in the variables of a function, 0.05 s. What is larger, or lies behind
+# these, nearest first, stays as a replay leaves it.
+_MAX_BYTES = 2**28
+_MOST_OF_MODELS = 100_000
+_MOST_AROUND = 4000
+_METHODS = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
+_PLAIN_TABLES = (dict, collections.OrderedDict, set)
+_TABLES = (PARAMETERS, BUFFERS, MODULES)
 
 
 class ProgramObjects(KeptObjects):
@@ -41,23 +54,34 @@ class ProgramObjects(KeptObjects):
 
     Args:
         models: The models.
+
+    Attributes:
+        iterators: Those that were met. What is taken from them is not given back.
     """
 
     def __init__(self, models: Iterable[nn.Module] = ()) -> None:
-        super().__init__()
+        super().__init__(most_bytes=_MAX_BYTES)
         self._models = {id(model) for model in models}
         self._is_around = False
         self._data_alone: set[int] = set()
+        self.iterators: list[Any] = []
 
-    def add_around(self, roots: Iterable[tuple[str, Any]], most: int) -> None:
+    def add_models(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Keeps what can be reached from modules.
+
+        Args:
+            modules: The modules, each with its name.
+        """
+        self.add(modules, _MOST_OF_MODELS)
+
+    def add_around(self, roots: Iterable[tuple[str, Any]]) -> None:
         """Keeps what can be reached from variables that code reads.
 
         Args:
             roots: The variables, each with its name.
-            most: How many objects are entered.
         """
         self._is_around = True
-        self.add(roots, most)
+        self.add(roots, _MOST_AROUND)
 
     def differences(self, first: int = 0, last: int | None = None) -> list[str]:
         """The names of numbers and generators that are not as they were.
@@ -68,6 +92,43 @@ class ProgramObjects(KeptObjects):
         """
         return list(filter(None, map(_difference, self.kept[first:last])))
 
+    def _visit(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, nn.Module):
+            yield from self._of_module(name, value)
+        elif isinstance(value, _METHODS):
+            yield name, value.__self__
+        elif isinstance(value, functools.partial):
+            yield from ((name, e) for e in (value.func, value.args, value.keywords))
+        elif hasattr(type(value), "__next__") and not self._opens(value):
+            self.iterators.append(value)
+        else:
+            yield from super()._visit(name, value)
+
+    def _of_module(self, name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        """Keeps a module with its tables of parameters, hooks and such."""
+        prefix = f"{name}." if name else ""
+        own = dict(pairs(self._keep(name, module, ATTRIBUTES)))
+        if isinstance(module, torch.jit.ScriptModule):  # TorchScript has its tensors
+            for tensors in (module.named_parameters, module.named_buffers):
+                for key, each in tensors(recurse=False):
+                    yield f"{prefix}{key}", each
+        empty = []
+        for key, value in own.items():
+            if type(value) in ATOMS:
+                continue
+            if key not in BARE:
+                yield f"{prefix}{key}", value
+            elif (access := access_of(type(value))) is None:
+                continue
+            elif type(value) in _PLAIN_TABLES and not value:
+                empty.append((value, access))
+            else:
+                self._keep(f"{prefix}{key}", value, access)
+                if key in _TABLES:
+                    for inner, each in list(value.items()):
+                        yield f"{prefix}{inner}", each
+        self.kept.append(_EmptyTables(name, empty))
+
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         parts = super()._of_object(name, value)
         if not self._holds_model(value):
@@ -76,14 +137,13 @@ class ProgramObjects(KeptObjects):
             yield from self._only_data(parts)
 
     def _holds_model(self, value: Any) -> bool:
-        kind = type(value)
-        own = pairs(attributes_of(kind).read(value)) if has_attributes(kind) else ()
+        own = pairs(ATTRIBUTES.read(value))
         return any(id(each) in self._models for _, each in own)
 
     def _of_container(
-        self, name: str, value: Any, access: Access
+        self, name: str, value: Any, kept: ObjectContents
     ) -> Iterator[tuple[str, Any]]:
-        parts = super()._of_container(name, value, access)
+        parts = super()._of_container(name, value, kept)
         yield from self._only_data(parts) if id(value) in self._data_alone else parts
 
     def _only_data(self, parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -94,9 +154,25 @@ class ProgramObjects(KeptObjects):
                 yield name, value
 
 
+class _EmptyTables:
+    """The empty tables of a module, as most of its hooks' are: looked at together."""
+
+    def __init__(self, name: str, tables: list[tuple[Any, Access]]) -> None:
+        self.name, self._tables = name, tables
+        self._all = [table for table, _ in tables]
+
+    def restore(self) -> None:
+        if self.has_changed():
+            for table, access in self._tables:
+                access.replace(table, [])
+
+    def has_changed(self) -> bool:
+        return any(self._all)
+
+
 def _difference(kept: Kept) -> str:
     """The name of a number or a generator in it that is another one now, or ""."""
-    if isinstance(kept, KeptGenerator):
+    if isinstance(kept, GeneratorContents):
         return kept.name if kept.has_changed() else ""
     if not isinstance(kept, ObjectContents):
         return ""

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..guard.explaining import USE_RUN
+from ..guard.kept_calls.call_keeper import GRAPH
 from ..guard.process import world_size
 from ..guard.report.causes import (
     LEFT_OVER_GRADIENTS,
@@ -29,13 +30,9 @@ from ..guard.report.causes import (
     ONLY_COMPILED,
     RANGE_OVERFLOW,
 )
-from ..guard.report.explanation import (
-    NOT_REDUCED,
-    NOT_REPLAYED,
-    Explanation,
-    Remedy,
-)
-from ..guard.step_keeper import GRAPH
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import NOT_REDUCED, NOT_REPLAYED
+from ..guard.report.remedy import Remedy
 from ..scanner.modules import (
     class_name_of,
     gradient_taker,
@@ -345,14 +342,14 @@ def _again(search: Search) -> Explanation:
     """Runs it again: it is not reproducible, where all or some are finite."""
     replayer, is_forward = search.replayer, search.is_forward_finite
     num_bad, num_runs = 0, 1
-    lost = replayer.state.lost
-    before = global_values(lost)
+    iterators = replayer.state.iterators
+    before = global_values(iterators)
     while num_runs < _NUM_RUNS and search.may_run(len(replayer.calls)):
         num_runs += 1
         again = replayer.run()
         num_bad += again.is_forward if is_forward else not again.is_clean
     if num_runs > 1:
-        search.changed += changed_names(before, global_values(lost))
+        search.changed += changed_names(before, global_values(iterators))
     text = f"{num_bad} of {num_runs} replays of the same step are non-finite"
     return _not_reproducible(search, text)
 

@@ -24,8 +24,9 @@ from torch import nn
 from .. import _C
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
-from ..guard.undo.step_start import StepStart
-from ..guard.verdict.verdict import collect, kind_of
+from ..guard.undo.restore_point import RestorePoint
+from ..guard.verdict.bad_frames import collect
+from ..guard.verdict.roles import kind_of
 from ..guard.watching.watch import ModelWatch
 from ..scanner.modules import (
     first_parameter_of,
@@ -328,7 +329,7 @@ class Replayer:
         self,
         models: Mapping[str, nn.Module],
         calls: Sequence[Call],
-        start: StepStart | None = None,
+        start: RestorePoint | None = None,
         ranks: RankCoordinator | None = None,
         keeps_calls: bool = False,
         inner: str | None = None,
@@ -366,7 +367,7 @@ class Replayer:
             self.state.take()
             self._is_at_start = True
             meet = None if self.ranks.is_alone else self.ranks.meet
-            self._rule = EffectRule(self.state.lost, meet)
+            self._rule = EffectRule(self.state.iterators, meet)
             self._written = {
                 id(call)
                 for call in self.calls

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..guard.report.explanation import Artifact, Explanation
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import Artifact
 from ..scanner.tensors import is_readable
 from ..scanner.tree import mapped, tensors_in
 from .op_trace import OpCall

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..guard.report.causes import EMPTY_REDUCTION, NOT_REPRODUCIBLE
-from ..guard.report.explanation import Explanation, Sample
+from ..guard.report.explanation import Explanation
+from ..guard.report.op import Sample
 from .calls import Call, batch_size, why_whole, with_stand_in
 from .indexed_loader import dataset_index
 from .op_rows import Leaf, Row, row_of

@@ -12,13 +12,14 @@ from torch import nn
 
 from ..guard.files.json_text import SCHEMA
 from ..guard.files.reading import FileError, read_bytes
+from ..guard.files.schema import convert, decode_document
 from ..guard.files.tensor_files import read_tensors
-from ..guard.step_keeper import Ambient
-from ..guard.undo.random import RandomStates
+from ..guard.kept_calls.ambient import Ambient
 from ..scanner.modules import parameters_of
 from ..scanner.tensors import dtype_named
 from .calls import Call, ModelCall, names_of_inputs
 from .named_tensors import state_by_name
+from .saved_random import states_of
 from .step_schema import SavedAmbient, SavedCall, SavedStepFile, SavedValue
 from .written_step import STEP, TENSORS, identity_of
 
@@ -57,15 +58,13 @@ class SavedStep:
     def _read_step(self) -> SavedStepFile:
         path = self._folder / STEP
         try:
-            from ..guard.files.schema import decode_document
-
             return decode_document(read_bytes(path), SavedStepFile, SCHEMA)
         except FileNotFoundError:
             raise UnreadableStepError(
                 f"{path} is missing: a guard writes it with evidence=, if it kept the "
                 "step's calls (explain=False and sync='lagged' keep none)"
             ) from None
-        except (OSError, FileError, ImportError) as error:
+        except (OSError, FileError) as error:
             raise UnreadableStepError(f"{path} cannot be read: {error}") from error
 
     @property
@@ -154,8 +153,6 @@ class SavedStep:
         return self._tensors[name]
 
     def _value(self, found: Any, device: torch.device, at: str = "") -> Any:
-        from ..guard.files.schema import convert
-
         is_read = isinstance(found, SavedValue)  # the outermost one, with its call
         saved = found if is_read else convert(found, SavedValue)
         if isinstance(saved.lost, str):
@@ -237,7 +234,7 @@ def _ambient(saved: SavedAmbient, tensor_of: Callable[[str], torch.Tensor]) -> A
         RuntimeError: Likewise, as torch says it.
     """
     ambient = Ambient.__new__(Ambient)
-    ambient.random = RandomStates.of_saved(saved, tensor_of)
+    ambient.random = states_of(saved, tensor_of)
     ambient.training = saved.training
     ambient.autocast = [
         (type, is_on, _dtype_of(dtype))

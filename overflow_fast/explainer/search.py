@@ -16,13 +16,9 @@ from torch import nn
 
 from ..guard.options import BUDGET
 from ..guard.report.causes import DIVERGENCE, UNKNOWN
-from ..guard.report.explanation import (
-    BEHIND_BACKWARD,
-    NOT_THE_LOSS,
-    OVERWRITTEN,
-    Explanation,
-)
-from ..guard.undo.step_start import StepStart
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
+from ..guard.undo.restore_point import RestorePoint
 from ..scanner.modules import module_of_parameter
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
@@ -71,7 +67,7 @@ class Case:
 
     models: Mapping[str, nn.Module]
     incident: BadStep = field(default_factory=BadStep)
-    start: StepStart | None = None
+    start: RestorePoint | None = None
     budget: int = BUDGET
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     artifact_bytes: int = 0

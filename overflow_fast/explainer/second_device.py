@@ -13,7 +13,7 @@ from torch import nn
 from .. import _C
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
-from ..guard.step_keeper import autocast_of
+from ..guard.kept_calls.ambient import autocast_of
 from ..scanner.modules import (
     Handles,
     modules_in,

@@ -13,9 +13,10 @@ from torch import nn
 
 from ..detector.hooks import move_hook_to_front
 from ..detector.selection import Selection, check_patterns
-from ..guard.verdict.first_bad import attribute
-from ..guard.verdict.verdict import Verdict, collect
-from ..guard.watching.step_tensors import ScanLevel, StepTensors
+from ..guard.verdict.attribution import attribute
+from ..guard.verdict.bad_frames import collect
+from ..guard.verdict.verdict import Verdict
+from ..guard.watching.judged_tensors import JudgedTensors, ScanLevel
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import Handles, call_with
 from ..scanner.tensors import model_loss_in
@@ -270,8 +271,8 @@ class SelfTest:
                 for direction in DIRECTIONS
                 for value in FAULTS
             ]
-        wanted = self._watches[0].wanted._asdict()
-        not_watched = [name for name in _SEEN_BY if not wanted[name]]
+        wanted = self._watches[0].wanted
+        not_watched = [name for name in _SEEN_BY if not getattr(wanted, name)]
         not_chosen = len(called) - len(chosen)
         return SelfTestResult(found, faults, not_chosen, not_watched)
 
@@ -354,9 +355,9 @@ class SelfTest:
         name = watch.name_at(index)
         is_there = first is not None and (first.fqn, first.kind) == (name, kind)
         # On devices a layer's failed kernel looks like a write to its input.
-        is_named = (name or "the model") in verdict.candidates
-        is_made = verdict.origin == "made" or (is_named and bool(verdict.stale_inputs))
-        is_made |= direction == "backward"
+        is_named = (name or "the model") in verdict.origin.candidates
+        is_made = is_named and bool(verdict.origin.stale_inputs)
+        is_made |= verdict.origin.how == "made" or direction == "backward"
         return FaultResult(
             name or "the model",
             type(module).__name__,
@@ -370,7 +371,7 @@ class SelfTest:
 
     def _judge_run(self) -> Verdict:
         """Runs forward and backward once, and returns what the watches found."""
-        tensors = StepTensors(self._watches)
+        tensors = JudgedTensors(self._watches)
         tensors.begin_round()
         with everything_kept(self._models()) as state:
             try:
@@ -428,4 +429,5 @@ def _where(verdict: Verdict) -> str:
     place = first.path.of_module()
     if not first.class_name:
         place = f"{first.kind.replace('_', ' ')} {first.fqn}"
-    return place if verdict.origin == "made" else f"{place} ({verdict.origin})"
+    how = verdict.origin.how
+    return place if how == "made" else f"{place} ({how})"

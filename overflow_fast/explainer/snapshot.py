@@ -1,4 +1,10 @@
-"""The snapshot: all that running a model again may change, put back bit for bit."""
+"""The snapshot: all that running a model again may change, put back bit for bit.
+
+1. `take()` keeps everything as the program has it, behind its step.
+2. `begin()`, before each run, makes everything what it was when the step began: it puts
+   the snapshot back, goes back to the step's restore point, and drops gradients.
+3. `restore()` makes everything what it was when it was taken. What it cannot, it says.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +19,9 @@ from torch import nn
 from ..guard.undo.attributes import KeptAttributes
 from ..guard.undo.buffers import KeptBuffer
 from ..guard.undo.random import RandomStates
-from ..guard.undo.step_start import StepStart
+from ..guard.undo.restore_point import RestorePoint
 from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
-from ..guard.verdict.call_order import is_ours
+from ..guard.verdict.foreign_hooks import is_ours
 from ..scanner.graph import leaves_of
 from ..scanner.modules import (
     buffers_of,
@@ -37,20 +43,24 @@ from ..torch_internals.tensor_internals import (
 from .effects.held_signals import as_raised, held_signals
 from .program_objects import ProgramObjects
 
-_MAX_WEIGHTS = 2**28  # bytes of weights that are copied without a known reason
-_MAX_AROUND = 2**20  # bytes of a tensor in a variable; larger ones are data
-_MOST_AROUND = 4000  # objects in the variables of a function, which take 0.05 s
+# Bytes of weights that are copied without a known reason. If a run writes to another
+# one, that is noticed, and reported.
+_MAX_WEIGHTS = 2**28
+# Bytes of a tensor in a variable; larger ones are data. If a run writes to one of them,
+# it stays changed, which is reported.
+_MAX_AROUND = 2**20
 
 
 class Snapshot:
     """All that running models again may change, as it is now; restored on exit.
 
-    Parameters, buffers, other tensors, gradients, attributes with all mutable objects
-    in them, and random states. Everything is restored in place, so that identities and
-    aliases stay. Gradients are set aside by reference, and hooks on them that step an
-    optimizer in backward with them: they are not called meanwhile. So are those of each
-    leaf that a backward reaches, before it does: see `set_aside()`. What autocast has
-    cached of weights is neither read nor dropped. Signals' handlers wait meanwhile.
+    Parameters, buffers, other tensors, gradients, random states, and attributes with
+    the containers, arrays, generators and plain objects in them. Everything is restored
+    in place, so that identities and aliases stay. Gradients are set aside by reference,
+    and hooks on them that step an optimizer in backward with them: they are not called
+    meanwhile. So are those of each leaf that a backward reaches, before it does: see
+    `set_aside()`. What autocast has cached of weights is neither read nor dropped.
+    Signals' handlers wait meanwhile.
 
     Weights are copied if they are small, or a forward is known to write to them; of
     the others a write is noticed, and reported by `problems`.
@@ -66,7 +76,7 @@ class Snapshot:
             these are not copied.
 
     Attributes:
-        lost: Iterators, files and queues among what it holds, which have no copy.
+        iterators: Those among what it holds: what is taken from them stays taken.
         problems: After the exit, a sentence for each tensor that stays changed.
         has_hooks: Hooks behind gradients are set aside.
     """
@@ -74,7 +84,7 @@ class Snapshot:
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        start: StepStart | None = None,
+        start: RestorePoint | None = None,
         around: Mapping[str, Any] | None = None,
         batches: Iterable[torch.Tensor] = (),
         calls_hooks: bool = False,
@@ -92,7 +102,7 @@ class Snapshot:
         # Weakly: a run makes leaves of its own. By their ids.
         self._leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._tensors: list[tuple[str, KeptTensor]] = []
-        self.lost: list[Any] = []
+        self.iterators: list[Any] = []
         self.problems: list[str] = []
         self.has_hooks = False
 
@@ -131,20 +141,20 @@ class Snapshot:
         reshard(models)
         self._random = RandomStates(devices_of(models))
         self._objects = objects = ProgramObjects(models)
-        objects.add(  # a wrapper has the name of what it wraps
+        objects.add_models(  # a wrapper has the name of what it wraps
             (f"{prefix}{name}", module)
             for prefix, model in self._models.items()
             for name, module in named_modules(model)
         )
         self._keep_tensors(list(objects.tensors.values()))
         self._num_own, num_tensors = len(objects.kept), len(objects.tensors)
-        objects.add_around(self._around.items(), _MOST_AROUND)
+        objects.add_around(self._around.items())
         others = list(objects.tensors.values())[num_tensors:]
         self._tensors += [
             (name, KeptTensor(tensor, tensor.nbytes <= _MAX_AROUND))
             for name, tensor in others
         ]
-        self.lost = objects.lost
+        self.iterators = objects.iterators
 
     def begin(self) -> None:
         """Makes everything what it was when the step began, and drops gradients.
@@ -320,7 +330,7 @@ def _has_other_form(kept: KeptAttributes) -> bool:
 
 
 @torch.no_grad()
-def rewind(start: StepStart) -> None:
+def rewind(start: RestorePoint) -> None:
     """Makes the models what they were when a step began, as far as is known.
 
     A snapshot restores them afterwards.

@@ -13,15 +13,17 @@ from torch import nn
 from .. import _C
 from ..guard.config import GuardConfig
 from ..guard.explaining import ReplayOffer, gradients_of, with_note
+from ..guard.kept_calls.call_keeper import CallKeeper
+from ..guard.optimizers.last_steps import LastSteps
 from ..guard.options import Schedule
 from ..guard.process import world_size
 from ..guard.ranks.agreement import Agreed
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, plain_name
-from ..guard.step_keeper import LastSteps, StepKeeper
 from ..guard.unit import Unit
-from ..guard.verdict.verdict import BadEntry, BadFrame, Verdict, collect, is_of_flag
-from ..guard.watching.step_tensors import NORM, ScanLevel, StepTensors
+from ..guard.verdict.bad_frames import BadFrame, collect
+from ..guard.verdict.verdict import BadEntry, Origin, Verdict, is_of_flag
+from ..guard.watching.judged_tensors import NORM, JudgedTensors, ScanLevel
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
 from ..scanner.ops import scan
@@ -79,7 +81,7 @@ class StepExplainer:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        keeper: StepKeeper | None,
+        keeper: CallKeeper | None,
         make_watches: Callable[[], list[ModelWatch]],
         find_optimizers: Callable[[], list[torch.optim.Optimizer]],
         last_steps: LastSteps,
@@ -141,9 +143,8 @@ class StepExplainer:
         if entry is None:
             return None
         maker = found.module or "code that no call of a module shows"
-        return Verdict(
-            first=entry, origin="unclear", source="unclear", maker=maker
-        ), found
+        origin = Origin("unclear", "unclear", maker)
+        return Verdict(first=entry, origin=origin), found
 
     def _entry_of(self, found: Explanation) -> BadEntry | None:
         """The value that an explanation is of; None where its tensor is not known."""
@@ -211,8 +212,8 @@ class StepExplainer:
         return BadStep(
             kind=first.kind,
             module=first.fqn if first.class_name else "",
-            is_made=verdict.origin == "made" and bool(first.class_name),
-            is_received=first.kind == "input" or bool(verdict.stale_inputs),
+            is_made=verdict.origin.how == "made" and bool(first.class_name),
+            is_received=first.kind == "input" or bool(verdict.origin.stale_inputs),
             reaches_loss=verdict.reaches_loss
             or is_gradient
             or bool(verdict.dirty_gradients),
@@ -389,7 +390,7 @@ class _FullWatch(Observer):
             self._watches[0].record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
     def _collect(self) -> None:
-        StepTensors(self._watches).scan(None, ScanLevel.ALL)
+        JudgedTensors(self._watches).scan(None, ScanLevel.ALL)
         self.frames += collect(self._watches)
 
 

@@ -4,32 +4,49 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from ..guard.files.fields import ABSENT, Bounds, Index, Number, Written, written
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-_Word = Annotated[int, Bounds(ge=0, le=2**32 - 1)]
+from ..guard.files.fields import Index, Number, meaning
+
+_Word = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
-class SavedValue(Written):
+class SavedValue(Struct, kw_only=True):
     """A value of a batch: one field is set, besides `requires_grad` and `was`."""
 
-    tensor: str = written("of a tensor: its name in `replay.safetensors`", ABSENT)
-    requires_grad: bool = written("whether it required gradients", False)
-    value: bool | int | float | str | None = written("null, or what it is", ABSENT)
-    number: Number = written("a float that is not finite", ABSENT, name="float")
-    by_key: dict[str, Any] = written("values by keys of text", ABSENT, name="dict")
-    listed: list[Any] = written("values", ABSENT, name="list")
-    tupled: list[Any] = written("values", ABSENT, name="tuple")
-    lost: str = written("the type of one that could not be saved", ABSENT)
-    pairs: list[tuple[Any, Any]] = written(
-        "pairs of values, the key of each first", ABSENT, name="items"
+    tensor: Annotated[
+        str | UnsetType, meaning("of a tensor: its name in `replay.safetensors`")
+    ] = UNSET
+    requires_grad: Annotated[bool, meaning("whether it required gradients")] = False
+    value: Annotated[
+        bool | int | float | str | UnsetType | None, meaning("null, or what it is")
+    ] = UNSET
+    number: Annotated[Number | UnsetType, meaning("a float that is not finite")] = (
+        field(name="float", default=UNSET)
     )
-    named: dict[str, Any] = written("the values of a named tuple", ABSENT)
-    was: str = written("the type of one that is read as another", "")
+    by_key: Annotated[dict[str, Any] | UnsetType, meaning("values by keys of text")] = (
+        field(name="dict", default=UNSET)
+    )
+    listed: Annotated[list[Any] | UnsetType, meaning("values")] = field(
+        name="list", default=UNSET
+    )
+    tupled: Annotated[list[Any] | UnsetType, meaning("values")] = field(
+        name="tuple", default=UNSET
+    )
+    lost: Annotated[
+        str | UnsetType, meaning("the type of one that could not be saved")
+    ] = UNSET
+    pairs: Annotated[
+        list[tuple[Any, Any]] | UnsetType,
+        meaning("pairs of values, the key of each first"),
+    ] = field(name="items", default=UNSET)
+    named: Annotated[
+        dict[str, Any] | UnsetType, meaning("the values of a named tuple")
+    ] = UNSET
+    was: Annotated[str, meaning("the type of one that is read as another")] = ""
 
     def __post_init__(self) -> None:
         """Checks that it is one value."""
-        from ..guard.files.schema import UNSET
-
         several: tuple[Any, ...] = (
             *(self.tensor, self.value, self.number, self.by_key, self.listed),
             *(self.tupled, self.lost, self.pairs, self.named),
@@ -38,51 +55,66 @@ class SavedValue(Written):
             raise ValueError("a value must be of one kind")
 
 
-class SavedAmbient(Written):
+class SavedAmbient(Struct, kw_only=True):
     """Random states, autocast and training mode."""
 
-    random: list[tuple[str, str]] = written(
-        "of each device but the CPU, which is empty, the name of its state's tensor"
-    )
-    python: tuple[
-        _Word, Annotated[list[_Word], Bounds(max_length=1000)], float | None
-    ] = written("the state of Python's generator")
-    training: bool = written("whether the model was in training mode")
-    autocast: list[tuple[str, bool, str]] = written(
-        "of each type of device, whether autocast was on, and its dtype"
-    )
-    caches: bool = written("whether autocast kept casts of weights")
-    numpy: dict[str, Any] = written("the state of NumPy's generator", {})
+    random: Annotated[
+        list[tuple[str, str]],
+        meaning(
+            "of each device but the CPU, which is empty, the name of its state's tensor"
+        ),
+    ]
+    python: Annotated[
+        tuple[_Word, Annotated[list[_Word], Meta(max_length=1000)], float | None],
+        meaning("the state of Python's generator"),
+    ]
+    training: Annotated[bool, meaning("whether the model was in training mode")]
+    autocast: Annotated[
+        list[tuple[str, bool, str]],
+        meaning("of each type of device, whether autocast was on, and its dtype"),
+    ]
+    caches: Annotated[bool, meaning("whether autocast kept casts of weights")]
+    numpy: Annotated[dict[str, Any], meaning("the state of NumPy's generator")] = {}
 
 
-class SavedCall(Written):
+class SavedCall(Struct, kw_only=True):
     """A call of the step."""
 
-    is_of_model: bool = written("whether it is of the model, and not of a loss")
-    batch: SavedValue = written("what it was given")
-    ambient: SavedAmbient = written("what else it depended on")
-    returns_loss: bool = written("whether it returned a loss")
-    held: dict[str, str] = written(
-        "the names of the gradients that its outputs were given, by their places"
-    )
-    is_alone: bool = written("whether it ran without autograd", False)
+    is_of_model: Annotated[
+        bool, meaning("whether it is of the model, and not of a loss")
+    ]
+    batch: Annotated[SavedValue, meaning("what it was given")]
+    ambient: Annotated[SavedAmbient, meaning("what else it depended on")]
+    returns_loss: Annotated[bool, meaning("whether it returned a loss")]
+    held: Annotated[
+        dict[str, str],
+        meaning(
+            "the names of the gradients that its outputs were given, by their places"
+        ),
+    ]
+    is_alone: Annotated[bool, meaning("whether it ran without autograd")] = False
 
 
-class SavedStepFile(Written, kind="replay"):
+class SavedStepFile(Struct, tag_field="kind", tag="replay", kw_only=True):
     """`replay.json`: the step itself."""
 
-    schema: int = written("the version of the format")
-    torch: str = written("the release of torch")
-    python: str = written("that of Python", ABSENT)
-    prefixes: Annotated[list[str], Bounds(min_length=1)] = written(
-        "what the names of each model's modules begin with"
-    )
-    calls: Annotated[list[SavedCall], Bounds(min_length=1)] = written(
-        "the calls of the step, in order"
-    )
-    weights: dict[str, tuple[str, list[Index], int]] = written(
-        "dtype, shape and digest of each weight and buffer"
-    )
+    schema: Annotated[int, meaning("the version of the format")]
+    torch: Annotated[str, meaning("the release of torch")]
+    python: Annotated[str | UnsetType, meaning("that of Python")] = UNSET
+    prefixes: Annotated[
+        list[str],
+        Meta(min_length=1),
+        meaning("what the names of each model's modules begin with"),
+    ]
+    calls: Annotated[
+        list[SavedCall],
+        Meta(min_length=1),
+        meaning("the calls of the step, in order"),
+    ]
+    weights: Annotated[
+        dict[str, tuple[str, list[Index], int]],
+        meaning("dtype, shape and digest of each weight and buffer"),
+    ]
 
 
 KINDS = (SavedStepFile,)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..guard.report.explanation import TensorSummary
+from ..guard.report.op import TensorSummary
 from ..scanner.ops import Stat, scan
 from ..scanner.tensors import PLAIN, is_whole, real_parts, widened
 from ..scanner.text import dtype_name

@@ -13,7 +13,7 @@ import weakref
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ..guard.report.explanation import Op
+from ..guard.report.op import Op
 from ..scanner.text import installed_name, is_of_user, is_own, short_name, source_name
 
 _MAX_FRAMES = 12  # lines of an operation that a report shows; chosen, not measured

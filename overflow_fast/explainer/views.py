@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from ..guard.explaining import USE_RUN
 from ..guard.report.causes import NOT_REPRODUCIBLE, UNKNOWN
-from ..guard.report.explanation import OWN_LINES, Explanation
+from ..guard.report.explanation import Explanation
+from ..guard.report.findings import OWN_LINES
 from ..torch_internals.compiler import has_compiled
 from .bad_step import ALL_BAD, NOT_BEHIND, STOPPED, STOPPED_FUNCTION
 from .calls import Call

@@ -12,12 +12,13 @@ from torch import nn
 
 from ..guard.files.fields import line_of
 from ..guard.files.json_text import SCHEMA, dumps
-from ..guard.report.explanation import Artifact
-from ..guard.step_keeper import Ambient
+from ..guard.kept_calls.ambient import Ambient
+from ..guard.report.findings import Artifact
 from ..scanner.tensors import digest_of, has_memory, host_copy, is_readable
 from ..scanner.text import dtype_name
 from .calls import Call, ModelCall
 from .named_tensors import names_of
+from .saved_random import plain_states
 from .step_schema import SavedAmbient, SavedCall, SavedStepFile, SavedValue
 
 STEP, TENSORS = "replay.json", "replay.safetensors"
@@ -41,7 +42,8 @@ def saved_step(
     """
     before = {id(buffer): value for buffer, value in start}
     tensors: dict[str, torch.Tensor] = {}
-    step = SavedStepFile.line(
+    step = line_of(
+        SavedStepFile,
         schema=SCHEMA,
         torch=torch.__version__,
         python=platform.python_version(),
@@ -77,7 +79,7 @@ def _call(call: Call, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 def _ambient(ambient: Ambient, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
     return line_of(
         SavedAmbient,
-        **ambient.random.as_plain(put),
+        **plain_states(ambient.random, put),
         training=ambient.training,
         autocast=[
             [type, is_on, dtype_name(dtype)] for type, is_on, dtype in ambient.autocast

@@ -3,144 +3,36 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from .. import _C
 from .config import GuardConfig
 from .files.fields import line_of
-from .isolation import OverheadTimer
-from .monitors.magnitudes import Headroom, Saturation, Underflow
+from .measurements import Measurements
 from .monitors.monitor import Notice
-from .options import exporters_of
 from .outer import outer
-from .record.flight import FlightRecorder
+from .ranks.rank_info import RankInfo
+from .report.evidence import EvidenceFolder
+from .report.json_log import JsonLog
 from .report.log_lines import LogLine, StepLine
-from .report.report import RankInfo, Report
-from .report.run_log import RunIdentity
-from .verdict.headroom import HeadroomTracker
-from .verdict.verdict import BadFrame, Verdict, kind_of, leading_frame, least_headroom
-from .watching.step_tensors import StepTensors
+from .report.logged_incidents import read_incidents
+from .report.report import Report
+from .report.run_identity import RunIdentity
+from .verdict.bad_frames import BadFrame, leading_frame
+from .verdict.entry_headroom import least_headroom
+from .verdict.roles import kind_of
+from .verdict.verdict import Verdict
+from .watching.judged_tensors import JudgedTensors
 from .watching.watch import ModelWatch
-
-if TYPE_CHECKING:
-    from .report.evidence import EvidenceFolder
-    from .report.json_log import JsonLog
-    from .report.suspects import LoggedIncident
-
-_log = logging.getLogger("overflow_fast")
-
-# The numbers that a guard measures of a run: its own cost, headroom, counts.
-
-
-class Measurements:
-    """Measures a run, and sends the numbers to the exporters.
-
-    Args:
-        config: The guard's.
-        watches: The watched models.
-        timer: Measures the guard's own cost.
-        told: The arguments of which a warning says that their path cannot be used.
-
-    Attributes:
-        timer, told: The same.
-        headroom: Tracks how far values are from the end of their dtype.
-        record: Keeps the flight record, or None.
-    """
-
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        timer: OverheadTimer,
-        told: Container[str] = (),
-    ) -> None:
-        self.told = told
-        self._watches = watches
-        self._exporters = exporters_of(config.metrics)
-        self._failed: set[int] = set()  # exporters whose failure was logged
-        self.timer = timer
-        headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
-        saturation = config.monitor(Saturation)
-        self.headroom = HeadroomTracker(
-            watches,
-            None if headroom is None else headroom.bits,
-            None if underflow is None else underflow.every,
-            None if saturation is None else saturation.share,
-            config.verdicts_are_late,
-        )
-        self.record = _recorder_of(config, watches, lambda: self.run, "record" in told)
-
-    @functools.cached_property
-    def run(self) -> RunIdentity:
-        """The run that files name; it begins with the first file: the rank is known."""
-        return RunIdentity.begin()
-
-    def metrics(self, counts: Mapping[str, float]) -> dict[str, float]:
-        """Returns all numbers. Does not incur a CPU-GPU sync.
-
-        Args:
-            counts: The numbers of all, bad and skipped steps.
-        """
-        not_scanned = (watch.recorder.coverage.not_scanned for watch in self._watches)
-        values = {
-            **counts,
-            "not_scanned_total": sum(not_scanned),
-            **self.timer.metrics(),
-            **self.headroom.metrics(),
-        }
-        return {name: float(value) for name, value in values.items()}
-
-    def emit(self, step: int, counts: Callable[[], Mapping[str, float]]) -> None:
-        """Sends the numbers of a step to the exporters; none stops the run.
-
-        Args:
-            step: The step's number.
-            counts: Returns the numbers of all, bad and skipped steps; called only if
-                there is an exporter.
-        """
-        values = self.metrics(counts()) if self._exporters else {}
-        for i, exporter in enumerate(self._exporters):
-            try:
-                with _C.Unwatched():
-                    exporter(step, values)
-            except Exception:
-                if i not in self._failed:
-                    self._failed.add(i)
-                    _log.warning(
-                        "A metrics exporter failed. Its later failures are not logged.",
-                        exc_info=True,
-                    )
-
-
-def _recorder_of(
-    config: GuardConfig,
-    watches: Sequence[ModelWatch],
-    run: Callable[[], RunIdentity],
-    is_told: bool,
-) -> FlightRecorder | None:
-    record = config.record
-    if record is None or not RunIdentity.begin().collects(record.ranks):
-        return None
-    return FlightRecorder(
-        record.path,
-        record.steps,
-        int(record.mib * 2**20),
-        watches,
-        config.on_overflow,
-        config.verdicts_are_late,
-        run,
-        is_told,
-    )
-
 
 _MIB = 2**20  # bytes
 _now = time.perf_counter  # a test that patches time has its patch to itself
-_PAGE_SHARE = 0.01  # of the run's time
+# Of the run's time: beyond it a bad step gets no page until the run ends, or pages have
+# taken less again. With more of it a run with many bad steps is slower.
+_PAGE_SHARE = 0.01
 _PAGE_LINES = 500  # of the flight record, a quarter of a second
 
 
@@ -176,8 +68,6 @@ class Archive:
         evidence = self._config.evidence
         if evidence is None:
             return None
-        from .report.evidence import EvidenceFolder
-
         most = int(evidence.mib * _MIB)
         is_told = "evidence" in self._measurements.told
         return EvidenceFolder(evidence.path, self._run, most, evidence.keep, is_told)
@@ -187,8 +77,6 @@ class Archive:
         config, log = self._config, self._config.log
         if log is None or not self._run.collects(log.ranks):
             return None
-        from .report.json_log import JsonLog  # for runs that keep a log
-
         return JsonLog(
             self._run.path_of_rank(log.path),
             self._run.id,
@@ -199,7 +87,7 @@ class Archive:
         )
 
     def begin_report(
-        self, report: Report, frames: Sequence[BadFrame], tensors: StepTensors | None
+        self, report: Report, frames: Sequence[BadFrame], tensors: JudgedTensors | None
     ) -> None:
         """Keeps a step's offending tensors and its batch; finds the run it repeats.
 
@@ -218,11 +106,11 @@ class Archive:
         first = report.verdict.first
         if first is not None and self._earlier:
             what = report.step, f"{first.place}: {first.label}"
-            found = [each for each in self._earlier if each.what == what]
+            found = [each for each in self._earlier if (each.step, each.first) == what]
             report.repeats = found[0].run if found else ""
             report.has_ended_runs = any(map(self._has_ended, found))
 
-    def _has_ended(self, incident: LoggedIncident) -> bool:
+    def _has_ended(self, incident: StepLine) -> bool:
         """True for the last incident of its run, which the guard has raised for."""
         own = [each.step for each in self._earlier if each.run == incident.run]
         return incident.action == "raise" and incident.step == max(own)
@@ -290,12 +178,12 @@ class Archive:
             where = first.place
             line["headroom_bits"], line["headroom_at"] = 0.0, where
             line["first"] = f"{where}: {first.label}"
-            line["origin"] = verdict.origin
-            line["source"] = verdict.source
-            line["maker"] = verdict.maker
+            line["origin"] = verdict.origin.how
+            line["source"] = verdict.origin.source
+            line["maker"] = verdict.origin.maker
         if report is not None:
             line.update(self._blame(report))
-        self._log.write(StepLine.line(**line))
+        self._log.write(line_of(StepLine, **line))
 
     def _line_of(self, step: int) -> dict[str, Any]:
         return line_of(LogLine, run=self._run.id, time=round(time.time(), 3), step=step)
@@ -324,11 +212,9 @@ class Archive:
         return {"rank": place.rank, "host": place.host, "device": place.device, **cause}
 
     @functools.cached_property
-    def _earlier(self) -> list[LoggedIncident]:
+    def _earlier(self) -> list[StepLine]:
         if self._config.log is None:
             return []
-        from .report.suspects import read_incidents
-
         began = self._run.started.timestamp()
         try:
             found = read_incidents(self._config.log.path)
@@ -343,7 +229,7 @@ class Archive:
 
 
 def _offending(
-    leading: BadFrame, frames: Sequence[BadFrame], tensors: StepTensors | None
+    leading: BadFrame, frames: Sequence[BadFrame], tensors: JudgedTensors | None
 ) -> dict[str, object]:
     """The tensors to keep: those of the first bad call, and others that are bad."""
     found: dict[str, object] = {}

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from .. import _C
-from .archive import Measurements
 from .config import GuardConfig
 from .isolation import ErrorIsolation
+from .measurements import Measurements
 from .optimizers.engines import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .step import StepClock
 from .unit import Unit, UnitKind
-from .verdict.verdict import BadFrame, take_bad, take_evaluated
-from .watching.step_tensors import OverflowFlags, ScanLevel, StepTensors
+from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
+from .watching.judged_tensors import JudgedTensors, ScanLevel
+from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
@@ -61,7 +62,7 @@ class Collector:
         self._is_blind = False  # a tripwire had nothing to look at, which was logged
         self.watches = watches
         self.wanted = config.wanted
-        self.tensors = StepTensors(watches, config.weights_every)
+        self.tensors = JudgedTensors(watches, config.weights_every)
         self.has_scaler = False
 
     def begun(

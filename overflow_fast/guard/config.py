@@ -1,4 +1,15 @@
-"""The configuration of a guard: its arguments, checked."""
+"""The configuration of a guard: its arguments, checked.
+
+1. `GuardConfig.of()` takes the arguments of `OverflowGuard` by name. Shorter forms,
+   such as a path for a `Log`, become the objects that they stand for, and then each
+   field is checked by its kind. What cannot be used raises here; patterns and rules
+   that match nothing raise when the models are known (parts.py).
+2. The fields are never changed afterwards. What a guard asks of several of them at once
+   is a property below, so that no other file puts the same question together.
+3. If `may_restore` or `may_replay` is True where it need not be, buffers are copied and
+   calls are kept for nothing. If it is False where it should not, a bad step cannot be
+   undone, or is not explained.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..detector.selection import Wanted
-from .monitors.monitor import Monitor
-from .monitors.running import DEFAULT_MONITORS
-from .monitors.spikes import Spikes
-from .options import (
+from .kinds import (
     ALLOW,
     GROUP,
     METRICS,
@@ -19,26 +27,25 @@ from .options import (
     POLICY,
     TRIPWIRE,
     WATCH,
-    Evidence,
-    Explain,
     Kind,
-    Log,
-    Options,
-    Record,
-    Schedule,
     check_safetensors,
     is_path,
     one_of,
-    option,
     whole,
 )
+from .monitors.monitor import Monitor
+from .monitors.running import DEFAULT_MONITORS
+from .monitors.spikes import Spikes
+from .options import Evidence, Explain, Log, Options, Record, Schedule, option
 from .policy import plain_action
 from .report.report import Report
 from .verdict.rules import Allow
 
 Policy = str | Callable[[Report], str]
 EVERYTHING = tuple(name for name in Wanted._fields if name != "optimizer_state")
-WEIGHTS_EVERY = 64  # steps between the tripwire's scans of the weights
+# Steps between the scans of the weights that a tripwire makes. With more, a bad weight
+# that no loss shows is found later; with fewer, clean steps take longer.
+WEIGHTS_EVERY = 64
 
 _Monitor = TypeVar("_Monitor", bound=Monitor)
 

@@ -22,11 +22,12 @@ from ..scanner.text import error_line
 from ..torch_internals.tensor_internals import local_part
 from .config import GuardConfig
 from .isolation import OverheadTimer
+from .kept_calls.call_keeper import CallKeeper
+from .optimizers.last_steps import LastSteps
 from .outer import outer
 from .process import world_size
 from .ranks.agreement import Agreed
 from .report.explanation import Explanation
-from .step_keeper import LastSteps, StepKeeper
 from .unit import Unit
 from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
@@ -128,7 +129,7 @@ class Explaining:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        keeper: StepKeeper | None,
+        keeper: CallKeeper | None,
         make_watches: Callable[[], list[ModelWatch]],
         find_optimizers: Callable[[], list[torch.optim.Optimizer]],
         timer: OverheadTimer,

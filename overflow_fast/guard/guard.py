@@ -1,4 +1,22 @@
-"""OverflowGuard: watches a whole training run, and judges each step once."""
+"""OverflowGuard: watches a whole training run, and judges each step once.
+
+This file is what a program calls. The work is done elsewhere:
+
+1. Arguments are checked once, when a `GuardConfig` is made of them (config.py).
+2. `GuardParts` (parts.py) holds everything else: hooks on models and optimizers, the
+   pipeline that judges, and what was counted. The hooks hold it, and not this object.
+3. What a training loop calls runs isolated (isolation.py): an error of the guard's own
+   code is logged once, and the method returns None or an empty result. Methods that
+   are asked for something once, such as `to_html()` and `self_test()`, raise it.
+4. A program that lets go of this object keeps its guard: the models are watched until
+   they are gone, their optimizers are, or a later guard takes its place (others.py).
+
+Its own state is these two:
+
+1. `_parts`: shared with copies of this object that `copy.copy` makes.
+2. `_handle`: dies with the last such copy. The parts hold it weakly. If it died too
+   early, a later guard of the same models would end this one while it is in use.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +24,6 @@ import copy
 import logging
 import os
 import pathlib
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
@@ -15,91 +32,40 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..scanner.modules import modules_in
 from ..scanner.text import drop_own_frames
 from .config import EVERYTHING, GuardConfig, Policy
 from .isolation import isolate_errors
-from .monitors.monitor import Monitor
-from .monitors.running import DEFAULT_MONITORS
-from .optimizers.wrapped import optimizers_of
-from .options import (
-    Evidence,
-    Explain,
-    Exporter,
-    Log,
-    Path,
-    Record,
-    Schedule,
-    check_int,
-    check_names,
-    documents,
-    reusable,
-)
-from .outer import outer
-from .parts import (
-    GuardParts,
-    Handle,
+from .kinds import Exporter, Path, check_int, check_names, reusable
+from .models import (
     Models,
     living_models,
     named_models,
     warn_foreign_parameters,
-    warn_of_other_guards,
 )
-from .report.report import Cost, NonFiniteError, Report
+from .monitors.monitor import Monitor
+from .monitors.running import DEFAULT_MONITORS
+from .optimizers.wrapped import optimizers_of
+from .options import Evidence, Explain, Log, Record, Schedule, documents
+from .others import note_enabled
+from .outer import outer
+from .parts import GuardParts, Handle
+from .report.cost import Cost
+from .report.coverage import GuardCoverage
+from .report.report import NonFiniteError, Report
+from .report.run_lines import log_begin, log_end
+from .state_check import state_report
+from .verdict.headroom_table import HeadroomTable
 from .verdict.rules import Allow
-from .watching.watch import ModelWatch
+from .watching.evaluation import Evaluation
+from .watching.watch import models_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..explainer.selftest import Loss, SelfTestResult
-    from .report.coverage import GuardCoverage
-    from .report.suspects import Suspects
-    from .verdict.headroom_table import HeadroomTable
 
 _log = logging.getLogger("overflow_fast")
-
-
-# The guards of this process that are on: several may watch the same model.
-
-
-_guards: weakref.WeakSet[GuardParts] = weakref.WeakSet()
-
-
-def note_enabled(parts: GuardParts) -> None:
-    """Notes a guard that is switched on, and warns of others on the same models.
-
-    Those that give way are switched off: at once, or when the program lets go of them.
-    """
-    others = [each for each in _guards if each.is_enabled and each is not parts]
-    _guards.add(parts)
-    own, ending = modules_of(parts), list[ModelWatch]()
-    for each in others:
-        if own.isdisjoint(modules_of(each)):
-            continue
-        if each.note_later(parts):
-            ending += each.watches
-    watches = [w for each in others if each.is_enabled for w in each.watches]
-    warn_of_other_guards(parts.watches, watches, ending)
-
-
-def guards_of(modules: Iterable[nn.Module]) -> list[GuardParts]:
-    """The guards that are on and watch one of these modules."""
-    wanted = set(modules)
-    return [
-        parts
-        for parts in list(_guards)
-        if parts.is_enabled and not wanted.isdisjoint(modules_of(parts))
-    ]
-
-
-def modules_of(parts: GuardParts) -> set[nn.Module]:
-    """The modules of the models that a guard watches."""
-    models = [watch.model for watch in parts.watches]
-    return {each for model in models if model is not None for each in modules_in(model)}
-
-
 _Result = TypeVar("_Result")
 
 
@@ -166,8 +132,6 @@ class OverflowGuard:
         self._parts = GuardParts(config, models, optimizers, self._handle, _defer)
         self.enable()
         if _log.isEnabledFor(logging.INFO):
-            from .report.coverage import log_begin
-
             log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -221,8 +185,6 @@ class OverflowGuard:
             if was_enabled:
                 num_reports = self._parts.pipeline.ledger.num_bad
                 with self._parts.isolation.isolated():
-                    from .report.coverage import log_end
-
                     log_end(self.coverage(), num_reports, self.num_skipped, self.cost)
 
     def __enter__(self) -> OverflowGuard:
@@ -285,7 +247,9 @@ class OverflowGuard:
         with self._parts.isolation.isolated():
             self._parts.inputs.record(tensors)
 
-    def run(self, function: Callable[[], _Result]) -> _Result:
+    def run(
+        self, function: Callable[[], _Result], *, records_loss: bool = True
+    ) -> _Result:
         """Calls a function that computes the loss, and can call it again.
 
         For loops whose loss is outside of the model:
@@ -295,6 +259,8 @@ class OverflowGuard:
 
         Args:
             function: Calls the model and returns the loss.
+            records_loss: Add the loss that it returns to the step. False where
+                `record()` is given the one that backward is called on.
 
         Returns:
             The function's result.
@@ -308,7 +274,7 @@ class OverflowGuard:
                 "`lambda: criterion(model(x), y)`"
             )
         try:
-            result: _Result = self._parts.inputs.run(function)
+            result: _Result = self._parts.inputs.run(function, records_loss)
         except NonFiniteError as error:  # of a forward without autograd
             drop_own_frames(error)
             raise error
@@ -331,12 +297,72 @@ class OverflowGuard:
         """
         return self._parts.judge_requests().request(None if ids is None else list(ids))
 
+    # What a trainer tells that runs the training loop for the program.
+
+    def note_batch(self, batch: object, *, caller: str | None = None) -> None:
+        """Notes the batch of the step that begins, for reports of where it was bad.
+
+        For trainers, whose model need not be called with the batch as it is. Without
+        this a report names the inputs of the model alone. Does not incur a CPU-GPU
+        sync.
+
+        Args:
+            batch: The batch, in any nesting, held weakly; None once the step is over.
+            caller: The function that calls the model with it, such as
+                "training_step", which reports name from then on in place of the
+                training loop.
+        """
+        self._parts.inputs.note_batch(batch, caller)
+
+    def note_evaluation(self, batch: int | None, loader: int = 0) -> None:
+        """Notes that a batch of an evaluation inside the training runs.
+
+        What is bad in it is logged, with the batch and its rows, and `on_overflow` does
+        not apply. Does not incur a CPU-GPU sync.
+
+        Args:
+            batch: Its index in the evaluation, from 0; None once it has run: what
+                follows is of the training, and judged as such.
+            loader: The index of its loader, where there are several.
+
+        Raises:
+            TypeError, ValueError: If `batch` is no int of at least 0.
+        """
+        if batch is not None:
+            check_int("batch", batch, 0)
+        evaluation = None if batch is None else Evaluation(batch, loader)
+        self._parts.pipeline.evaluation = evaluation
+
+    def on_raised(self, error: BaseException, *, ends: bool = True) -> None:
+        """Judges a step that an exception of the program's own has left.
+
+        For trainers that catch it: the guard sees by itself one that leaves a forward,
+        `run()`, a `with` block of the guard or the program. If the step is bad, its
+        report is added to the exception as a note, and is `last_report`; a second call
+        for the same step changes nothing. Raises nothing. Incurs a CPU-GPU sync.
+
+        Args:
+            error: The exception, which goes on afterwards.
+            ends: The run ends with it, so that an explanation may take its time.
+        """
+        self._parts.on_raised(error, ends)
+
     # What it has counted, measured and checked; tests of the guard, and of a state.
 
     @property
     def enabled(self) -> bool:
         """True while the guard is on."""
         return self._parts.is_enabled and self._parts.isolation.on_idle is None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The watched models that still exist."""
+        return list(models_of(self._parts.watches).values())
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that still exist, without what the program wraps them in."""
+        return self._parts.optimizers
 
     @property
     def step(self) -> int:
@@ -415,8 +441,6 @@ class OverflowGuard:
         """Returns what was checked so far, and what was not, with the reasons."""
         with self._parts.isolation.isolated():
             return (self._parts.requests or self._parts.pipeline).coverage()
-        from .report.coverage import GuardCoverage
-
         return GuardCoverage.unknown(self._parts.isolation.num_failures)
 
     def headroom(self) -> HeadroomTable:
@@ -427,8 +451,6 @@ class OverflowGuard:
         """
         with self._parts.isolation.isolated():
             return self._parts.headroom.table()
-        from .verdict.headroom_table import HeadroomTable
-
         return HeadroomTable([])
 
     def metrics(self) -> dict[str, float]:
@@ -481,8 +503,6 @@ class OverflowGuard:
         Raises:
             NonFiniteError: If a value is not finite; its report names it.
         """
-        from .state_check import state_report
-
         parts = self._parts
         report = state_report(
             living_models(parts.watches) if model is None else named_models(model),
@@ -544,23 +564,3 @@ class OverflowGuard:
             result: SelfTestResult = test.run()
         print(result)
         return result
-
-    def suspects(self) -> Suspects:
-        """Counts the incidents of each host and device, across restarts.
-
-        Reads the log of all ranks and runs that lies at `log=` and beside it. An
-        incident to which runs come again from a checkpoint counts once. Incurs no
-        CPU-GPU sync.
-
-        Returns:
-            The table, the worst first; `print()` shows which node to drain.
-
-        Raises:
-            RuntimeError: If the guard has no `log`.
-        """
-        log = self._parts.config.log
-        if log is None:
-            raise RuntimeError("suspects() reads the log: give the guard log=")
-        from .report.suspects import read_incidents, suspects_of
-
-        return suspects_of(read_incidents(log.path))

@@ -13,7 +13,8 @@ from typing import Any, TypeVar, cast
 from .. import _C
 from ..scanner.text import drop_own_frames
 from .ranks.agreement import Agreement
-from .report.report import Cost, NonFiniteError
+from .report.cost import Cost
+from .report.report import NonFiniteError
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")

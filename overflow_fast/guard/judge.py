@@ -16,7 +16,6 @@ not the guard's way.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -26,6 +25,8 @@ from ..scanner.text import error_line
 from .config import GuardConfig
 from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, OverheadTimer
+from .kept_calls.call_keeper import CallKeeper
+from .kept_calls.left_gradients import LeftGradients
 from .ledger import CLEAN, Ledger
 from .monitors.running import clauses_of
 from .monitors.spikes import SPIKE
@@ -36,15 +37,14 @@ from .report.coverage import GuardCoverage
 from .report.notice import notices_text
 from .report.report import Report
 from .reporting import report_of
-from .step_keeper import LeftGradients, StepKeeper
 from .undo.lending import lent
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .unit import RunsAgain, Unit
-from .verdict.first_bad import attribute
-from .verdict.remarks import bad_settings
+from .verdict.attribution import attribute
+from .verdict.optimizer_settings import bad_settings
 from .verdict.repair import is_beyond_repair
 from .verdict.verdict import Verdict, is_of_flag, is_unseen
-from .watching.step_tensors import StepTensors
+from .watching.judged_tensors import JudgedTensors
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
@@ -78,14 +78,14 @@ class Judge:
         config: GuardConfig,
         watches: Sequence[ModelWatch],
         hooks: Sequence[OptimizerHook],
-        start: StepStart | None,
-        keeper: StepKeeper | None,
+        start: RestorePoint | None,
+        keeper: CallKeeper | None,
         explaining: Explaining,
         agreement: Agreement,
         isolation: ErrorIsolation,
         timer: OverheadTimer,
         ledger: Ledger,
-        tensors: StepTensors,
+        tensors: JudgedTensors,
         may_overflow: Callable[[OptimizerHook], bool],
         coverage: Callable[[Sequence[ModelWatch]], GuardCoverage],
     ) -> None:
@@ -171,7 +171,7 @@ class Judge:
     def _looks(again: RunsAgain, unit: Unit, verdict: Verdict) -> bool:
         """True if a bad tensor is to be looked for again, which may be met again."""
         can_be_found = not (is_of_flag(verdict) or is_unseen(verdict))
-        is_run_again = unit.has_room and verdict.source != "update"
+        is_run_again = unit.has_room and verdict.origin.source != "update"
         return again.looks_again and is_run_again and can_be_found
 
     def _agree(self, unit: Unit, begin: int) -> Agreed:
@@ -221,15 +221,14 @@ class Judge:
     def _verdict_on(self, unit: Unit) -> Verdict:
         watches = unit.watches or self._watches
         verdict = attribute(unit.frames, watches, unit.kind.moment == "check")
-        if verdict.source not in ("weight", "optimizer_state"):
+        if verdict.origin.source not in ("weight", "optimizer_state"):
             return verdict
         had_finite = all(w.wanted.gradients for w in watches)
         with self._isolation.isolated():
             settings = bad_settings(
                 living(self._hooks), had_finite and not self._ledger.num_bad_in_row
             )
-            remarks = [*verdict.remarks, *settings]
-            verdict = dataclasses.replace(verdict, remarks=remarks)
+            verdict = verdict.with_remarks([*verdict.origin.remarks, *settings])
         return verdict
 
     # Report and explain.

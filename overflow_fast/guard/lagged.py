@@ -15,7 +15,7 @@ from .config import GuardConfig
 from .optimizers.device_flags import DeviceFlags
 from .optimizers.loss_scaling import has_skipped, without_expected
 from .optimizers.optimizer_hook import OptimizerHook
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .unit import LATE, Unit
 
 
@@ -33,7 +33,7 @@ class LaggedSteps:
         self,
         config: GuardConfig,
         hooks: Sequence[OptimizerHook],
-        start: StepStart | None,
+        start: RestorePoint | None,
         collector: Collector,
     ) -> None:
         self._collector = collector

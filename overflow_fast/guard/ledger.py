@@ -6,14 +6,16 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .archive import Archive, Measurements
+from .archive import Archive
 from .config import GuardConfig
 from .error_notes import add_report
 from .isolation import ErrorIsolation
+from .measurements import Measurements
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .policy import limit_skips
-from .report.report import Cost, NonFiniteError, Report
-from .report.run_log import AlarmLog
+from .report.alarm_log import AlarmLog
+from .report.cost import Cost
+from .report.report import NonFiniteError, Report
 from .rounds import Rounds
 from .unit import Unit
 from .verdict.verdict import Verdict

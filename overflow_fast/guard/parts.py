@@ -1,392 +1,67 @@
-"""Assembles the parts of a guard, and runs them for a training loop."""
+"""Assembles the parts of a guard, and runs them for a training loop.
+
+The flow:
+
+1. Each model gets a `ModelWatch`, whose hooks record what a forward and a backward
+   show; each optimizer gets an `OptimizerHook`, which asks before it steps.
+2. The hooks call the `Pipeline`, which judges a step. Where there is no optimizer, or
+   `guard.request()` was called, `Requests` judges forwards without autograd.
+3. `enable()` and `disable()` attach and remove all hooks, in one thread at a time.
+   Within a judgement or a step, removing them is put off until that has ended.
+4. An exception that leaves a forward, `guard.run()`, a `with` block or the program is
+   judged when it does (`on_raised`).
+5. The guard ends by `remove()`; when its models or optimizers are gone; or when a later
+   guard has its optimizers and the program has let go of this one (`note_later`).
+
+The state:
+
+1. `is_enabled`: hooks are on. Only `enable()` and `disable()` change it.
+2. `clock`: the step at hand and what is scanned in it. `inputs`: what the loop hands
+   over. `keeper`: the calls of the step, if steps may be run again.
+3. `requests`: None until forwards are judged as requests, which they are from then on.
+4. `_handle` and `_later`: the program's hold on the guard, and the guard that takes its
+   place, both held weakly. If they were strong, the guards of all runs of a notebook's
+   cell would stay on, and each would judge every step.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
-import os
-import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import _C
 from ..detector.coverage import warn_of_asking, warn_of_scripted
-from ..detector.selection import Selection, Wanted, check_patterns, full_name
-from ..scanner.modules import modules_in, named_modules, parameters_of, tensors_of
-from ..scanner.tensors import loss_in
+from ..detector.selection import Selection, Wanted
+from ..scanner.modules import modules_in
+from ..torch_internals import clipping
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught
-from .archive import Measurements
 from .config import EVERYTHING, GuardConfig, wanted_of
-from .files.writing import why_not_writable
 from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
-from .monitors.magnitudes import Headroom, Underflow
+from .kept_calls.call_keeper import CallKeeper, make_keeper
+from .loop_inputs import LoopInputs
+from .measurements import Measurements
+from .models import check_names, living_models, warn_of_idle_arguments
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers.optimizer_hook import OptimizerHook, living, outermost
-from .optimizers.wrapped import innermost, stepper_of
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
 from .requests.requests import Requests
 from .step import StepClock, WatchSchedule
-from .step_keeper import StepKeeper, make_keeper
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .verdict.rules import Rules
-from .watching.inputs import LoopBatch
 from .watching.missed_steps import ENOUGH
-from .watching.step_tensors import NORM, OverflowFlags, ScanLevel, StepTensors
+from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch, models_of
 
-# Takes what a training loop hands over: batches, losses, functions to run again.
-
-
-_MAX_NAMES = 1000  # 2 KiB each
-_MANY_RUNS = 8  # without a step, before it is said that they run another model
-
-
-class _Strangers(NamedTuple):
-    """Calls of `guard.run()` in a row that ran nothing which is watched.
-
-    Attributes:
-        num_steps: The steps that were over at the first one.
-        gradients: The gradients of the watched models then.
-        num: How many they are.
-    """
-
-    num_steps: int
-    gradients: list[tuple[int, int]]
-    num: int = 0
-
-
-class LoopInputs:
-    """Takes in what the training loop hands over for the step at hand.
-
-    Args:
-        config: The guard's.
-        watches: The watched models.
-        keeper: Keeps the calls of a step, or None.
-        clock: Has the step's level.
-        tensors: Scans what stands in no module's call.
-        isolation: Isolates the guard's own errors.
-        hooks: The optimizers' hooks.
-
-    Attributes:
-        on_left: Called with the exception that has left the outermost function.
-    """
-
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        keeper: StepKeeper | None,
-        clock: StepClock,
-        tensors: StepTensors,
-        isolation: ErrorIsolation,
-        hooks: Sequence[OptimizerHook],
-    ) -> None:
-        self._config = config
-        self._watches = watches
-        self._keeper = keeper
-        self._clock = clock
-        self._tensors = tensors
-        self._isolation = isolation
-        self._hooks = hooks
-        self._num_running = 0
-        self._strangers: _Strangers | None = None
-        self._is_warned = False
-        self.on_left: Callable[[Exception], None] = lambda error: None
-        self.requests: Requests | None = None
-        self._names: set[str] = set()
-
-    @property
-    def is_running(self) -> bool:
-        """True while a function runs that calls the models."""
-        return self._num_running > 0
-
-    def note_batch(self, batch: object) -> None:
-        """Notes the batch of a trainer's step, which calls the models.
-
-        Args:
-            batch: The batch, in any nesting. It is held weakly. None after the step.
-        """
-        with self._isolation.measured():
-            noted = None if batch is None else LoopBatch(batch)
-            for watch in self._watches:
-                number, num_calls = watch.batch_number, watch.total_calls
-                watch.inputs.loop_batches.note(number, num_calls, noted)
-
-    def name_caller(self, name: str) -> None:
-        """Names the code that calls the models, for reports: "training_step"."""
-        for watch in self._watches:
-            watch.inputs.caller = name
-
-    def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
-        """Calls a function that calls the models; keeps it until the step is judged."""
-        if _C.is_unwatched():  # a replay of another guard's, whose function calls this
-            return function()
-        models = [watch.model for watch in self._watches]
-        if self.requests is not None and self.requests.takes(models):
-            return self.requests.run(function)
-        model, seen = self._watches[0].model, self._seen()
-        is_watched = self._clock.level is ScanLevel.ALL
-        self._num_running += 1
-        try:
-            if self._keeper is None or model is None or not is_watched:
-                output = function()
-            else:
-                output = self._keeper.run(model, function, self._isolation.isolated)
-        except Exception as error:
-            if self._num_running == 1:
-                self.on_left(error)
-            raise
-        finally:
-            self._num_running -= 1
-        with self._isolation.isolated():
-            loss = loss_in(output)
-            if is_watched and loss is not None and loss.requires_grad:
-                self._note_run(is_of_others=seen == self._seen())
-            if loss is not None and self._config.wanted.loss and records_loss:
-                self.record({"loss": loss})
-        return output
-
-    def _seen(self) -> list[tuple[int, int]]:
-        """The numbers of forwards, and of calls, that watches have seen."""
-        return [(each.batch_number, each.total_calls) for each in self._watches]
-
-    def _note_run(self, is_of_others: bool) -> None:
-        """Logs, once, that the function ran modules which are not watched alone.
-
-        A tripwire does not see a model whose forward is not called: its gradients tell.
-        """
-        is_unseen = is_of_others and any(each.is_attached for each in self._watches)
-        if self._is_warned or not is_unseen:
-            self._strangers = None
-            return
-        before = self._strangers
-        if before is None or before.num_steps != self._clock.num_steps:
-            before = _Strangers(self._clock.num_steps, self._gradients())
-        self._strangers = before._replace(num=before.num + 1)
-        if before.num + 1 < _MANY_RUNS or before.gradients != self._gradients():
-            return
-        self._is_warned = True
-        _log.warning(
-            "guard.run() was called %d times, and nothing of the model that the guard "
-            "watches ran in it.\nWhere a cell has made the model anew, make the guard "
-            "anew as well, of the model and the optimizer that run now. Logged once.",
-            _MANY_RUNS,
-        )
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """The gradients of the models, as far as writes to them are counted."""
-        models = models_of(self._watches).values()
-        each = (p.grad for model in models for p in parameters_of(model))
-        found = [gradient for gradient in each if gradient is not None]
-        return list(zip(map(id, found), _C.versions_of(found), strict=False))
-
-    def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Adds tensors that no module returns to the step, if it is watched."""
-        requests = self.requests
-        if requests is not None and requests.takes_now:
-            requests.record(tensors)
-            return
-        level, watch = self._clock.level, self._watches[0]
-        if level is ScanLevel.OFF or not tensors or _C.is_unwatched():
-            return
-        watch.has_seen_loss |= "loss" in tensors
-        watch.has_loss_of_step |= "loss" in tensors
-        if self._config.is_tripwire and NORM in tensors:
-            self._tensors.note_norm(living(self._hooks), tensors[NORM])
-        names = [self._kept_name(name) for name in tensors]
-        watch.record(_C.FrameKind.RECORDED, (names, list(tensors.values())))
-
-    def _kept_name(self, name: str) -> str:
-        """The name under which a tensor is kept track of, which takes memory for good.
-
-        Beyond some, what is counted up in a name becomes a star: "loss_*".
-        """
-        if name in self._names:
-            return name
-        if len(self._names) == _MAX_NAMES:
-            _log.warning(
-                "guard.record() was given %d names. Later ones are reported with * in "
-                "the place of their digits: give a tensor the same name in each step.",
-                _MAX_NAMES,
-            )
-        if len(self._names) >= _MAX_NAMES:
-            name = re.sub(r"\d+", "*", name)
-            if name not in self._names and len(self._names) >= 2 * _MAX_NAMES:
-                return "*"
-        self._names.add(name)
-        return name
-
-    def on_clipped(
-        self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
-    ) -> None:
-        """Notes a norm that `clip_grad_norm_` has computed; see `clipping.listen`."""
-        if self._clock.level is not ScanLevel.OFF and not _C.is_unwatched():
-            with self._isolation.measured():
-                # Of float16 it is counted how many stand at its largest number.
-                wider = [p for p in parameters if p.dtype is not torch.float16]
-                self._tensors.note_clipping(wider, norm)
-
-
-# The models that a guard is given, and the watches that it puts on them.
-
-
 _log = logging.getLogger("overflow_fast")
-Models = nn.Module | Iterable[nn.Module] | Mapping[str, nn.Module]
-
-
-def named_models(model: Models) -> dict[str, nn.Module]:
-    """The models of an argument, by the prefix of their modules' names.
-
-    Raises:
-        TypeError, ValueError: If there is none, or one of them is no module.
-    """
-    if isinstance(model, nn.Module):
-        return {"": model}
-    if isinstance(model, Mapping):
-        models = {f"{name}." if name else "": each for name, each in model.items()}
-    elif isinstance(model, Iterable) and not isinstance(model, (str, torch.Tensor)):
-        several = list(model)
-        is_one = len(several) == 1  # as Megatron's list of a model's chunks
-        models = {"" if is_one else f"{i}.": each for i, each in enumerate(several)}
-    else:
-        own = getattr(model, "__dict__", {}).items()  # a pipeline of models
-        models = {f"{k}.": each for k, each in own if isinstance(each, nn.Module)}
-        if not models:
-            raise _wrong_model(model)
-    for each in models.values():
-        if not isinstance(each, nn.Module):
-            raise _wrong_model(each)
-    if not models:
-        raise ValueError("model must hold at least one torch.nn.Module, got none")
-    return models
-
-
-def _wrong_model(model: object) -> TypeError:
-    return TypeError(
-        "model must be a torch.nn.Module, a list or a dict of them, or an object with "
-        "such attributes, got "
-        f"{type(model).__name__}"
-        + ": give the model, and not its state_dict"
-        * isinstance(model, torch.Tensor)
-    )
-
-
-def check_names(config: GuardConfig, models: Mapping[str, nn.Module]) -> None:
-    """Raises ValueError if a pattern of modules to check matches nothing."""
-    names = [
-        full_name(prefix, name)
-        for prefix, model in models.items()
-        for name, _ in named_modules(model)
-    ]
-    check_patterns("include", config.include or (), names)
-    check_patterns("exclude", config.exclude, names)
-
-
-def living_models(watches: Iterable[ModelWatch]) -> dict[str, nn.Module]:
-    """The watched models by the prefix of their modules' names.
-
-    Raises:
-        RuntimeError: If none of them exists any more.
-    """
-    models = models_of(watches)
-    if not models:
-        raise RuntimeError(
-            "the model is gone: the guard holds it weakly, so keep it yourself"
-        )
-    return models
-
-
-def warn_foreign_parameters(
-    models: Mapping[str, nn.Module], optimizers: Iterable[Optimizer]
-) -> None:
-    """Logs a warning for each optimizer that steps no watched parameter."""
-    own = {id(each) for model in models.values() for each in parameters_of(model)}
-    for optimizer in optimizers:
-        if stepper_of(optimizer) is not innermost(optimizer):
-            continue  # an engine's: it may step copies
-        groups = innermost(optimizer).param_groups
-        if own and not any(id(p) in own for group in groups for p in group["params"]):
-            _log.warning(
-                "The %s that the guard was given has none of the model's parameters. "
-                "Check that it is the optimizer that steps, and was made from this "
-                "model.",
-                type(innermost(optimizer)).__name__,
-            )
-
-
-def warn_of_other_guards(
-    watches: Sequence[ModelWatch],
-    others: Sequence[ModelWatch],
-    ending: Sequence[ModelWatch],
-) -> None:
-    """Logs a warning if other guards, which are on, watch modules of the same models.
-
-    Args:
-        watches: The guard's.
-        others: Those of the other guards.
-        ending: Those of them that end when the program lets go of their guard.
-    """
-    for watch, each in itertools.product(watches, others):
-        model, other = watch.model, each.model
-        if model is None or other is None:
-            continue
-        if other in set(modules_in(model)) or model in set(modules_in(other)):
-            until = ", until your program lets go of that one, as in a cell's next run"
-            _log.warning(
-                "Another OverflowGuard already watches this %s. Both work, each by "
-                "its own policy%s. Call remove() on the other to replace it.",
-                type(model).__name__,
-                until * (each in ending),
-            )
-            return
-
-
-def warn_of_idle_arguments(
-    config: GuardConfig, watches: Sequence[ModelWatch]
-) -> set[str]:
-    """Logs a warning for each argument that can do nothing.
-
-    Args:
-        config: The guard's.
-        watches: The watched models.
-
-    Returns:
-        The names of those whose path cannot be written to.
-    """
-    told = set[str]()
-    if not any(w.modules.is_selected(i) for w in watches for i in w.modules.order):
-        _log.warning(
-            "include= and exclude= leave no module to check. What is recorded is "
-            "checked all the same: `guard.record()`, the loss of `guard.run()`."
-        )
-    tensors = (t for each in models_of(watches).values() for t in tensors_of(each))
-    asked = [each for each in (Headroom, Underflow) if config.monitor(each) is not None]
-    if asked and not any(each.is_floating_point() for each in tensors):
-        _log.warning(
-            "%s may have nothing to look at: the model has no floating-point "
-            "parameters and buffers.",
-            " and ".join(f"{each.__name__}()" for each in asked),
-        )
-    log, record, evidence = config.log, config.record, config.evidence
-    for name, asked_for in (("log", log), ("record", record), ("evidence", evidence)):
-        if asked_for is None or (asked_for is record and os.path.lexists(record.path)):
-            continue  # what is there is left alone: its folder has another
-        why = why_not_writable(asked_for.path, is_folder=asked_for is evidence)
-        if why:
-            _log.warning("%s=%s cannot be written: %s.", name, asked_for.path, why)
-            told.add(name)
-    return told
 
 
 class Handle:
@@ -444,8 +119,10 @@ class GuardParts:
         ]
         is_restored = config.may_restore and bool(hooks)
         is_kept = is_restored or config.may_replay
-        self._start = start = StepStart(watches, bool(hooks)) if is_kept else None
-        self.keeper = make_keeper(config, watches, start)
+        self._start = start = RestorePoint(watches, bool(hooks)) if is_kept else None
+        self.keeper: CallKeeper | None = None
+        if start is not None and config.may_replay:
+            self.keeper = make_keeper(watches, start)
         self.timer = OverheadTimer(watches)
         self.measurements = Measurements(config, watches, self.timer, told)
         self.headroom = self.measurements.headroom
@@ -537,8 +214,6 @@ class GuardParts:
         if self._start is not None:
             self._start.begin()
         if self.config.hears_clipping:
-            from ..torch_internals import clipping
-
             clipping.listen(self.inputs)
         self.timer.restart()
         self.clock.start()
@@ -564,8 +239,6 @@ class GuardParts:
                 return
             self.is_enabled = False
             if self.config.hears_clipping:
-                from ..torch_internals import clipping
-
                 clipping.stop_listening(self.inputs)
             uncaught.stop_listening(self)
             if self.requests is not None:

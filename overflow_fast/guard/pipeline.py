@@ -23,14 +23,16 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..torch_internals.running import graph_task_id
-from .archive import Archive, Measurements
+from .archive import Archive
 from .collect import Collector
 from .config import GuardConfig
 from .explaining import Explaining
 from .isolation import ErrorIsolation, measured
 from .judge import Judge
+from .kept_calls.call_keeper import CallKeeper
 from .lagged import LaggedSteps
 from .ledger import Ledger
+from .measurements import Measurements
 from .monitors.running import RunningMonitors
 from .optimizers import scaler_hook as scalers
 from .optimizers.doubts import Doubts
@@ -50,14 +52,14 @@ from .ranks.agreement import Agreement
 from .report.coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
 from .step import StepClock
-from .step_keeper import StepKeeper
 from .undo.optimizer import OptimizerSnapshot
-from .undo.step_start import StepStart
+from .undo.restore_point import RestorePoint
 from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit
+from .verdict.bad_frames import take_evaluated
 from .verdict.rules import Rules
-from .verdict.verdict import take_evaluated
 from .watching.evaluation import Evaluation
-from .watching.step_tensors import OverflowFlags, ScanLevel
+from .watching.judged_tensors import ScanLevel
+from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
@@ -101,8 +103,8 @@ class Pipeline:
         watches: Sequence[ModelWatch],
         hooks: Sequence[OptimizerHook],
         rules: Rules,
-        start: StepStart | None,
-        keeper: StepKeeper | None,
+        start: RestorePoint | None,
+        keeper: CallKeeper | None,
         full_watches: Callable[[], list[ModelWatch]],
         agreement: Agreement,
         isolation: ErrorIsolation,

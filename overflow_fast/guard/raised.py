@@ -14,15 +14,15 @@ from .collect import Collector
 from .error_notes import added_to
 from .explaining import Explaining, gradients_of
 from .judge import Judge
+from .kept_calls.call_keeper import CallKeeper
 from .optimizers.loss_scaling import without_gradients
 from .optimizers.optimizer_hook import OptimizerHook
 from .optimizers.updated import of_update
 from .report.report import Report
-from .step_keeper import StepKeeper
 from .unit import RAISED, Unit
 from .value_errors import is_of_values
 from .verdict.verdict import Verdict
-from .watching.step_tensors import ScanLevel
+from .watching.judged_tensors import ScanLevel
 
 _log = logging.getLogger("overflow_fast")
 _IN_NOTES = "The report is in the notes of the exception, which the program may catch."
@@ -45,7 +45,7 @@ class RaisedSteps:
         collector: Collector,
         judge: Judge,
         explaining: Explaining,
-        keeper: StepKeeper | None,
+        keeper: CallKeeper | None,
     ) -> None:
         self._collector = collector
         self._judge = judge

@@ -8,7 +8,9 @@ from ..detector.frames import frame_texts
 from .optimizers.loss_scaling import unknown_scale_notes
 from .report.report import Report
 from .unit import Unit
-from .verdict.verdict import Verdict, leading_frame, least_headroom
+from .verdict.bad_frames import leading_frame
+from .verdict.entry_headroom import least_headroom
+from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
 
 # The kinds of what a step leaves to the next ones.
@@ -35,7 +37,7 @@ def report_of(
         notes=[*unit.notes, *unknown_scale_notes(unit.hook, unit.frames)],
     )
     is_of_state = verdict.first is not None and verdict.first.kind in _STATE
-    if unit.left_out.num_steps and (is_of_state or verdict.nonfinite_state):
+    if unit.left_out.num_steps and (is_of_state or verdict.origin.nonfinite_state):
         report.notes.append(str(unit.left_out))
     return report
 

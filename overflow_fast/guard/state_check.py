@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from ..detector.selection import Selection, Wanted
 from ..scanner.text import some
+from .models import Models, named_models
 from .optimizers.wrapped import innermost, optimizers_of
-from .parts import Models, named_models
 from .report.report import NonFiniteError, Report
-from .verdict.first_bad import attribute
+from .verdict.attribution import attribute
+from .verdict.bad_frames import BadFrame, collect
+from .verdict.roles import kind_of
 from .verdict.rules import Allow, Rules
-from .verdict.verdict import BadFrame, collect, kind_of
-from .watching.step_tensors import ScanLevel, StepTensors
+from .watching.judged_tensors import JudgedTensors, ScanLevel
 from .watching.watch import ModelWatch
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
@@ -77,7 +78,7 @@ def state_report(
         )
         for prefix, each in models.items()
     ]
-    tensors = StepTensors(watches)
+    tensors = JudgedTensors(watches)
     for watch in watches:
         rules.put_on(watch)
     tensors.scan(None, ScanLevel.ALL)

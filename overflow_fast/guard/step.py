@@ -11,9 +11,11 @@ from .. import _C
 from .monitors.monitor import Notice
 from .optimizers.engines import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
-from .undo.step_start import StepStart
-from .verdict.verdict import BadFrame, Verdict
-from .watching.step_tensors import OverflowFlags, ScanLevel
+from .undo.restore_point import RestorePoint
+from .verdict.bad_frames import BadFrame
+from .verdict.verdict import Verdict
+from .watching.judged_tensors import ScanLevel
+from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
 
@@ -149,7 +151,7 @@ class StepClock:
         self,
         schedule: WatchSchedule,
         watches: Sequence[ModelWatch],
-        start: StepStart | None,
+        start: RestorePoint | None,
         overflow_flags: OverflowFlags,
     ) -> None:
         self._schedule = schedule

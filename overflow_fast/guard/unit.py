@@ -20,7 +20,8 @@ from .ranks.agreement import NO_WISHES, Wishes
 from .report.explanation import Explanation
 from .report.report import Report
 from .step import LeftOut
-from .verdict.verdict import BadFrame, Verdict
+from .verdict.bad_frames import BadFrame
+from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..guard.guard import OverflowGuard
-from .trainer_support import PatchedMethod, check_before_saving
+from .patched_methods import PatchedMethod
+from .trainer_support import check_before_saving
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped]

@@ -11,13 +11,9 @@ from torch.optim import Optimizer
 
 from ..guard.guard import OverflowGuard
 from ..torch_internals.module_internals import share_tensors, submodules
-from .trainer_support import (
-    GuardOwner,
-    KeptStep,
-    PatchedMethod,
-    check_before_saving,
-    has_owner,
-)
+from .kept_step import KeptStep
+from .patched_methods import PatchedMethod
+from .trainer_support import GuardOwner, check_before_saving, has_owner
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -93,7 +89,7 @@ class LightningGuardCallback(GuardOwner, Callback):
         """Gives the step the Trainer's number, and notes its batch."""
         for fit in self._fits_of(trainer):
             fit.guard.step = trainer.global_step
-            fit.guard._parts.inputs.note_batch(batch)
+            fit.guard.note_batch(batch, caller="training_step")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any
@@ -103,7 +99,7 @@ class LightningGuardCallback(GuardOwner, Callback):
             if not fit.has_optimizer:
                 fit.guard.check()
             fit.guard.step = trainer.global_step
-            fit.guard._parts.inputs.note_batch(None)
+            fit.guard.note_batch(None)
             if self._to_loggers and _logs_now(trainer):
                 fit.log_metrics()
 
@@ -132,7 +128,7 @@ class LightningGuardCallback(GuardOwner, Callback):
         A verdict that is raised at this point would hide the exception.
         """
         for fit in self._fits_of(trainer):
-            fit.guard._parts.on_raised(exception, ends=True)
+            fit.guard.on_raised(exception)
             fit.guard.discard()
         self._end(trainer)
 
@@ -186,7 +182,6 @@ class _Fit:
         self.has_optimizer = bool(real)
         self.guard = attach_guard(self._models, real)
         self.guard.disable()
-        self.guard._parts.inputs.name_caller("training_step")
         self._patched_methods = [
             PatchedMethod(trainer, "save_checkpoint", self._check_before_saving),
             PatchedMethod(pl_module, "lr_scheduler_step", self._may_schedule),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..guard.options import Metrics, check_int
+from ..guard.kinds import Metrics, check_int
 
 try:
     import mlflow

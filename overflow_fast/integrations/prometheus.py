@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..guard.options import Metrics, check_int
+from ..guard.kinds import Metrics, check_int
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, start_http_server

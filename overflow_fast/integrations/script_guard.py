@@ -1,18 +1,40 @@
-"""Guards the models that a program trains, without a change to the program."""
+"""Guards the models that a program trains, without a change to the program.
+
+The flow:
+
+1. While the program runs, the constructor of `torch.optim.Optimizer` notes each
+   optimizer that is made. Where a Trainer makes one, the Trainer gets the guard's
+   callback, and no more is done.
+2. All objects of the program are searched at once for the models that hold the
+   optimizer's parameters, and one guard is made of all that no forward has used yet.
+   So the first step is guarded, whatever the program does next.
+3. Until such a model's first forward the program may wrap it, as DDP and engines do. A
+   hook on the forwards of all modules finds the wrapper then, and a guard of it takes
+   the place of the one there is. After that the hook is removed.
+4. An optimizer that no constructor has made (a copy, one that was unpickled) is found
+   behind its first step, and guarded from the second one on.
+5. Where the program ends, by an exception or not, the guards are removed.
+
+The state:
+
+1. `_pending`: optimizers that no guard has. `_fresh`: guards under which no forward has
+   run. Both together are what the next guard is made of.
+2. `_known`: optimizers that were noted, none of them twice. `_unrelated`: modules whose
+   forward was looked at in vain, until another optimizer is made.
+3. `_has_own`: the program guards or detects by itself, and is left alone.
+
+If a search misses a model, the steps of that model are not guarded, and the end of the
+run says so where nothing else was (`why_nothing_was_guarded`). If it takes a wrapper
+for a model, names of modules in reports begin with the wrapper's.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,144 +44,46 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..detector.selection import NoModuleError
-from ..guard.guard import OverflowGuard, guards_of, modules_of
-from ..guard.libraries import LIBRARIES
-from ..guard.optimizers.wrapped import stepper_of
-from ..guard.parts import living_models
+from ..guard.others import num_guards_of
 from ..guard.process import own_rank
-from ..guard.report.coverage import GuardCoverage, summary
+from ..guard.program_guard import ProgramGuard
+from ..guard.report.coverage import GuardCoverage
 from ..guard.report.report import NonFiniteError
+from ..guard.report.run_lines import summary
 from ..scanner.modules import modules_in
-from ..torch_internals.registry import callers
+from .import_hook import on_import
 from .script_models import (
     each_once,
     find_outermost,
     find_trained,
+    guards_of,
     have_detectors,
     holds_one_of,
     inside,
     is_made_by_another,
+    modules_of,
     named_by_class,
     stepped_ids,
     without_inner,
 )
 from .script_requests import RequestGuard
-
-# Calls a function when a module has been imported, and not before.
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as others find it, and calls a function once it is there."""
-
-    def __init__(self, name: str, then: Callable[[], object]) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Finds the module, with a loader that calls the function."""
-        if fullname != self._name:
-            return None
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = functools.partial(self._execute, spec.loader.exec_module)
-            spec.loader.exec_module = execute  # type: ignore[method-assign]
-        return spec
-
-    def _execute(
-        self, execute: Callable[[ModuleType], None], module: ModuleType
-    ) -> None:
-        execute(module)
-        self._then()
-
-
-@contextlib.contextmanager
-def on_import(name: str, then: Callable[[], object]) -> Iterator[None]:
-    """Calls a function when a module is imported within, at once if it is already.
-
-    Args:
-        name: The module's qualified name.
-        then: The function.
-    """
-    if name in sys.modules:
-        then()
-        yield
-        return
-    finder = _Finder(name, then)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-
-
-# Gives the guard's callback to the Trainers that make an optimizer.
-
-
-def trainer_on_stack() -> Any:
-    """The Trainer that runs now, of a library whose Trainers `run` finds, or None."""
-    classes = tuple(_trainers().values())
-    if not classes:
-        return None
-    return next((each for each in callers() if issubclass(type(each), classes)), None)
-
-
-def add_callback(trainer: Any, arguments: Mapping[str, Any]) -> Any:
-    """Gives a Trainer a guard's callback, and returns it.
-
-    Args:
-        trainer: A Trainer whose training has not begun.
-        arguments: The arguments of the guard.
-
-    Returns:
-        The callback; None where the Trainer has a guard or a detector already.
-    """
-    mro = type(trainer).__mro__
-    name = next(name for name, kind in _trainers().items() if kind in mro)
-    module = importlib.import_module(f"{__package__}.{name}")
-    return module.add_to(trainer, arguments)
-
-
-def _trainers() -> dict[str, type[Any]]:
-    """The classes that train, by the module of their library's integration."""
-    named = {name: each.trainer.split(":") for name, each in LIBRARIES.items()}
-    found = {
-        name: getattr(sys.modules.get(where[0]), where[-1], None)
-        for name, where in named.items()
-        if where[0]
-    }
-    return {name: each for name, each in found.items() if isinstance(each, type)}
-
-
-def replace_detector() -> None:
-    """Puts this package's detector in the place of transformers' own."""
-    from .transformers import install
-
-    try:
-        install()
-    except ImportError as error:
-        _log.warning("transformers' own detector stays: %s", error)
-
-
-def _num_judged(coverage: GuardCoverage) -> int:
-    return coverage.steps or coverage.requests
-
+from .script_trainers import add_callback, replace_detector, trainer_on_stack
 
 _log = logging.getLogger("overflow_fast")
-_MAX_SEARCHES = 16  # of all objects, before the first forward
+# Searches of all objects that the garbage collector knows, as optimizers are made. With
+# more optimizers, the rest are searched for at the first forward of what they step: if
+# it is too small, wrappers around a model are found a little later; chosen.
+_MAX_SEARCHES = 16
 _NO_STEP = "its optimizers made no step"
 _NO_OPTIMIZER = (
     "it made no torch.optim.Optimizer in this process, and ran no module without "
     "autograd (processes that it starts are not guarded: run each so, such as "
     "`torchrun -m overflow_fast run train.py`)"
 )
+
+
+def _num_judged(coverage: GuardCoverage) -> int:
+    return coverage.steps or coverage.requests
 
 
 class UnusableArgumentsError(SystemExit):
@@ -185,14 +109,14 @@ class ScriptGuard:
         self._pending: list[weakref.ref[Optimizer]] = []
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._unrelated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._fresh: list[OverflowGuard] = []  # no forward has run under them
+        self._fresh: list[ProgramGuard] = []  # no forward has run under them
         self._callbacks: list[Any] = []
         self._num_searches = 0
         self._is_guarded = False
         self._has_own = False
         self._why_not = ""
         self._forward_hook: Any = None
-        self._guards: list[OverflowGuard] = []
+        self._guards: list[ProgramGuard] = []
         self._refused: NoModuleError | None = None
         self._requests: RequestGuard | None = None
 
@@ -213,7 +137,7 @@ class ScriptGuard:
                 yield
         except BaseException as error:
             for guard in self._all_guards:
-                guard._parts.on_raised(error, ends=True)
+                guard.on_raised(error)
             with contextlib.suppress(NonFiniteError):
                 self._remove_guards()
             raise
@@ -251,7 +175,7 @@ class ScriptGuard:
         return self._is_guarded or any(judged)
 
     @property
-    def _all_guards(self) -> list[OverflowGuard]:
+    def _all_guards(self) -> list[ProgramGuard]:
         found = [*self._guards, *(c.guard for c in self._callbacks if c.guard)]
         if self._requests is not None and self._requests.guard is not None:
             found.append(self._requests.guard)
@@ -299,7 +223,7 @@ class ScriptGuard:
     def _look_at(self, module: nn.Module) -> None:
         if module in self._unrelated:
             return
-        watched = [each for one in self._fresh for each in modules_of(one._parts)]
+        watched = list(modules_of(self._fresh))
         is_watched = any(each is module for each in watched)
         if is_watched and not self._pending:
             self._go_over_to_wrappers()
@@ -329,7 +253,7 @@ class ScriptGuard:
     def _new_optimizers(self) -> list[Optimizer]:
         """The optimizers under which no forward has run."""
         pending = [each for one in self._pending if (each := one()) is not None]
-        fresh = [o for guard in self._fresh for o in guard._parts.optimizers]
+        fresh = [o for guard in self._fresh for o in guard.optimizers]
         return [*fresh, *(each for each in pending if each not in fresh)]
 
     def _attach(self) -> None:
@@ -342,22 +266,22 @@ class ScriptGuard:
             self._why_not = f"no torch.nn.Module holds the parameters of {names}"
             return
         self._pending.clear()
-        parts = guards_of([each for model in models for each in modules_in(model)])
-        earlier = [each for each in self._guards if each._parts in parts]
-        if len(earlier) < len(parts) or have_detectors(models):
+        wanted = {each for model in models for each in modules_in(model)}
+        earlier = guards_of(self._guards, wanted)
+        if len(earlier) < num_guards_of(wanted) or have_detectors(models):
             self._has_own = True
         else:
             self._replace(earlier, models, wrapped)
 
     def _replace(
         self,
-        earlier: Sequence[OverflowGuard],
+        earlier: Sequence[ProgramGuard],
         models: Sequence[nn.Module],
         optimizers: Sequence[Any],
     ) -> None:
         """Makes a guard that goes on where earlier ones have ended."""
         new = {id(inner) for each in optimizers for inner in inside(each)}
-        before = [o for each in earlier for o in each._parts.optimizers]
+        before = [o for each in earlier for o in each.optimizers]
         # Engines step an optimizer once to make its state.
         unused = {id(one): one.coverage().steps for one in self._fresh}
         steps = (each.step - unused.get(id(each), 0) for each in earlier)
@@ -368,8 +292,7 @@ class ScriptGuard:
             guard.remove()
         model = models[0] if len(models) == 1 else named_by_class(models)
         kept = [each for each in before if id(each) not in new]
-        guard = OverflowGuard(model, [*kept, *optimizers], **self._arguments)
-        guard._parts.gives_way = True
+        guard = ProgramGuard(model, [*kept, *optimizers], **self._arguments)
         guard.step = step
         self._guards.append(guard)
         self._fresh = [guard]
@@ -381,15 +304,8 @@ class ScriptGuard:
         the place of the one there is; other wrappers of optimizers are noted.
         """
         for guard in list(self._fresh):
-            hooks = [each for each in guard._parts.hooks if each.optimizer is not None]
-            inner = [each.optimizer for each in hooks if each.optimizer is not None]
-            models = list(living_models(guard._parts.watches).values())
-            roots, wrappers = find_outermost(models, inner)
-            pairs = list(zip(hooks, wrappers, strict=True))
-            if all(stepper_of(wrapper) is hook.layers[1] for hook, wrapper in pairs):
-                for hook, wrapper in pairs:
-                    hook.note_wrapper(wrapper)
-            else:
+            roots, wrappers = find_outermost(guard.models, guard.optimizers)
+            if not guard.note_wrappers(wrappers):
                 self._replace([guard], roots, each_once(wrappers))
 
     def _end_requests(self) -> None:

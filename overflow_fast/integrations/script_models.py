@@ -12,9 +12,12 @@ from torch.optim import Optimizer
 from .. import _C
 from ..detector.debug import DebugUnderflowOverflow
 from ..detector.hooks import root_hooks
+from ..guard.guard import OverflowGuard
 from ..guard.optimizers.engines import optimizers_in
+from ..guard.program_guard import ProgramGuard
 from ..scanner.modules import (
     children_of,
+    modules_in,
     own_parameters_of,
     parameters_of,
     stepped_by,
@@ -93,6 +96,23 @@ def is_made_by_another(optimizer: Optimizer) -> bool:
     """Returns True where the constructor of another optimizer makes it."""
     makers = (each for each in callers() if issubclass(type(each), Optimizer))
     return any(each is not optimizer for each in makers)
+
+
+def modules_of(guards: Iterable[OverflowGuard]) -> set[nn.Module]:
+    """The modules of the models that guards watch."""
+    models = (model for guard in guards for model in guard.models)
+    return {each for model in models for each in modules_in(model)}
+
+
+def guards_of(
+    guards: Iterable[ProgramGuard], modules: set[nn.Module]
+) -> list[ProgramGuard]:
+    """Those of some guards that are on and watch one of these modules."""
+    return [
+        each
+        for each in guards
+        if each.enabled and not modules.isdisjoint(modules_of([each]))
+    ]
 
 
 def have_detectors(models: Sequence[nn.Module]) -> bool:

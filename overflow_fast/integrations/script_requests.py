@@ -18,16 +18,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import _C
-from ..guard.guard import OverflowGuard, guards_of
-from ..guard.options import TRIPWIRE
-from ..guard.parts import living_models
+from ..guard.kinds import TRIPWIRE
+from ..guard.others import num_guards_of
+from ..guard.program_guard import ProgramGuard
 from ..guard.requests.entries import entries_of
-from ..guard.requests.requests import Requests
 from ..scanner.modules import is_scripted, modules_in
 from ..torch_internals.call_arguments import keywords_of_call
 from ..torch_internals.module_internals import forward_pre_hooks
 from ..torch_internals.running import is_jit_tracing
-from .script_models import find_outermost, have_detectors, named_by_class
+from .script_models import find_outermost, guards_of, have_detectors, named_by_class
 
 _log = logging.getLogger("overflow_fast")
 _MOST_MODELS = 16  # all objects are searched for what holds each
@@ -62,7 +61,7 @@ class RequestGuard:
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._num_models = self._num_calls = 0
-        self.guard: OverflowGuard | None = None
+        self.guard: ProgramGuard | None = None
         self.has_own = False
         self._handle = register_module_forward_pre_hook(self._before_forward)
 
@@ -81,10 +80,6 @@ class RequestGuard:
             self.has_own |= not self.guard.enabled  # it gave way to the program's
             self.guard.remove()
 
-    @property
-    def _requests(self) -> Requests | None:
-        return None if self.guard is None else self.guard._parts.requests
-
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
@@ -101,8 +96,8 @@ class RequestGuard:
 
     def _look_at(self, module: nn.Module, args: Any) -> None:
         with self._lock:
-            requests = self._requests
-            if module in self._known or (requests and requests.is_in_forward):
+            is_in_forward = self.guard is not None and self.guard.is_in_forward
+            if module in self._known or is_in_forward:
                 return
             before = set(forward_pre_hooks(module))
             self._add(module)
@@ -111,8 +106,7 @@ class RequestGuard:
         keywords = keywords_of_call(module)
         if self.guard is None or keywords is None:
             return
-        for watch in self.guard._parts.watches:
-            watch._end_stray()  # the call that runs has done nothing yet
+        self.guard.begin_within_forward()  # the call that runs has done nothing yet
         for hook in added:
             hook(module, args, keywords)
 
@@ -130,19 +124,16 @@ class RequestGuard:
         self._num_models, self._num_calls = self._num_models + 1, 0
         if self._num_models >= _MOST_MODELS:
             self.stop_looking()
-        guard = self.guard
-        own = None if guard is None else guard._parts
-        others = [each for each in guards_of(modules_in(root)) if each is not own]
-        if others or have_detectors([root]):
+        guard, inside = self.guard, set(modules_in(root))
+        earlier = [] if guard is None else guards_of([guard], inside)
+        if num_guards_of(inside) > len(earlier) or have_detectors([root]):
             self.has_own = True
             return
-        models = [] if own is None else list(living_models(own.watches).values())
-        inside = set(modules_in(root))
+        models = [] if guard is None else guard.models
         models = [*(each for each in models if each not in inside), root]
         made = models[0] if len(models) == 1 else named_by_class(models)
         if guard is not None:
             guard.remove()
-        self.guard = OverflowGuard(made, **self._arguments)
-        self.guard._parts.gives_way = True
-        if own is not None and own.requests is not None:
-            self.guard._parts.judge_requests().go_on_from(own.requests)
+        self.guard = ProgramGuard(made, **self._arguments)
+        if guard is not None:
+            self.guard.go_on_from(guard)

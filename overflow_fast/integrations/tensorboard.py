@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..guard.options import Metrics, check_int
+from ..guard.kinds import Metrics, check_int
 
 try:
     from torch.utils.tensorboard import SummaryWriter

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..guard.guard import OverflowGuard
-from .trainer_support import PatchedMethod, decided_by_all_ranks
+from .patched_methods import PatchedMethod
+from .trainer_support import decided_by_all_ranks
 
 _log = logging.getLogger("overflow_fast")
 

@@ -10,13 +10,9 @@ import torch
 
 from ..guard.report.report import NonFiniteError, Report
 from ..torch_internals.registry import callers
-from .trainer_support import (
-    GuardOwner,
-    JudgedMethod,
-    KeptStep,
-    PatchedMethod,
-    has_owner,
-)
+from .kept_step import KeptStep
+from .patched_methods import JudgedMethod, PatchedMethod
+from .trainer_support import GuardOwner, has_owner
 
 try:
     from transformers import TrainerCallback
@@ -179,17 +175,17 @@ class KeptLog(PatchedMethod):
     def note(self, loss: torch.Tensor) -> None:
         """Adds up a loss: finite ones, the steps that they are of, and the others."""
         is_finite = loss.isfinite()
-        of = getattr(self._owner, "current_gradient_accumulation_steps", 1)
+        of = getattr(self.owner, "current_gradient_accumulation_steps", 1)
         steps = is_finite / of, ~is_finite / of
         noted = torch.stack([loss.where(is_finite, 0.0), *steps])
         self._losses = noted if self._losses is None else self._losses + noted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trainer, last = self._owner, getattr(self._owner, _LAST_LOGGED, None)
+        trainer, last = self.owner, getattr(self.owner, _LAST_LOGGED, None)
         before = getattr(trainer, _TOTAL, 0.0)
         result = super().__call__(*args, **kwargs)
         total = args[0] if args else kwargs.get("tr_loss")
-        if self._before is None or last is None or not isinstance(total, torch.Tensor):
+        if self.is_removed or last is None or not isinstance(total, torch.Tensor):
             return result
         # Where it has logged, or ends, it waits for the sum: no sync is added.
         was_logged = getattr(trainer, _LAST_LOGGED) != last
@@ -207,7 +203,7 @@ class KeptLog(PatchedMethod):
 
     def _finite_since(self, last: int) -> float:
         """The sum of the finite losses since a step; counts the steps of others."""
-        steps = self._owner.state.global_step - last
+        steps = self.owner.state.global_step - last
         losses = [0.0, 0, steps] if self._losses is None else self._losses.tolist()
         self._losses = None
         self._missing += losses[2]
@@ -215,11 +211,11 @@ class KeptLog(PatchedMethod):
 
     def _spread(self, rest: float) -> None:
         """Makes Trainer's division by all steps one by those that were finite."""
-        steps = self._owner.state.global_step - self._first
+        steps = self.owner.state.global_step - self._first
         share, self._missing = self._missing / max(steps, 1), 0.0
         if 0 < share < 1:
-            sum_of_all = getattr(self._owner, _TOTAL) + rest
-            setattr(self._owner, _TOTAL, sum_of_all / (1 - share) - rest)
+            sum_of_all = getattr(self.owner, _TOTAL) + rest
+            setattr(self.owner, _TOTAL, sum_of_all / (1 - share) - rest)
 
 
 class NotedLoss(PatchedMethod):
@@ -236,7 +232,7 @@ class NotedLoss(PatchedMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().__call__(*args, **kwargs)
-        if self._before is not None and isinstance(loss, torch.Tensor):
+        if not self.is_removed and isinstance(loss, torch.Tensor):
             self._log.note(loss.detach())
         return loss
 

@@ -15,6 +15,8 @@ from ..detector.debug import DebugUnderflowOverflow
 from ..detector.hooks import root_hooks
 
 _NAME = "DebugUnderflowOverflow"
+# Where transformers.debug_utils keeps its own class while ours replaces it.
+_ORIGINAL = "_overflow_fast_original"
 
 
 class TrainerDetector(DebugUnderflowOverflow):
@@ -47,7 +49,7 @@ def _original() -> type:
             "transformers cannot be imported, so there is no Trainer to integrate "
             f"with: run `pip install transformers` ({error})"
         ) from error
-    original = getattr(debug_utils, "_overflow_fast_original", None)
+    original = getattr(debug_utils, _ORIGINAL, None)
     original = original or getattr(debug_utils, _NAME, None)
     if original is None:
         version = importlib.import_module("transformers").__version__
@@ -91,7 +93,7 @@ def install() -> contextlib.ExitStack:
     """
     original = _original()
     debug_utils = sys.modules["transformers.debug_utils"]
-    debug_utils._overflow_fast_original = original  # type: ignore[attr-defined]
+    setattr(debug_utils, _ORIGINAL, original)
     _replace(original, TrainerDetector)
     stack = contextlib.ExitStack()
     stack.callback(uninstall)
@@ -101,8 +103,8 @@ def install() -> contextlib.ExitStack:
 def uninstall() -> None:
     """Puts transformers' own detector back. Calling it again changes nothing."""
     debug_utils = sys.modules.get("transformers.debug_utils")
-    original = getattr(debug_utils, "_overflow_fast_original", None)
+    original = getattr(debug_utils, _ORIGINAL, None)
     if original is None:
         return
     _replace(TrainerDetector, original)
-    del debug_utils._overflow_fast_original  # type: ignore[union-attr]
+    delattr(debug_utils, _ORIGINAL)

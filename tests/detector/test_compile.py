@@ -435,7 +435,7 @@ def test_dynamic_shapes():
                 train_step(compiled, optimizer, batch)
             overflow_in(model.blocks[0].fc1)
             train_step(compiled, optimizer, (torch.ones(5, 8), torch.ones(5, 1)))
-    assert guard.last_report.verdict.maker == "blocks.0.fc1"
+    assert guard.last_report.verdict.origin.maker == "blocks.0.fc1"
 
 
 # What is compiled, and when.
@@ -464,7 +464,7 @@ def test_a_block_that_is_compiled_after_attaching():
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
         with plant(model.blocks[0].fc1, INF):
             train_step(model, optimizer, batches(1)[0])
-    assert guard.last_report.verdict.maker == "blocks.0.fc1"
+    assert guard.last_report.verdict.origin.maker == "blocks.0.fc1"
 
 
 def test_a_compiled_submodule_called_on_its_own_is_a_step():
@@ -499,7 +499,7 @@ def test_hooks_that_come_late_take_effect(form, caplog, no_other_hooks, as_kept)
     as_kept(caplog.messages)
     with plant(model.blocks[0].fc1, INF):
         train_step(compiled, optimizer, (x, y))
-    assert guard.last_report.verdict.maker == "blocks.0.fc1"
+    assert guard.last_report.verdict.origin.maker == "blocks.0.fc1"
     guard.remove()
     calls = guard.coverage().tensors_listed
     compiled(x, y=y)
@@ -525,7 +525,7 @@ def test_steps_that_are_not_watched_compile_nothing_again(schedule):
                 break
         overflow_in(model.head)
         train_step(compiled, optimizer, batches(1)[0])
-    assert guard.last_report.verdict.maker == "head"
+    assert guard.last_report.verdict.origin.maker == "head"
 
 
 @pytest.mark.slow
@@ -657,7 +657,7 @@ def test_checkpointing_in_compiled_code():
             compiled = compile_(model, **options)
             with plant(model.blocks[0].fc1, INF):
                 train_step(compiled, optimizer, batches(1)[0])
-        return guard.last_report.verdict.maker, guard.coverage().tensors_listed
+        return guard.last_report.verdict.origin.maker, guard.coverage().tensors_listed
 
     maker, listed = report(wrapped, backend="aot_eager", fullgraph=True)
     assert maker == "blocks.0.fc1"
@@ -768,5 +768,5 @@ def test_who_made_it_is_known_through_a_wrapper(form, is_warm, as_kept):
             compiled(torch.full((4, 8), value)).sum().backward()
             optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.origin == "passed_on"
-    as_kept(verdict.maker)
+    assert verdict.origin.how == "passed_on"
+    as_kept(verdict.origin.maker)

@@ -188,7 +188,7 @@ def test_torchaos_float8_training(backend):
             optimizer.step()
             optimizer.zero_grad()
             assert (guard.last_report is None) is (step == 0)
-    assert guard.last_report.verdict.maker == "2"
+    assert guard.last_report.verdict.origin.maker == "2"
     assert guard.last_report.verdict.first.kind == "output"
 
 
@@ -210,7 +210,7 @@ def test_peft_adapters():
         with plant(adapter, INF):
             train_step(model, optimizer, batches(1)[0])
     name = "base_model.model.blocks.1.fc1.lora_B.default"
-    assert guard.last_report.verdict.maker == name
+    assert guard.last_report.verdict.origin.maker == name
 
 
 def test_weights_that_accelerate_has_offloaded_are_not_scanned_and_said_so(caplog):
@@ -235,7 +235,7 @@ def test_a_device_map_of_accelerate():
     with OverflowGuard(model, optimizer, "warn") as guard:
         with plant(model.blocks[1].fc1, INF):
             train_step(model, optimizer, batches(1)[0])
-    assert guard.last_report.verdict.maker == "blocks.1.fc1"
+    assert guard.last_report.verdict.origin.maker == "blocks.1.fc1"
 
 
 # Autograd that is compiled.
@@ -292,7 +292,7 @@ def test_reduce_overhead_replays_are_judged():
         assert guard.last_report is None
         model.blocks[1].fc1.weight.data.fill_(3e38)
         train_step(compiled, optimizer, (data[0][0] * 1e3, data[0][1]))
-    assert guard.last_report.verdict.maker == "blocks.1.fc1"
+    assert guard.last_report.verdict.origin.maker == "blocks.1.fc1"
 
 
 class Scaled(nn.Module):

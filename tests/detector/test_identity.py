@@ -56,7 +56,7 @@ def test_a_parameter_is_a_weight_whatever_its_name(name, form, fresh_compiler):
     verdict = first_of(bad_at(name), FORMS[form])
     first = verdict.first
     assert (first.kind, first.fqn, first.label) == ("weight", name, name)
-    assert verdict.origin == "given"
+    assert verdict.origin.how == "given"
     assert verdict.masks == verdict.allowed == []
 
 
@@ -234,7 +234,7 @@ def test_names_follow_the_model(change, cycle, options):
         verdict = guard.last_report.verdict
         coverage = guard.coverage()
     assert (verdict.first.fqn, verdict.first.class_name) == (expected, "Times")
-    assert (verdict.origin, verdict.maker) == ("made", expected)
+    assert (verdict.origin.how, verdict.origin.maker) == ("made", expected)
     count = len(list(model.modules()))
     assert (coverage.modules, coverage.modules_watched) == (count, count)
     assert not any("left out" in gap for gap in coverage.gaps())
@@ -270,8 +270,8 @@ def test_what_a_wrapper_passes_on_is_not_the_batch():
         model(torch.ones(1, 2))
         verdict = guard.check().verdict
     assert verdict.first.fqn == "b.base_layer"
-    assert (verdict.origin, verdict.source) == ("passed_on", "caller")
-    assert verdict.maker.startswith("b,")
+    assert (verdict.origin.how, verdict.origin.source) == ("passed_on", "caller")
+    assert verdict.origin.maker.startswith("b,")
 
 
 def test_headroom_stays_with_its_module():
@@ -434,7 +434,7 @@ def test_weights_that_turn_bad_between_evaluations(change, is_rooted):
         call(torch.randn(2, 4))
         verdict = guard.last_report.verdict
     assert (verdict.first.kind, verdict.first.fqn) == ("weight", "1.weight")
-    assert verdict.origin == "given"
+    assert verdict.origin.how == "given"
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_weights_that_stand_elsewhere(make):
         verdict = guard.last_report.verdict
     assert verdict.first.kind == "weight"
     assert verdict.first.fqn.endswith(name)
-    assert verdict.origin == "given"
+    assert verdict.origin.how == "given"
 
 
 def test_modules_named_input_and_output():
@@ -535,4 +535,4 @@ def test_modules_named_input_and_output():
         model(torch.ones(1, 2))
         verdict = guard.check().verdict
     assert (verdict.first.fqn, verdict.first.label) == ("output", "output")
-    assert (verdict.origin, verdict.maker) == ("made", "output")
+    assert (verdict.origin.how, verdict.origin.maker) == ("made", "output")

@@ -90,7 +90,7 @@ def watched_run(wrap, attach_first):
     return {
         "losses": losses,
         "clean": clean,
-        "maker": report.verdict.maker,
+        "maker": report.verdict.origin.maker,
         "text": str(report),
         "frames": report.frames,
         "not_scanned": coverage.not_scanned,
@@ -241,7 +241,7 @@ def run_pipeline(schedule_name, bad_batch):
     if report is None:
         return None
     verdict = report.verdict
-    return verdict.maker, verdict.batch, verdict.first.kind, verdict.first.fqn
+    return verdict.origin.maker, verdict.batch, verdict.first.kind, verdict.first.fqn
 
 
 def of_nans(meta, device):

@@ -13,14 +13,16 @@ from torch import nn
 import overflow_fast
 from overflow_fast import _C, OverflowGuard
 from overflow_fast.detector.frames import BackwardFrame, frames_text
+from overflow_fast.guard.report.advice import nonfinite_settings
+from overflow_fast.guard.report.origin_words import who_made_it
 from overflow_fast.guard.report.report import Report
-from overflow_fast.guard.report.wording import nonfinite_settings, who_made_it
-from overflow_fast.guard.verdict.first_bad import attribute
-from overflow_fast.guard.verdict.remarks import bad_settings
+from overflow_fast.guard.verdict.attribution import attribute
+from overflow_fast.guard.verdict.bad_frames import BadFrame
+from overflow_fast.guard.verdict.optimizer_settings import bad_settings
 from overflow_fast.guard.verdict.verdict import (
     BadEntry,
-    BadFrame,
     NonModuleOrigin,
+    Origin,
     Verdict,
 )
 
@@ -163,10 +165,10 @@ def test_a_report_that_was_pickled_says_the_same():
 
 def test_the_training_loop_is_no_module_of_that_name(as_kept):
     first = BadEntry("input", "head", "Linear", "input[0]", "float32", 1, 0, 4)
-    found = {"first": first, "origin": "passed_on", "source": "caller"}
     name = "the training loop"
-    of_loop = Verdict(**found, maker=name, candidates=[NonModuleOrigin(name)])
-    of_module = replace(of_loop, candidates=[name])
+    origin = Origin("passed_on", "caller", name, [NonModuleOrigin(name)])
+    of_loop = Verdict(first=first, origin=origin)
+    of_module = Verdict(first=first, origin=replace(origin, candidates=[name]))
     as_kept(who_made_it(first, of_loop))
     as_kept(who_made_it(first, pickle.loads(pickle.dumps(of_loop))))
     as_kept(who_made_it(first, of_module))
@@ -179,6 +181,6 @@ def test_settings_are_not_known_by_their_text(as_kept):
     as_kept(remarks)
     as_kept(nonfinite_settings(remarks))
     assert nonfinite_settings([str(each) for each in remarks]) == []
-    report = Report(0, "warn", Verdict(remarks=remarks))
-    remarks = pickle.loads(pickle.dumps(report)).verdict.remarks
+    report = Report(0, "warn", Verdict(origin=Origin(remarks=remarks)))
+    remarks = pickle.loads(pickle.dumps(report)).verdict.origin.remarks
     as_kept(nonfinite_settings(remarks))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.guard import step_keeper
+from overflow_fast.guard.kept_calls import kept_call
 
 CLEAN, BAD = 10.0, 100.0  # exp of twice the first is finite, and above exp(20)
 
@@ -282,7 +282,7 @@ def test_none_is_kept_where_nothing_is_run_again():
 
 
 def test_a_large_batch_is_let_go(monkeypatch):
-    monkeypatch.setattr(step_keeper, "_MAX_HELD_BYTES", 4 * 12 - 1)
+    monkeypatch.setattr(kept_call, "_MAX_HELD_BYTES", 4 * 12 - 1)
     guard, model, optimizer = guarded()
     assert stepped(guard, model, optimizer)() is None
     guard.remove()

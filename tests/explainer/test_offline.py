@@ -14,7 +14,7 @@ from overflow_fast.explainer.calls import Call, ModelCall
 from overflow_fast.explainer.explain import investigate
 from overflow_fast.explainer.explain_folder import explain_folder
 from overflow_fast.explainer.saved_step import UnreadableStepError
-from overflow_fast.guard.step_keeper import Ambient
+from overflow_fast.guard.kept_calls.ambient import Ambient
 
 pytestmark = pytest.mark.usefixtures("untried")
 

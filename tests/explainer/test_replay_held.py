@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.guard import step_keeper
+from overflow_fast.guard.kept_calls import kept_call
 
 
 class Root(nn.Module):
@@ -32,14 +32,14 @@ def test_backward_is_replayed_from_the_gradient_of_the_output():
 
 
 def test_a_gradient_that_is_too_large_is_not_held(monkeypatch, as_kept):
-    monkeypatch.setattr(step_keeper, "_MAX_HELD_BYTES", 11)  # the output has 12
+    monkeypatch.setattr(kept_call, "_MAX_HELD_BYTES", 11)  # the output has 12
     found = explained()
     assert (found.phase, found.cause, found.op) == ("backward", "unknown", None)
     as_kept(found.notes)
 
 
 def test_the_largest_gradient_that_is_held():
-    assert step_keeper._MAX_HELD_BYTES == 64 * 2**20  # as the guide says
+    assert kept_call._MAX_HELD_BYTES == 64 * 2**20  # as the guide says
 
 
 def test_a_gradient_is_held_by_reference():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from overflow_fast import Explain, NonFiniteError, OverflowGuard
-from overflow_fast.guard.report.explanation import OVERWRITTEN
+from overflow_fast.guard.report.findings import OVERWRITTEN
 
 INF = float("inf")
 

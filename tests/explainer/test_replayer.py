@@ -20,7 +20,7 @@ from overflow_fast.explainer.remedies.patches import (
     SomeSamples,
 )
 from overflow_fast.explainer.replayer import Observer, Patch, Replayer, StepPart
-from overflow_fast.guard.step_keeper import Ambient
+from overflow_fast.guard.kept_calls.ambient import Ambient
 from overflow_fast.scanner.tensors import devices_of
 
 

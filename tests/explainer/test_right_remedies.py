@@ -18,8 +18,10 @@ from overflow_fast.explainer.remedies.trials import Failure
 from overflow_fast.explainer.remedies.true_step import Truth, in_float64
 from overflow_fast.explainer.replayer import Replayer, ReplayResult, StepPart
 from overflow_fast.explainer.torch_calls import TorchCall
-from overflow_fast.guard.report.explanation import Explanation, Op, Remedy
-from overflow_fast.guard.step_keeper import Ambient
+from overflow_fast.guard.kept_calls.ambient import Ambient
+from overflow_fast.guard.report.explanation import Explanation
+from overflow_fast.guard.report.op import Op
+from overflow_fast.guard.report.remedy import Remedy
 
 
 def stopped(model, loss_of, batches, optimizer=None):

@@ -42,7 +42,7 @@ def test_the_verdict_is_that_of_the_cpu():
                 train_step(model, optimizer, data[1])
         verdicts.append(guard.last_report.verdict)
     assert verdicts[0].first == verdicts[1].first
-    assert verdicts[0].maker == verdicts[1].maker == "blocks.1.act"
+    assert [each.origin.maker for each in verdicts] == ["blocks.1.act"] * 2
 
 
 def test_a_step_waits_once():
@@ -110,7 +110,7 @@ def test_what_is_allowed_is_no_alarm_for_the_kernels_either():
         before = model.blocks[0].fc1.weight.detach().clone()
         with plant(model.blocks[1].act, INF):  # which fc2 makes worse
             train_step(model, optimizer, data_of(1)[0])
-    assert guard.last_report.verdict.maker == "blocks.1.fc2"
+    assert guard.last_report.verdict.origin.maker == "blocks.1.fc2"
     assert before.equal(model.blocks[0].fc1.weight)
 
 

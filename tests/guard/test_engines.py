@@ -211,7 +211,7 @@ def test_a_state_that_overflows_in_an_engine_is_of_its_step_and_stays(policy):
         with pytest.raises(NonFiniteError):
             optimizer.step()
     report = guard.last_report
-    assert report.step == 2 and report.verdict.source == "update"
+    assert report.step == 2 and report.verdict.origin.source == "update"
     assert report.is_beyond_repair and "load a checkpoint" in str(report).lower()
     assert report.action == ("warn" if policy == "warn" else "raise")
 

@@ -49,7 +49,7 @@ def test_autocast_to_float16_with_a_scaler(gpu, sync, fused):
         guard.check()
     assert guard.num_skipped == 1
     assert guard.last_report.step == 2
-    assert guard.last_report.verdict.maker == "blocks.1.act"
+    assert guard.last_report.verdict.origin.maker == "blocks.1.act"
 
 
 def needs_two_gpus():
@@ -90,7 +90,7 @@ def test_lagged_the_kernels_of_two_devices_skip_together(bad):
         step()
         guard.check()
     assert guard.num_skipped == 1
-    assert guard.last_report.verdict.maker == bad
+    assert guard.last_report.verdict.origin.maker == bad
 
 
 def one_bad_rank():

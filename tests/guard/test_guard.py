@@ -47,7 +47,7 @@ def test_a_module_that_made_it_is_named(name, value, at):
     module = model.get_submodule(name)
     with plant(module, value, at):
         verdict = verdict_of(model, optimizer, batches(1)[0])
-    assert (verdict.origin, verdict.maker) == ("made", name)
+    assert (verdict.origin.how, verdict.origin.maker) == ("made", name)
     first = verdict.first
     assert (first.kind, first.fqn, first.label) == ("output", name, "output")
     assert first.class_name == type(module).__name__
@@ -62,8 +62,8 @@ def test_a_module_that_passed_it_on_is_told_from_its_caller(as_kept):
     verdict = verdict_of(model, optimizer, batches(1)[0])
     assert verdict.first.fqn == "blocks.1.fc2"
     assert verdict.first.kind == "input"
-    assert verdict.origin == "passed_on"
-    as_kept(verdict.maker)
+    assert verdict.origin.how == "passed_on"
+    as_kept(verdict.origin.maker)
 
 
 def test_the_root_that_made_it_between_its_submodules_is_named(as_kept):
@@ -81,7 +81,7 @@ def test_the_root_that_made_it_between_its_submodules_is_named(as_kept):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    as_kept(verdict.maker)
+    as_kept(verdict.origin.maker)
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
@@ -93,8 +93,8 @@ def test_a_bad_batch_is_the_batch(by_keyword):
     if by_keyword:
         assert verdict.first.label in ("input.y", "output['loss']")
     else:
-        assert verdict.origin == "given"
-        assert "batch" in verdict.maker
+        assert verdict.origin.how == "given"
+        assert "batch" in verdict.origin.maker
         assert verdict.first.label == "input[0]"
 
 
@@ -104,7 +104,7 @@ def test_a_bad_weight_comes_first():
     verdict = verdict_of(model, optimizer, batches(1)[0])
     assert verdict.first.kind == "weight"
     assert verdict.first.fqn == "blocks.1.fc1.weight"
-    assert verdict.origin == "given"
+    assert verdict.origin.how == "given"
 
 
 def test_a_bad_weight_that_no_call_uses_is_found():
@@ -120,8 +120,8 @@ def test_a_bad_buffer_is_blamed_for_its_module():
     model.eval()
     model.norm.running_var[2] = NAN
     verdict = verdict_of(model, optimizer, batches(1)[0])
-    assert verdict.origin == "given"
-    assert verdict.maker == "its buffer norm.running_var"
+    assert verdict.origin.how == "given"
+    assert verdict.origin.maker == "its buffer norm.running_var"
 
 
 def test_a_bad_buffer_alone_is_found():
@@ -139,8 +139,8 @@ def test_a_bad_gradient_of_an_output_is_bracketed(as_kept):
     assert (first.kind, first.label) == ("grad_output", "grad_output")
     # The hook spoils what fc1's own hook is then given.
     assert first.fqn == "blocks.1.fc1"
-    as_kept(verdict.maker)
-    assert verdict.after == "blocks.1.act"
+    as_kept(verdict.origin.maker)
+    assert verdict.origin.after == "blocks.1.act"
     assert "blocks.1.fc1.weight" in verdict.dirty_gradients
     assert "blocks.1.fc2.weight" in verdict.clean_gradients
     assert "blocks.1.fc2.bias" not in verdict.clean_gradients  # not the nearest
@@ -153,7 +153,7 @@ def test_the_backward_of_the_loss_is_named(as_kept):
         (out.sum() * INF).backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    as_kept(verdict.maker)
+    as_kept(verdict.origin.maker)
 
 
 def test_a_gradient_that_is_bad_by_itself(as_kept):
@@ -167,8 +167,8 @@ def test_a_gradient_that_is_bad_by_itself(as_kept):
     assert (verdict.first.kind, verdict.first.fqn) == ("gradient", "head.weight")
     assert verdict.dirty_gradients == ["head.weight"]
     assert verdict.clean_gradients == ["norm.bias", "head.bias"]
-    assert verdict.candidates == []
-    as_kept(verdict.maker)
+    assert verdict.origin.candidates == []
+    as_kept(verdict.origin.maker)
 
 
 def test_a_recorded_loss_is_seen():
@@ -333,7 +333,7 @@ def test_an_in_place_module_is_not_blamed_for_sure():
         with plant(model[0], INF):
             model(torch.ones(2, 4))
         optimizer.step()
-    assert guard.last_report.verdict.origin == "unclear"
+    assert guard.last_report.verdict.origin.how == "unclear"
 
 
 def test_a_forward_without_autograd_is_judged_when_it_ends():
@@ -397,7 +397,7 @@ def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword, as_kept):
         model(torch.ones(2, 2), mask)
         report = guard.check()
     label = "input.mask" if by_keyword else "input[1]"
-    assert report.verdict.maker == "attention"
+    assert report.verdict.origin.maker == "attention"
     assert report.verdict.masks == [label]
     as_kept([each for each in report.sentences() if label in each])
 

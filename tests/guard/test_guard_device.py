@@ -272,7 +272,7 @@ def test_a_scalers_own_flag_is_kept_and_ours_added(device):
             scaler.update()
             assert_same(state_of(model), before)
         guard.check()
-    assert guard.last_report.verdict.maker == "blocks.0.fc2"
+    assert guard.last_report.verdict.origin.maker == "blocks.0.fc2"
     assert guard.num_skipped == 1
 
 
@@ -310,7 +310,7 @@ def test_forwards_without_autograd_pile_up_nowhere(emulated):
             model(x, y=y)
         train_step(model, optimizer, (x, y))
         guard.check()
-    assert guard.last_report.verdict.maker == "head"
+    assert guard.last_report.verdict.origin.maker == "head"
     assert guard.last_report.action == "warn"
 
 

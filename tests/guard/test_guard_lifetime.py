@@ -260,7 +260,7 @@ def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
             optimizer.zero_grad()
             assert guard.last_step_skipped == is_bad
     verdict = guard.last_report.verdict
-    assert (verdict.maker, verdict.origin) == ("a", "made")
+    assert (verdict.origin.maker, verdict.origin.how) == ("a", "made")
     assert guard.num_skipped == 1
 
 
@@ -293,7 +293,7 @@ def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(
         hidden.sum().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert (verdict.maker, verdict.is_recomputed) == ("1", True)
+    assert (verdict.origin.maker, verdict.is_recomputed) == ("1", True)
     as_kept(guard.last_report.sentences())
     assert any("(recomputed)" in frame for frame in guard.last_report.frames)
 
@@ -336,7 +336,7 @@ def test_two_guards_on_one_model_do_not_meet():
 
 
 def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog, as_kept):
-    from overflow_fast.guard.watching.step_tensors import StepTensors
+    from overflow_fast.guard.watching.judged_tensors import JudgedTensors
 
     def fail(*_):
         raise RuntimeError("a bug")
@@ -346,7 +346,7 @@ def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog, as_kept):
         model, optimizer = make()
         guard = OverflowGuard(model, optimizer, "skip") if guarded else None
         with monkeypatch.context() as patch:
-            patch.setattr(StepTensors, "scan", fail)
+            patch.setattr(JudgedTensors, "scan", fail)
             train(model, optimizer, batches(3))
         results.append(state_of(model, optimizer))
         if guard is not None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
 from overflow_fast.guard.step import WatchSchedule
-from overflow_fast.guard.watching import watch as model_watch
+from overflow_fast.guard.watching import unjudged_frames
 
 
 def test_wrong_arguments_are_told(as_kept):
@@ -285,7 +285,7 @@ def test_an_optimizer_of_another_model_is_told_of(caplog, as_kept):
 
 
 def test_a_guard_that_never_judges_says_so(caplog, monkeypatch, as_kept):
-    monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
+    monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
     model, optimizer = make()
     with OverflowGuard(model) as guard:
         for batch in batches(4):
@@ -301,7 +301,7 @@ def test_a_guard_that_never_judges_says_so(caplog, monkeypatch, as_kept):
 
 
 def test_a_guard_that_judges_no_forward_says_so(caplog, monkeypatch, as_kept):
-    monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
+    monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
     model, optimizer = make()
     with OverflowGuard(model):
         for x, y in batches(9):
@@ -313,7 +313,7 @@ def test_a_guard_that_judges_no_forward_says_so(caplog, monkeypatch, as_kept):
 
 
 def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
-    monkeypatch.setattr(model_watch, "_MANY_UNJUDGED", 5)
+    monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
     model, _ = make()
     with OverflowGuard(model), torch.no_grad():
         for x, y in batches(9):

@@ -303,7 +303,7 @@ def test_gradients_add_up_before_they_are_judged():
         optimizer.step()
     assert guard.num_skipped == 1
     assert guard.last_report.verdict.batch == 1
-    assert guard.last_report.verdict.maker == "blocks.0"
+    assert guard.last_report.verdict.origin.maker == "blocks.0"
     assert before.equal(model.blocks[0].fc1.weight)
 
 
@@ -353,12 +353,12 @@ def test_several_models_have_their_names():
             models["critic"](models["generator"](torch.ones(1, 2))).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
-    assert guard.last_report.verdict.maker == "critic"
+    assert guard.last_report.verdict.origin.maker == "critic"
     listed = [nn.Linear(2, 2), nn.Linear(2, 1)]
     with OverflowGuard(listed, on_overflow="warn") as guard:
         with plant(listed[1], INF):
             listed[1](listed[0](torch.ones(1, 2)))
-        assert guard.check().verdict.maker == "1"
+        assert guard.check().verdict.origin.maker == "1"
 
 
 def test_frozen_unused_and_unset_gradients_are_fine():

@@ -69,7 +69,7 @@ def test_a_bad_forward_is_an_alarm_even_where_the_scaler_skips(setting):
         with plant(model.blocks[1], NAN), pytest.raises(NonFiniteError) as raised:
             scaled_step(model, optimizer, scaler, batches(2)[1])
     report = raised.value.report
-    assert report.verdict.maker == "blocks.1"
+    assert report.verdict.origin.maker == "blocks.1"
     assert report.skipped_by == "GradScaler"
     assert guard.num_skipped == 0
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from containers import CONTAINERS, FEW
 
-from overflow_fast.guard.watching.inputs import Given, LoopBatch, samples
+from overflow_fast.guard.watching.inputs import Given, samples
+from overflow_fast.guard.watching.loop_batches import LoopBatch
 
 
 @pytest.mark.parametrize(

@@ -600,7 +600,7 @@ def test_an_optimizer_that_raises_at_its_own_update_is_reported():
                 optimizer.step()
         report = guard.last_report
     assert report.step == BAD_STEP and report.raised == "AssertionError"
-    assert report.verdict.source == "update"
+    assert report.verdict.origin.source == "update"
     assert report.verdict.first.kind == "weight"
     assert not isinstance(raised.value, NonFiniteError)
 

@@ -191,7 +191,7 @@ def test_a_skipped_step_leaves_every_bit():
             if i == 1:
                 assert_same(state_of(model, optimizer), before)
     assert guard.num_skipped == 1
-    assert guard.last_report.verdict.maker == "blocks.1.act"
+    assert guard.last_report.verdict.origin.maker == "blocks.1.act"
 
 
 def test_lagged_a_bad_step_with_calls_of_its_own_is_left_out():

@@ -191,7 +191,7 @@ def test_an_update_that_overflows_by_what_a_pre_hook_wrote_is_undone():
         backward(model, 1.0)
         optimizer.step()
         assert guard.num_skipped == 1
-        assert guard.last_report.verdict.source == "update"
+        assert guard.last_report.verdict.origin.source == "update"
         assert_same(state_of(model, optimizer), before)
 
 

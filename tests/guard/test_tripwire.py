@@ -115,7 +115,12 @@ def facts(report):
     first = verdict.first
     return (
         (first.kind, first.fqn, first.label, first.num_nan, first.num_inf),
-        (verdict.origin, verdict.maker, verdict.source, verdict.dirty_gradients),
+        (
+            verdict.origin.how,
+            verdict.origin.maker,
+            verdict.origin.source,
+            verdict.dirty_gradients,
+        ),
         report.frames,
         report.not_covered,
         (found.phase, found.cause, found.module, found.op and found.op.name),

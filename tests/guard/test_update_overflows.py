@@ -92,7 +92,7 @@ def test_a_state_that_overflows_is_reported_and_the_step_undone(name, how):
         assert report.step == 1 and report.moment == "before"
         assert report.action == "skip" and guard.num_skipped == 1
         assert_same(state_of(model, optimizer), before)
-        assert report.verdict.source == "update"
+        assert report.verdict.origin.source == "update"
         assert report.explanation.phase == "optimizer"
         if report.verdict.first.kind == "optimizer_state":
             assert report.explanation.cause == "range overflow"
@@ -165,7 +165,7 @@ def test_states_of_narrow_dtypes(dtype):
                 p.grad = torch.full_like(p, large)
             optimizer.step()
         assert guard.num_skipped == 2
-        assert guard.last_report.verdict.source == "update"
+        assert guard.last_report.verdict.origin.source == "update"
 
 
 @pytest.mark.explains

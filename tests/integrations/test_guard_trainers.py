@@ -163,7 +163,7 @@ def test_transformers_trainer_is_guarded(trainer):
     assert callback.guard.num_skipped == 1
     assert callback.guard.step == 5
     verdict = callback.guard.last_report.verdict
-    assert verdict.maker == "transformer.h.1.mlp.act"
+    assert verdict.origin.maker == "transformer.h.1.mlp.act"
     assert trainer.lr_scheduler.last_epoch == 4
     assert all(p.isfinite().all() for p in trainer.model.parameters())
     assert hooks_of(trainer.model) == 0
@@ -356,7 +356,7 @@ def test_lightnings_trainer_is_guarded(tmp_path):
     module, trainer = fit(callback, 2, tmp_path)
     assert callback.guard.num_skipped == 1
     assert callback.guard.step == 5
-    assert callback.guard.last_report.verdict.maker == "net.blocks.0"
+    assert callback.guard.last_report.verdict.origin.maker == "net.blocks.0"
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
     assert all(p.isfinite().all() for p in module.parameters())
     assert hooks_of(module) == 0

@@ -220,4 +220,4 @@ def test_what_training_step_made_is_not_laid_at_the_training_loop(
     report = callback.guard.last_report
     assert "training loop" not in str(report)
     as_kept(report.sentences())
-    assert report.verdict.candidates == ["training_step"]
+    assert report.verdict.origin.candidates == ["training_step"]

@@ -45,8 +45,8 @@ SAMPLE = ", sample 3 of 8 (from 0)"
 )
 def test_the_batch_of_training_step_is_named(tmp_path, compute, key, place, value):
     verdict = verdict_of(tmp_path, compute, {key: value})
-    assert verdict.source == "batch"
-    (found,) = verdict.batch_places
+    assert verdict.origin.source == "batch"
+    (found,) = verdict.origin.batch_places
     assert found.removesuffix(", which holds -inf") == f"`{place}`{SAMPLE}"
 
 
@@ -60,8 +60,8 @@ def test_the_batch_of_training_step_is_named(tmp_path, compute, key, place, valu
 )
 def test_what_training_step_computes_is_not_the_batchs(tmp_path, compute):
     verdict = verdict_of(tmp_path, compute, {})
-    assert verdict.source != "batch" and verdict.batch_places == []
-    assert "training_step" in verdict.candidates
+    assert verdict.origin.source != "batch" and verdict.origin.batch_places == []
+    assert "training_step" in verdict.origin.candidates
 
 
 def test_a_part_of_the_batch_that_is_gone_is_unclear(tmp_path, as_kept):
@@ -71,9 +71,9 @@ def test_a_part_of_the_batch_that_is_gone_is_unclear(tmp_path, as_kept):
         {"x": NAN},
         explain=False,  # which would keep it
     )
-    assert verdict.source == "unclear"
-    assert verdict.candidates == ["the batch", "training_step"]
-    as_kept(verdict.remarks)
+    assert verdict.origin.source == "unclear"
+    assert verdict.origin.candidates == ["the batch", "training_step"]
+    as_kept(verdict.origin.remarks)
 
 
 def test_a_bad_label_is_pointed_out(tmp_path, as_kept):
@@ -81,8 +81,8 @@ def test_a_bad_label_is_pointed_out(tmp_path, as_kept):
         return (module.layer(batch["x"]) * batch["y"]).mean()
 
     verdict = verdict_of(tmp_path, compute, {"y": NAN})
-    assert verdict.source == "loss"
-    as_kept(verdict.remarks)
+    assert verdict.origin.source == "loss"
+    as_kept(verdict.origin.remarks)
 
 
 def verdict_of(tmp_path, compute, values, **options):
@@ -100,7 +100,7 @@ def verdict_of(tmp_path, compute, values, **options):
 
 
 def test_batches_are_told_apart_by_the_forwards_that_follow():
-    from overflow_fast.guard.watching.inputs import LoopBatch, LoopBatches
+    from overflow_fast.guard.watching.loop_batches import LoopBatch, LoopBatches
 
     tensors = [torch.full((2,), NAN), torch.ones(2)]
     bad, clean = map(LoopBatch, tensors)
@@ -122,7 +122,7 @@ def test_batches_are_told_apart_by_the_forwards_that_follow():
 def test_a_batch_that_cannot_be_looked_at_is_unknown():
     from collections import UserDict
 
-    from overflow_fast.guard.watching.inputs import LoopBatch
+    from overflow_fast.guard.watching.loop_batches import LoopBatch
 
     x = torch.ones(2)
     assert LoopBatch({"x": x, "n": 1, "ids": torch.ones(2).long()}).bad_places() == []

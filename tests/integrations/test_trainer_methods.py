@@ -227,7 +227,7 @@ def test_the_clock_of_a_test_is_left_alone(times, monkeypatch):
 
 
 def test_a_stand_in_is_what_it_stands_for():
-    from overflow_fast.integrations.trainer_support import PatchedMethod
+    from overflow_fast.integrations.patched_methods import PatchedMethod
 
     class Owner:
         def method(self, x, *, y=1):

@@ -10,7 +10,8 @@ from pages import ROOT
 
 from overflow_fast.explainer.remedies import attempts
 from overflow_fast.guard.report.causes import CAUSES, RANGE_OVERFLOW, Cause
-from overflow_fast.guard.report.explanation import Explanation, Op, TensorSummary
+from overflow_fast.guard.report.explanation import Explanation
+from overflow_fast.guard.report.op import Op, TensorSummary
 from overflow_fast.guard.report.report import Report
 from overflow_fast.guard.verdict.verdict import BadEntry, Verdict
 from overflow_fast.tools.page.incidents import Incident

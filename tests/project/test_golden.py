@@ -2,11 +2,11 @@
 
 import ast
 import re
+from pathlib import Path
 
 import golden
 import golden_text
 import pytest
-import quoted_words
 from golden import ALONE, CASES, NAMES, said
 from golden_text import FOLDER, kept, path_of
 from kept_texts import TEXTS, AsKept, sections
@@ -14,7 +14,7 @@ from pages import without_numbers
 
 from overflow_fast.guard.report.causes import CAUSES
 
-MOST_QUOTES = 124  # fewer is better: lower it
+TESTS = Path(__file__).parents[1]
 RENEW = "run `python tests/support/golden.py` and look at the differences"
 # The others import a trainer, start processes, compile, or are one of many of a kind.
 FAST = {*CASES, *ALONE[::8]} - {"trainer_of_transformers"}
@@ -60,7 +60,7 @@ def test_renewing_prints_what_has_changed(tmp_path, monkeypatch, capsys):
 def test_the_texts_of_tests_are_of_tests_that_ask_for_them():
     asking = {
         (path.stem, each.name)
-        for path in quoted_words.TESTS.rglob("test_*.py")
+        for path in TESTS.rglob("test_*.py")
         for each in ast.parse(path.read_text()).body
         if isinstance(each, ast.FunctionDef)
         and "as_kept" in [argument.arg for argument in each.args.args]
@@ -106,35 +106,3 @@ def test_texts_of_cases_that_do_not_run_stay_as_they_are(tmp_path):
     assert sections(path) == {"": "three\n", "[a]": "five\n", "[c]": "four\n"}
     kept_for(path, ["three"], "[a]", renews=set(), is_whole=False)
     assert sections(path) == {"": "three\n", "[c]": "four\n"}
-
-
-def test_few_checks_quote_sentences():
-    """A better word is to cost a look at the golden files, and no day in the tests."""
-    found = quoted_words.count()
-    assert sum(found.values()) <= MOST_QUOTES, list(found.items())[:20]
-
-
-QUOTING = """
-import pytest
-NAMED = "a word or two"
-def said(text, words):
-    assert words in text
-@pytest.mark.parametrize("why, many", [("a word or two", 1), ("x", 2)])
-def test_it(why, many):
-    assert "a word or two" in text
-    assert f"a word or {so} two" in text
-    assert NAMED in text
-    assert why in text
-    own = "a word or two"
-    assert own not in text
-    with pytest.raises(ValueError, match="a word or two"):
-        said(text, "a word or two")
-    assert text == "three words alone" and many
-    run("a word or two")
-"""
-
-
-def test_a_check_that_quotes_a_sentence_is_found(tmp_path):
-    path = tmp_path / "test_it.py"
-    path.write_text(QUOTING)
-    assert quoted_words.quoting(path) == [8, 9, 10, 11, 13, 14, 15]

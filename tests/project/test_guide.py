@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from guarding import batches, make, train_step
+from made_up_trainer import MadeUpTrainer, two_layers
 from pages import Examples, assert_shown, guides, pages, run
 from ranks import on_ranks
 from small_models import (
@@ -78,18 +79,17 @@ def test_run(code):
 
 
 @runs("many-ranks")
-def test_exit_code(code, tmp_path, capsys):
+def test_exit_code(code, tmp_path):
     model, optimizer = make()
-    with overflow_fast.OverflowGuard(model, optimizer, log=tmp_path / "g") as guard:
+    with overflow_fast.OverflowGuard(model, optimizer, log=tmp_path / "g"):
 
         def train():
             model.blocks[0].factor = float("inf")
             train_step(model, optimizer, batches(1)[0])
 
         with pytest.raises(SystemExit) as status:
-            run(code, train=train, guard=guard)
+            run(code, train=train)
     assert status.value.code == 16
-    assert "transient" in capsys.readouterr().out
 
 
 @runs("flags-of-the-device")
@@ -232,6 +232,16 @@ def test_own_loop(code):
         (model(**next(iter(loader_of(2)))).loss * factor).backward()
         run(code, optimizer=optimizer, guard=guard, scheduler=scheduler)
     assert scheduler.last_epoch == 1
+
+
+@runs("a-trainer-of-your-own")
+def test_a_trainer_of_your_own(code):
+    callback = run(code)["GuardCallback"](on_overflow="skip")
+    data = [{"x": torch.full((4, 2), value)} for value in (1.0, float("nan"), 1.0)]
+    trainer = MadeUpTrainer(two_layers(), [callback], validated=data[:1])
+    trainer.fit(data)
+    assert callback.guard.last_report.verdict.origin.batch_places == ["`batch['x']`"]
+    assert (trainer.step, trainer.scheduler.last_epoch, trainer.saved) == (3, 2, [3])
 
 
 @pytest.mark.slow

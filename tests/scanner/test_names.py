@@ -53,6 +53,6 @@ def test_a_guard_speaks_of_the_authors_names():
             model(x, y=torch.zeros(4, 1))["loss"].backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.maker == "blocks.1.fc2"
+    assert verdict.origin.maker == "blocks.1.fc2"
     assert "blocks.1.fc2.weight" in {*verdict.dirty_gradients, *verdict.clean_gradients}
     assert keep_in_fp32(model, ["blocks.1.fc2"]).names == ["blocks.1.fc2"]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import overflow_fast
 from overflow_fast import _C
 from overflow_fast.detector import compiled, dynamo
-from overflow_fast.guard.undo import step_start
+from overflow_fast.guard.undo import restore_point
 from overflow_fast.guard.verdict import call_order as calls
 from overflow_fast.torch_internals import (  # noqa: F401  (each adds its rows)
     call_arguments,
@@ -192,7 +192,7 @@ def test_the_guard_works_without_it(monkeypatch, owner, name):
 
 
 def test_the_guard_works_without_what_is_called_directly(monkeypatch):
-    monkeypatch.setattr(step_start, "graph_task_id", lambda: -1)
+    monkeypatch.setattr(restore_point, "graph_task_id", lambda: -1)
     monkeypatch.setattr(calls, "global_forward_hooks", dict)
     check_skip()
 

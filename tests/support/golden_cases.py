@@ -23,7 +23,7 @@ from overflow_fast import (
 from overflow_fast.guard.report.causes import UNKNOWN
 from overflow_fast.tools.page.incidents import Incident
 from overflow_fast.tools.page.render import page_of
-from overflow_fast.tools.record.table import read_record
+from overflow_fast.tools.record.reading import read_record
 
 CASES = {}
 ON_RANKS = {}

@@ -19,7 +19,7 @@ from ...guard.report.causes import (
     UNDEFINED,
     Cause,
 )
-from ...guard.report.explanation import SAME, Remedy
+from ...guard.report.remedy import SAME, Remedy
 from ...scanner.modules import module_of_parameter, named_modules, parameters_of
 from ...scanner.torch_ops import has
 from ...scanner.tree import tensors

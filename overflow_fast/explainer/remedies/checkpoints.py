@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...guard.report.explanation import Remedy
+from ...guard.report.remedy import Remedy
 from ...scanner.text import error_line
 from ..named_tensors import names_of
 from ..tensor_kinds import bad_names

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from ...guard.report.causes import UNDERFLOW
-from ...guard.report.explanation import SAME, Explanation, Op, Remedy
+from ...guard.report.explanation import Explanation
+from ...guard.report.op import Op
+from ...guard.report.remedy import SAME, Remedy
 from ...scanner.text import installed_name
 from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...guard.report.explanation import Remedy
+from ...guard.report.remedy import Remedy
 from ...scanner.text import installed_name, is_of_program
 from ...scanner.torch_ops import has, op_of
 from ..syntax import expression_of

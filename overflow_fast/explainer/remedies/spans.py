@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from ...guard.report.explanation import Remedy
+from ...guard.report.remedy import Remedy
 from ...scanner.modules import is_normalization, is_within, named_modules
 from ..keep_in_fp32 import has_forward, shortened
 from .patches import Float32Modules

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...guard.report.explanation import Remedy
+from ...guard.report.remedy import Remedy
 from ...scanner.modules import tensors_of
 from ...scanner.tensors import has_memory
 from ...scanner.torch_ops import base_of, has, plain_name

@@ -1,8 +1,12 @@
-"""The fields of files, each declared once: its type, meaning, default, and since when.
+"""The fields of files: their types, what is said of them, the lines that they make.
 
-From a declaration follow the line that is written (`Written.line`), what a reader takes
-for one (`files.schema`), the tables of docs/formats.md, and tests of files of older
-releases. Needs no package: a run is guarded without msgspec.
+A format is declared once, as Structs of msgspec, each field with its `meaning()`. From
+that follow the line that is written (`line_of()`), what a reader takes for one
+(`files.schema`), the tables of docs/formats.md, and tests of files of older releases.
+
+A field without a default is required: a line that lacks it is damaged. One whose
+default is `UNSET` is missing in what is read, too. Fields that a later release has
+added have a default, and say since when.
 """
 
 from __future__ import annotations
@@ -10,9 +14,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from dataclasses import Field as DataclassField
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import NODEFAULT, UNSET, Meta, Struct
+from msgspec.structs import FieldInfo
 
 from ...scanner.text import capitalized, listed_fields
 
@@ -20,149 +26,95 @@ FIRST_RELEASE = "1.0"
 
 _Class = TypeVar("_Class", bound=type)
 
-
-@dataclass(frozen=True)
-class Bounds:
-    """The numbers and lengths that a file may have; a reader refuses others."""
-
-    ge: int | float | None = None
-    le: int | float | None = None
-    min_length: int | None = None
-    max_length: int | None = None
-
-
-Index = Annotated[int, Bounds(ge=0, le=2**31 - 1)]
-Count = Annotated[int, Bounds(ge=0, le=2**62)]
-StepNumber = Annotated[int, Bounds(ge=-(2**62), le=2**62)]
-Seconds = Annotated[float, Bounds(ge=0)]
-Time = Annotated[float, Bounds(ge=0, le=2.5e11)]  # until the year 9892
+# A file that has another number, or a longer list, is refused.
+Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**62)]
+StepNumber = Annotated[int, Meta(ge=-(2**62), le=2**62)]
+Seconds = Annotated[float, Meta(ge=0)]
+Time = Annotated[float, Meta(ge=0, le=2.5e11)]  # until the year 9892
 Number = float | Literal["inf", "-inf", "nan"]  # see `json_text.to_plain()`
 
-REQUIRED: Any = object()  # in place of a default: a line without the field is damaged
-ABSENT: Any = object()  # in place of a default: what is read lacks the field as well
 
-
-@dataclass(frozen=True)
-class Field:
-    """A field of a line.
-
-    Attributes:
-        meaning: What it is, for docs/formats.md and docstrings.
-        default: What a reader takes where a file lacks it; or `REQUIRED`, `ABSENT`.
-        since: The first release that writes it. A later one has a default.
-        name: Its name in the file, if that is not the attribute's.
-        kind: Its type in the file, if that is not the attribute's.
-        is_in_file: Whether it is; a reader may find others out.
-        more: What else a format says of its fields.
-    """
-
-    meaning: str
-    default: Any = REQUIRED
-    since: str = FIRST_RELEASE
-    name: str | None = None
-    kind: Any = None
-    is_in_file: bool = True
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-    def of(self, line: Mapping[str, Any], key: str) -> Any:
-        """Its value in a line, or its default; `key` is its attribute."""
-        is_there = self.default is not REQUIRED and self.default is not ABSENT
-        return line.get(self.name or key, self.default if is_there else None)
-
-    @property
-    def drawn(self) -> str:
-        """The words in front of its picture, if a number has one; else nothing."""
-        return str(self.more.get("drawn", ""))
-
-
-def written(
-    meaning: str,
-    default: Any = REQUIRED,
-    *,
-    since: str = FIRST_RELEASE,
-    name: str | None = None,
-    kind: Any = None,
-    **more: Any,
-) -> Any:
-    """Declares a field of a line or of a dataclass; see `Field`."""
-    return _declared(Field(meaning, default, since, name, kind, True, more))
-
-
-def derived(meaning: str, default: Any = REQUIRED, **more: Any) -> Any:
-    """Declares a field of a dataclass that a reader finds out, and no file has."""
-    return _declared(Field(meaning, default, is_in_file=False, more=more))
-
-
-def _declared(own: Field) -> Any:
-    metadata, default = {"declared": own}, own.default
-    if isinstance(default, (dict, list)):
-        return field(default_factory=default.copy, metadata=metadata)
-    if default is REQUIRED or default is ABSENT:
-        return field(metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def documented(cls: _Class) -> _Class:
-    """Lists the fields of a dataclass in its docstring."""
-    if cls.__doc__:  # python -OO has none
-        own = declared_in(cls).items()
-        listed = listed_fields((n, f"{capitalized(each.meaning)}.") for n, each in own)
-        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nAttributes:\n{listed}"
-    return cls
-
-
-class Written:
-    """A line of a file, or a part of one, as its fields declare it.
+def meaning(text: str, *, since: str = FIRST_RELEASE, **more: Any) -> Meta:
+    """Describes a field, for docs/formats.md and docstrings.
 
     Args:
-        kind: The field `kind` of its lines; "" for a part of one.
-        of: A dataclass whose fields stand among those of the line, before them.
+        text: What it is.
+        since: The first release that writes it.
+        **more: What else a format says of its fields; see `said_of()`.
     """
-
-    KIND: ClassVar[str] = ""
-    OF: ClassVar[type[Any] | None] = None
-
-    def __init_subclass__(cls, kind: str = "", of: type[Any] | None = None) -> None:
-        cls.KIND, cls.OF = kind or cls.KIND, of
-
-    @classmethod
-    def line(cls, **values: Any) -> dict[str, Any]:
-        """Makes what is written, its kind in front; see `line_of()`."""
-        return {"kind": cls.KIND, **line_of(cls, **values)}
+    return Meta(description=text, extra={"since": since, **more})
 
 
-def line_of(cls: Any, **values: Any) -> dict[str, Any]:
-    """Makes what is written of fields, given by their attributes; others are left out.
+@functools.cache
+def fields_of(kind: type[Struct]) -> dict[str, FieldInfo]:
+    """The fields of a Struct by their attributes, in the order of the file."""
+    return {each.name: each for each in msgspec.structs.fields(kind)}
+
+
+def meaning_of(field: FieldInfo) -> str:
+    """The text of a field's `meaning()`; "" for one that has none."""
+    return _meta_of(field).description or ""
+
+
+def said_of(field: FieldInfo, name: str) -> Any:
+    """The argument of this name that `meaning()` was given of a field, or None."""
+    return (_meta_of(field).extra or {}).get(name)
+
+
+def _meta_of(field: FieldInfo) -> Meta:
+    """The last one of a field: the bounds of its type stand before its meaning."""
+    metas: tuple[Meta, ...] = getattr(field.type, "__metadata__", (Meta(),))
+    return metas[-1]
+
+
+def default_of(field: FieldInfo) -> Any:
+    """The value that a reader takes where a file lacks a field; None for no default."""
+    if field.default_factory is not NODEFAULT:
+        return field.default_factory()
+    return None if field.default in (NODEFAULT, UNSET) else field.default
+
+
+def value_in(line: Mapping[str, Any], field: FieldInfo) -> Any:
+    """The value of a field in a line, or its default."""
+    name = field.encode_name
+    return line[name] if name in line else default_of(field)
+
+
+def tag_of(kind: type[Struct]) -> str:
+    """The `kind` that the lines of a Struct have; "" for a part of a line."""
+    tag = kind.__struct_config__.tag
+    return "" if tag is None else str(tag)
+
+
+def line_of(kind: type[Struct], /, **values: Any) -> dict[str, Any]:
+    """Makes what is written: its kind in front, then the fields that are given.
+
+    A field that is not given is left out of the line, also where it has a default.
+
+    Args:
+        kind: The Struct that declares the line, or the part of one.
+        **values: The fields, by their attributes.
 
     Raises:
         TypeError: If there is no such field, or one that is required is not given.
     """
-    found, known = {}, fields_of(cls)
+    known = fields_of(kind)
     if not values.keys() <= known.keys():
-        raise TypeError(f"{cls.__name__} has no {values.keys() - known.keys()}")
-    for key, each in known.items():
-        if key in values:
-            found[each.name or key] = values[key]
-        elif each.default is REQUIRED:
-            raise TypeError(f"{cls.__name__} needs {key}")
+        raise TypeError(f"{kind.__name__} has no {values.keys() - known.keys()}")
+    found: dict[str, Any] = {"kind": tag} if (tag := tag_of(kind)) else {}
+    for name, each in known.items():
+        if name in values:
+            found[each.encode_name] = values[name]
+        elif each.required:
+            raise TypeError(f"{kind.__name__} needs {name}")
     return found
 
 
-@functools.cache
-def declared_in(cls: Any) -> dict[str, Field]:
-    """The fields of a line or of a dataclass, by their attributes, in their order."""
-    found: dict[str, Field] = {}
-    for each in reversed(cls.__mro__):
-        of = vars(each).get("OF")
-        found |= {} if of is None else declared_in(of)
-        own = vars(each).get("__dataclass_fields__") or vars(each)
-        for name, value in own.items():
-            if isinstance(value, DataclassField):
-                found[name] = value.metadata["declared"]
-    return found
-
-
-@functools.cache
-def fields_of(cls: Any) -> dict[str, Field]:
-    """Those of them that are in the file."""
-    return {name: each for name, each in declared_in(cls).items() if each.is_in_file}
+def documented(cls: _Class) -> _Class:
+    """Lists the fields of a Struct in its docstring."""
+    if cls.__doc__:  # python -OO has none
+        own = fields_of(cls).items()
+        listed = listed_fields((n, f"{capitalized(meaning_of(e))}.") for n, e in own)
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__)}\n\nAttributes:\n{listed}"
+    return cls

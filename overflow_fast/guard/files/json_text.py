@@ -1,7 +1,7 @@
 """JSON that every reader takes: no `NaN`, no `Infinity`.
 
-Needs no package: what a guarded run writes goes through here, and not through
-`schema`, which imports msgspec.
+Written by Python's `json`, whose spaces readers of older releases ask for: they tell a
+file by its first bytes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def line_bytes(plain: Mapping[str, Any]) -> bytes:
 def parse_object(data: str | bytes) -> dict[str, Any] | None:
     """Parses a JSON object without a schema; None if it is none.
 
-    For files that this process has written, or only asks whose they are: unlike
-    `files.schema` it needs no package, so that a run can be guarded without one.
+    For files that this process has written, or only asks whose they are.
     """
     try:
         value = json.loads(data)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..options import POSITIVE, SHARE, option, whole
+from ..kinds import POSITIVE, SHARE, whole
+from ..options import option
 from .monitor import Monitor
 
 

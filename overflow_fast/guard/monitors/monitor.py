@@ -6,20 +6,18 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
 from ...scanner.tree import label_text
+from ..kept_calls.call_keeper import CallKeeper
 from ..options import Options
-from ..verdict.verdict import where_of
-from ..watching.step_tensors import NORM
+from ..verdict.entry_headroom import where_of
+from ..watching.judged_tensors import NORM
 from ..watching.watch import ModelWatch, models_of
-
-if TYPE_CHECKING:
-    from ..step_keeper import StepKeeper
 
 _LOSSES = ("output.loss", "output['loss']")
 
@@ -37,7 +35,7 @@ class Guarded:
     """
 
     watches: Sequence[ModelWatch]
-    keeper: StepKeeper | None
+    keeper: CallKeeper | None
     get_optimizers: Callable[[], Sequence[Optimizer]]
     isolated: Callable[[], AbstractContextManager[None]]
     was_skipped: Callable[[Optimizer], bool] = lambda _: False

@@ -11,26 +11,29 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ... import _C
-from ..options import one_of, option
-from ..watching.step_tensors import NORM
+from ..kinds import one_of
+from ..options import option
+from ..watching.judged_tensors import NORM
 from ..watching.watch import ModelWatch
 from .monitor import Guarded, Monitor, MonitoredStep, Notice, scalar_places
 
 SPIKE = "spike"  # the kind of its notices, which mark the step in the flight record
 
-_WINDOW = 200  # values; chosen, not measured
-_LEAST = 100  # values before any is a spike
+# Values; chosen. A longer window compares with a loss that has fallen since, and misses
+# spikes.
+_WINDOW = 200
+_LEAST = 100  # values before any is a spike: with fewer the start of a run warns
 # A spike is this many robust standard deviations of the logarithms above their median,
 # each taken as 8 % at least: so it is 1.9 times the median or more. In logarithms, as
 # both numbers vary by factors.
 _SCORE = 8.0
 _LEAST_SIGMA = 0.08
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
-# And 1.5 times this quantile: some losses come in bursts.
+# And 1.5 times this quantile: some losses come in bursts. Lower numbers warn of these.
 _TAIL, _BEYOND_TAIL = 0.98, 1.5
-_MAX_IN_ROW = 3  # then it is the new level
+_MAX_IN_ROW = 3  # then it is the new level; more skip or warn of a run that goes on so
 _LOSS, _GRADIENT = "loss", "largest gradient"
-_EVERY = 256  # steps between two looks at which entries there are
+_EVERY = 256  # steps between two looks at which entries there are: a new one waits
 # A model, the name of a number, and the number's place; None for the gradients.
 _Number = tuple[ModelWatch, str, _C.Place | None]
 

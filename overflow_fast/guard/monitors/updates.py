@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from ...scanner.modules import named_parameters
 from ...scanner.text import counted, dtype_name
 from ...torch_internals.tensor_internals import local_part
-from ..options import POSITIVE, SHARE, option, whole
+from ..kinds import POSITIVE, SHARE, whole
+from ..options import option
 from .monitor import Guarded, Monitor, MonitoredStep
 
 _SAMPLED = 4096  # elements of a weight: what it costs does not grow with the model's

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..config import GuardConfig
-from ..undo.step_start import StepStart
+from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch
 from .optimizer_hook import OptimizerHook
 
@@ -66,7 +66,7 @@ class DeviceFlags:
         return first
 
     def skip(
-        self, hook: OptimizerHook, has_scaler: bool, start: StepStart | None
+        self, hook: OptimizerHook, has_scaler: bool, start: RestorePoint | None
     ) -> bool:
         """Makes the device skip a step, and put buffers back, if it is bad.
 

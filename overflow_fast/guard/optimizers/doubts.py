@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..isolation import ErrorIsolation
 from ..step import StepClock
-from ..watching.step_tensors import ScanLevel
+from ..watching.judged_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .optimizer_hook import OptimizerHook
 from .rates import LearningRates

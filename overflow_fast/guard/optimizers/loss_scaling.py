@@ -8,7 +8,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..verdict.verdict import BadFrame
+from ..verdict.bad_frames import BadFrame
 from .engines import ENGINES_SCALER, EngineScaler, LossScaler, has_scale
 from .optimizer_hook import OptimizerHook
 from .scaler_hook import scaler_of

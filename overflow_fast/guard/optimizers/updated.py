@@ -16,8 +16,8 @@ from ..judge import Judge
 from ..report.causes import BAD_SETTING, RANGE_OVERFLOW
 from ..report.explanation import Explanation
 from ..unit import Unit
-from ..verdict.remarks import bad_settings
-from ..verdict.verdict import BadEntry, SettingRemark, Verdict
+from ..verdict.optimizer_settings import SettingRemark, bad_settings
+from ..verdict.verdict import BadEntry, Verdict
 
 
 def see_update(
@@ -53,15 +53,16 @@ def see_update(
 def of_update(verdict: Verdict, optimizer: Optimizer) -> Verdict:
     """The verdict on what an optimizer has made of finite gradients."""
     maker = f"the step of {type(optimizer).__name__}, whose gradients were finite"
-    return replace(
-        verdict,
-        origin="passed_on",
+    origin = replace(
+        verdict.origin,
+        how="passed_on",
         source="update",
         maker=maker,
         candidates=[],
         remarks=[*_bad_rates(optimizer)],
         nonfinite_state=[],
     )
+    return replace(verdict, origin=origin)
 
 
 def _bad_rates(optimizer: Optimizer) -> list[SettingRemark]:

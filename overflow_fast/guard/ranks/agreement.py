@@ -1,4 +1,24 @@
-"""Makes all ranks of a process group decide alike: one collective for each step."""
+"""Makes all ranks of a process group decide alike: one collective for each step.
+
+1. `_find()` finds the process groups of this rank in models and optimizers, without a
+   collective. Where it finds none, or the policy is to warn, the rank decides alone.
+2. `_meet()`, at the first step, finds all ranks that these groups connect.
+3. `agree()` is called by every rank in every judged step. One all-reduce takes the
+   largest of each number: the priority of the bad value (0 for none), the step, its
+   negative (so the least step is known, too: ranks that judge different steps raise),
+   and what monitors wish.
+4. Where no rank has found anything, that is all. Else the rank whose priority is the
+   largest makes the report, and the ranks gather it. An error while it is made is
+   gathered in its place, so that no rank waits for ever.
+5. `act_on()`: the same rank chooses the action, and the ranks gather that.
+
+The state:
+
+- `_groups`: this rank's groups; None until they are looked for.
+- `_peers`: the ranks that they connect; None until they have met.
+- `error`: what a collective has raised last, which comes out as it is, unlike errors of
+  the guard's own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +27,7 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,25 +37,24 @@ from torch.optim import Optimizer
 from ...scanner.text import numbered
 from ...torch_internals.module_internals import is_first, is_joining, is_shadowing
 from ..process import own_rank, world_size
-from ..report.report import RankInfo, Report
+from ..report.report import Report
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch, models_of
-
-if TYPE_CHECKING:
-    from .peers import Peers
-
-# What meets with other ranks is imported where there are any.
+from .groups import find_groups, groups_of_mesh, shared
+from .peers import Peers
+from .rank_info import RankInfo
 
 _log = logging.getLogger("overflow_fast")
 
 # The rank with the earliest bad value decides: one that a collective of the training
-# has mixed into a gradient is bad on every rank.
+# has mixed into a gradient is bad on every rank. Frames behind this one all count as
+# late alike; so many ranks are told apart. A priority, about 2**50, fits an int64.
 _LAST = 2**24
 _SEVERITY = {"grad_output": 2, "gradient": 1, "optimizer_state": 1}
 
 
 class Wishes(NamedTuple):
-    """The wishes of a rank for a step that may be finite, or any of all ranks.
+    """The wishes of a rank for a step that may be finite; or those of all together.
 
     Attributes:
         has_spike: A spike was seen.
@@ -162,8 +181,6 @@ class Agreement:
         own = report or Report(step, "raise", verdict)
         peers = self._meet()
         if peers is None and world_size() > 1:
-            from .peers import Peers
-
             peers = Peers.of(dist.group.WORLD)
         return self._agree(peers, step, verdict, 0, lambda: own).report
 
@@ -265,8 +282,6 @@ class Agreement:
         """Returns the ranks that share the models, or None; first by a collective."""
         with self._propagate():
             if self._peers is None and self._shared:
-                from .peers import Peers
-
                 self._peers = Peers.meet(self._shared)
                 self._warn_of_others(self._peers.ranks)
         return self._peers
@@ -315,8 +330,6 @@ class Agreement:
     def _find(self) -> list[Any]:
         if self._given is False or world_size() == 1:
             return []
-        from .peers import find_groups, groups_of_mesh, shared
-
         if self._given is None:
             return find_groups(self._models(), self._outermost())
         if isinstance(self._given, dist.device_mesh.DeviceMesh):

@@ -1,20 +1,28 @@
-"""The flight record of a run: a line for each watched step, in a bounded file."""
+"""The flight record of a run: a line for each watched step, in a bounded file.
+
+The flow of a step:
+
+1. While it runs, the recorder of each watched model keeps a row of its numbers.
+2. `end_step()` ends the rows, and makes the step's line without them: its time, its
+   learning rate, what was done about it.
+3. A row may still be on its way from a device. Steps wait until all models have sent
+   theirs, with `sync="lagged"` until the step after has ended, too.
+4. The line gets the columns of its rows, and is written; before it the names of
+   entries that are new, and before the first one the line of the run.
+
+The state: `_steps` wait for their rows; `_num_entries`, `_name_bytes` and `_is_begun`
+say what the file has so far, and begin anew with each file.
+"""
 
 from __future__ import annotations
 
-import base64
 import collections
-import contextlib
 import functools
 import itertools
 import logging
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,313 +30,16 @@ import torch
 from torch.optim import Optimizer
 
 from ... import _C
-from ...scanner.modules import class_name_of, parameters_of
-from ...scanner.text import shortened
-from ...scanner.tree import entry_label
-from ...scanner.types import TensorPath
-from ..files.fields import line_of
-from ..files.json_text import line_bytes, to_plain
-from ..files.reading import open_regular
-from ..files.writing import make_folder, open_new, write_all
+from ...scanner.modules import parameters_of
+from ..files.json_text import line_bytes
 from ..optimizers.engines import LossScaler
-from ..report.report import Cost, Report
-from ..report.run_log import RunIdentity
-from ..verdict.verdict import kind_of
-from ..watching.watch import ModelWatch, models_of
-from .record_lines import (
-    COLUMNS,
-    RECORD_SCHEMA,
-    Columns,
-    EntriesLine,
-    FlightRecordLine,
-    Line,
-    LineSpan,
-    RecordEntry,
-    StepsLine,
-)
-
-# The lines of a record: its run, its entries, its steps, folded ones.
-
-
-def columns_of(row: _C.StepRow, most: int) -> Line:
-    """The columns of one model's row; one that was not counted is left out.
-
-    Args:
-        row: The row.
-        most: How many entries have a name in the file; further ones are left out.
-    """
-    num = min(row.num_entries, most)
-    columns: dict[str, Any] = {"num": num}
-    # Names that a row of the extension may lack: not counted there.
-    for name in COLUMNS:
-        packed = getattr(row, name, None)
-        if packed is not None:
-            if num < row.num_entries:
-                packed = packed[: num * (len(packed) // row.num_entries)]
-            columns[name] = base64.b64encode(packed).decode()
-    left_out = row.num_left_out + row.num_entries - num
-    if left_out:
-        columns["left_out"] = left_out
-    return line_of(Columns, **columns)
-
-
-# The lines of a flight record: its run, its entries, a step without its values.
-
-
-_OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
-
-
-def run_line(run: RunIdentity, watches: Sequence[ModelWatch], policy: object) -> Line:
-    """The first line: schema, versions, host, rank, devices, models."""
-    line: Line = to_plain(
-        FlightRecordLine.line(
-            **{**run.fields(watches, policy), "schema": RECORD_SCHEMA},
-            byteorder=sys.byteorder,
-            devices=_devices(watches),
-        )
-    )
-    return line
-
-
-def _devices(watches: Sequence[ModelWatch]) -> list[str]:
-    models = models_of(watches).values()
-    devices = {
-        parameter.device for model in models for parameter in parameters_of(model)
-    }
-    return sorted(map(_device_name, devices))
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return str(device)
-    return f"{device} ({torch.cuda.get_device_name(device)})"
-
-
-def entry_lines(watch: ModelWatch, model: int, first: int) -> list[Line]:
-    """The line of a model's entries from one on, if there are more.
-
-    Args:
-        watch: The model's.
-        model: Which of the watched models it is.
-        first: How many are in the file already.
-    """
-    columns = watch.recorder.row_columns(first)
-    if not columns:
-        return []
-    entries = [_entry(watch, column) for column in columns]
-    return [EntriesLine.line(model=model, first=first, entries=entries)]
-
-
-def _entry(watch: ModelWatch, column: _C.RowColumn) -> Line:
-    label, module, class_name = entry_label(column.place), "", ""
-    kind = kind_of(column.place.label.role)
-    if column.place.kind in _OF_CALLS:
-        module = watch.name_at(column.place.module)
-        own = watch.module_at(column.place.module)
-        class_name = "" if own is None else class_name_of(type(own))
-    elif column.place.kind != _C.FrameKind.RECORDED:
-        path = TensorPath.from_fqn(kind, label)
-        module, label = path.module, path.path
-    entry: Line = to_plain(
-        line_of(
-            RecordEntry,
-            module=shortened(module),
-            class_name=shortened(class_name),
-            kind=kind,
-            label=shortened(label),
-            dtype=column.dtype,
-            limit=column.limit,
-            numel=column.numel,
-        )
-    )
-    return entry
-
-
-def step_line(step: int, cost: Cost | None, optimizers: Sequence[Optimizer]) -> Line:
-    """The line of a step without its values; see `FlightRecorder.end_step`."""
-    return StepsLine.line(
-        level=0,
-        first=step,
-        last=step,
-        count=1,
-        time=round(time.time(), 3),
-        seconds=None if cost is None else round(cost.step_seconds, 6),
-        guard_seconds=None if cost is None else round(cost.guard_seconds, 6),
-        learning_rate=to_plain(_learning_rate(optimizers)),
-        actions={},
-        num_skipped=0,
-        models=[],
-    )
-
-
-def _learning_rate(optimizers: Sequence[Optimizer]) -> float | None:
-    """Of the first group of the first optimizer; None where it is on a device."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            rate = group.get("lr")
-            if isinstance(rate, torch.Tensor) and not rate.is_cpu:
-                return None
-            return None if rate is None else float(rate)
-    return None
-
-
-# The file of a flight record: lines are appended, and the old ones thinned.
-
-
-_FULL = 7  # eighths of a file: when it is thinned
-
-
-class RecordFile:
-    """A file of this process alone, made anew: where there is one, `run.2.ofr`.
-
-    A line is one write behind the last whole one, so a process that is killed leaves
-    all lines but the one that it was writing. There are no locks: a copy that is made
-    meanwhile is a record. A file that is nearly full is written anew by a thread,
-    thinned, and takes the place of the old one in one rename; a writer that fills it
-    before that is done waits. So it never has more than `max_bytes` and a line, and the
-    one that is written anew has fewer.
-
-    Args:
-        path: Where the file is to be; folders are made.
-        num_full: How many steps keep a line of their own, where there is room.
-        max_bytes: How many bytes the file may have.
-
-    Attributes:
-        path: Where it is.
-
-    Raises:
-        OSError: If the file cannot be made.
-    """
-
-    def __init__(self, path: Path, num_full: int, max_bytes: int) -> None:
-        make_folder(path.parent)
-        self.path, self._file = _create(path)
-        self._num_full = num_full
-        self._max_bytes = max_bytes
-        self._thin_at = max_bytes * _FULL // 8
-        self._end = 0
-        self._heads: list[LineSpan] = []  # what is no line of steps
-        self._places: list[LineSpan] = []
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._failed: Exception | None = None
-        self._pid = os.getpid()
-
-    @property
-    def is_own(self) -> bool:
-        """True in the process that made it; a forked one may not write to it."""
-        return self._pid == os.getpid()
-
-    def append(self, heads: bytes, steps: bytes) -> None:
-        """Appends lines: of the run and its entries, and one of a step.
-
-        Raises:
-            OSError: If there is no room; then none of them is there.
-        """
-        more = len(heads) + len(steps)
-        thread, is_full = self._thread, self._end + more > self._max_bytes
-        if is_full and thread is not None and thread.is_alive():
-            thread.join()
-        with self._lock:
-            self._check_room(more)
-            self._file.seek(self._end)
-            write_all(self._file, heads + steps)
-            if heads:
-                self._heads.append(LineSpan(self._end, len(heads), 0))
-            self._places.append(LineSpan(self._end + len(heads), len(steps), 0))
-            self._end += more
-        if self._end > self._thin_at and self._thread is None:
-            self._start_thinning()
-
-    def _start_thinning(self) -> None:
-        thread = threading.Thread(target=self._thin, name="overflow_fast-record")
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
-            self._thread = thread
-            thread.start()
-
-    def _check_room(self, more: int) -> None:
-        """Raises OSError if the file could not be thinned, and has no room."""
-        if self._failed is not None and self._end + more > self._max_bytes:
-            raise OSError(f"the file is full and cannot be thinned: {self._failed}")
-
-    def close(self) -> None:
-        """Waits until what was written is on the disk, and closes the file."""
-        if not self.is_own:
-            return
-        thread = self._thread
-        if thread is not None and thread.is_alive():
-            thread.join()
-        if self._end > self._thin_at and self._failed is None:
-            self._thin()
-        with contextlib.suppress(OSError):
-            os.fsync(self._file.fileno())
-        self._file.close()
-
-    # A thinned file takes its place.
-
-    def _thin(self) -> None:
-        try:
-            self._replace()
-            self._thread = None
-        except Exception as error:
-            self._failed = error  # and no thread begins any more
-
-    def _replace(self) -> None:
-        from .thinning import copied, is_small, thinned
-
-        with self._lock:
-            heads, places, end = list(self._heads), list(self._places), self._end
-        with open_regular(self.path) as old:
-            if not os.path.samestat(os.fstat(old.fileno()), _status(self._file)):
-                raise OSError(f"{self.path} was moved")
-            new_path, new = _create(self.path.with_name(f"{self.path.name}.new"))
-            try:
-                new_heads = [copied(old, new, place) for place in heads]
-                sizes = self._num_full, self._max_bytes
-                new_places = thinned(old, new, places, *sizes)
-                has_room = is_small(new.tell(), self._max_bytes)
-                os.fsync(new.fileno())
-                with self._lock:
-                    shift = new.tell() - end
-                    copied(old, new, LineSpan(end, self._end - end, 0))
-                    os.replace(new_path, self.path)
-                    self._file.close()
-                    self._file, self._end = new, new.tell()
-                    self._heads = new_heads + _moved(self._heads[len(heads) :], shift)
-                    self._places = new_places + _moved(
-                        self._places[len(places) :], shift
-                    )
-                    # Lines may be so long that no thinning makes room.
-                    full = self._max_bytes * _FULL // 8
-                    self._thin_at = full if has_room else max(full, 2 * self._end)
-            except BaseException:
-                new.close()
-                with contextlib.suppress(OSError):
-                    os.unlink(new_path)
-                raise
-
-
-def _create(path: Path) -> tuple[Path, FileIO]:
-    """A new file here, or under the first name with a number that is free."""
-    for candidate in _names(path):
-        with contextlib.suppress(FileExistsError):
-            return candidate, open_new(candidate)
-    raise AssertionError("unreachable")
-
-
-def _names(path: Path) -> Iterator[Path]:
-    yield path
-    for number in itertools.count(2):
-        yield path.with_name(f"{path.stem}.{number}{path.suffix}")
-
-
-def _status(file: FileIO) -> os.stat_result:
-    return os.fstat(file.fileno())
-
-
-def _moved(places: list[LineSpan], shift: int) -> list[LineSpan]:
-    return [LineSpan(p.offset + shift, p.length, p.level) for p in places]
-
+from ..report.cost import Cost
+from ..report.report import Report
+from ..report.run_identity import RunIdentity
+from ..watching.watch import ModelWatch
+from .record_file import RecordFile
+from .record_lines import Line
+from .written_lines import columns_of, entry_lines, run_line, step_line
 
 _log = logging.getLogger("overflow_fast")
 

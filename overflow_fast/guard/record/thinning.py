@@ -1,101 +1,26 @@
-"""Room in the file of a flight record: lines of several steps become one.
-
-Imported when a record is full for the first time.
-"""
+"""Room in the file of a flight record: which lines become one, and the file anew."""
 
 from __future__ import annotations
 
-import base64
-import ctypes
-import sys
 from collections.abc import Iterator, Sequence
 from io import FileIO
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
-import torch
-
-from ..files.fields import fields_of, line_of
 from ..files.json_text import line_bytes, parse_object
 from ..files.writing import write_all
-from .columns import as_tensor, read_numbers
-from .record_lines import (
-    COLUMNS,
-    COUNTS,
-    Columns,
-    Line,
-    LineSpan,
-    RecordStep,
-    StepsLine,
-)
+from .folding import fold
+from .record_lines import Line, LineSpan
 
-# So many lines of a level are folded into one of the next.
+# So many lines of a level are folded into one of the next. With more of them a step
+# that has no line of its own shares one with more others; with fewer a line of the top
+# level has fewer steps, and long runs are folded into one line there sooner.
 FOLD = 16
 TOP_LEVEL = 3  # 4,096 steps, or more where there is no room
-_THINNED = 6  # eighths of a file that it has at most then
+# Eighths of a file that it has at most then. With more of them it is full again sooner,
+# with fewer more steps are folded than need be.
+_THINNED = 6
 
 _T = TypeVar("_T")
-
-
-def fold(lines: Sequence[Line], level: int) -> Line:
-    """One line for several of a run, the oldest first, as their fields are folded.
-
-    Extremes and counts of entries are those over their steps.
-    """
-    return StepsLine.line(
-        level=level,
-        **{
-            name: each.more["folded"]([each.of(line, name) for line in lines])
-            for name, each in fields_of(RecordStep).items()
-        },
-        models=[
-            _fold_columns([line["models"][i] for line in lines])
-            for i in range(len(lines[0]["models"]))
-        ],
-    )
-
-
-def _fold_columns(several: Sequence[Line]) -> Line:
-    num = max(columns["num"] for columns in several)
-    folded: dict[str, Any] = {"num": num}
-    for name in COLUMNS:
-        read = [read_numbers(each, name, sys.byteorder) for each in several]
-        found = [as_tensor(numbers) for numbers in read if numbers is not None]
-        if found:
-            folded[name] = _pack(_extremes(name, found, num), name)
-    left_out = max(columns.get("left_out", 0) for columns in several)
-    return line_of(Columns, **folded, **({"left_out": left_out} if left_out else {}))
-
-
-def _extremes(name: str, columns: Sequence[torch.Tensor], num: int) -> torch.Tensor:
-    """Over the steps that have an entry; it came to be in the course of the run."""
-    is_count = name in COUNTS
-    absent = -1 if is_count else float("nan")
-    whole = [
-        torch.nn.functional.pad(c, (0, num - len(c)), value=absent) for c in columns
-    ]
-    stacked = torch.stack(whole)
-    if is_count:
-        return stacked.amax(0)
-    end = float("inf") if name == "abs_min" else -1.0
-    is_absent = stacked.isnan()
-    kept = stacked.masked_fill(is_absent, end)
-    folded = kept.amin(0) if name == "abs_min" else kept.amax(0)
-    return folded.masked_fill(is_absent.all(0), absent)
-
-
-def _pack(column: torch.Tensor, name: str) -> str:
-    if name in COUNTS:
-        packed = column if column.any() else column[:0]
-    else:
-        narrow = column.float()
-        is_exact = bool(((narrow.double() == column) | column.isnan()).all())
-        packed = narrow if is_exact else column
-    packed = packed.contiguous()
-    raw = ctypes.string_at(packed.data_ptr(), packed.nbytes) if packed.nbytes else b""
-    return base64.b64encode(raw).decode()
-
-
-# Which lines are folded.
 
 
 class Folded(NamedTuple):
@@ -144,9 +69,6 @@ def thin(
 def _parts(lines: Sequence[_T]) -> Iterator[list[_T]]:
     for i in range(0, len(lines), FOLD):
         yield list(lines[i : i + FOLD])
-
-
-# A file, written anew.
 
 
 def thinned(

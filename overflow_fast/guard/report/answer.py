@@ -5,20 +5,17 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ...scanner.text import counted, printable
 from .causes import SINGULAR_GRADIENT, UNKNOWN
+from .findings import Findings
 from .gist import BETWEEN, expression_of, first_clause, gist_of, on_rank
-
-if TYPE_CHECKING:
-    from .explanation import Explanation, Remedy
+from .remedy import Remedy
 
 _FEW = 3  # sentences of a kind, and ends of a chain; chosen
 _FEW_SHORT = 2  # of each kind of sentence in an exception
 _MAX_CODE = 70  # characters of a line of code: with its label, a terminal's 80
 _MAX_LIST = 90  # of what did not help
-_INDENT = " " * 4
 _NONE_KEEPS = "no change that was tried keeps the value"
 _IN_FLOAT64 = "computed in float64"
 
@@ -30,7 +27,7 @@ class ExplanationText:
         found: The explanation.
     """
 
-    def __init__(self, found: Explanation) -> None:
+    def __init__(self, found: Findings) -> None:
         self.found = found
 
     def text(self) -> str:
@@ -300,13 +297,3 @@ def _shortened(chain: list[str]) -> str:
     if len(chain) > 2 * _FEW:
         chain = [*chain[:_FEW], "...", *chain[-_FEW:]]
     return " -> ".join(chain)
-
-
-def remedy_text(remedy: Remedy) -> str:
-    """A remedy: what it changes and what came of it, and its code on lines below."""
-    place = f" ({remedy.place})" if remedy.place else ""
-    parts = remedy.parts or (remedy,)
-    codes = [each.code or (each.text if remedy.parts else "") for each in parts]
-    lines = [f"{remedy.text}{place}: {remedy.outcome}"]
-    lines += [textwrap.indent(code, _INDENT) for code in codes if code]
-    return "\n".join(lines)

@@ -1,26 +1,19 @@
-"""The coverage of a guard, in numbers; and the lines that open and close a run."""
+"""The coverage of a guard, in numbers and in words."""
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch.optim import Optimizer
-
 from ... import _C
+from ...detector.coverage import Coverage, coverage_of
 from ...detector.selection import Wanted
-from ...scanner.text import counted
-from ..process import own_rank
-from ..watching.watch import ModelWatch, models_of
-from .report import Cost
-
-_log = logging.getLogger("overflow_fast")
+from ...scanner.text import counted, printable
+from ..watching.watch import ModelWatch
 
 
 @dataclass(frozen=True)
-class GuardCoverage:
+class GuardCoverage(Coverage):
     """The tensors and steps that a guard's clean verdicts cover, and the gaps.
 
     Attributes:
@@ -45,11 +38,6 @@ class GuardCoverage:
             are kernels, with the reason.
     """
 
-    tensors_listed: int
-    tensors_scanned: int
-    bytes_scanned: int
-    not_scanned: dict[str, int]
-    opaque: dict[str, int]
     modules: int
     modules_watched: int
     steps: int
@@ -75,30 +63,21 @@ class GuardCoverage:
         ignores_spikes: bool,
     ) -> GuardCoverage:
         """Sums up what the watches of a guard have checked so far."""
-        found = [watch.recorder.coverage for watch in watches]
-        reasons: Counter[str] = Counter()
-        opaque: Counter[str] = Counter()
-        for each in found:
-            reasons.update(each.reasons())
-            opaque.update(each.opaque())
         wanted = watches[0].wanted
         counts = [watch.modules.count(watch.model) for watch in watches]
+        num_watched = sum(count for _, count in counts)
         return cls(
-            sum(each.tensors_listed for each in found),
-            sum(each.tensors_scanned for each in found),
-            sum(each.bytes_scanned for each in found),
-            dict(reasons),
-            dict(opaque),
-            sum(count for count, _ in counts),
-            sum(count for _, count in counts) if wanted.activations else 0,
-            steps,
-            steps_watched,
-            without_gradient,
-            [kind for kind in Wanted._fields if not getattr(wanted, kind)],
-            any(watch.has_seen_loss for watch in watches),
-            failures,
-            rules_unused,
-            ignores_spikes,
+            **vars(coverage_of([watch.recorder for watch in watches])),
+            modules=sum(count for count, _ in counts),
+            modules_watched=num_watched if wanted.activations else 0,
+            steps=steps,
+            steps_watched=steps_watched,
+            without_gradient=without_gradient,
+            not_watched=[kind for kind in Wanted._fields if not getattr(wanted, kind)],
+            has_seen_loss=any(watch.has_seen_loss for watch in watches),
+            failures=failures,
+            rules_unused=rules_unused,
+            ignores_spikes=ignores_spikes,
             unused_kernels=_C.unused_kernels(),
         )
 
@@ -109,97 +88,54 @@ class GuardCoverage:
 
     def gaps(self) -> list[str]:
         """Lists what was not checked, in sentences."""
-        from .wording import gaps_of
-
-        return gaps_of(self)
+        sentences = []
+        if self.not_scanned:
+            counts = (f"{count} x {why}" for why, count in self.not_scanned.items())
+            sentences.append(f"Not scanned: {', '.join(counts)}.")
+        if self.opaque:
+            counts = (
+                f"{counted(count, 'value')} of type {name}"
+                for name, count in self.opaque.items()
+            )
+            sentences.append(f"Not looked into: {', '.join(counts)}.")
+        if self.not_watched:
+            kinds = ", ".join(kind.replace("_", " ") for kind in self.not_watched)
+            is_default = self.not_watched == ["optimizer_state"]
+            why = "off by default" if is_default else "not in `watch`"
+            sentences.append(f"Not checked ({why}): {kinds}.")
+        if 0 < self.modules_watched < self.modules:
+            left_out = self.modules - self.modules_watched
+            sentences.append(f"{left_out} of {self.modules} modules were left out.")
+        if self.steps_watched < self.steps:
+            count = self.steps - self.steps_watched
+            sentences.append(f"{count} of {self.steps} steps were not watched.")
+        if self.without_gradient:
+            parameters = counted(self.without_gradient, "parameter")
+            sentences.append(f"{parameters} had no gradient.")
+        if not self.has_seen_loss and "loss" not in self.not_watched:
+            sentences.append("No loss was seen: `guard.record(loss=loss)` adds it.")
+        if self.ignores_spikes:
+            sentences.append("Spikes were not looked for: they need `sync='step'`.")
+        if self.failures:
+            times = counted(self.failures, "time")
+            sentences.append(f"The guard itself failed {times}.")
+        return sentences
 
     def __str__(self) -> str:
         """Writes what was checked, what was not, and the rules that match nothing."""
-        from .wording import coverage_text
-
-        return coverage_text(self)
-
-
-# The first and the last line that a guard logs of a run.
-
-
-def log_begin(
-    watches: Sequence[ModelWatch],
-    optimizers: Sequence[Optimizer],
-    policy: object,
-    coverage: GuardCoverage,
-) -> None:
-    """Logs (INFO) the watched modules, and the policy for a non-finite step.
-
-    Args:
-        watches: The watched models.
-        optimizers: The optimizers.
-        policy: The guard's `on_overflow`.
-        coverage: Its coverage.
-    """
-    found = list(models_of(watches).values())
-    parameters = sum(
-        len(watch.tensors.parameters(model)[0])
-        for watch in watches
-        if (model := watch.model) is not None
-    )
-    if not parameters and not optimizers:
-        return  # nothing is trained
-    modules, watched = coverage.modules, coverage.modules_watched
-    _log.info(
-        "Watching %s modules and %d parameters of %s; optimizer: %s; on_overflow=%s.",
-        modules if watched == modules else f"{watched} of {modules}",
-        parameters,
-        _counted(found),
-        _counted(optimizers) or "none",
-        repr(policy) if isinstance(policy, str) else "a callable",
-    )
-
-
-def _counted(objects: Sequence[object]) -> str:
-    """Names the objects' classes, each once, and how many there are."""
-    counts = Counter(type(each).__name__ for each in objects)
-    return ", ".join(f"{n} x {name}" if n > 1 else name for name, n in counts.items())
-
-
-def log_end(
-    coverage: GuardCoverage, num_reports: int, num_skipped: int, cost: Cost
-) -> None:
-    """Logs a summary of a run: WARNING after a report or a failure, else INFO.
-
-    Of several ranks the first one warns.
-
-    Args:
-        coverage: The guard's coverage.
-        num_reports: How many reports there were.
-        num_skipped: How many steps were skipped.
-        cost: The time that the guard took.
-    """
-    has_run = coverage.steps or coverage.requests
-    if not (has_run or num_reports or coverage.failures):
-        return
-    is_worth_it = own_rank() == 0 and (num_reports or coverage.failures)
-    level = logging.WARNING if is_worth_it else logging.INFO
-    _log.log(level, "%s", summary(coverage, num_reports, num_skipped, cost))
-
-
-def summary(
-    coverage: GuardCoverage, num_reports: int, num_skipped: int, cost: Cost
-) -> str:
-    """Writes the summary of a run; see `log_end()`."""
-    parts = [counted(num_reports, "report")]
-    if coverage.steps or not coverage.requests:
-        parts.append(f"{counted(num_skipped, 'step')} skipped")
-    if cost.share:
-        parts.append(f"{cost.share:.1%} of their time in the guard")
-    if coverage.failures:
-        parts.append(f"{counted(coverage.failures, 'failure')} of the guard")
-    if not coverage.has_seen_loss and "loss" not in coverage.not_watched:
-        parts.append("no loss seen")
-    if coverage.ignores_spikes:
-        parts.append("spikes not looked for (they need sync='step')")
-    watched = f"{coverage.steps_watched} of {coverage.steps} steps watched"
-    if not coverage.steps:
-        requests = counted(coverage.requests, "request")
-        watched = requests if coverage.requests else "No step was completed"
-    return f"{watched}: {', '.join(parts)}."
+        unit = f"{self.steps_watched} steps"
+        if self.requests and not self.steps:
+            unit = counted(self.requests, "request")
+        checked = (
+            f"Checked {self.tensors_listed} tensors in {self.tensors_scanned} "
+            f"scans of {self.bytes_scanned} bytes in {unit}."
+        )
+        by_torch = [
+            f"Torch operations scan tensors on {device}, not its kernels: {why}."
+            for device, why in self.unused_kernels.items()
+        ]
+        unused = [
+            f"The rule {rule!r} has matched nothing: compare it with a report's labels."
+            for rule in self.rules_unused
+        ]
+        return printable(" ".join([checked, *self.gaps(), *by_torch, *unused]))

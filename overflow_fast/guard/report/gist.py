@@ -16,21 +16,18 @@ A cause's row in `causes.py` has the sentence; here stand the fields that it may
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...scanner.text import capitalized, counted
 from ...scanner.torch_ops import op_of
 from .causes import ROUNDING, UNDERFLOW, Cause
-
-if TYPE_CHECKING:
-    from .explanation import Explanation, Op
+from .findings import Findings
+from .op import Op
 
 BETWEEN = "between backward and the optimizer's step"
 _LONGEST_CALL = 40  # characters of an expression that a line names in code
-_LONGEST_REASON = 150
+_LONGEST_REASON = 150  # characters; a longer clause ends at its first colon
 
 
-def gist_of(found: Explanation) -> str:
+def gist_of(found: Findings) -> str:
     """Writes where the first bad value came from and why, as a clause.
 
     Args:
@@ -170,21 +167,21 @@ def _outside_text(op: Op | None) -> str:
     return f": {op.outside}"
 
 
-def _reason_text(found: Explanation) -> str:
+def _reason_text(found: Findings) -> str:
     reason = found.reason
     if not reason and found.op is None and found.evidence:
         reason = found.evidence[0]
     return f": {first_clause(reason)}" if reason else ""
 
 
-def _sample_text(found: Explanation) -> str:
+def _sample_text(found: Findings) -> str:
     if found.sample is None:
         return ""
     of = f" of {found.num_samples}" if found.num_samples else ""
     return f", in sample {int(found.sample)}{of} (from 0)"
 
 
-def on_rank(found: Explanation) -> str:
+def on_rank(found: Findings) -> str:
     """The rank that found it, of several, and how many more; "" for one process."""
     if found.rank is None:
         return ""

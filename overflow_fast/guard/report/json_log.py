@@ -163,7 +163,9 @@ class JsonLog:
             _log.warning(f"{text} Logged once.", *values)
 
 
-_LOOKS_AT_THE_END = 20  # 0.2 s in all, for a line that another process writes; chosen
+# 0.2 s in all, for a line that another process writes; chosen. With fewer of them a
+# line that is written slowly is cut in two, which readers count as damaged.
+_LOOKS_AT_THE_END = 20
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
@@ -217,7 +219,11 @@ def _take_back(file: FileIO, written: int) -> bool:
 
 @contextlib.contextmanager
 def _locked(file: FileIO) -> Iterator[bool]:
-    """Locks a file among processes unless another has locked it; never waits."""
+    """Locks a file among processes unless another has locked it; never waits.
+
+    Without the lock two processes that find the file full would both rename, and the
+    second would put a file of a few lines in place of the full one.
+    """
     if fcntl is None:
         yield True
         return

@@ -2,86 +2,121 @@
 
 from __future__ import annotations
 
-from ..files.fields import ABSENT, Count, Index, Number, StepNumber, Time, Written
-from ..files.fields import written as field
+from typing import Annotated
+
+from msgspec import UNSET, Struct, UnsetType
+
+from ..files.fields import Count, Index, Number, StepNumber, Time, meaning
 
 
-class OfRun(Written):
+class OfRun(Struct, kw_only=True):
     """A run, in the first line of a log and of a flight record."""
 
-    schema: int = field("the version of the format", ABSENT)
-    run: str = field("the id of the run, which all its files have", ABSENT)
-    time: Time = field("when it began, in seconds since 1970", ABSENT)
-    started: str = field("the same as text, in UTC", ABSENT)
-    host: str = field("the name of the machine", ABSENT)
-    pid: Count = field("the process", ABSENT)
-    script: str = field("the program's file or package; empty in a console", ABSENT)
-    rank: Index = field("the rank of this process", ABSENT)
-    world_size: Index = field("how many ranks there are", ABSENT)
-    overflow_fast: str = field("the release that wrote it", ABSENT)
-    torch: str = field("the release of torch", ABSENT)
-    python: str = field("that of Python", ABSENT)
-    models: list[str] = field("the classes of the watched models", ABSENT)
-    dtypes: list[str] = field("the dtypes of their parameters", ABSENT)
-    policy: str = field("`on_overflow`, or `callable`", ABSENT)
+    schema: Annotated[int | UnsetType, meaning("the version of the format")] = UNSET
+    run: Annotated[
+        str | UnsetType, meaning("the id of the run, which all its files have")
+    ] = UNSET
+    time: Annotated[
+        Time | UnsetType, meaning("when it began, in seconds since 1970")
+    ] = UNSET
+    started: Annotated[str | UnsetType, meaning("the same as text, in UTC")] = UNSET
+    host: Annotated[str | UnsetType, meaning("the name of the machine")] = UNSET
+    pid: Annotated[Count | UnsetType, meaning("the process")] = UNSET
+    script: Annotated[
+        str | UnsetType, meaning("the program's file or package; empty in a console")
+    ] = UNSET
+    rank: Annotated[Index | UnsetType, meaning("the rank of this process")] = UNSET
+    world_size: Annotated[Index | UnsetType, meaning("how many ranks there are")] = (
+        UNSET
+    )
+    overflow_fast: Annotated[str | UnsetType, meaning("the release that wrote it")] = (
+        UNSET
+    )
+    torch: Annotated[str | UnsetType, meaning("the release of torch")] = UNSET
+    python: Annotated[str | UnsetType, meaning("that of Python")] = UNSET
+    models: Annotated[
+        list[str] | UnsetType, meaning("the classes of the watched models")
+    ] = UNSET
+    dtypes: Annotated[
+        list[str] | UnsetType, meaning("the dtypes of their parameters")
+    ] = UNSET
+    policy: Annotated[str | UnsetType, meaning("`on_overflow`, or `callable`")] = UNSET
 
 
-class RunLine(OfRun, kind="run"):
+class RunLine(OfRun, tag_field="kind", tag="run", kw_only=True):
     """The first line in each file, and for each run."""
 
-    run: str = field("its id, which all its files have")
+    run: Annotated[str, meaning("its id, which all its files have")]
 
 
-class LogLine(Written):
+class LogLine(Struct, kw_only=True):
     """The fields of any line but that of a run."""
 
-    run: str = field("the id of the run", "")
-    time: Time = field("when it was written, in seconds since 1970", 0.0)
-    step: StepNumber = field("the number of the step")
+    run: Annotated[str, meaning("the id of the run")] = ""
+    time: Annotated[Time, meaning("when it was written, in seconds since 1970")] = 0.0
+    step: Annotated[StepNumber, meaning("the number of the step")]
 
 
-class StepLine(LogLine, kind="step"):
+class StepLine(LogLine, tag_field="kind", tag="step", kw_only=True):
     """A step that was judged."""
 
-    is_clean: bool = field("false if it was not finite")
-    action: str | None = field(
-        '`"raise"`, `"warn"`, `"skip"`, what else skipped it, or null', None
+    is_clean: Annotated[bool, meaning("false if it was not finite")]
+    action: Annotated[
+        str | None,
+        meaning('`"raise"`, `"warn"`, `"skip"`, what else skipped it, or null'),
+    ] = None
+    num_skipped: Annotated[
+        Count, meaning("how many steps the guard has skipped so far")
+    ] = 0
+    num_left_out: Annotated[Count, meaning("how many were not judged so far")] = 0
+    guard_share: Annotated[
+        Number, meaning("the guard's share of the time of a step")
+    ] = 0.0
+    headroom_bits: Annotated[
+        Number | None, meaning("bits left of the entry that has fewest")
+    ] = None
+    headroom_at: Annotated[str | None, meaning("that entry")] = None
+    first: Annotated[
+        str | None,
+        meaning(
+            "of a bad step: the first bad entry, `module: entry`; the root is "
+            "`the model`"
+        ),
+    ] = None
+    origin: Annotated[
+        str | None, meaning("of a bad step: whether a module made it")
+    ] = None
+    source: Annotated[str | None, meaning("of a bad step: what it was read from")] = (
+        None
     )
-    num_skipped: Count = field("how many steps the guard has skipped so far", 0)
-    num_left_out: Count = field("how many were not judged so far", 0)
-    guard_share: Number = field("the guard's share of the time of a step", 0.0)
-    headroom_bits: Number | None = field("bits left of the entry that has fewest", None)
-    headroom_at: str | None = field("that entry", None)
-    first: str | None = field(
-        "of a bad step: the first bad entry, `module: entry`; the root is `the model`",
-        None,
+    maker: Annotated[str | None, meaning("of a bad step: what may have made it")] = None
+    rank: Annotated[Index | None, meaning("of a bad step: the rank that found it")] = (
+        None
     )
-    origin: str | None = field("of a bad step: whether a module made it", None)
-    source: str | None = field("of a bad step: what it was read from", None)
-    maker: str | None = field("of a bad step: what may have made it", None)
-    rank: Index | None = field("of a bad step: the rank that found it", None)
-    host: str | None = field("of a bad step: the machine of that rank", None)
-    device: str | None = field("of a bad step: its device", None)
-    cause: str | None = field("of a bad step that was explained", None)
+    host: Annotated[str | None, meaning("of a bad step: the machine of that rank")] = (
+        None
+    )
+    device: Annotated[str | None, meaning("of a bad step: its device")] = None
+    cause: Annotated[str | None, meaning("of a bad step that was explained")] = None
 
 
-class SpikeLine(LogLine, kind="spike"):
+class SpikeLine(LogLine, tag_field="kind", tag="spike", kw_only=True):
     """A number of a finite step that is far above its last ones."""
 
-    action: str | None = field('`"skip"` or null', None)
-    what: str = field('`"loss"`, `"grad_norm"` or `"largest gradient"`')
-    value: Number = field("the number")
-    median: Number = field("that of its last values")
-    score: Number = field("robust deviations above it")
-    count: Count = field("how many values it is compared with, at most 200")
+    action: Annotated[str | None, meaning('`"skip"` or null')] = None
+    what: Annotated[str, meaning('`"loss"`, `"grad_norm"` or `"largest gradient"`')]
+    value: Annotated[Number, meaning("the number")]
+    median: Annotated[Number, meaning("that of its last values")]
+    score: Annotated[Number, meaning("robust deviations above it")]
+    count: Annotated[Count, meaning("how many values it is compared with, at most 200")]
 
 
-class NoticeLine(LogLine, kind="notice"):
+class NoticeLine(LogLine, tag_field="kind", tag="notice", kw_only=True):
     """A clause of a monitor of your own about a finite step."""
 
-    action: str | None = field('`"skip"` or null', None)
-    monitor: str = field("its class", "")
-    text: str = field("the clause", "")
+    action: Annotated[str | None, meaning('`"skip"` or null')] = None
+    monitor: Annotated[str, meaning("its class")] = ""
+    text: Annotated[str, meaning("the clause")] = ""
 
 
 KINDS = (RunLine, StepLine, SpikeLine, NoticeLine)

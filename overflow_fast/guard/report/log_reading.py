@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-from ..files.fields import Index, StepNumber, Time, Written
-from ..files.fields import written as field
+from msgspec import Struct
+
+from ..files.fields import Index, StepNumber, Time, meaning
+from ..files.schema import Lines
 from .log_lines import KINDS
 
-if TYPE_CHECKING:
-    from ..files.schema import Lines
 
-
-class OtherLine(Written):
+class OtherLine(Struct, kw_only=True):
     """A line of a kind that this version does not know."""
 
-    kind: str = field("its kind")
-    run: str = field("the id of the run", "")
-    time: Time = field("when it was written", 0.0)
-    rank: Index | None = field("the rank", None)
-    step: StepNumber | None = field("the number of the step", None)
-    action: str | None = field("what was done", None)
-    is_clean: bool | None = field("false if the step was not finite", None)
+    kind: Annotated[str, meaning("its kind")]
+    run: Annotated[str, meaning("the id of the run")] = ""
+    time: Annotated[Time, meaning("when it was written")] = 0.0
+    rank: Annotated[Index | None, meaning("the rank")] = None
+    step: Annotated[StepNumber | None, meaning("the number of the step")] = None
+    action: Annotated[str | None, meaning("what was done")] = None
+    is_clean: Annotated[bool | None, meaning("false if the step was not finite")] = None
 
 
 def decoder() -> Lines:
-    """Returns what decodes the lines; needs msgspec."""
-    from ..files.schema import Lines
-
+    """Returns what decodes the lines."""
     return Lines(*KINDS, other=OtherLine)

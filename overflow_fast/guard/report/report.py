@@ -1,20 +1,14 @@
-"""The report of a bad step, and what a guard has checked: the data.
-
-Their words are in `wording.py`, which is loaded where one is asked for.
-"""
+"""The report of a bad step, and the error that has it."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any
 
 from ..files.json_text import SCHEMA, dumps, to_plain
-from ..verdict.verdict import EntryHeadroom, Verdict
-
-if TYPE_CHECKING:
-    from .explanation import Explanation
-    from .wording import ReportText
+from .exit_code import exit_code_of
+from .report_data import ReportData
+from .wording import ReportText
 
 
 class NonFiniteError(FloatingPointError):
@@ -28,8 +22,6 @@ class NonFiniteError(FloatingPointError):
     """
 
     def __init__(self, report: Report) -> None:
-        from .explanation import exit_code_of
-
         super().__init__(report.answer())
         self.report = report
         self.exit_code = exit_code_of(report.explanation, report.has_ended_runs)
@@ -41,24 +33,7 @@ class NonFiniteError(FloatingPointError):
 NonFiniteError.__module__ = "overflow_fast"  # as programs import it
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The time that the guard itself took, by the host's clock.
-
-    Attributes:
-        step_seconds: The time from the judgement before to this one.
-        guard_seconds: The part of it that was spent in the guard: its hooks, scans on
-            the CPU, launches, waits and judgement. Not the time of kernels on a device.
-        share: The guard's share of all watched steps so far.
-    """
-
-    step_seconds: float = 0.0
-    guard_seconds: float = 0.0
-    share: float = 0.0
-
-
-@dataclass(repr=False)
-class Report:
+class Report(ReportData):
     """A guard's findings in a step, and its action.
 
     Attributes:
@@ -90,34 +65,12 @@ class Report:
             becomes of the step: a checkpoint helps.
     """
 
-    step: int
-    action: str
-    verdict: Verdict
-    least_headroom: EntryHeadroom | None = None
-    frames: list[str] = field(default_factory=list)
-    not_covered: list[str] = field(default_factory=list)
-    cost: Cost = field(default_factory=Cost)
-    num_skipped: int = 0
-    evidence: str | None = None
-    page: str | None = None
-    notes: list[str] = field(default_factory=list)
-    where: str | None = None
-    is_of_state: bool = False
-    moment: str = ""
-    skipped_by: str = ""
-    explanation: Explanation | None = None
-    repeats: str = ""
-    raised: str = ""
-    is_beyond_repair: bool = False
-
     # An earlier run ended with the same step and entry. No field: it is for
     # `NonFiniteError.exit_code` alone.
     has_ended_runs = False
 
     @property
     def _text(self) -> ReportText:
-        from .wording import ReportText
-
         return ReportText(self)
 
     def __str__(self) -> str:
@@ -148,6 +101,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as a dict of strings, finite numbers, lists and dicts."""
         found, plain = self.explanation, asdict(replace(self, explanation=None))
+        plain["verdict"] = self.verdict.to_dict()
         if self.verdict.first is not None:
             plain["verdict"]["first"]["place"] = self.verdict.first.place
         plain = to_plain({**plain, "explanation": found and found.to_dict()})
@@ -157,35 +111,3 @@ class Report:
     def to_json(self) -> str:
         """Writes the report as one line of JSON, non-finite numbers as strings."""
         return dumps(self.to_dict())
-
-
-_FORM = re.compile(r"rank (\d+) of (\d+) \((.+), ([^,]+)\)")
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """A rank and what it runs on. `str()` of it is as reports have it.
-
-    Attributes:
-        rank: The rank.
-        world_size: How many ranks there are.
-        host: The name of its host.
-        device: Its device, such as "cuda:2".
-    """
-
-    rank: int
-    world_size: int
-    host: str
-    device: str
-
-    def __str__(self) -> str:
-        """Writes "rank 2 of 4 (node3, cuda:2)"."""
-        return f"rank {self.rank} of {self.world_size} ({self.host}, {self.device})"
-
-    @classmethod
-    def of(cls, text: str | None) -> RankInfo | None:
-        """Reads what `str()` has written; None for anything else."""
-        found = _FORM.fullmatch(text or "")
-        if found is None:
-            return None
-        return cls(int(found[1]), int(found[2]), found[3], found[4])

@@ -11,11 +11,12 @@ from typing import Any, cast
 from ...scanner.text import error_line
 from ..config import GuardConfig
 from ..explaining import FREE_SECONDS, SHARE, with_note
+from ..kept_calls.kept_call import KeptCall
+from ..optimizers.last_steps import LastSteps
 from ..outer import outer
 from ..report.causes import NOT_REPRODUCIBLE
 from ..report.explanation import Explanation
 from ..report.report import NonFiniteError
-from ..step_keeper import KeptCall, LastSteps
 from ..unit import Unit
 from ..value_errors import is_of_values
 from ..verdict.verdict import Verdict
@@ -98,7 +99,7 @@ class Replays:
 
 
 class KeptCalls:
-    """The calls of a request, in the form of a `StepKeeper`."""
+    """The calls of a request, in the form of a `CallKeeper`."""
 
     num_dropped, clean = 0, None
     hidden_by = ""

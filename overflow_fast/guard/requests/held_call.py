@@ -17,7 +17,8 @@ from ... import _C
 from ...scanner.modules import buffers_of, modules_in
 from ...scanner.ops import scan
 from ...scanner.tree import CALL_DEPTH, mapped, solid_base, tensors
-from ..step_keeper import Ambient, KeptCall
+from ..kept_calls.ambient import Ambient
+from ..kept_calls.kept_call import KeptCall
 from ..undo.attributes import KeptAttributes
 from ..undo.kept_objects import ATOMS
 from ..watching.inputs import is_plain
@@ -223,10 +224,7 @@ class HeldCall:
             return call, start
         seen = {id(each) for each in self._tensors if not each.is_inference()}
         own = {id(other) for key, other in others.items() if key in written & seen}
-        call._versions = [
-            -1 if id(tensor) in own else version
-            for tensor, version in zip(call._tensors, call._versions, strict=True)
-        ]
+        call.take_as_written(own)
         return call, start
 
     def _kept(self, others: Mapping[int, torch.Tensor]) -> KeptCall:
@@ -268,7 +266,7 @@ def _fill(container: Any, items: Any) -> None:
 class ForwardStart:
     """A model's small state when a forward began, as a replay rewinds to it.
 
-    It has the form of `undo.step_start.ModelStart`, of which a replay reads these.
+    It has the form of a `ModelRestorePoint`, of which a replay reads these.
 
     Args:
         attributes: The plain attributes of modules.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..step_keeper import KeptCall
-from ..verdict.verdict import BadFrame
+from ..kept_calls.kept_call import KeptCall
+from ..verdict.bad_frames import BadFrame
 from ..watching.watch import ModelWatch
 from .held_call import HeldCall
 

@@ -101,7 +101,8 @@ class RequestReport(Report):
         made.poisoned = dict(poisoned)
         first = report.verdict.first
         if first is not None:
-            names = [first.label, *report.verdict.candidates, report.verdict.maker]
+            origin = report.verdict.origin
+            names = [first.label, *origin.candidates, origin.maker]
             left = (by for name, by in known.items() if any(name in n for n in names))
             made.left_by = next(left, "")
         return made
@@ -134,10 +135,9 @@ class RequestReport(Report):
         if found is not None and found.op is not None:
             given = ((each.abs_max or 0.0, each.dtype) for each in found.op.inputs)
             if not any(most >= 0.999 * (limit_of(of) or 1.0) for most, of in given):
-                left = [
-                    e for e in self.verdict.remarks if not isinstance(e, FillRemark)
-                ]
-                self.verdict = dataclasses.replace(self.verdict, remarks=left)
+                remarks = self.verdict.origin.remarks
+                left = [e for e in remarks if not isinstance(e, FillRemark)]
+                self.verdict = self.verdict.with_remarks(left)
         if found is not None and found.cause == BAD_DATA.name:  # it was so before
             path = _ARGUMENT.sub("", found.tensor)
             for name in list(self.poisoned):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...scanner.text import printable
-from ..report.wording import ReportText, what_of
+from ..report.entry_words import what_of
+from ..report.wording import ReportText
 
 if TYPE_CHECKING:
     from .request_report import RequestReport

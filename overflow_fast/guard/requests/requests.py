@@ -47,17 +47,19 @@ from ...torch_internals.module_internals import (
 )
 from ...torch_internals.registry import stack
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
-from ..archive import Measurements
 from ..config import GuardConfig
 from ..error_notes import add_note
 from ..isolation import ErrorIsolation
+from ..kept_calls.call_keeper import CallKeeper
+from ..kept_calls.held_function import HeldFunction
+from ..kept_calls.kept_call import KeptCall
+from ..measurements import Measurements
 from ..options import Schedule
 from ..pipeline import Pipeline
 from ..report.coverage import GuardCoverage
 from ..report.explanation import Explanation
 from ..report.report import Report
 from ..step import WatchSchedule
-from ..step_keeper import HeldFunction, KeptCall, StepKeeper
 from ..unit import REQUEST, Unit
 from ..value_errors import says_values
 from ..verdict.verdict import Verdict
@@ -135,7 +137,7 @@ class Requests:
         config: GuardConfig,
         watches: Sequence[ModelWatch],
         has_optimizer: bool,
-        keeper: StepKeeper | None,
+        keeper: CallKeeper | None,
         pipeline: Pipeline,
         measurements: Measurements,
         isolation: ErrorIsolation,

@@ -9,21 +9,26 @@ import torch
 from torch import nn
 
 from ...torch_internals.module_internals import forward_hooks, forward_pre_hooks
-from .kept_objects import ATOMS, BARE, LEFT, Kept, KeptObjects, restore_all
+from .contents import Kept, restore_all
+from .kept_objects import ATOMS, KeptObjects
 from .tensors import SMALL, KeptTensor
 
 # Of one attribute. In each step of a model that changes it, these many objects take up
-# to 0.5 ms, and these many items 0.06 ms.
+# to 0.5 ms, and these many items 0.06 ms. An attribute that leads to more is not kept:
+# it stays as a skipped step has left it, and a replay begins with it as it is.
 _MOST_OBJECTS = 64
 _MOST_ITEMS = 1000
 # Wrappers, whose attributes say what they are about to do.
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._")
+BARE = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in each module
+_LEFT: Any = object()  # in the place of a value that is not kept, or not there
 
 
 class KeptAttributes:
-    """Numbers, texts, small containers, arrays and tensors, generators, plain objects.
+    """The attributes of a module that are numbers, texts, or lead to little else.
 
-    What is large, or belongs to autograd's graph, is neither read, held nor restored.
+    That is small containers, arrays and tensors, generators and plain objects. What is
+    large, or belongs to autograd's graph, is neither read, held nor restored.
 
     Args:
         module: The module. It is held weakly.
@@ -41,7 +46,7 @@ class KeptAttributes:
         for key, value in vars(module).items():
             if key not in BARE:
                 is_kept = type(value) in ATOMS or self._keep(key, value)
-                self._values[key] = value if is_kept else LEFT
+                self._values[key] = value if is_kept else _LEFT
 
     @staticmethod
     def are_kept(module: nn.Module) -> bool:
@@ -55,7 +60,7 @@ class KeptAttributes:
         objects.add([(key, value)], _MOST_OBJECTS)
         tensors = [tensor for _, tensor in objects.tensors.values()]
         is_little = objects.is_whole and objects.num_items <= _MOST_ITEMS
-        if objects.lost or not is_little or not all(map(_is_small_value, tensors)):
+        if not is_little or not all(map(_is_small_value, tensors)):
             return False
         self._parts += objects.kept
         self._tensors += [KeptTensor(tensor, is_copied=True) for tensor in tensors]
@@ -70,7 +75,7 @@ class KeptAttributes:
         for key in [key for key in own if key not in BARE and key not in self._values]:
             del own[key]
         for key, value in self._values.items():
-            if value is not LEFT and own.get(key, LEFT) is not value:
+            if value is not _LEFT and own.get(key, _LEFT) is not value:
                 own[key] = value
         restore_all(self._parts)
         for tensor in self._tensors:
@@ -84,7 +89,7 @@ class KeptAttributes:
         own = {k: v for k, v in vars(module).items() if k not in BARE}
         return (
             own.keys() != self._values.keys()
-            or any(v is not LEFT and own[k] is not v for k, v in self._values.items())
+            or any(v is not _LEFT and own[k] is not v for k, v in self._values.items())
             or any(tensor.is_written() for tensor in self._tensors)
             or any(part.has_changed() for part in self._parts)
         )

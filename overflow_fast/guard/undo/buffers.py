@@ -1,13 +1,24 @@
 """Buffers and frozen parameters as they were when a step began.
 
 Frozen parameters are kept with the buffers since they may hold statistics, which a
-forward updates by `.data`.
+forward updates by `.data`. Of each place in a module is known which tensor it held when
+the step began, and mostly a copy of the contents:
+
+1. A small tensor, and one that was seen to change, is copied in each step: its copy is
+   certain. A large one is copied once. A write that torch does not count may have come
+   behind that copy: such a tensor is not restored, which the report says.
+2. A step that is undone may find another tensor in the place. If a forward has put it
+   there, the one of the beginning comes back. If other code has, it stays. If it is the
+   one of the last step, it stays, too: `functional_call` had another one there for the
+   forward.
+3. The contents are written back only where the step's forwards may have changed them. A
+   tensor that an earlier forward has put there, such as a part of its batch, belongs to
+   other code, unless this step's forward has written to it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,11 +26,11 @@ from torch.nn.parameter import is_lazy
 
 from ... import _C
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS
-from ...torch_internals.tensor_internals import copy_all
 from .tensors import SMALL, is_at, is_same_bits, memory_of, num_bytes, write
 
 # Bytes. Larger frozen parameters are not copied before a change has been seen: most are
-# the weights of a model that adapters train, which a copy would hold twice.
+# the weights of a model that adapters train, which a copy would hold twice. The first
+# step that changes such a one cannot be undone, which the report says.
 _MAX_FROZEN = 2**20
 
 
@@ -51,7 +62,7 @@ class KeptBuffer:
         self.is_written = False
         self._copied: weakref.ref[torch.Tensor] | None = None  # the copy's original
         self._home: weakref.ref[torch.Tensor] | None = None  # the last step's tensor
-        self._changes = False
+        self._changes = False  # a step was seen to change it
         # The tensor that was seen in its place last, whether a forward has put it
         # there, and whether other code has since the step began.
         self._placed: weakref.ref[torch.Tensor] | None = None
@@ -231,73 +242,6 @@ class KeptBuffer:
 
     def _is_same(self, tensor: torch.Tensor) -> bool:
         return self.copy is None or is_same_bits(self.copy, tensor)
-
-
-class SteadyBuffers:
-    """Buffers whose tensors stay the same ones: what is left to do for them in a step.
-
-    Reads of many tensors are single expressions here: they run in each step. What they
-    show is noted here alone until `settle()`, which is to be called before a buffer is
-    asked for its version, or whether it was written to.
-
-    Args:
-        buffers: The buffers; they have begun, and are copied.
-    """
-
-    def __init__(self, buffers: Sequence[KeptBuffer]) -> None:
-        self._buffers = [e for e in buffers if e.tensor is not None]
-        self._tensors = [e.tensor for e in self._buffers if e.tensor is not None]
-        self._is_plain = all(e.is_plain for e in self._buffers)
-        if not self._is_plain:
-            return
-        self._places = self._read_places()
-        self._versions = _C.versions_of(self._tensors)
-        each_step = [e for e in self._buffers if e.is_certain and e.copy is not None]
-        self._sources = [e.tensor for e in each_step if e.tensor is not None]
-        self._copies = [e.copy for e in each_step if e.copy is not None]
-        self._others = [(i, e) for i, e in enumerate(self._buffers) if not e.is_certain]
-        self._after = self._versions  # after the last forward
-
-    def _read_places(self) -> list[tuple[int, torch.Size]]:
-        return [(t.data_ptr(), t.shape) for t in self._tensors]
-
-    def take(self) -> bool:
-        """Copies what is to be copied; returns False if it has to be looked at anew."""
-        if not self._is_plain or self._places != self._read_places():
-            return False
-        versions = _C.versions_of(self._tensors)
-        if any(
-            e.is_certain or versions[i] != self._versions[i] for i, e in self._others
-        ):
-            return False
-        if self._copies:
-            with torch.no_grad():
-                copy_all(self._copies, self._sources)
-        self._versions, self._after = versions, versions
-        return True
-
-    def note_writes(self) -> None:
-        """Notes what a forward has written to."""
-        if not self._is_plain:
-            for buffer in self._buffers:
-                buffer.end_forward()
-            return
-        self._after = _C.versions_of(self._tensors)
-
-    def settle(self) -> None:
-        """Passes to the buffers what was noted for all of them at once."""
-        if self._is_plain:
-            both = zip(self._buffers, self._versions, self._after, strict=True)
-            for buffer, before, after in both:
-                buffer.version, buffer.is_written = before, after != before
-
-    def note_changes(self, compares: bool) -> None:
-        """Notes which of the large tensors a step has changed."""
-        others = enumerate(self._buffers) if not self._is_plain else self._others
-        for place, buffer in others:
-            if self._is_plain:
-                buffer.version = self._versions[place]
-            buffer.note_change(compares)
 
 
 def _like(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:

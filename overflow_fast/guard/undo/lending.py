@@ -1,4 +1,19 @@
-"""Models lent to code of the program, such as a policy that loads a checkpoint."""
+"""Models lent to the program's own policy, which may write to them in a bad step.
+
+A policy that is a function gets the report before the step is skipped, and may load a
+checkpoint then. The skip puts back what the step's forwards have written; it must leave
+what the policy has written:
+
+1. Before the policy is called, a loan begins: each tensor of the models is noted, with
+   its memory and its version. Those that the step has copies of are copied once more,
+   so that a write that torch does not count, as by `.data`, is found, too.
+2. When the policy returns, the loan ends: what is not as it was noted has been written
+   by the policy. It becomes the beginning of the step, so that the skip leaves it.
+3. Where the policy calls the model itself, the loan ends before the forward, and
+   another one begins behind it. What that forward writes, such as running statistics,
+   is not taken for the policy's: the skip puts it back with what the step's forwards
+   wrote.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +25,16 @@ from torch import nn
 
 from ...scanner.modules import Handles, modules_in
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS
-from .step_start import ModelStart
+from .model_restore_point import ModelRestorePoint
 from .tensors import KeptTensor
 from .weights import Slot
 
 
 @contextlib.contextmanager
-def lent(starts: Sequence[ModelStart]) -> Iterator[None]:
-    """Lends models, whose step may be undone later.
+def lent(starts: Sequence[ModelRestorePoint]) -> Iterator[None]:
+    """Lends models to code whose own writes are left when the step is undone later.
 
-    What is written within is kept then, and what forwards write within is not.
+    Writes of forwards that the code calls are undone. See this file's docstring.
 
     Args:
         starts: The beginning of the step of each model.
@@ -47,7 +62,7 @@ class _Loan:
         model: The model.
     """
 
-    def __init__(self, start: ModelStart, model: nn.Module) -> None:
+    def __init__(self, start: ModelRestorePoint, model: nn.Module) -> None:
         self._start, self._model = start, model
         self.begin()
 

@@ -20,7 +20,8 @@ class OptimizerSnapshot:
 
     Includes parameters, state, groups, all that its containers hold, and the same of
     optimizers among its attributes. Containers and tensors keep their identity when
-    they are restored. Copies the parameters and their state.
+    they are restored. Copies the parameters and their state: it is made for a step with
+    a closure, or whose update may overflow, and for no other.
 
     Args:
         optimizer: The optimizer.

@@ -8,22 +8,9 @@ import importlib
 import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-
-    class Saved(Protocol):
-        """The states of a file: see `RandomStates.as_plain()`."""
-
-        @property
-        def random(self) -> list[tuple[str, str]]: ...
-        @property
-        def python(self) -> tuple[int, list[int], float | None]: ...
-        @property
-        def numpy(self) -> dict[str, Any]: ...
-
 
 _MT19937_BYTES = 625 * 4  # its numbers, and its place among them
 _Getter = Callable[[], Any]
@@ -41,26 +28,36 @@ class RandomStates:
         devices: The devices besides the CPU whose generators are meant.
         loads_numpys: Import `numpy.random` if NumPy is there, which does not do so
             itself: else a generator whose first draw is still to come is not taken.
+
+    Attributes:
+        states: The states, by the names of devices, "python" and "numpy".
     """
 
     def __init__(
         self, devices: Iterable[torch.device] = (), loads_numpys: bool = True
     ) -> None:
-        self._states: dict[str, Any] = {"cpu": torch.get_rng_state()}
+        self.states: dict[str, Any] = {"cpu": torch.get_rng_state()}
         for device in devices:
             module: Any = torch.get_device_module(device)
-            self._states[str(device)] = module.get_rng_state(device)
-        self._states["python"] = random.getstate()
+            self.states[str(device)] = module.get_rng_state(device)
+        self.states["python"] = random.getstate()
         numpys: Any = sys.modules.get("numpy.random")
         if loads_numpys and "numpy" in sys.modules:  # another thread may import it
             numpys = importlib.import_module("numpy.random")
         if numpys is not None:
-            self._states["numpy"] = _numpys_state(numpys)
+            self.states["numpy"] = _numpys_state(numpys)
+
+    @classmethod
+    def of(cls, states: dict[str, Any]) -> RandomStates:
+        """Makes them of states that are known, by the same names."""
+        made = cls.__new__(cls)
+        made.states = states
+        return made
 
     def restore(self) -> None:
         """Sets the generators to these states."""
         numpys: Any = sys.modules.get("numpy.random")
-        for name, state in self._states.items():
+        for name, state in self.states.items():
             if name == "cpu":
                 torch.set_rng_state(state)
             elif name == "python":
@@ -82,64 +79,19 @@ class RandomStates:
 
         Of one that was not there, as before the import of NumPy, nothing is known.
         """
-        now = RandomStates(map(torch.device, self._devices()))._states
-        before = self._states
+        now = RandomStates(map(torch.device, self._devices())).states
+        before = self.states
         return [n for n in before if n in now and not is_same_state(before[n], now[n])]
 
     def digests(self) -> dict[str, str]:
         """A short digest of each state, by the generator's name."""
         return {
-            name: hashlib.sha256(repr(_plain(state)).encode()).hexdigest()[:16]
-            for name, state in self._states.items()
+            name: hashlib.sha256(repr(plain_state(state)).encode()).hexdigest()[:16]
+            for name, state in self.states.items()
         }
-
-    def as_plain(self, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
-        """The states as JSON.
-
-        Args:
-            put: Keeps a tensor, and returns its name.
-        """
-        torchs = {n: s for n, s in self._states.items() if isinstance(s, torch.Tensor)}
-        others = {n: _plain(s) for n, s in self._states.items() if n not in torchs}
-        devices = [["" if n == "cpu" else n, put(s)] for n, s in torchs.items()]
-        return {"random": devices, **others}
-
-    @classmethod
-    def of_saved(
-        cls, saved: Saved, tensor_of: Callable[[str], torch.Tensor]
-    ) -> RandomStates:
-        """Makes them of what was saved, without those of devices that are not here.
-
-        Args:
-            saved: The result of `as_plain()`, decoded.
-            tensor_of: Returns the tensor that it kept by a name.
-
-        Raises:
-            ValueError: If a state is none.
-            RuntimeError: Likewise, as torch says it.
-        """
-        states = cls.__new__(cls)
-        states._states = {
-            device or "cpu": tensor_of(name).to(torch.uint8)
-            for device, name in saved.random
-            if not device or _is_here(torch.device(device))
-        }
-        if "cpu" in states._states:
-            torch.Generator().set_state(states._states["cpu"])  # raises if it is none
-        version, numbers, gauss = saved.python
-        states._states["python"] = version, tuple(numbers), gauss
-        random.Random().setstate(states._states["python"])
-        numpys: Any = sys.modules.get("numpy.random")
-        if saved.numpy and numpys is not None:
-            try:
-                numpys.RandomState().set_state(saved.numpy)
-            except Exception as error:
-                raise ValueError(f"no state of NumPy's generator: {error}") from error
-            states._states["numpy"] = saved.numpy
-        return states
 
     def _devices(self) -> list[str]:
-        return [name for name in self._states if name not in ("cpu", "python", "numpy")]
+        return [name for name in self.states if name not in ("cpu", "python", "numpy")]
 
 
 def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
@@ -157,13 +109,6 @@ def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
         return lambda: old.get_state(legacy=False), old.set_state
     if isinstance(value, numpys.Generator):
         value = value.bit_generator
-    if isinstance(value, numpys.SeedSequence):
-        seeds: Any = value  # counts the generators that were made of it
-
-        def put_seeds_back(state: Any) -> None:
-            seeds.__setstate__(tuple(state.values()))
-
-        return lambda: dict(enumerate(seeds.__reduce__()[2])), put_seeds_back
     if isinstance(value, numpys.BitGenerator):
         bits: Any = value
 
@@ -174,12 +119,6 @@ def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
     return None
 
 
-def seeds_of(value: object) -> list[Any]:
-    """The sequence of seeds of a generator of NumPy's, which its `spawn()` counts."""
-    seeds = getattr(getattr(value, "bit_generator", value), "seed_seq", None)
-    return [] if seeds is None else [seeds]
-
-
 def is_same_state(a: Any, b: Any) -> bool:
     """True if two states of a generator are equal."""
     if isinstance(a, dict) and isinstance(b, dict):
@@ -187,7 +126,7 @@ def is_same_state(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if hasattr(a, "tolist") or hasattr(b, "tolist"):
-        return bool(_plain(a) == _plain(b))
+        return bool(plain_state(a) == plain_state(b))
     return bool(a == b)
 
 
@@ -215,15 +154,10 @@ def _numpys_state(numpys: Any) -> Any:
     return state
 
 
-def _plain(state: Any) -> Any:
+def plain_state(state: Any) -> Any:
     """A state as JSON: NumPy's arrays and torch's tensors as lists."""
     if isinstance(state, dict):
-        return {key: _plain(each) for key, each in state.items()}
+        return {key: plain_state(each) for key, each in state.items()}
     if isinstance(state, (tuple, list)):
-        return [_plain(each) for each in state]
+        return [plain_state(each) for each in state]
     return state.tolist() if hasattr(state, "tolist") else state
-
-
-def _is_here(device: torch.device) -> bool:
-    module = torch.get_device_module(device)
-    return bool(module.is_available()) and (device.index or 0) < module.device_count()

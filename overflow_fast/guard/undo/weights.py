@@ -1,4 +1,18 @@
-"""The trained weights of a model: which of them forwards write to."""
+"""The trained weights of a model: which of them forwards write to.
+
+An optimizer writes to weights between steps; a forward hardly ever does: that of an
+embedding with `max_norm`, or an initialization by the first batch. So weights are not
+copied in each step:
+
+1. Their versions are read before and behind each outermost forward. A weight whose
+   version has risen in between was written to by the forward: it is known from then on.
+2. When a step begins, the known ones are copied, and in steps 1, 2, 4, 8, ... the small
+   ones, too. A copy also shows a write that torch does not count, as by `.data`.
+3. What other code has written between two forwards of a step is no beginning any more:
+   the copy goes.
+4. A step that is undone writes the copies back. A weight that a forward has written to,
+   and that has no copy, stays changed, which the report says.
+"""
 
 from __future__ import annotations
 

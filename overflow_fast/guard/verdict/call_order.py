@@ -1,4 +1,4 @@
-"""The calls of a step's modules: their order, the calls around them, foreign hooks."""
+"""The calls of a step's modules: their order, and the calls around each."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ from torch import nn
 
 from ... import _C
 from ...scanner.modules import children_of, module_of_parameter
-from ...torch_internals.module_internals import (
-    forward_hooks,
-    forward_pre_hooks,
-    global_forward_hooks,
-    global_forward_pre_hooks,
-    is_dropout,
-)
+from ...torch_internals.module_internals import is_dropout
 from ..watching.watch import ModelWatch
-from .verdict import FORWARDS
+from .roles import FORWARDS
 
 
 def name_of(watch: ModelWatch, index: int) -> str:
@@ -133,10 +127,13 @@ class Calls:
         return next((each for each in found if self._caller(each) == around), None)
 
     def that_made(self, node: int, user: Called) -> Called | None:
-        """Returns the first call whose end saw a node of autograd as the newest.
+        """Finds the call that computed a tensor, by the tensor's node of autograd.
+
+        Autograd numbers its nodes as they are made. The call is the first one at whose
+        end that node was the newest, and at whose beginning it was not there yet.
 
         Args:
-            node: One more than its number.
+            node: One more than the node's number.
             user: The call that was given what the node computed.
         """
         for called in self._all:
@@ -176,7 +173,8 @@ class Calls:
     def in_backward(self, watch: ModelWatch, module: int, before: int) -> list[Called]:
         """Lists a module's calls that one backward may run through, before a frame.
 
-        Those since the last gradient of an output before its last call.
+        A gradient of an output that came before the module's last call is of an earlier
+        backward, and so are the calls before that gradient.
         """
         last = self.last_of(watch, module, before)
         if last is None:
@@ -215,38 +213,3 @@ def _between(calls: list[Called], begin: int, end: int) -> list[Called]:
 
 def _order(called: Called) -> int:
     return called.call.order
-
-
-# Hooks of others on a module, which may change what it is given or returns.
-
-
-_OURS = (_C.run_hook, _C.run_paused)
-
-
-def has_pre_hooks(module: nn.Module | None) -> bool:
-    """True if a hook of others may replace a module's inputs."""
-    hooks = {} if module is None else forward_pre_hooks(module)
-    ours = map(is_ours, (*hooks.values(), *global_forward_pre_hooks().values()))
-    return not all(ours)
-
-
-def has_earlier_hooks(module: nn.Module | None) -> bool:
-    """True if a hook of others may replace an output before it is scanned."""
-    hooks = [] if module is None else list(forward_hooks(module).values())
-    ours = next((i for i, hook in enumerate(hooks) if is_ours(hook)), len(hooks))
-    return not all(map(is_ours, (*global_forward_hooks().values(), *hooks[:ours])))
-
-
-def has_later_hooks(module: nn.Module | None) -> bool:
-    """True if a hook of others may replace an output after it was scanned."""
-    hooks = [] if module is None else list(forward_hooks(module).values())
-    ours = [i for i, hook in enumerate(hooks) if is_ours(hook)]
-    return bool(ours) and not all(map(is_ours, hooks[ours[0] :]))
-
-
-def is_ours(hook: object) -> bool:
-    """True for a hook of this package."""
-    if isinstance(hook, functools.partial):
-        return hook.func in _OURS
-    owner = getattr(hook, "__self__", None)
-    return type(owner).__module__.startswith("overflow_fast.")

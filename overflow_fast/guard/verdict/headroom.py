@@ -1,180 +1,18 @@
-"""The headroom of values over the steps: its trend, underflow and saturation."""
+"""The headroom of values over the steps: warnings of what runs out of it."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import torch
 
 from ... import _C
 from ...scanner.text import as_lines, bits_left
 from ..watching.watch import ModelWatch
-from .verdict import GRADIENTS, EntryHeadroom, headroom_of, where_of
-
-if TYPE_CHECKING:
-    from .headroom_table import HeadroomTable
-
-# The headroom of the tensors of a run, and their underflow, as a table.
-
-
-_FLOAT16_MAX = 65504.0  # (2 - 2**-10) * 2**15
-_LEAST_STEPS = 4  # watched, before there is a trend; chosen, not measured
-
-
-@dataclass(frozen=True)
-class UnderflowCounts:
-    """The numbers of a tensor's values that are 0 or nearly.
-
-    Attributes:
-        numel: How many values there are.
-        zeros: How many are 0.
-        subnormals: How many are not, and nearer to 0 than the smallest normal number.
-    """
-
-    numel: int
-    zeros: int
-    subnormals: int
-
-    def __add__(self, other: UnderflowCounts) -> UnderflowCounts:
-        """The counts of several tensors together."""
-        return UnderflowCounts(
-            self.numel + other.numel,
-            self.zeros + other.zeros,
-            self.subnormals + other.subnormals,
-        )
-
-
-@dataclass(frozen=True)
-class HeadroomHistory(EntryHeadroom):
-    """The headroom of an entry over the steps; `abs_max` is of the last one.
-
-    Attributes:
-        highest: The largest magnitude of all watched steps; inf if it has overflowed,
-            or was a nan (not of gradients, which a GradScaler may scale).
-        recent: The largest magnitude of each of the last watched steps, at most 16.
-        underflow: The last counts, or None if there are none.
-    """
-
-    highest: float = 0.0
-    recent: list[float] = field(default_factory=list)
-    underflow: UnderflowCounts | None = None
-
-    @property
-    def float16_bits(self) -> float:
-        """The bits left for the highest magnitude in float16; negative: too large."""
-        return bits_left(_FLOAT16_MAX, self.highest)
-
-    @property
-    def trend(self) -> float:
-        """The bits that each watched step takes, by a line through the recent ones."""
-        ys = [math.log2(value) for value in self.recent if value]
-        if len(ys) < _LEAST_STEPS:
-            return 0.0
-        mean_x, mean_y = (len(ys) - 1) / 2, sum(ys) / len(ys)
-        covariance = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(ys))
-        return covariance / sum((x - mean_x) ** 2 for x in range(len(ys)))
-
-    @property
-    def steps_left(self) -> float:
-        """The watched steps until the trend reaches the end of the dtype."""
-        return self.bits / self.trend if self.trend > 0 else math.inf
-
-
-# Values at the largest number of their dtype: overflows that leave no inf.
-
-
-_LEAST = 16  # values: scaled formats put their largest value there on purpose
-_MORE = 2.0  # times the share that was warned of; chosen, not measured
-_FEW = 3
-
-
-@dataclass(frozen=True)
-class SaturatedEntry:
-    """The values of an entry that equal the largest number of its dtype.
-
-    Attributes:
-        where: The entry.
-        dtype: Its dtype, such as "float8_e4m3fn".
-        limit: The largest number of the dtype.
-        numel: The number of its values.
-        num_limit: The number of those of that magnitude.
-        num_positive: The number of those of them that are positive.
-    """
-
-    where: str
-    dtype: str
-    limit: float
-    numel: int
-    num_limit: int
-    num_positive: int
-
-    @property
-    def share(self) -> float:
-        """The share of the values at the end of the dtype."""
-        return self.num_limit / self.numel
-
-    @property
-    def may_be_mask(self) -> bool:
-        """True if all are negative in float16: a mask is filled with that number."""
-        return self.dtype == "float16" and self.num_positive == 0
-
-
-class SaturationWatch:
-    """Warns of entries that saturate, once each, and again when the share doubles.
-
-    Args:
-        share: The share of an entry's values from which on it warns; None for never.
-    """
-
-    def __init__(self, share: float | None) -> None:
-        self._share = share
-        self._warned: dict[str, float] = {}
-        self.largest = 0.0
-
-    def note(self, step: int, found: list[SaturatedEntry]) -> None:
-        """Reads the counts of a step, and warns.
-
-        Args:
-            step: The step's number.
-            found: The entries whose values were counted.
-        """
-        self.largest = max((each.share for each in found), default=0.0)
-        new = [each for each in found if self._is_news(each)]
-        for each in new:
-            self._warned[each.where] = each.share
-        if not new:
-            return
-        more = len(new) - _FEW
-        _log.warning(
-            "%s",
-            as_lines(
-                [
-                    f"Step {step} is finite, but casts may have cut values off:",
-                    *(_text(each) for each in new[:_FEW]),
-                    *([f"{more} more entries."] if more > 0 else []),
-                    "Casts to float8, and devices in saturation mode, give the largest "
-                    "number in place of inf.",
-                ]
-            ),
-        )
-
-    def _is_news(self, found: SaturatedEntry) -> bool:
-        is_much = self._share is not None and found.share >= self._share
-        is_news = found.share >= _MORE * self._warned.get(found.where, 0.0)
-        is_few = found.num_limit < _LEAST
-        return is_much and is_news and not is_few and not found.may_be_mask
-
-
-def _text(found: SaturatedEntry) -> str:
-    return (
-        f"{found.share:.1%} of the {found.numel} values of {found.where} are "
-        f"{found.limit:g}, the largest number of {found.dtype}."
-    )
-
+from .entry_headroom import headroom_of, where_of
+from .headroom_table import HeadroomHistory, HeadroomTable, UnderflowCounts
+from .roles import GRADIENTS
+from .saturation import SaturationWatch
 
 _log = logging.getLogger("overflow_fast")
 _FEW_NAMES = 3  # entries in a warning; chosen
@@ -259,7 +97,7 @@ class HeadroomTracker:
 
     def _take_counts(self, step: int, has_scaler: bool) -> None:
         totals = dict.fromkeys(_TOTALS.values(), UnderflowCounts(0, 0, 0))
-        saturated: list[SaturatedEntry] = []
+        saturated: list[tuple[str, _C.Underflow]] = []
         is_due = any(watch.recorder.counts_underflow for watch in self._watches)
         for watch in self._watches:
             for each in watch.recorder.take_underflow():
@@ -272,7 +110,7 @@ class HeadroomTracker:
                     totals[kind] += counts
                 is_scaled = has_scaler and each.place.kind in GRADIENTS
                 if each.num_limit and not is_scaled:
-                    saturated.append(_saturation_of(where, each))
+                    saturated.append((where, each))
         self._saturation.note(step, saturated)
         if is_due:
             self._totals = totals
@@ -284,8 +122,6 @@ class HeadroomTracker:
             for watch in self._watches
             for history in watch.recorder.headroom()
         ]
-        from .headroom_table import HeadroomTable
-
         return HeadroomTable(sorted(rows, key=lambda row: (row.bits, row.where)))
 
     def metrics(self) -> dict[str, float]:
@@ -329,13 +165,6 @@ class HeadroomTracker:
             *([_WIDER] if any(row.dtype == "float16" for row in short) else []),
         ]
         _log.warning("%s", as_lines(sentences))
-
-
-def _saturation_of(where: str, found: _C.Underflow) -> SaturatedEntry:
-    limit = torch.finfo(getattr(torch, found.dtype)).max
-    return SaturatedEntry(
-        where, found.dtype, limit, found.numel, found.num_limit, found.num_positive
-    )
 
 
 def _short_text(row: HeadroomHistory) -> str:

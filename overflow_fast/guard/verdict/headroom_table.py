@@ -1,17 +1,76 @@
-"""The headroom of values as a table, and in words."""
+"""The headroom of each tensor of a run: its history, and all of them as a table."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-from ...scanner.text import printable
+from ...scanner.notebook_html import table_html, text_html
+from ...scanner.text import bits_left, printable
+from .entry_headroom import EntryHeadroom
 
-if TYPE_CHECKING:
-    from .headroom import HeadroomHistory, UnderflowCounts
+_FLOAT16_MAX = 65504.0  # (2 - 2**-10) * 2**15
+_LEAST_STEPS = 4  # watched, before there is a trend: of fewer one step may decide it
+_FEW_ROWS = 24  # of a text; more do not fit a screen
 
-_FEW_ROWS = 24  # of a text
+
+@dataclass(frozen=True)
+class UnderflowCounts:
+    """The numbers of a tensor's values that are 0 or nearly.
+
+    Attributes:
+        numel: How many values there are.
+        zeros: How many are 0.
+        subnormals: How many are not, and nearer to 0 than the smallest normal number.
+    """
+
+    numel: int
+    zeros: int
+    subnormals: int
+
+    def __add__(self, other: UnderflowCounts) -> UnderflowCounts:
+        """The counts of several tensors together."""
+        return UnderflowCounts(
+            self.numel + other.numel,
+            self.zeros + other.zeros,
+            self.subnormals + other.subnormals,
+        )
+
+
+@dataclass(frozen=True)
+class HeadroomHistory(EntryHeadroom):
+    """The headroom of an entry over the steps; `abs_max` is of the last one.
+
+    Attributes:
+        highest: The largest magnitude of all watched steps; inf if it has overflowed,
+            or was a nan (not of gradients, which a GradScaler may scale).
+        recent: The largest magnitude of each of the last watched steps, at most 16.
+        underflow: The last counts, or None if there are none.
+    """
+
+    highest: float = 0.0
+    recent: list[float] = field(default_factory=list)
+    underflow: UnderflowCounts | None = None
+
+    @property
+    def float16_bits(self) -> float:
+        """The bits left for the highest magnitude in float16; negative: too large."""
+        return bits_left(_FLOAT16_MAX, self.highest)
+
+    @property
+    def trend(self) -> float:
+        """The bits that each watched step takes, by a line through the recent ones."""
+        ys = [math.log2(value) for value in self.recent if value]
+        if len(ys) < _LEAST_STEPS:
+            return 0.0
+        mean_x, mean_y = (len(ys) - 1) / 2, sum(ys) / len(ys)
+        covariance = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(ys))
+        return covariance / sum((x - mean_x) ** 2 for x in range(len(ys)))
+
+    @property
+    def steps_left(self) -> float:
+        """The watched steps until the trend reaches the end of the dtype."""
+        return self.bits / self.trend if self.trend > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -30,8 +89,6 @@ class HeadroomTable:
         return all(row.float16_bits >= 0 for row in self.rows)
 
     def _repr_html_(self) -> str:
-        from ...scanner.notebook_html import table_html, text_html
-
         names = ("bits", "trend", "float16 bits", "abs max", "entry", "dtype")
         rows = [
             (

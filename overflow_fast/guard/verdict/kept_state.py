@@ -14,8 +14,9 @@ from ...scanner.tree import tensors_in
 from ...torch_internals.module_internals import is_batch_norm
 from ..watching.inputs import is_plain
 from ..watching.watch import ModelWatch
+from .bad_frames import BadFrame
 from .call_order import Calls
-from .verdict import BadFrame, Origin
+from .verdict import Origin
 
 Bad = Mapping[tuple[int, int], BadFrame]  # by watch and order
 _Owners = Mapping[str, tuple[ModelWatch, int]]
@@ -38,7 +39,7 @@ class KeptValue(NamedTuple):
 
     @property
     def candidate(self) -> str:
-        """Its name among `Verdict.candidates`: of an attribute, the module's."""
+        """Its name among `Origin.candidates`: of an attribute, the module's."""
         if self.kind != "attribute":
             return self.name
         return module_of_parameter(self.name) or "the model"

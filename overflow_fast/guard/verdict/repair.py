@@ -8,13 +8,13 @@ import torch
 
 from ...scanner.modules import parameters_of
 from ...scanner.ops import scan
-from ..undo.step_start import StepStart
+from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch
 from .verdict import Verdict
 
 
 def is_beyond_repair(
-    verdict: Verdict, watches: Sequence[ModelWatch], start: StepStart | None
+    verdict: Verdict, watches: Sequence[ModelWatch], start: RestorePoint | None
 ) -> bool:
     """True if a weight or an optimizer's state stays non-finite without the step.
 
@@ -44,7 +44,7 @@ def is_beyond_repair(
     )
 
 
-def _makes_finite(start: StepStart, weight: torch.Tensor) -> bool:
+def _makes_finite(start: RestorePoint, weight: torch.Tensor) -> bool:
     """True for a weight that the forward has written to, and that was finite."""
     if not start.written_in_step(weight):
         return False

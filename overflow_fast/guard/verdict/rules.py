@@ -12,7 +12,7 @@ from ...detector.selection import example_of
 from ...scanner.tree import dotted, entry_label
 from ...scanner.types import TensorPath
 from ..watching.watch import ModelWatch
-from .verdict import FORWARDS, OF_CALLS, kind_of
+from .roles import FORWARDS, OF_CALLS, kind_of
 
 Allow = Mapping[str, str | Iterable[str]]
 KINDS = {

@@ -23,13 +23,15 @@ from ...scanner.modules import (
 from ...scanner.ops import scan
 from ...scanner.text import either
 from ...scanner.tree import entry_label
-from .call_order import Called, Calls, has_earlier_hooks
+from .bad_frames import BadFrame
+from .call_order import Called, Calls
+from .foreign_hooks import has_earlier_hooks
 from .given import caller_of
 from .remarks import limit_of
-from .verdict import BadFrame, Origin
+from .verdict import Origin
 
-_SQUARABLE = 1e15  # a mean of squares of smaller numbers is finite in float32
-_MOST = 6  # of whom the report names
+_SQUARABLE = 1e15  # squares of smaller numbers are finite in float32: their mean, too
+_MOST = 6  # names in a sentence; chosen
 _HOW = "a raw kernel, a NumPy array or another stream changed it"
 
 

@@ -6,13 +6,11 @@ import cmath
 import contextlib
 import enum
 import functools
-import operator
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -29,7 +27,6 @@ from ...scanner.tree import (
     layout,
     path_text,
 )
-from ...torch_internals.running import is_functional_call
 
 _FEW = 4  # samples in a sentence; chosen
 _HARMLESS = (
@@ -37,7 +34,9 @@ _HARMLESS = (
     *(enum.Enum, types.FunctionType, torch.Generator),
 )
 _NUMBERS = (float, complex)
-_MAX_NUMBERS = 256  # values visited in the search for numbers that are not finite
+# Values visited in the search for numbers that are not finite: such a number behind
+# them is not named among what may have made the first bad value.
+_MAX_NUMBERS = 256
 
 
 class WeakTensor(NamedTuple):
@@ -206,219 +205,3 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
         and not tensor.is_meta
         and tensor.is_floating_point()
     )
-
-
-# The batches that a trainer takes from its loader, held weakly.
-#
-# `training_step()` of a LightningModule is no forward: only the trainer knows its
-# batch.
-
-
-_MAX_BATCHES = 8  # the last ones; chosen, not measured
-
-
-class LoopBatch:
-    """One batch: its tensors by their places in it.
-
-    Args:
-        batch: The batch, in any nesting.
-    """
-
-    def __init__(self, batch: object) -> None:
-        given = Given((batch,))
-        self._is_whole = not given.unseen
-        self._tensors = {
-            f"batch{label.removeprefix('input[0]')}": held
-            for label, held in given.tensors.items()
-        }
-
-    def place_of(self, tensor: torch.Tensor | None, is_batch_first: bool = True) -> str:
-        """Finds the place of a tensor, or of its base, in the batch; "" if it has none.
-
-        Incurs a CPU-GPU sync if it is there.
-
-        Args:
-            tensor: The tensor; None for none.
-            is_batch_first: Whether no module has another dimension for the batch.
-        """
-        are_samples = is_batch_first and self._share_first()
-        for is_same in (operator.is_, _shares_memory):
-            for place, held in self._tensors.items():
-                own = held.unchanged()
-                if own is not None and is_same(own, tensor):
-                    return f"`{place}`{samples(own, are_samples)}"
-        return ""
-
-    def bad_places(self, is_batch_first: bool = True) -> list[str] | None:
-        """Lists the non-finite places of the batch; None if some cannot be checked.
-
-        Incurs a CPU-GPU sync for each tensor on a device.
-
-        Args:
-            is_batch_first: Whether no module has another dimension for the batch.
-        """
-        places = []
-        are_samples = is_batch_first and self._share_first()
-        for place, held in self._tensors.items():
-            tensor = held.unchanged()
-            if tensor is None:
-                return None
-            if not is_plain(tensor):
-                if tensor.is_floating_point() or tensor.is_complex():
-                    return None
-            elif not bool(finite_places(tensor).all()):
-                places.append(f"`{place}`{samples(tensor, are_samples)}")
-        return places if places or self._is_whole else None
-
-    def _share_first(self) -> bool:
-        return share_first(held.tensor() for held in self._tensors.values())
-
-
-class LoopBatches:
-    """The last batches, by the forwards that belong to them."""
-
-    def __init__(self) -> None:
-        self._batches: dict[int, tuple[int, LoopBatch | None]] = {}
-
-    def note(self, number: int, num_calls: int, batch: LoopBatch | None) -> None:
-        """Notes the batch of the forwards from a number on.
-
-        Args:
-            number: The number of the next forward.
-            num_calls: How many calls of modules were recorded by now.
-            batch: The batch; None for none.
-        """
-        # Calls with this number may belong to the batch that was noted before.
-        is_ambiguous = self._batches.get(number, (num_calls,))[0] != num_calls
-        self._batches[number] = (-1, None) if is_ambiguous else (num_calls, batch)
-        if len(self._batches) > _MAX_BATCHES:
-            del self._batches[next(iter(self._batches))]
-
-    def of(self, number: int) -> LoopBatch | None:
-        """Returns the batch of a forward, or None if it is not known."""
-        numbers = [each for each in self._batches if each <= number]
-        return self._batches[max(numbers)][1] if numbers else None
-
-
-def _shares_memory(own: object, other: object) -> bool:
-    if not is_plain(own) or not is_plain(other) or own.dtype != other.dtype:
-        return False
-    begin = own.untyped_storage().data_ptr()
-    return begin != 0 and begin == other.untyped_storage().data_ptr()
-
-
-# The inputs of a model's outermost forwards, kept until their step is judged.
-
-
-class ForwardCapture(Protocol):
-    """Keeps the outermost forwards of a step, for a replay."""
-
-    def begin(self, module: Any, args: Any, kwargs: Any, has_stand_ins: bool) -> None:
-        """Keeps the inputs of a forward; see `ForwardInputs.have_stand_ins`."""
-
-    def end(self, output: Any, loss: torch.Tensor | None) -> None:
-        """Keeps its output, and the loss that is in it."""
-
-    def leave(self) -> None:
-        """Keeps a forward that an exception has left."""
-
-    def clear(self) -> None:
-        """Forgets the step."""
-
-
-class _OfThread(threading.local):
-    """The forward that runs in a thread."""
-
-    given = Given()
-    running: tuple[object, object] = None, None
-    has_stand_ins = False
-
-
-class ForwardInputs:
-    """The inputs of the last forwards, by the numbers of their batches.
-
-    Args:
-        is_listed: Keep inputs weakly, for the search for where a bad one came from.
-        is_held: Keep the inputs themselves, for the evidence.
-
-    Attributes:
-        given: Their tensors, held weakly.
-        batches: The inputs themselves.
-        have_stand_ins: The batches in which other tensors stood in for the model's own
-            (`functional_call`).
-        loop_batches: The batches that the trainer took from its loader.
-        capture: Keeps whole forwards for a replay; None for none.
-        caller: The code that calls the models, in words.
-    """
-
-    def __init__(self, is_listed: bool, is_held: bool) -> None:
-        self._is_listed = is_listed
-        self._is_held = is_held
-        self._now = _OfThread()
-        self.given: dict[int, Given] = {}
-        self.batches: dict[int, tuple[object, object]] = {}
-        self.have_stand_ins: set[int] = set()
-        self.loop_batches = LoopBatches()
-        self.capture: ForwardCapture | None = None
-        self.caller = "the training loop"
-
-    def begin(self, module: object, args: object, kwargs: object) -> None:
-        """Notes what a forward is given, before it can write to it."""
-        now = self._now
-        now.has_stand_ins = is_functional_call()
-        if self.capture is not None:
-            self.capture.begin(module, args, kwargs or {}, now.has_stand_ins)
-        if self._is_listed:
-            now.given = Given(args, kwargs)
-        if self._is_held:
-            now.running = args, kwargs
-
-    def end(
-        self,
-        number: int,
-        args: object,
-        kwargs: object,
-        output: object,
-        loss: torch.Tensor | None = None,
-    ) -> None:
-        """Keeps the inputs of a forward that has returned, as those of a batch."""
-        _keep(self.given, number, self._now.given)
-        if self._now.has_stand_ins:
-            self.have_stand_ins.add(number)
-        if self._is_held:
-            _keep(self.batches, number, (args, kwargs))
-            self._now.running = None, None
-        if self.capture is not None:
-            self.capture.end(output, loss)
-
-    def leave(self, number: int) -> None:
-        """Keeps the inputs of a forward that an exception has left."""
-        now = self._now
-        _keep(self.given, number, now.given)
-        if now.has_stand_ins:
-            self.have_stand_ins.add(number)
-        if self._is_held:
-            _keep(self.batches, number, now.running)
-            now.running = None, None
-        if self.capture is not None:
-            self.capture.leave()
-
-    def end_step(self, is_over: bool) -> None:
-        """Forgets the forwards that are kept for a replay.
-
-        Args:
-            is_over: No bad frame of the step is left: forget the inputs as well.
-        """
-        if self.capture is not None:
-            self.capture.clear()
-        if is_over:
-            self.batches.clear()
-            self.have_stand_ins.clear()
-            self.given.clear()
-
-
-def _keep(kept: dict[int, Any], number: int, value: object) -> None:
-    kept[number] = value
-    if len(kept) > _MAX_BATCHES:
-        oldest, *_ = tuple(kept)  # other threads may keep theirs meanwhile
-        kept.pop(oldest, None)

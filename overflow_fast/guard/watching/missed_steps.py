@@ -14,9 +14,10 @@ from torch import nn
 from ... import _C
 from ...scanner.modules import is_sharded, parameters_of
 
-# A first one may be a checkpoint that is loaded, or an initialization by batches.
+# Changes in a row. A first one may be a checkpoint that is loaded, or an initialization
+# by batches; more leave a run unprotected for longer before that is said.
 ENOUGH = 3
-_MOST = 16  # parameters that are looked at; an optimizer steps most of them
+_MOST = 16  # parameters that are looked at: an optimizer that steps none is not seen
 
 _State = tuple[list[int], list[bytes | None]]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import importlib
 import inspect
 import io
@@ -15,12 +14,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
+import msgspec
+
+from ...guard.files.fields import tag_of
 from ...guard.files.json_text import SCHEMA, dumps, parse_object
 from ...guard.files.reading import FileError, lines_of, open_regular
-from ...guard.record.record_lines import EXTREMES, RecordEntry, RecordStep
+from ...guard.files.schema import head_of
+from ...guard.record.record_lines import EXTREMES, RecordEntry
 from ...guard.record.record_lines import KIND as RECORD
+from ...guard.record.record_step import RecordStep
 from ...guard.report.log_lines import RunLine
 from ...guard.report.log_reading import decoder
 from ...scanner.text import counted, printable, with_progress
@@ -195,8 +199,6 @@ class _Log:
 
     def _check(self, first: bytes | None) -> None:
         """Raises LogError if a first line is not that of a log that can be read."""
-        from ...guard.files.schema import head_of
-
         head = head_of(first)
         if head.kind == RECORD:
             raise LogError(
@@ -227,7 +229,7 @@ class _Line(NamedTuple):
     @property
     def kind(self) -> str:
         """Its kind, known or not."""
-        return str(getattr(self.known, "kind", None) or type(self.known).KIND)
+        return str(getattr(self.known, "kind", None) or tag_of(type(self.known)))
 
 
 def _is_wanted(line: _Line, parsed: argparse.Namespace) -> bool:
@@ -376,7 +378,7 @@ def add_export(commands: Commands) -> None:
 
 
 def _run_export(parsed: argparse.Namespace) -> int:
-    from ..record.table import read_record
+    from ..record.reading import read_record
 
     output = Path(parsed.output)
     if output.suffix not in _SUFFIXES:
@@ -411,7 +413,7 @@ def _value_rows(record: Any) -> Iterator[Row]:
 def _step_rows(record: Any) -> Iterator[Row]:
     rank = record.run.get("rank", 0)
     for step in record.steps:
-        row = dataclasses.asdict(step)
+        row = msgspec.structs.asdict(step)
         del row["actions"]
         yield {"rank": rank, **row, "action": step.action}
 
@@ -481,7 +483,7 @@ def _schema(row: Row) -> Any:
     """The columns' types, whatever the first rows lack."""
     pyarrow = _pyarrow()
     hints = {**get_type_hints(RecordEntry), **get_type_hints(RecordStep)}
-    floats = {n for n, hint in hints.items() if hint in (float, float | None)}
+    floats = {n for n, hint in hints.items() if float in (hint, *get_args(hint))}
     kinds = {name: pyarrow.string() for name in _TEXTS}
     kinds |= {name: pyarrow.float64() for name in (*EXTREMES, *floats)}
     return pyarrow.schema([(name, kinds.get(name, pyarrow.int64())) for name in row])

@@ -214,7 +214,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _look(paths: Sequence[str], num: int) -> dict[str, Any]:
-    from ..record.table import read_record
+    from ..record.reading import read_record
 
     return summary_of([read_record(path) for path in paths], num)
 

@@ -38,13 +38,12 @@ from .matching import (
 )
 from .msprobe_dump import find_dumps, read_dumps
 from .recordings import (
-    OPTIMIZER,
     RankStep,
     RecordedRun,
     RecordedTensor,
-    has_unequal_states,
     read_run,
 )
+from .run_settings import OPTIMIZER, has_unequal_states
 from .summary import BOUNDS, Summary
 from .tensor_hooks import BACKWARD, FORWARD, STATE
 
@@ -373,7 +372,7 @@ class StepContext:
     """Facts of a step beside its rows.
 
     Attributes:
-        settings: The settings of both runs' ranks, see `recordings.modes()`.
+        settings: The settings of both runs' ranks, see `run_settings.modes()`.
         missing: The modules of which a run has tensors that the other lacks.
         with_gradients: Which runs, 0 or 1, had gradients when a step's backward began.
         differing: The plain attributes and arguments of modules that differ.

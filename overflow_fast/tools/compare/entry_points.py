@@ -18,7 +18,7 @@ from ...scanner.tensors import check_number
 
 if TYPE_CHECKING:
     from .comparison import Comparison
-    from .recordings import Recording
+    from .recording import Recording
 
 
 # Checks of what users give, before anything runs.
@@ -119,7 +119,7 @@ def recording(
         >>> with recording(tempfile.mkdtemp() + "/run_a", model):
         ...     model(torch.ones(1, 2)).sum().backward()
     """
-    from .recordings import Recording
+    from .recording import Recording
 
     check_module(model)
     return Recording(make_folder(folder), model, tensors, steps)

@@ -21,7 +21,7 @@ from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.op_trace import ModuleStack, OpCall, OpTrace
 from ...explainer.snapshot import Snapshot
 from ...explainer.users_lines import Sites, code_at
-from ...guard.step_keeper import Ambient
+from ...guard.kept_calls.ambient import Ambient
 from ...guard.undo.random import RandomStates
 from ...scanner.modules import Handles, named_modules, step_of
 from ...scanner.tensors import devices_of, model_loss_in
@@ -56,7 +56,8 @@ from .judged_rows import (
     judge_all,
 )
 from .matching import Matched, Pair, StepTensor, mapped_name, match
-from .recordings import RankStep, RecordedTensor, Source, modes
+from .recordings import RankStep, RecordedTensor, Source
+from .run_settings import modes
 from .summary import (
     Measures,
     Summary,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from msgspec import Struct
 
 from ...guard.files.reading import FileError, open_regular, read_bytes, why_unreadable
+from ...guard.files.schema import convert, decode
+from .recording_schema import MOST, Shape
 from .recordings import (
     RankStep,
     RecordedRun,
@@ -23,9 +27,6 @@ from .recordings import (
 from .summary import fetch, summarize, values_of
 from .tensor_hooks import BACKWARD, FORWARD, STATE, StepPath
 
-if TYPE_CHECKING:
-    from .recording_schema import DumpedTensor
-
 _CALL = re.compile(r"Module\.(.*)\.(\w+)\.(forward|backward)\.(\d{1,9})")
 _GRADIENTS = re.compile(r"Module\.(.*)\.parameters_grad(?:\.\d+)?")
 _MAX_DUMP = 2**30  # bytes; a file beyond is no dump that memory should take; chosen
@@ -34,6 +35,25 @@ _MAX_DEPTH = 64  # of nested values; a file may nest without end
 _ONLY_STATISTICS = (
     "the dump has statistics of it alone; dump with task=tensor to compare values"
 )
+
+
+class _Dump(Struct):
+    """`dump.json`, as far as it is read."""
+
+    data: dict[str, dict[str, Any]] = {}  # calls by their names; these nest in any way
+
+
+class DumpedTensor(Struct):
+    """A tensor, as a call's description has it."""
+
+    dtype: str
+    shape: Shape
+    data_name: str | None = None  # its file
+
+    def __post_init__(self) -> None:
+        """Checks that a tensor may have this shape."""
+        if math.prod(self.shape) > MOST:
+            raise ValueError(f"no tensor has the shape {self.shape}")
 
 
 @dataclass
@@ -101,7 +121,6 @@ def read_dumps(folder: Path, files: list[Path]) -> RecordedRun:
     Raises:
         RecordingError: If none holds calls of modules; of several, one that cannot be
             read is left out.
-        ImportError: If msgspec is not installed.
     """
     run = RecordedRun(str(folder), [], {})
     for file in files:
@@ -138,10 +157,7 @@ def _sources(file: Path, rank: int) -> list[Source]:
         OSError: If it cannot be read.
         FileError: If it is none.
     """
-    from ...guard.files.schema import decode
-    from .recording_schema import Dump
-
-    dump = decode(read_bytes(file, _MAX_DUMP), Dump)
+    dump = decode(read_bytes(file, _MAX_DUMP), _Dump)
     folder = file.parent / "dump_tensor_data"
     tensors = list(_tensors(dump.data))
     found = [
@@ -230,9 +246,6 @@ def _list_call(
 def _leaves(
     value: Any, path: str, depth: int = 0
 ) -> Iterator[tuple[str, DumpedTensor]]:
-    from ...guard.files.schema import convert
-    from .recording_schema import DumpedTensor
-
     if depth > _MAX_DEPTH:
         raise FileError("it is nested too deeply")
     if isinstance(value, dict) and "dtype" in value and "shape" in value:

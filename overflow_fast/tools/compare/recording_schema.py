@@ -1,85 +1,91 @@
-"""The fields of a recording's lines, docs/formats.md, and of msprobe's dump.json."""
+"""The fields of a recording's lines: docs/formats.md."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-from ...guard.files.fields import (
-    ABSENT,
-    Bounds,
-    Count,
-    Index,
-    Number,
-    Time,
-    Written,
-    written,
-)
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+from ...guard.files.fields import Count, Index, Number, Time, meaning
+from ...guard.files.schema import Lines
 from .summary import WIDTH
 
-if TYPE_CHECKING:
-    from ...guard.files.schema import Lines
-
-_MOST = 2**62  # elements; numbers beyond have no float, either
-_Shape = Annotated[tuple[Count, ...], Bounds(max_length=64)]
+MOST = 2**62  # elements; numbers beyond have no float, either
+Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 
-class HeadLine(Written, kind="recording"):
+class HeadLine(Struct, tag_field="kind", tag="recording", kw_only=True):
     """The first line."""
 
-    schema: int = written("the version of the format")
-    time: Time = written("when it began, in seconds since 1970", 0.0)
-    tensors: bool = written("whether the tensors themselves are kept", ABSENT)
-    class_name: str = written("the class of the model", ABSENT, name="class")
-    host: str = written("the name of the machine", ABSENT)
-    pid: Count = written("the process", ABSENT)
-    rank: Index = written("the rank of this process")
-    world_size: Annotated[int, Bounds(ge=1, le=2**31)] = written(
-        "how many ranks there are", 1
+    schema: Annotated[int, meaning("the version of the format")]
+    time: Annotated[Time, meaning("when it began, in seconds since 1970")] = 0.0
+    tensors: Annotated[
+        bool | UnsetType, meaning("whether the tensors themselves are kept")
+    ] = UNSET
+    class_name: Annotated[str | UnsetType, meaning("the class of the model")] = field(
+        name="class", default=UNSET
     )
-    versions: dict[str, str] = written("releases of torch and others", {})
+    host: Annotated[str | UnsetType, meaning("the name of the machine")] = UNSET
+    pid: Annotated[Count | UnsetType, meaning("the process")] = UNSET
+    rank: Annotated[Index, meaning("the rank of this process")]
+    world_size: Annotated[
+        int, Meta(ge=1, le=2**31), meaning("how many ranks there are")
+    ] = 1
+    versions: Annotated[dict[str, str], meaning("releases of torch and others")] = {}
 
 
-class RowLine(Written, kind="row"):
+class RowLine(Struct, tag_field="kind", tag="row", kw_only=True):
     """A tensor at its place in a step; fields that are empty are left out."""
 
-    step: Count = written("the number of the step")
-    order: Count = written("its number in the step, from 0")
-    phase: str = written('`"state"`, `"forward"` or `"backward"`')
-    module: str = written("the name of the module")
-    class_name: str = written("its class", "")
-    call: Count = written("which call of it in the step, from 0", 0)
-    role: str = written("`parameter`, `input`, `output`, a gradient below, ...")
-    path: str = written("where it is in that", "")
-    caller: str = written("the module that called this one", "")
-    is_leaf: bool = written("false for a module with others inside", True)
-    dtype: str = written("its dtype")
-    shape: _Shape = written("its shape; of a part, that of the whole")
-    local: _Shape | None = written("the shape of this rank's part", None)
-    requires_grad: bool | None = written("whether it required gradients", None)
-    same: Count | None = written("`order` of the row with the same tensor", None)
-    why: str = written("why it was not read", "")
-    file: str = written("the file that has the tensor as `order`", "")
-    part: tuple[_Shape, _Shape, _Shape] | None = written(
-        "of a part of a DTensor: the whole shape, the offset, and its number among "
-        "summed parts",
-        None,
+    step: Annotated[Count, meaning("the number of the step")]
+    order: Annotated[Count, meaning("its number in the step, from 0")]
+    phase: Annotated[str, meaning('`"state"`, `"forward"` or `"backward"`')]
+    module: Annotated[str, meaning("the name of the module")]
+    class_name: Annotated[str, meaning("its class")] = ""
+    call: Annotated[Count, meaning("which call of it in the step, from 0")] = 0
+    role: Annotated[
+        str, meaning("`parameter`, `input`, `output`, a gradient below, ...")
+    ]
+    path: Annotated[str, meaning("where it is in that")] = ""
+    caller: Annotated[str, meaning("the module that called this one")] = ""
+    is_leaf: Annotated[bool, meaning("false for a module with others inside")] = True
+    dtype: Annotated[str, meaning("its dtype")]
+    shape: Annotated[Shape, meaning("its shape; of a part, that of the whole")]
+    local: Annotated[Shape | None, meaning("the shape of this rank's part")] = None
+    requires_grad: Annotated[bool | None, meaning("whether it required gradients")] = (
+        None
     )
-    low: Number = written("the least value, or nan if there is none", "nan")
-    high: Number = written("the greatest value", "nan")
-    squares: Number = written("the sum of squares", 0.0)
-    num_nan: Count = written("how many elements are nan", 0)
-    num_inf: Count = written("how many are inf or -inf", 0)
-    fingerprint: bytes | None = written("251 sums, in base64", None)
-    magnitudes: Annotated[tuple[Count, ...], Bounds(max_length=64)] = written(
-        "of a parameter's gradient: of every n-th value, at most 2,048, how many are "
-        "no larger than 2^-62, 2^-60, ... 2^16, and how many there are",
-        (),
-    )
+    same: Annotated[
+        Count | None, meaning("`order` of the row with the same tensor")
+    ] = None
+    why: Annotated[str, meaning("why it was not read")] = ""
+    file: Annotated[str, meaning("the file that has the tensor as `order`")] = ""
+    part: Annotated[
+        tuple[Shape, Shape, Shape] | None,
+        meaning(
+            "of a part of a DTensor: the whole shape, the offset, and its number among "
+            "summed parts"
+        ),
+    ] = None
+    low: Annotated[Number, meaning("the least value, or nan if there is none")] = "nan"
+    high: Annotated[Number, meaning("the greatest value")] = "nan"
+    squares: Annotated[Number, meaning("the sum of squares")] = 0.0
+    num_nan: Annotated[Count, meaning("how many elements are nan")] = 0
+    num_inf: Annotated[Count, meaning("how many are inf or -inf")] = 0
+    fingerprint: Annotated[bytes | None, meaning("251 sums, in base64")] = None
+    magnitudes: Annotated[
+        tuple[Count, ...],
+        Meta(max_length=64),
+        meaning(
+            "of a parameter's gradient: of every n-th value, at most 2,048, how many "
+            "are no larger than 2^-62, 2^-60, ... 2^16, and how many there are"
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         """Checks what would send a reader elsewhere, or round in a circle."""
-        if math.prod(self.shape) > _MOST:
+        if math.prod(self.shape) > MOST:
             raise ValueError(f"no tensor has the shape {self.shape}")
         if self.same is not None and self.same >= self.order:
             raise ValueError("a tensor cannot be the same as a later one")
@@ -90,7 +96,7 @@ class RowLine(Written, kind="row"):
             raise ValueError(f"a fingerprint has {len(print_)} bytes")
         if self.part is not None:
             shape, offset, _ = self.part
-            if math.prod(shape) > _MOST:
+            if math.prod(shape) > MOST:
                 raise ValueError(f"no tensor has the shape {shape}")
             local = self.shape if self.local is None else self.local
             ends = [begin + size for begin, size in zip(offset, local, strict=False)]
@@ -99,66 +105,63 @@ class RowLine(Written, kind="row"):
                 raise ValueError("a part must lie in its tensor")
 
 
-class RecordedStepLine(Written, kind="step"):
+class RecordedStepLine(Struct, tag_field="kind", tag="step", kw_only=True):
     """The end of a step: settings and random states."""
 
-    step: Count = written("the number of the step")
-    devices: list[str] = written("those of the parameters", ABSENT)
-    dtypes: dict[str, Count] = written("those of the parameters, counted", ABSENT)
-    autocast: dict[str, str] = written("the dtype of each device's autocast", ABSENT)
-    matmul_precision: str = written("torch's setting", ABSENT)
-    tf32: bool = written("torch's setting", ABSENT)
-    deterministic: bool = written("torch's setting", ABSENT)
-    threads: Count = written("how many torch uses", ABSENT)
-    training: bool = written("whether the model trains", ABSENT)
-    dropout: list[str] = written("the modules that drop out", ABSENT)
-    compiled: list[str] = written("compiled modules with others inside", ABSENT)
-    settings: dict[str, dict[str, str]] = written(
-        "plain attributes by module and arguments by `module #call`, as Python writes "
-        "them; as `the optimizer`, `the optimizer, group 2`, `the optimizer 2` the "
-        "class and plain settings of the optimizers that stepped the model, and how "
-        "many of its parameters that require gradients they lack; only those that "
-        "changed since the last step",
-        ABSENT,
+    step: Annotated[Count, meaning("the number of the step")]
+    devices: Annotated[list[str] | UnsetType, meaning("those of the parameters")] = (
+        UNSET
     )
-    random: dict[str, str] = written("a digest of each generator", ABSENT)
-    had_gradients: bool = written(
-        "whether parameters had gradients when the first backward began", ABSENT
+    dtypes: Annotated[
+        dict[str, Count] | UnsetType, meaning("those of the parameters, counted")
+    ] = UNSET
+    autocast: Annotated[
+        dict[str, str] | UnsetType, meaning("the dtype of each device's autocast")
+    ] = UNSET
+    matmul_precision: Annotated[str | UnsetType, meaning("torch's setting")] = UNSET
+    tf32: Annotated[bool | UnsetType, meaning("torch's setting")] = UNSET
+    deterministic: Annotated[bool | UnsetType, meaning("torch's setting")] = UNSET
+    threads: Annotated[Count | UnsetType, meaning("how many torch uses")] = UNSET
+    training: Annotated[bool | UnsetType, meaning("whether the model trains")] = UNSET
+    dropout: Annotated[list[str] | UnsetType, meaning("the modules that drop out")] = (
+        UNSET
     )
-    has_drawn: bool = written("whether a generator was drawn from", ABSENT)
-    drawn: list[str] = written("those generators", ABSENT)
-    failures: list[str] = written("what could not be recorded", ABSENT)
-    raised: str = written("the exception that ended the step", ABSENT)
-    rows: Count = written("how many rows it has", ABSENT)
+    compiled: Annotated[
+        list[str] | UnsetType, meaning("compiled modules with others inside")
+    ] = UNSET
+    settings: Annotated[
+        dict[str, dict[str, str]] | UnsetType,
+        meaning(
+            "plain attributes by module and arguments by `module #call`, as Python "
+            "writes them; as `the optimizer`, `the optimizer, group 2`, `the optimizer "
+            "2` the class and plain settings of the optimizers that stepped the model, "
+            "and how many of its parameters that require gradients they lack; only "
+            "those that changed since the last step"
+        ),
+    ] = UNSET
+    random: Annotated[
+        dict[str, str] | UnsetType, meaning("a digest of each generator")
+    ] = UNSET
+    had_gradients: Annotated[
+        bool | UnsetType,
+        meaning("whether parameters had gradients when the first backward began"),
+    ] = UNSET
+    has_drawn: Annotated[
+        bool | UnsetType, meaning("whether a generator was drawn from")
+    ] = UNSET
+    drawn: Annotated[list[str] | UnsetType, meaning("those generators")] = UNSET
+    failures: Annotated[
+        list[str] | UnsetType, meaning("what could not be recorded")
+    ] = UNSET
+    raised: Annotated[str | UnsetType, meaning("the exception that ended the step")] = (
+        UNSET
+    )
+    rows: Annotated[Count | UnsetType, meaning("how many rows it has")] = UNSET
 
 
 KINDS = (HeadLine, RowLine, RecordedStepLine)
 
 
 def decoder() -> Lines:
-    """Returns what decodes the lines of a recording; needs msgspec."""
-    from ...guard.files.schema import Lines
-
+    """Returns what decodes the lines of a recording."""
     return Lines(*KINDS)
-
-
-# Of msprobe, as far as it is read.
-
-
-class Dump(Written):
-    """`dump.json`: calls by their names; their arguments may nest in any way."""
-
-    data: dict[str, dict[str, Any]] = written("calls, by their names", {})
-
-
-class DumpedTensor(Written):
-    """A tensor, as a call's description has it."""
-
-    dtype: str = written("its dtype")
-    shape: _Shape = written("its shape")
-    data_name: str | None = written("its file", None)
-
-    def __post_init__(self) -> None:
-        """Checks that a tensor may have this shape."""
-        if math.prod(self.shape) > _MOST:
-            raise ValueError(f"no tensor has the shape {self.shape}")

@@ -1,68 +1,41 @@
-"""Recordings: writes a model's steps to a folder, and reads those of all ranks."""
+"""Recordings of all ranks of a run, as they are read.
+
+The flow:
+
+1. `read_run()` reads the first line of each rank's file, and finds where the steps are
+   in it; of these only their last lines are decoded.
+2. `StoredStep.read()` decodes the rows of a step when it is compared, so that memory is
+   bounded by one step. Rows whose bytes are those of another run's are not decoded
+   again.
+3. `Source.load()` reads a tensor when its numbers are not enough.
+
+The state: what cannot be read is left out and said, in `RecordedRun.damaged`, `unread`
+and `bad_lines`, and `StoredStep.num_bad`; `SettingsHistory` has the settings that each
+step has changed.
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import logging
 import math
 import operator
 import os
-import platform
-import socket
-import sys
-import time
-from collections.abc import (
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-    Set,
-)
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...guard.files.json_text import dumps
-from ...guard.files.reading import (
-    FileError,
-    lines_of,
-    open_regular,
-    why_unreadable,
-)
+from ...guard.files.reading import FileError, lines_of, open_regular, why_unreadable
+from ...guard.files.schema import decode, head_of, plain
 from ...guard.files.tensor_files import open_tensors
-from ...guard.files.writing import open_appending, write_all, write_new
-from ...guard.process import own_rank, settings_of_torch, world_size
-from ...guard.undo.random import RandomStates
-from ...scanner.modules import named_modules, stepped_by
-from ...scanner.tensors import devices_of
 from ...scanner.text import counted, dtype_name, with_progress
-from ...torch_internals.compiler import (
-    uncompiled,
-)
-from ...torch_internals.module_internals import is_dropout
 from .recording_schema import HeadLine, RecordedStepLine, RowLine, decoder
-from .summary import (
-    Shard,
-    Summary,
-    fetch,
-    magnitudes,
-    part_of,
-    summarize,
-    sums_of,
-    values_of,
-)
-from .tensor_hooks import BACKWARD, StepPath, TensorHooks, is_compiled, scalars_in
-
-# Rows of a recording: what was known of one tensor at one place.
-
+from .summary import Shard, Summary, sums_of
+from .tensor_hooks import StepPath
 
 SCHEMA = 1  # of recordings
 
@@ -243,8 +216,6 @@ class StoredStep:
         Raises:
             RecordingError: If the file is not what it was when the step was found.
         """
-        from ...guard.files.schema import plain
-
         line, data = self._line(), self._bytes(self.spans)
         modes = {**plain(line), "settings": self.settings.up_to(self.number)}
         twin = next((each for each in twins if each.data == data != b""), None)
@@ -258,8 +229,6 @@ class StoredStep:
         return RankStep(self.rank, modes, sources, data)
 
     def _line(self) -> RecordedStepLine:
-        from ...guard.files.schema import decode
-
         data = self._bytes([self.end])
         try:
             return decode(data, RecordedStepLine)
@@ -398,7 +367,6 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
 
     Raises:
         RecordingError: If there is no recording that can be read.
-        ImportError: If msgspec is not installed.
     """
     path = Path(folder)
     files = sorted(path.glob("rank-*.jsonl"), key=_rank_of)
@@ -441,8 +409,6 @@ def _find_steps(run: RecordedRun, file: Path) -> None:
         OSError: If its file cannot be read.
         RecordingError: If it is no recording; nothing is added then.
     """
-    from ...guard.files.schema import plain
-
     with open_regular(file) as opened:
         lines = lines_of(opened, _MOST)
         first = next(lines, b"")
@@ -513,8 +479,6 @@ class StepIndex:
             spans.append(span)
 
     def _ended(self, line: RecordedStepLine, span: Span) -> StoredStep:
-        from ...guard.files.schema import plain
-
         number = self._settings.add(plain(line).get("settings", {}))
         spans = self._spans.pop(line.step, [])
         return StoredStep(
@@ -528,8 +492,6 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
     Raises:
         RecordingError: If it is not that of a recording that can be read.
     """
-    from ...guard.files.schema import decode, head_of
-
     head = head_of(text)
     if text is None or head.kind != "recording":
         raise RecordingError(f"{file} is not a recording")
@@ -550,334 +512,3 @@ def _share_summaries(rows: Sequence[RecordedTensor]) -> None:
             shared = by_order.get(shared.same)
         if shared is not None:
             row.summary, row.file, row.same = shared.summary, shared.file, shared.order
-
-
-# Versions, random states and modes, which may make two runs differ.
-
-
-_LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "numpy")
-
-
-def versions() -> dict[str, str]:
-    """The versions of what computes, of loaded libraries alone."""
-    from ... import __version__
-
-    found = {
-        "overflow_fast": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
-    backends: Any = torch.backends
-    if torch.cuda.is_available():
-        found["cuda"] = str(torch.version.cuda)
-        found["cudnn"] = str(backends.cudnn.version())
-    for name in _LIBRARIES:
-        version = getattr(sys.modules.get(name), "__version__", None)
-        if version is not None:
-            found[name] = str(version)
-    return found
-
-
-def process() -> dict[str, Any]:
-    """The host, the process and its rank."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "rank": own_rank(),
-        "world_size": world_size(),
-    }
-
-
-_ON_GPU = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-_PRODUCTS = ("cuda", "mkldnn")
-# Those of `torch.set_float32_matmul_precision()`.
-_WORDS = (("bf16", "medium"), ("tf32", "high"))
-
-
-def modes(model: nn.Module) -> dict[str, Any]:
-    """Settings, dtypes and random states at the beginning of a step, as JSON."""
-    devices = devices_of([model])
-    types = ["cpu", *dict.fromkeys(device.type for device in devices)]
-    autocast = [t for t in types if torch.is_autocast_enabled(t)]
-    tensors = [*model.parameters(), *model.buffers()]
-    dtypes = collections.Counter(dtype_name(tensor.dtype) for tensor in tensors)
-    switches = settings_of_torch()
-    on_gpu = {switches[f"{each}.fp32_precision"] for each in _ON_GPU}
-    products = {switches[f"{each}.matmul.fp32_precision"] for each in _PRODUCTS}
-    return {
-        "devices": [torch.device("cpu").type, *map(str, devices)],
-        "dtypes": dict(dtypes.most_common()),
-        "autocast": {t: dtype_name(torch.get_autocast_dtype(t)) for t in autocast},
-        "matmul_precision": next((w for v, w in _WORDS if v in products), "highest"),
-        "tf32": "cuda" in types and "tf32" in on_gpu,
-        "deterministic": switches["deterministic_algorithms"],
-        "threads": torch.get_num_threads(),
-        "training": model.training,
-        "compiled": [name for name, m in named_modules(model) if _hides(m)],
-        "dropout": [name for name, module in named_modules(model) if _drops(module)],
-        "random": RandomStates(devices, loads_numpys=False).digests(),
-        "settings": {name: settings_of(m) for name, m in named_modules(model)},
-    }
-
-
-def settings_of(module: nn.Module) -> dict[str, str]:
-    """The plain values among a module's attributes, such as eps, as text."""
-    return scalars_in(vars(uncompiled(module)))
-
-
-OPTIMIZER = "the optimizer"  # begins the names of optimizers among settings
-
-
-def settings_of_optimizer(
-    optimizer: Any, number: int, own: Set[int]
-) -> dict[str, dict[str, str]]:
-    """The plain values of an optimizer's groups, by a name for each, such as lr.
-
-    Args:
-        optimizer: The optimizer.
-        number: How many others of the model have stepped before it.
-        own: The ids of the model's parameters that require gradients; groups without
-            any are left out.
-    """
-    found = dict[str, dict[str, str]]()
-    held = set(map(id, stepped_by(optimizer)))
-    values: dict[str, Any] = {"class": type(optimizer).__name__}
-    values["parameters left out"] = len(own - held)
-    for i, group in enumerate(optimizer.param_groups):
-        if own.isdisjoint(id(each) for each in group["params"]):
-            continue
-        name = OPTIMIZER + (f" {number + 1}" if number else "")
-        name += f", group {i + 1}" if i else ""
-        values |= {k: _plain(v) for k, v in group.items() if not k.startswith("param")}
-        found[name] = scalars_in(values)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """A setting; of one in a tensor on the CPU its number."""
-    is_tensor = isinstance(value, torch.Tensor) and value.device.type == "cpu"
-    return value.item() if is_tensor and value.numel() == 1 else value
-
-
-def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
-    """True if torch's generators of the models' devices were in other states."""
-    own, other = mine.get("random", {}), its.get("random", {})
-    names = [n for n in own if n in other and n not in ("cpu", "python", "numpy")]
-    return any(own[n] != other[n] for n in names or ["cpu"] if n in own and n in other)
-
-
-def _hides(module: nn.Module) -> bool:
-    """True if modules within are compiled, so that nothing of them is recorded."""
-    return is_compiled(module) and any(True for _ in uncompiled(module).children())
-
-
-def _drops(module: nn.Module) -> bool:
-    """True if a module sets random values to 0 now.
-
-    Attention that is one function has its probability in an attribute of its module.
-    """
-    if not module.training:
-        return False
-    if is_dropout(module):
-        return bool(getattr(module, "p", 0))
-    found = (vars(module).get(name) for name in ("dropout", "attention_dropout"))
-    return any(isinstance(each, float) and each > 0 for each in found)
-
-
-# Writes the tensors of a model's steps, or their fingerprints, to a folder.
-
-
-_log = logging.getLogger("overflow_fast")
-MAX_HELD = 2**28  # bytes of copies that wait for their file
-
-
-class Recording:
-    """A recording that is being made: a context manager around one step or several.
-
-    `overflow_fast.recording()` makes it.
-
-    Attributes:
-        folder: The folder that it writes to.
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        model: nn.Module,
-        tensors: bool,
-        steps: Iterable[int] | None,
-    ) -> None:
-        self.folder = Path(folder)
-        self._model, self._has_tensors = model, tensors
-        self._steps = None if steps is None else set(steps)
-        self._process = process()
-        self._file = self.folder / f"rank-{self._process['rank']}.jsonl"
-        self._step = 0
-        self._settings: dict[str, dict[str, str]] = {}  # as they were last written
-        self._hooks: TensorHooks | None = None
-        self._failure = ""
-        self._optimizer_hook: Any = None
-        self._check()
-
-    def _check(self) -> None:
-        if self._has_tensors:
-            import safetensors.torch  # noqa: F401
-        if self._file.exists():
-            raise FileExistsError(
-                f"folder must have no recording of this rank, but there is {self._file}"
-            )
-
-    def __enter__(self) -> Recording:
-        self._isolated(self._begin_run)
-        self._isolated(self._begin)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        raised = "" if kind is None else kind.__name__
-        self._isolated(lambda: self._end(raised))
-
-    def step(self) -> None:
-        """Ends a step, after its optimizer's; what follows belongs to the next one."""
-        self._isolated(lambda: self._end(""))
-        self._step += 1
-        self._isolated(self._begin)
-
-    def _isolated(self, function: Callable[[], None]) -> None:
-        """Calls a function; after an error the recording ends, and the program runs."""
-        if self._failure:
-            return
-        try:
-            function()
-        except Exception as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            self._stop()
-            _log.warning("Recording to %s ended: %s", self.folder, self._failure)
-
-    def _begin_run(self) -> None:
-        line = HeadLine.line(
-            schema=SCHEMA,
-            time=time.time(),
-            tensors=self._has_tensors,
-            class_name=type(self._model).__name__,
-            **self._process,
-            versions=versions(),
-        )
-        write_new(self._file, f"{dumps(line)}\n")
-
-    def _begin(self) -> None:
-        if self._steps is not None and self._step not in self._steps:
-            return
-        self._rows: list[tuple[RecordedTensor, torch.Tensor | None]] = []
-        self._held: dict[str, torch.Tensor] = {}
-        self._num_held = self._num_files = 0
-        self._has_gradients = False
-        self._modes = modes(self._model)
-        self._random = RandomStates(devices_of([self._model]))
-        self._optimizers = set[int]()  # that have stepped
-        parameters = self._model.parameters()
-        self._parameters = {id(each) for each in parameters if each.requires_grad}
-        self._hooks = TensorHooks(self._model, self._add)
-        self._hooks.show_state()
-        self._hooks.__enter__()
-        self._optimizer_hook = register_optimizer_step_pre_hook(self._before_optimizer)
-
-    def _before_optimizer(self, optimizer: Any, *_: object) -> None:
-        """Records gradients as the first optimizer of the model's parameters has them.
-
-        Where one is stepped within backward, most have none yet.
-        """
-        self._isolated(lambda: self._add_optimizer(optimizer))
-
-    def _add_optimizer(self, optimizer: Any) -> None:
-        if self._hooks is None or id(optimizer) in self._optimizers:
-            return
-        number = len(self._optimizers)
-        found = settings_of_optimizer(optimizer, number, self._parameters)
-        if not found:
-            return
-        self._optimizers.add(id(optimizer))
-        self._modes["settings"] |= found
-        if not self._has_gradients:
-            self._has_gradients = True
-            self._hooks.show_gradients()
-
-    def _stop(self) -> TensorHooks | None:
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
-        if self._optimizer_hook is not None:
-            self._optimizer_hook.remove()
-        return hooks
-
-    def _end(self, raised: str) -> None:
-        if self._hooks is None:
-            return
-        if not self._has_gradients:
-            self._hooks.show_gradients()
-        hooks = self._stop()
-        assert hooks is not None
-        self._save()
-        summaries = iter(fetch([n for _, n in self._rows if n is not None]))
-        lines = []
-        for row, numbers in self._rows:
-            row.summary = next(summaries) if numbers is not None else None
-            line = RowLine.line(step=self._step, **row.to_plain())
-            lines.append(f"{dumps(line)}\n")
-        drawn = self._random.drawn()
-        settings = {**self._modes.pop("settings"), **hooks.arguments}
-        changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
-        self._settings |= changed
-        end = RecordedStepLine.line(
-            step=self._step,
-            **self._modes,
-            settings=changed,
-            had_gradients=bool(hooks.had_gradients),
-            has_drawn=bool(drawn),
-            drawn=drawn,
-            failures=hooks.failures,
-            raised=raised,
-            rows=len(lines),
-        )
-        lines.append(f"{dumps(end)}\n")
-        with open_appending(self._file) as file:
-            write_all(file, "".join(lines).encode())
-        self._rows, self._held = [], {}
-
-    def _add(self, place: StepPath, tensor: torch.Tensor, same: int | None) -> None:
-        order, dtype = len(self._rows), dtype_name(tensor.dtype)
-        row = RecordedTensor(place, order, dtype, tuple(tensor.shape), same=same)
-        row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
-        self._rows.append((row, None))  # also if it cannot be read
-        part = part_of(tensor)
-        values = values_of(tensor)
-        if isinstance(part, str) or isinstance(values, str):
-            row.why = part if isinstance(part, str) else str(values)
-            return
-        row.part, row.local = part, tuple(values.shape)
-        if same is None:
-            numbers = summarize(values, part)
-            if place.role in ("accumulated_gradient", "parameter_gradient"):
-                numbers = torch.cat([numbers, magnitudes(values)])
-            self._rows[-1] = row, numbers
-            if self._has_tensors:
-                self._hold(row, values)
-
-    def _hold(self, row: RecordedTensor, values: torch.Tensor) -> None:
-        row.file = self._name()
-        self._held[str(row.order)] = values.cpu().contiguous().clone()
-        self._num_held += values.nbytes
-        if self._num_held > MAX_HELD:
-            self._save()
-
-    def _name(self) -> str:
-        rank, number = self._process["rank"], self._num_files
-        return f"rank-{rank}.step-{self._step}.{number}.safetensors"
-
-    def _save(self) -> None:
-        if self._held:
-            from safetensors.torch import save_file
-
-            save_file(self._held, self.folder / self._name())
-            self._held, self._num_held = {}, 0
-            self._num_files += 1

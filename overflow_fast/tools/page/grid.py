@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ...guard.files.json_text import dumps
-from ...guard.record.record_lines import RecordEntry, RecordStep
+from ...guard.record.record_lines import RecordEntry
+from ...guard.record.record_step import RecordStep
 from ...scanner.text import printable
 from ..record.table import DRAWN, FlightRecord
 
@@ -392,7 +393,7 @@ def payloads(sheet: Sheet, incidents: Sequence[tuple[int, str]] = ()) -> dict[st
         "rows": [
             [
                 printable(value) if isinstance(value, str) else value
-                for value in (*vars(each).values(), block_of(each.module))
+                for value in (*each.to_dict().values(), block_of(each.module))
             ]
             + [family_of(each.kind)]
             for each in sheet.entries

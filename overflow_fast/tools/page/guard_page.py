@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ...guard.record.flight import FlightRecorder
 from ...guard.report.report import Report
-from ...guard.report.run_log import RunIdentity
-from ..record.table import FlightRecord, read_record
+from ...guard.report.run_identity import RunIdentity
+from ..record.reading import read_record
+from ..record.table import FlightRecord
 from .incidents import Incident
 from .render import page_of, write_page
 

@@ -15,9 +15,11 @@ import torch
 
 from ...guard.files.json_text import SCHEMA
 from ...guard.files.reading import open_regular
-from ...guard.verdict.verdict import growth_text
+from ...guard.verdict.entry_headroom import growth_text
 from ...scanner.text import numbered, printable
-from ..record.table import FlightRecord, read_record
+from ..record.reading import read_record
+from ..record.table import FlightRecord
+from .failure_path import failure_path
 from .grid import (
     ALL_ZERO,
     BITS,
@@ -32,7 +34,8 @@ from .grid import (
     payloads,
     sparklines_of,
 )
-from .incidents import Incident, failure_path, histogram_of, read_incidents
+from .histogram import histogram_of
+from .incidents import Incident, read_incidents
 
 # The tables of the page, which say in text what its pictures show.
 
@@ -531,7 +534,6 @@ def read_sources(paths: Iterable[str | os.PathLike[str]]) -> Sources:
 
     Raises:
         OSError: If a file cannot be read.
-        ImportError: If msgspec is not installed.
         ValueError: If a path is of neither kind, or the records are of several runs.
     """
     records, incidents = list[FlightRecord](), list[Incident]()

@@ -19,9 +19,9 @@ from ...explainer.copies import HALF, check_model, copied_batch, on_copies
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.keep_in_fp32 import keep_in_fp32, shortened
 from ...guard.undo.random import RandomStates
+from ...guard.verdict.attribution import attribute
+from ...guard.verdict.bad_frames import BadFrame, collect, in_order
 from ...guard.verdict.call_order import Calls
-from ...guard.verdict.first_bad import attribute
-from ...guard.verdict.verdict import BadFrame, collect, in_order
 from ...guard.watching.watch import ModelWatch
 from ...scanner.modules import children_of, is_within, named_modules, step_of
 from ...scanner.ops import scan
@@ -102,8 +102,9 @@ class RunWatch:
         verdict = attribute(frames, [self._watch])
         if verdict.first is not None:
             self.place = verdict.first.kind, verdict.first.fqn
-            root = "" if verdict.after == "the model" else verdict.after
-            self._after = [root] if verdict.after else []
+            after = verdict.origin.after
+            root = "" if after == "the model" else after
+            self._after = [root] if after else []
         self._watch.end_judgement(is_lagged=False)
 
     def note_error(self, error: BaseException) -> None:

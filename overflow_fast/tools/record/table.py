@@ -1,33 +1,39 @@
-"""Reads a flight record: steps, entries, and a number for each of both."""
+"""A flight record that was read: steps, entries, and a number for each of both.
+
+The flow:
+
+1. The lines come as they are in the file, decoded and checked (`reading.py`), or from
+   the memory of a guard, which shows a step before it is written.
+2. `entries_of()` makes the entries of the lines that name them. A line may be damaged:
+   how many entries there are is what the widest line of steps has.
+3. Steps and columns are made of the lines when they are asked for, and kept; `row()`
+   and `headroom_row()` read a line alone, and need no torch.
+
+The state is the lines. `_begins` has the index of the first entry of each model: in
+each line a model's columns may be shorter than they came to be later.
+"""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import importlib
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...guard.files.fields import declared_in, fields_of
-from ...guard.files.reading import FileError, lines_of, open_regular
+from ...guard.files.fields import fields_of, said_of, value_in
 from ...guard.record.columns import as_tensor, read_numbers
 from ...guard.record.record_lines import (
-    BEGINNING,
     COLUMNS,
     COUNTS,
-    KIND,
-    KINDS,
-    RECORD_SCHEMA,
+    EntryName,
     Line,
     RecordEntry,
-    RecordError,
-    RecordStep,
 )
+from ...guard.record.record_step import OfSteps, RecordStep
 from ...scanner.text import bits_left, printable
 
 if TYPE_CHECKING:
@@ -36,13 +42,11 @@ if TYPE_CHECKING:
     from ...guard.record.columns import Numbers
 
 # The numbers of a step that pages and `watch` show, with the words in front of them.
-_WORDS = {name: each.drawn for name, each in declared_in(RecordStep).items()}
+_WORDS = {n: said_of(each, "drawn") for n, each in fields_of(RecordStep).items()}
 _IN_ORDER = dict.fromkeys(("loss", "grad_norm", *_WORDS))
 DRAWN = {name: words for name in _IN_ORDER if (words := _WORDS[name])}
+_OF_ENTRY = ("model", *fields_of(EntryName))
 _LOSSES = ("output.loss", "output['loss']")
-
-
-# The entries of a flight record, from the lines that name them.
 
 
 def widths_of(steps: Sequence[Line]) -> list[int]:
@@ -74,7 +78,16 @@ def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry
 
 def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
     found = [
-        RecordEntry(model, "", "", "unknown", f"entry {i}", "unknown", math.nan, 0)
+        RecordEntry(
+            model=model,
+            module="",
+            class_name="",
+            kind="unknown",
+            label=f"entry {i}",
+            dtype="unknown",
+            limit=math.nan,
+            numel=0,
+        )
         for i in range(width)
     ]
     for line in heads:
@@ -85,8 +98,8 @@ def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordE
 
 
 def _entry_of(model: int, line: Line) -> RecordEntry:
-    own = {n: each.of(line, n) for n, each in fields_of(RecordEntry).items()}
-    return RecordEntry(model, **{**own, "limit": float(own["limit"])})
+    own = {n: value_in(line, each) for n, each in fields_of(EntryName).items()}
+    return RecordEntry(model=model, **{**own, "limit": float(own["limit"])})
 
 
 def num_cells(steps: Sequence[Line]) -> int:
@@ -146,11 +159,10 @@ class FlightRecord:
     @functools.cached_property
     def steps(self) -> list[RecordStep]:
         """The steps, the oldest first; the newest have a line each."""
-        own = fields_of(RecordStep)
-        found = (each.name for each in dataclasses.fields(RecordStep))
+        own, found = fields_of(OfSteps), fields_of(RecordStep)
         scalars = {n: self._entries_named(n) for n in found if n not in own}
         values: Iterator[dict[str, Any]] = (
-            {name: _plain(each.of(line, name)) for name, each in own.items()}
+            {name: _plain(value_in(line, each)) for name, each in own.items()}
             | {name: self._scalar(line, where) for name, where in scalars.items()}
             for line in self._lines
         )
@@ -228,7 +240,7 @@ class FlightRecord:
                 yield {
                     "step": step.first,
                     "last_step": step.last,
-                    **vars(self.entries[j]),
+                    **self.entries[j].to_dict(),
                     **{name: _cell(name, row, j) for name, row in rows.items()},
                 }
 
@@ -259,7 +271,7 @@ class FlightRecord:
             raise ImportError(
                 f"to_dataframe needs pandas: run `pip install pandas` ({error})"
             ) from error
-        names = ("step", "last_step", *RecordEntry.__dataclass_fields__, *COLUMNS)
+        names = ("step", "last_step", *_OF_ENTRY, *COLUMNS)
         return pandas.DataFrame(iter(self), columns=list(names))
 
     # How lines become numbers and tensors.
@@ -346,107 +358,3 @@ def _cell(name: str, row: list[Any] | None, index: int) -> Any:
     if row is None or (name in COUNTS and row[index] < 0):
         return None
     return row[index]
-
-
-# Reads the file of a flight record.
-
-
-# A record has nearly all of its entries in nearly all of its steps. A file with one
-# wide step among many narrow ones asks for memory out of proportion to its size.
-_MAX_SPARSE = 16
-_FREE_CELLS = 2**22
-
-
-def read_record(path: str | os.PathLike[str]) -> FlightRecord:
-    """Reads a flight record, also while it is written, or of a process that died.
-
-    Args:
-        path: The file that `OverflowGuard(record=...)` has written.
-
-    Returns:
-        Its steps, entries and values. Damaged lines are left out, and counted.
-
-    Raises:
-        OSError: If the file cannot be read, or is no regular file.
-        RecordError: If it is no flight record, one of a newer version, or damaged so
-            that nothing in it can be trusted.
-        ImportError: If msgspec is not installed.
-
-    Example:
-        >>> record = overflow_fast.read_record("run.ofr")  # doctest: +SKIP
-        >>> record.to_dataframe().query("num_nan > 0")  # doctest: +SKIP
-    """
-    where = Path(path)
-    lines, num_damaged, rest = list[Line](), 0, b""
-    with open_regular(where) as file:
-        for i, text in enumerate(lines_of(file)):
-            if text is not None and not text.endswith(b"\n"):
-                rest = text
-            elif i == 0:
-                lines.append(_run_of(text, where))
-            else:
-                try:
-                    line = None if text is None else _parsed(text)
-                    num_damaged += text is None
-                except FileError:
-                    num_damaged += 1
-                else:
-                    lines += [] if line is None else [line]
-    if not lines and not (rest.startswith(BEGINNING) or BEGINNING.startswith(rest)):
-        raise _no_record(where)
-    _check_size(where, [line for line in lines if line["kind"] == "steps"])
-    return FlightRecord(where, lines, bool(rest), num_damaged)
-
-
-def _parsed(text: bytes) -> Line | None:
-    """A line; None for one of a kind that this version does not know.
-
-    Raises:
-        FileError: If it is damaged.
-    """
-    from ...guard.files.schema import plain
-
-    found = _lines().decode(text)
-    return None if found is None else plain(found)
-
-
-@functools.cache
-def _lines() -> Any:
-    from ...guard.files.schema import Lines
-
-    return Lines(*KINDS)
-
-
-def _run_of(text: bytes | None, path: Path) -> Line:
-    """The first line of a record.
-
-    Raises:
-        RecordError: If it is not that of a record that can be read.
-    """
-    from ...guard.files.schema import head_of
-
-    head = head_of(text)
-    if text is None or head.kind != KIND:
-        raise _no_record(path)
-    try:
-        head.check_schema(RECORD_SCHEMA)
-        run = _parsed(text)
-    except FileError as error:
-        raise RecordError(f"{path} cannot be read: {error}.") from error
-    assert run is not None
-    return run
-
-
-def _check_size(path: Path, steps: Sequence[Line]) -> None:
-    """Raises RecordError where a table of the steps would be mostly empty."""
-    held = sum(columns["num"] for line in steps for columns in line["models"])
-    cells = num_cells(steps)
-    if cells > _FREE_CELLS + _MAX_SPARSE * held:
-        raise RecordError(
-            f"{path} is damaged: its {len(steps)} lines of steps have {held} values, "
-            f"of {cells} that its widest lines ask for."
-        )
-
-
-def _no_record(path: Path) -> RecordError:
-    return RecordError(f"{path} is no flight record of overflow_fast.")

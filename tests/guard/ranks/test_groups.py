@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.ranks.peers import num_passes
-from overflow_fast.guard.watching.step_tensors import StepTensors
+from overflow_fast.guard.watching.judged_tensors import JudgedTensors
 
 pytestmark = [
     pytest.mark.slow,
@@ -102,7 +102,7 @@ def failing():
     """The guard of the first rank fails in each step, before it has looked."""
     if dist.get_rank() > 0:
         return plain(process_group=dist.group.WORLD)
-    with mock.patch.object(StepTensors, "scan", side_effect=KeyError("a bug")):
+    with mock.patch.object(JudgedTensors, "scan", side_effect=KeyError("a bug")):
         return plain(process_group=dist.group.WORLD)
 
 

@@ -8,7 +8,7 @@ from ranks import device
 from sharded_models import data, ddp, fsdp2, make
 from torch import nn
 
-from overflow_fast.guard.monitors.replicas import ReplicaCheck
+from overflow_fast.guard.monitors.replica_check import ReplicaCheck
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

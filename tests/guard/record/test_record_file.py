@@ -13,8 +13,8 @@ from flight_records import append_step, head_lines, packed, step_line
 from overflow_fast import RecordError, read_record
 from overflow_fast.guard.files.json_text import line_bytes
 from overflow_fast.guard.record.columns import read_numbers
-from overflow_fast.guard.record.flight import RecordFile
-from overflow_fast.guard.record.thinning import fold
+from overflow_fast.guard.record.folding import fold
+from overflow_fast.guard.record.record_file import RecordFile
 
 SMALL = 30_000  # bytes: about 100 steps
 NAN, INF = math.nan, math.inf

@@ -11,14 +11,11 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.guard.report.explanation import (
-    Explanation,
-    Op,
-    Remedy,
-    TensorSummary,
-)
+from overflow_fast.guard.report.explanation import Explanation
+from overflow_fast.guard.report.op import Op, TensorSummary
+from overflow_fast.guard.report.remedy import Remedy
 from overflow_fast.guard.report.report import Report
-from overflow_fast.guard.verdict.verdict import BadEntry, Verdict
+from overflow_fast.guard.verdict.verdict import BadEntry, Origin, Verdict
 
 PACKAGE = str(Path(overflow_fast.__file__).parent)
 NAN = float("nan")
@@ -149,7 +146,7 @@ HELPED = Remedy("bfloat16", "model.to(torch.bfloat16)", is_finite=True, loss=1.5
 def explained(remedies, **named):
     op = Op("aten.mul.Tensor", "/a/train.py", 13, "y = x * x")
     found = Explanation("forward", "undefined", "1", op, remedies=remedies, **named)
-    verdict = Verdict(first=bad_entry(), origin="made", maker="1")
+    verdict = Verdict(first=bad_entry(), origin=Origin("made", maker="1"))
     return Report(3, "raise", verdict, explanation=found)
 
 

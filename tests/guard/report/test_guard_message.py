@@ -12,9 +12,10 @@ from torch.amp.grad_scaler import GradScaler
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.guard.report import wording
 from overflow_fast.guard.report.coverage import GuardCoverage
-from overflow_fast.guard.report.explanation import Explanation, Op
+from overflow_fast.guard.report.explanation import Explanation
+from overflow_fast.guard.report.op import Op
 from overflow_fast.guard.report.report import Report
-from overflow_fast.guard.verdict.verdict import BadEntry, Verdict
+from overflow_fast.guard.verdict.verdict import BadEntry, Origin, Verdict
 from overflow_fast.scanner.text import wrapped
 
 MADE, SKIPPED, RAISED = (wording._OUTCOMES[a] for a in ("warn", "skip", "raise"))
@@ -127,7 +128,8 @@ def test_a_state_is_no_step():
 
 def report_of(fqn, label="output", **arguments):
     first = BadEntry("output", fqn, "Linear", label, "float16", 3, 8, 262144)
-    verdict = Verdict(first=first, origin="made", maker=fqn, num_bad_frames=1)
+    origin = Origin("made", maker=fqn)
+    verdict = Verdict(first=first, origin=origin, num_bad_frames=1)
     return Report(12, "skip", verdict, moment="before", **arguments)
 
 
@@ -258,7 +260,7 @@ def test_where_nothing_is_trained_nothing_is_said(caplog):
 def test_no_origin_is_called_unknown_where_the_replay_names_it(cause, op):
     made_by = "code after the model"
     first = BadEntry("loss", "", "", "loss", "float32", num_nan=1, num_inf=0, numel=1)
-    verdict = Verdict(first=first, origin="unclear", maker=made_by)
+    verdict = Verdict(first=first, origin=Origin("unclear", maker=made_by))
     found = Explanation("forward", cause, op=op)
     text = str(Report(0, "warn", verdict, explanation=found))
     assert (made_by in text) is (op is None or cause == "unknown")

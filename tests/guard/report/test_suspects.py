@@ -13,24 +13,22 @@ from guarding import INF, batches, make, plant, train_step
 from ranks import all_of
 
 from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
-from overflow_fast.guard.report.explanation import (
-    NOT_REPLAYED,
-    Explanation,
-    Op,
-    exit_code_of,
-)
-from overflow_fast.guard.report.report import RankInfo
-from overflow_fast.guard.report.suspects import (
-    LoggedIncident,
-    read_incidents,
-    suspects_of,
-)
+from overflow_fast.__main__ import main
+from overflow_fast.guard.ranks.rank_info import RankInfo
+from overflow_fast.guard.report.exit_code import exit_code_of
+from overflow_fast.guard.report.explanation import Explanation
+from overflow_fast.guard.report.findings import NOT_REPLAYED
+from overflow_fast.guard.report.log_lines import StepLine
+from overflow_fast.guard.report.logged_incidents import read_incidents
+from overflow_fast.guard.report.op import Op
+from overflow_fast.tools.cli.suspects_command import suspects_of
 
 pytestmark = [pytest.mark.explains, pytest.mark.xdist_group("processes")]
 
 
 def incident(step, device="cuda:1", host="n1", first="head: output", cause="", run="a"):
-    return LoggedIncident(run, 1e9 + step, step, first, host, device, cause)
+    where = {"first": first, "host": host, "device": device, "cause": cause}
+    return StepLine(run=run, time=1e9 + step, step=step, is_clean=False, **where)
 
 
 def rows_of(*incidents):
@@ -119,13 +117,13 @@ def test_an_incident_that_comes_again_is_told_in_short(tmp_path, caplog, as_kept
     earlier = json.loads(path.read_text().splitlines()[0])["run"]
     assert guard.last_report.repeats == earlier
     as_kept(line)
-    (row,) = guard.suspects().rows
+    (row,) = suspects_of(read_incidents(path)).rows
     assert (row.incidents, row.steps, row.device) == (1, [11], "cpu")
     caplog.clear()
     guard, _ = a_run(path, bad_step=12, first=11, on_overflow="skip", explain=False)
     assert guard.last_report.repeats == "" and "Detected inf/nan" in caplog.text
-    assert guard.suspects().rows[0].steps == [11, 12]
-    assert guard.suspects().runs == 3
+    found = suspects_of(read_incidents(path))
+    assert found.rows[0].steps == [11, 12] and found.runs == 3
 
 
 @pytest.mark.slow
@@ -224,11 +222,16 @@ def test_logs_of_ranks_and_older_ones_are_read_and_nothing_else(tmp_path):
     assert read_incidents(tmp_path / "none" / "guard.jsonl") == []
 
 
-def test_suspects_need_a_log(as_kept):
-    model, optimizer = make()
-    with pytest.raises(RuntimeError) as raised:
-        OverflowGuard(model, optimizer).suspects()
-    as_kept(raised.value)
+def test_the_command_counts_what_stands_in_the_log(tmp_path, capsys):
+    path = tmp_path / "guard.jsonl"
+    assert main(["suspects", str(path)]) == 2
+    assert str(path) in capsys.readouterr().err
+    a_run(path, bad_step=11, first=10, on_overflow="skip", explain=False)
+    assert main(["suspects", str(path)]) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[1:7] == ["cpu", "1", "0", "0", "step", "11,"]
+    assert main(["suspects", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["steps"] == [11]
 
 
 def collected(folder, collect):
@@ -247,7 +250,7 @@ def collected(folder, collect):
         train_step(model, optimizer, batches(1)[0])
     guard.remove()
     dist.barrier()
-    (row,) = guard.suspects().rows
+    (row,) = suspects_of(read_incidents(own / "guard.jsonl")).rows
     runs = [run.name for run in (own / "evidence" / "overflow_fast").iterdir()]
     names = sorted(path.name for path in own.iterdir())
     return row.incidents, row.device, guard.last_report.where, names, runs

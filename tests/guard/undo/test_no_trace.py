@@ -2,14 +2,11 @@
 
 import array
 import collections
-import contextvars
 import copy
 import functools
 import gc
 import random
-import threading
 import types
-import weakref
 
 import numpy
 import pytest
@@ -56,17 +53,6 @@ class Pair(tuple):
 
 class Array(numpy.ndarray):
     """An array with attributes of its own."""
-
-
-def counter():
-    number = 0
-
-    def count():
-        nonlocal number
-        number += 1
-        return number
-
-    return count, lambda: number
 
 
 def drawn(name, make, draw):
@@ -178,20 +164,6 @@ def read_objects(m):
     return own, p.number, p.inner.n, list(p.array), getattr(p, "new", None)
 
 
-def closures(m):
-    m.count, m.number_of = counter()
-    m.partial = functools.partial(list.append, [])
-
-
-def mutate_closures(m, x):
-    m.count()
-    m.partial(1)
-
-
-def read_closures(m):
-    return m.number_of(), list(m.partial.args[0])
-
-
 def tensors(m):
     m.register_buffer("replaced", torch.zeros(3))
     m.register_buffer("written", torch.zeros(3))
@@ -246,49 +218,35 @@ def attributes_of_values(m):
     m.subclass.number = m.pair.number = 0
     m.view = numpy.zeros(2).view(Array)
     m.view.seen = []
-    m.call = functools.partial(int)
-    m.call.number = 0
 
 
 def mutate_attributes_of_values(m, x):
-    for each in (m.tagged, m.subclass, m.pair, m.call):
+    for each in (m.tagged, m.subclass, m.pair):
         vars(each)["number"] = vars(each).get("number", 0) + 1  # copies have none
     vars(m.weight).setdefault("ages", []).append(1)
     m.view.seen.append(1)
 
 
 def read_attributes_of_values(m):
-    each = [each.number for each in (m.tagged, m.subclass, m.pair, m.call)]
+    each = [each.number for each in (m.tagged, m.subclass, m.pair)]
     return each, m.weight.ages, m.view.seen
 
 
-def views(m):
-    m.memory = memoryview(bytearray(b"ab"))
-    m.shown = types.MappingProxyType({"a": [0]})
-    m.local = threading.local()
-    m.local.number = 0
+def methods(m):
+    m.partial = functools.partial(list.append, [])
     m.add = [].append
     m.draw = random.Random(0).random
-    m.keys = [Plain(), Plain()]
-    m.weak = weakref.WeakKeyDictionary({m.keys[0]: 0})
-    m.reference = weakref.ref(m.keys[1])
 
 
-def mutate_views(m, x):
-    m.memory[0] += 1
-    m.shown["a"].append(1)
-    m.local.number = getattr(m.local, "number", 0) + 1  # threads have their own
+def mutate_methods(m, x):
+    m.partial(1)
     m.add(1)
     m.draw()
-    m.weak[m.keys[len(m.weak) - 1]] += 1
-    m.weak[m.keys[1]] = 0
-    m.reference().number += 1
 
 
-def read_views(m):
-    own = bytes(m.memory), m.shown["a"], m.local.number, m.add.__self__
-    weak = [m.weak.get(each) for each in m.keys], m.keys[1].number
-    return own, weak, m.draw.__self__.getstate()
+def read_methods(m):
+    own = list(m.partial.args[0]), list(m.add.__self__)
+    return own, m.draw.__self__.getstate()
 
 
 def resized(m):
@@ -332,38 +290,21 @@ def read_optimizers(m):
     return m.inner.tolist(), repr(own), m.schedule.last_epoch
 
 
-num_calls = 0
-history = []
-
-
-def mutate_variable(m, x):
-    m.own.set([*m.own.get(), 1])
-
-
-def a_variable(m):
-    m.own = contextvars.ContextVar("own")
-    m.own.set([0])
-
-
 class Draws(random.Random):
     """A generator with attributes of its own."""
 
 
-def seeds(m):
-    m.seeds = numpy.random.SeedSequence(3)
-    m.parent, m.draws = numpy.random.default_rng(4), Draws(5)
-    m.draws.items, m.child = [], 0
+def draws(m):
+    m.draws = Draws(5)
+    m.draws.items = []
 
 
-def mutate_seeds(m, x):
-    m.seeds.spawn(1)
-    m.child = m.parent.spawn(1)[0].random()
+def mutate_draws(m, x):
     m.draws.items.append(m.draws.random())
 
 
-def read_seeds(m):
-    own = m.seeds, m.parent.bit_generator.seed_seq
-    return own, m.child, m.draws.items, m.draws.getstate()
+def read_draws(m):
+    return m.draws.items, m.draws.getstate()
 
 
 KINDS = {
@@ -373,7 +314,6 @@ KINDS = {
     "counted": (counted, mutate_counted, read_counted),
     "arrays": (arrays, mutate_arrays, read_arrays),
     "objects": (objects, mutate_objects, read_objects),
-    "closures": (closures, mutate_closures, read_closures),
     "tensors": (tensors, mutate_tensors, read_tensors),
     "attributes": (attributes, mutate_attributes, read_attributes),
     "attributes of values": (
@@ -381,7 +321,7 @@ KINDS = {
         mutate_attributes_of_values,
         read_attributes_of_values,
     ),
-    "views": (views, mutate_views, read_views),
+    "methods": (methods, mutate_methods, read_methods),
     "resized": (resized, mutate_resized, read_resized),
     "optimizers": (optimizers, mutate_optimizers, read_optimizers),
     "torch": drawn(
@@ -396,8 +336,7 @@ KINDS = {
         "legacy_rng", lambda: numpy.random.RandomState(0), lambda g: g.randn()
     ),
     "python": drawn("python_rng", lambda: random.Random(0), lambda g: g.gauss(0, 1)),
-    "context variables": (a_variable, mutate_variable, lambda m: m.own.get()),
-    "seeds": (seeds, mutate_seeds, read_seeds),
+    "own generators": (draws, mutate_draws, read_draws),
     "global": (
         lambda m: None,
         lambda m, x: (torch.rand(1), random.random(), numpy.random.randn()),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from overflow_fast import MaskedOps, OverflowGuard
-from overflow_fast.guard.undo.step_start import StepStart
+from overflow_fast.guard.undo.restore_point import RestorePoint
 from overflow_fast.guard.undo.tensors import is_same_bits
 
 pytestmark = [
@@ -118,7 +118,7 @@ def test_a_flag_on_the_device(tmp_path):
             self.model = model
 
     def restored():
-        start = StepStart([Watch(model)], has_optimizers=True)
+        start = RestorePoint([Watch(model)], has_optimizers=True)
         start.begin()
         for flag in (0.0, 1.0):
             start.restore_where(torch.tensor(flag))

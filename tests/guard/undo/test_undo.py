@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.guard.undo import attributes, step_start
+from overflow_fast.guard.undo import attributes, model_restore_point
 
 pytestmark = pytest.mark.explains
 
@@ -155,12 +155,12 @@ def test_what_is_small_is_put_back(name):
 def test_attributes_are_kept_in_each_step_while_they_change(monkeypatch):
     kept = []
 
-    class Noted(step_start.KeptAttributes):
+    class Noted(model_restore_point.KeptAttributes):
         def __init__(self, module):
             super().__init__(module)
             kept.append(module)
 
-    monkeypatch.setattr(step_start, "KeptAttributes", Noted)
+    monkeypatch.setattr(model_restore_point, "KeptAttributes", Noted)
     once, counter = Setting(is_counter=False), Setting(is_counter=True)
     model = nn.Sequential(once, counter, nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -8,7 +8,7 @@ from guarding import INF, NAN, batches, make, plant, train_step, warned
 from torch import nn
 
 from overflow_fast import Explanation, OverflowGuard
-from overflow_fast.guard.report.wording import answers
+from overflow_fast.guard.report.advice import answers
 
 
 def advice_of(report):
@@ -38,7 +38,7 @@ def test_a_buffer_is_no_name_of_a_module():
     model.eval()
     model.norm.running_mean[0] = INF
     report = warned(model, optimizer, batches(1)[0])
-    assert report.verdict.source == "buffer"
+    assert report.verdict.origin.source == "buffer"
     assert advice_of(report) == []  # it may have been initialized, and written since
 
 
@@ -49,7 +49,7 @@ def test_a_bad_batch(value, as_kept):
     x, y = batches(1)[0]
     x[2, 3] = value
     report = warned(model, optimizer, (x, y))
-    as_kept(report.verdict.batch_places, report.explanation)
+    as_kept(report.verdict.origin.batch_places, report.explanation)
     assert advice_of(report) == []  # a replay without the sample has answered
 
 
@@ -64,7 +64,7 @@ def test_a_bad_batch_of_float8(dtype, as_kept):
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(batch).sum().backward()
         optimizer.step()
-    as_kept(guard.last_report.verdict.batch_places)
+    as_kept(guard.last_report.verdict.origin.batch_places)
 
 
 class Widened(nn.Module):
@@ -121,7 +121,7 @@ def test_a_buffer_that_a_skip_puts_back_needs_no_checkpoint(as_kept):
         for scale in (1.0, 1e30):
             model(torch.randn(8, 4) * scale).sum().backward()
             optimizer.step()
-    assert guard.last_report.verdict.source == "buffer"
+    assert guard.last_report.verdict.origin.source == "buffer"
     assert model[1].running_var.isfinite().all()
     (text,) = advice_of(guard.last_report)
     as_kept(text)
@@ -149,7 +149,7 @@ def test_eps_is_not_blamed_for_gradients_that_were_let_through(has_bad_gradient)
             (loss * NAN if has_bad_gradient and step == 0 else loss).backward()
             optimizer.step()
     report = guard.last_report
-    assert report.verdict.source == "weight"
+    assert report.verdict.origin.source == "weight"
     assert ("eps=1e-08" in str(report)) == (not has_bad_gradient)
 
 

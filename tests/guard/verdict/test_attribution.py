@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.guard.report.wording import what_of
+from overflow_fast.guard.report.entry_words import what_of
 
 INF, NAN = math.inf, math.nan
 
@@ -98,9 +98,9 @@ class Outer(nn.Module):
 def test_the_last_finite_gradient_before_a_bad_one_is_named(where, at, after, as_kept):
     verdict = verdict_of(Outer(where), lambda m: m(inputs()).mean())
     assert (verdict.first.kind, verdict.first.fqn) == ("grad_output", at)
-    assert verdict.after == after
-    as_kept(verdict.maker)
-    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
+    assert verdict.origin.after == after
+    as_kept(verdict.origin.maker)
+    assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
 
 
 class Branches(nn.Module):
@@ -117,7 +117,7 @@ class Branches(nn.Module):
 def test_the_branch_that_ran_last_is_not_blamed():
     verdict = verdict_of(Branches(), lambda m: m(inputs()).mean())
     assert verdict.first.fqn == "stem"
-    assert (verdict.origin, verdict.candidates) == ("unclear", [])
+    assert (verdict.origin.how, verdict.origin.candidates) == ("unclear", [])
 
 
 def test_a_branch_between_that_is_not_connected_is_not_blamed():
@@ -134,7 +134,7 @@ def test_a_branch_between_that_is_not_connected_is_not_blamed():
         nn.Sequential(Two(), nn.Linear(3, 1)), lambda m: m(inputs()).mean()
     )
     assert verdict.first.fqn == "0.a"
-    assert (verdict.origin, verdict.candidates) == ("unclear", [])
+    assert (verdict.origin.how, verdict.origin.candidates) == ("unclear", [])
 
 
 def test_attention_computed_by_the_parent(as_kept):
@@ -151,8 +151,8 @@ def test_attention_computed_by_the_parent(as_kept):
     model = nn.Sequential(nn.Linear(4, 4), Attention())
     verdict = verdict_of(model, lambda m: m(inputs(0, 2, 3, 4)).sum())
     assert verdict.first.fqn in ("1.q", "1.k")
-    assert verdict.origin == "unclear"
-    as_kept(verdict.maker)
+    assert verdict.origin.how == "unclear"
+    as_kept(verdict.origin.maker)
 
 
 class Heads(nn.Module):
@@ -173,7 +173,7 @@ def test_code_of_the_loss_behind_several_heads():
 
     verdict = verdict_of(Heads(), loss_of)
     assert verdict.first.fqn == "h1"
-    assert verdict.source == "unclear"
+    assert verdict.origin.source == "unclear"
 
 
 def test_a_gradient_given_to_backward_is_not_a_modules():
@@ -183,7 +183,7 @@ def test_a_gradient_given_to_backward_is_not_a_modules():
         model(inputs()).backward(torch.full((4, 2), NAN))
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.source == "loss" and "the loss" in verdict.candidates
+    assert verdict.origin.source == "loss" and "the loss" in verdict.origin.candidates
 
 
 def test_a_hook_on_a_tensor_can_have_made_it(as_kept):
@@ -194,8 +194,8 @@ def test_a_hook_on_a_tensor_can_have_made_it(as_kept):
     model[0].register_forward_hook(spoil)
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
     assert verdict.first.fqn == "0"
-    assert verdict.origin == "unclear"
-    as_kept(verdict.maker)
+    assert verdict.origin.how == "unclear"
+    as_kept(verdict.origin.maker)
 
 
 def test_a_step_of_two_forwards_tells_their_nodes_apart():
@@ -207,7 +207,7 @@ def test_a_step_of_two_forwards_tells_their_nodes_apart():
         return model(inputs()).mean()
 
     verdict = verdict_of(model, loss_of)
-    assert (verdict.origin, verdict.after) == ("unclear", "p.leaf")
+    assert (verdict.origin.how, verdict.origin.after) == ("unclear", "p.leaf")
 
 
 def test_gradients_that_arise_in_checkpointed_code():
@@ -227,7 +227,7 @@ def test_gradients_that_arise_in_checkpointed_code():
     for use_reentrant in (False, True):
         verdict = verdict_of(Net(use_reentrant), lambda m: m(inputs()).mean())
         assert verdict.first.fqn == "b"
-        assert verdict.origin == "unclear"
+        assert verdict.origin.how == "unclear"
 
 
 # Gradients of parameters, where those of outputs are finite.
@@ -261,8 +261,8 @@ def test_all_gradients_bad_is_after_backward(change, as_kept):
             each(model)
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.source == "after_backward"
-    as_kept(verdict.maker)
+    assert verdict.origin.source == "after_backward"
+    as_kept(verdict.origin.maker)
     assert "its own backward" not in str(guard.last_report)
 
 
@@ -272,8 +272,8 @@ def test_a_penalty_on_a_weight_may_have_made_a_gradient(as_kept):
     verdict = verdict_of(
         model, lambda m: m(inputs()).mean() + m[2].weight.pow(2).sum().sqrt()
     )
-    assert verdict.origin == "unclear"
-    as_kept(verdict.maker)
+    assert verdict.origin.how == "unclear"
+    as_kept(verdict.origin.maker)
 
 
 # The batch.
@@ -301,9 +301,9 @@ def test_a_bad_feature_was_handed_over(value, as_kept):
     verdict = verdict_of(
         Tabular(), lambda m: m(pixel_values=x, labels=inputs(1, 4, 1))["loss"]
     )
-    assert (verdict.origin, verdict.source) == ("given", "unclear")
-    assert verdict.candidates == HANDED_OVER
-    (place,) = verdict.batch_places
+    assert (verdict.origin.how, verdict.origin.source) == ("given", "unclear")
+    assert verdict.origin.candidates == HANDED_OVER
+    (place,) = verdict.origin.batch_places
     as_kept(place)
 
 
@@ -312,22 +312,22 @@ def test_a_bad_label_of_a_model_that_computes_its_loss(as_kept):
     labels = inputs(1, 4, 1)
     labels[2] = NAN
     verdict = verdict_of(Tabular(), lambda m: m(inputs(), labels=labels)["loss"])
-    assert verdict.candidates == HANDED_OVER
-    as_kept(verdict.batch_places)
+    assert verdict.origin.candidates == HANDED_OVER
+    as_kept(verdict.origin.batch_places)
 
 
 def test_a_bad_label_outside_of_the_model_may_be_the_batchs():
     verdict = verdict_of(
         nn.Linear(3, 1), lambda m: F.mse_loss(m(inputs()), torch.full((4, 1), NAN))
     )
-    assert verdict.source == "loss"
-    assert set(verdict.candidates) == {"the loss", "the batch"}
+    assert verdict.origin.source == "loss"
+    assert set(verdict.origin.candidates) == {"the loss", "the batch"}
     verdict = verdict_of(
         nn.Linear(3, 1),
         lambda m: F.mse_loss(m(inputs()), torch.full((4, 1), NAN)),
         record=False,
     )
-    assert {"the loss", "the batch"} <= set(verdict.candidates)
+    assert {"the loss", "the batch"} <= set(verdict.origin.candidates)
 
 
 def test_a_mask_of_minus_inf_is_not_blamed():
@@ -340,22 +340,28 @@ def test_a_mask_of_minus_inf_is_not_blamed():
     mask = torch.zeros(4, 3)
     mask[:, 0] = -INF
     verdict = verdict_of(model, lambda m: m(inputs() * 100, mask).sum())
-    assert verdict.source != "batch"
-    assert "a" in verdict.candidates
+    assert verdict.origin.source != "batch"
+    assert "a" in verdict.origin.candidates
 
 
 def test_what_arises_between_two_models_is_not_the_batch(as_kept):
     first, second = nn.Linear(3, 3), nn.Linear(3, 1)
     verdict = verdict_of([first, second], lambda m: m[1](m[0](inputs()) / 0).mean())
-    assert (verdict.source, verdict.candidates) == ("caller", ["the training loop"])
-    as_kept(verdict.maker)
+    assert (verdict.origin.source, verdict.origin.candidates) == (
+        "caller",
+        ["the training loop"],
+    )
+    as_kept(verdict.origin.maker)
     # Autograd knows nothing of it.
     verdict = verdict_of(
         [nn.Linear(3, 3), nn.Linear(3, 1)],
         lambda m: m[1]((m[0](inputs()) / 0).detach()).mean(),
     )
-    assert (verdict.source, verdict.candidates) == ("unclear", HANDED_OVER)
-    assert verdict.after == "0"
+    assert (verdict.origin.source, verdict.origin.candidates) == (
+        "unclear",
+        HANDED_OVER,
+    )
+    assert verdict.origin.after == "0"
 
 
 def test_what_arises_between_submodules_that_a_loop_calls_is_not_the_batch():
@@ -372,16 +378,16 @@ def test_what_arises_between_submodules_that_a_loop_calls_is_not_the_batch():
         model, lambda m: m.decoder(torch.log(m.encoder(inputs()) * 0)).mean()
     )
     assert verdict.first.fqn == "decoder"
-    assert verdict.candidates == ["the training loop"]
+    assert verdict.origin.candidates == ["the training loop"]
     verdict = verdict_of(
         Lit(), lambda m: m.decoder(torch.log(m.encoder(inputs()) * 0 - 1)).mean()
     )
-    assert verdict.candidates == ["the training loop"]
+    assert verdict.origin.candidates == ["the training loop"]
     x = inputs()
     x[0] = NAN
     verdict = verdict_of(Lit(), lambda m: m.decoder(m.encoder(x)).mean())
     assert verdict.first.fqn == "encoder"
-    assert "the batch" in verdict.candidates
+    assert "the batch" in verdict.origin.candidates
 
 
 def test_a_model_that_writes_to_the_batch_is_not_overlooked():
@@ -394,8 +400,8 @@ def test_a_model_that_writes_to_the_batch_is_not_overlooked():
             return self.fc(x.div_(x.std() * 0))
 
     verdict = verdict_of(Normalizes(), lambda m: m(inputs()).mean())
-    assert verdict.origin == "unclear"
-    assert set(verdict.candidates) == {"the model", *HANDED_OVER}
+    assert verdict.origin.how == "unclear"
+    assert set(verdict.origin.candidates) == {"the model", *HANDED_OVER}
 
 
 def roll_out(model):
@@ -417,8 +423,8 @@ def test_minus_inf_in_a_feature_of_a_linear_layer_was_handed_over(as_kept):
     x = inputs()
     x[3, 1] = -INF
     verdict = verdict_of(nn.Linear(3, 1), lambda m: m(x).mean())
-    assert verdict.candidates == HANDED_OVER
-    as_kept(verdict.batch_places)
+    assert verdict.origin.candidates == HANDED_OVER
+    as_kept(verdict.origin.batch_places)
 
 
 class Biased(nn.Module):
@@ -446,10 +452,10 @@ def test_minus_inf_in_a_bias_is_a_possibility(is_root, is_inner, as_kept):
         model = nn.ModuleDict({"attn": model})
         model.forward = lambda x, bias: model["attn"](x, bias)
     verdict = verdict_of(model, lambda m: m(torch.ones(5, 5), bias).mean())
-    assert verdict.origin == "unclear"
+    assert verdict.origin.how == "unclear"
     name = "the model" if is_root else "attn"
-    assert set(verdict.candidates) >= {name, *HANDED_OVER}
-    as_kept(verdict.maker)
+    assert set(verdict.origin.candidates) >= {name, *HANDED_OVER}
+    as_kept(verdict.origin.maker)
 
 
 def test_a_function_that_holds_nothing_brings_no_value():
@@ -461,7 +467,7 @@ def test_a_function_that_holds_nothing_brings_no_value():
         return (x * 0).log() * 0
 
     verdict = verdict_of(Applies(3, 3), lambda m: m(inputs(), double).mean())
-    assert "was not searched" not in verdict.maker
+    assert "was not searched" not in verdict.origin.maker
 
 
 class Data:
@@ -517,14 +523,14 @@ def test_what_nobody_looked_into_is_not_called_finite(
     positional = () if is_keyword else (batch,)
     model = Reads(has_layer)
     verdict = verdict_of(model, lambda m: m(*positional, **arguments).mean())
-    assert verdict.origin == "unclear"
-    assert set(verdict.candidates) == {"the model", *HANDED_OVER}
-    as_kept(verdict.maker)
+    assert verdict.origin.how == "unclear"
+    assert set(verdict.origin.candidates) == {"the model", *HANDED_OVER}
+    as_kept(verdict.origin.maker)
     if is_keyword:
         return
     model = nn.Sequential(Reads(has_layer))
     verdict = verdict_of(model, lambda m: m(*positional).mean())
-    assert set(verdict.candidates) == {"0", "the model", *HANDED_OVER}
+    assert set(verdict.origin.candidates) == {"0", "the model", *HANDED_OVER}
 
 
 @pytest.mark.parametrize("is_keyword", [False, True])
@@ -536,8 +542,8 @@ def test_what_an_object_holds_is_searched(wrap, is_keyword, as_kept):
     arguments = {"d": wrap(x)} if is_keyword else {}
     positional = () if is_keyword else (wrap(x),)
     verdict = verdict_of(Reads(True), lambda m: m(*positional, **arguments).mean())
-    assert verdict.origin == "given"
-    as_kept(verdict.maker)
+    assert verdict.origin.how == "given"
+    as_kept(verdict.origin.maker)
 
 
 def test_an_object_that_the_model_made_is_searched():
@@ -550,7 +556,7 @@ def test_an_object_that_the_model_made_is_searched():
             return self.reads(Data(self.fc(x) / 0))
 
     verdict = verdict_of(Wraps(), lambda m: m(inputs()).mean())
-    assert verdict.candidates == ["the model"]
+    assert verdict.origin.candidates == ["the model"]
 
 
 def test_an_object_that_the_model_made_may_hold_it():
@@ -563,7 +569,7 @@ def test_an_object_that_the_model_made_may_hold_it():
             return self.reads(Hidden((self.fc(x) / 0).detach()))
 
     verdict = verdict_of(Wraps(), lambda m: m(inputs()).mean())
-    assert verdict.candidates == ["reads", "the model"]
+    assert verdict.origin.candidates == ["reads", "the model"]
 
 
 def test_plain_arguments_of_the_model_hold_nothing_bad():
@@ -587,7 +593,7 @@ def test_plain_arguments_of_the_model_hold_nothing_bad():
         [1, {"a": 0.5}],
     )
     verdict = verdict_of(Scaled(), lambda m: m(inputs(), *plain, key=1e3).mean())
-    assert (verdict.origin, verdict.candidates) == ("made", ["the model"])
+    assert (verdict.origin.how, verdict.origin.candidates) == ("made", ["the model"])
 
 
 class Ravels(nn.Module):
@@ -615,9 +621,9 @@ def test_an_index_is_not_called_a_sample_where_that_is_not_known(
     x = torch.ones(shape)
     x[7] = NAN
     verdict = verdict_of(make(), lambda m: m(x, *others)[0].sum())
-    as_kept(verdict.batch_places)
+    as_kept(verdict.origin.batch_places)
     x[2] = NAN
-    as_kept(verdict_of(make(), lambda m: m(x, *others)[0].sum()).batch_places[0])
+    as_kept(verdict_of(make(), lambda m: m(x, *others)[0].sum()).origin.batch_places[0])
 
 
 def test_a_batch_that_was_written_to_since_is_not_read_for_its_place():
@@ -630,7 +636,7 @@ def test_a_batch_that_was_written_to_since_is_not_read_for_its_place():
         return loss
 
     verdict = verdict_of(nn.Sequential(Doubles()), loss_of)
-    assert verdict.batch_places == ["`input[0]`"]
+    assert verdict.origin.batch_places == ["`input[0]`"]
 
 
 class Doubles(nn.Module):
@@ -650,8 +656,8 @@ def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute, as_kept):
         compute(model).mean().backward()
         optimizer.step()
     report = guard.last_report
-    assert report.verdict.source == "unclear"
-    assert report.verdict.candidates == HANDED_OVER
+    assert report.verdict.origin.source == "unclear"
+    assert report.verdict.origin.candidates == HANDED_OVER
     as_kept(report.sentences())
 
 
@@ -666,8 +672,8 @@ def test_a_module_that_writes_to_its_input_is_a_candidate():
     verdict = verdict_of(
         nn.Sequential(nn.Linear(3, 3), InPlace()), lambda m: m(inputs()).mean()
     )
-    assert verdict.origin == "unclear"
-    assert "1" in verdict.candidates
+    assert verdict.origin.how == "unclear"
+    assert "1" in verdict.origin.candidates
 
 
 def test_what_is_not_watched_within_is_said(as_kept):
@@ -687,8 +693,8 @@ def test_what_is_not_watched_within_is_said(as_kept):
         model(inputs()).mean().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.maker == "0"
-    assert verdict.unwatched == ["0.fc1", "0.fc2"]
+    assert verdict.origin.maker == "0"
+    assert verdict.origin.unwatched == ["0.fc1", "0.fc2"]
     as_kept(guard.last_report.sentences())
 
 
@@ -713,7 +719,7 @@ def test_a_module_whose_frames_are_printed_is_watched(as_kept):
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(inputs()).mean().backward()
         optimizer.step()
-    assert guard.last_report.verdict.maker == "the model"
+    assert guard.last_report.verdict.origin.maker == "the model"
     as_kept(guard.last_report)
 
 
@@ -723,8 +729,8 @@ def test_the_batch_is_not_blamed_for_what_is_not_watched():
         lambda m: m[1](m[0](inputs()) / 0).mean(),
         include=["1"],
     )
-    assert verdict.source == "unclear"
-    assert "the model" in verdict.candidates
+    assert verdict.origin.source == "unclear"
+    assert "the model" in verdict.origin.candidates
 
 
 def test_a_parent_that_was_not_called_is_not_blamed():
@@ -738,7 +744,7 @@ def test_a_parent_that_was_not_called_is_not_blamed():
 
     verdict = verdict_of(Root(), lambda m: m(inputs()).mean())
     assert verdict.first.fqn == "body.a"
-    assert verdict.candidates == ["the model"]
+    assert verdict.origin.candidates == ["the model"]
 
 
 def test_a_container_says_after_which_call(as_kept):
@@ -755,14 +761,14 @@ def test_a_container_says_after_which_call(as_kept):
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(inputs()).mean().backward()
         optimizer.step()
-    assert guard.last_report.verdict.after == "1.qkv"
+    assert guard.last_report.verdict.origin.after == "1.qkv"
     as_kept(guard.last_report)
 
 
 def test_running_statistics_of_training_are_not_what_made_it():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     verdict = verdict_of(model, lambda m: m(inputs() * 1e30).mean())
-    assert verdict.first.fqn != "0" or verdict.source != "buffer"
+    assert verdict.first.fqn != "0" or verdict.origin.source != "buffer"
 
 
 # Weights.
@@ -775,8 +781,8 @@ def test_a_weight_that_was_bad_comes_before_an_earlier_overflow():
         model[2].weight[0, 0] = INF
     verdict = verdict_of(model, lambda m: m(torch.ones(4, 3).half()).float().mean())
     assert (verdict.first.kind, verdict.first.fqn) == ("weight", "2.weight")
-    assert (verdict.origin, verdict.source) == ("given", "weight")
-    assert "never seen finite" in verdict.maker
+    assert (verdict.origin.how, verdict.origin.source) == ("given", "weight")
+    assert "never seen finite" in verdict.origin.maker
 
 
 def test_weights_that_a_bad_step_has_written_do_not_come_first():
@@ -788,7 +794,7 @@ def test_weights_that_a_bad_step_has_written_do_not_come_first():
         model(x).mean().backward()
         optimizer.step()
         verdict = guard.check().verdict
-    assert verdict.candidates == HANDED_OVER
+    assert verdict.origin.candidates == HANDED_OVER
 
 
 def test_a_bad_setting_of_the_optimizer_is_looked_up(as_kept):
@@ -803,8 +809,8 @@ def test_a_bad_setting_of_the_optimizer_is_looked_up(as_kept):
         model(inputs()).mean().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert verdict.source == "weight"
-    as_kept(verdict.maker, verdict.remarks)
+    assert verdict.origin.source == "weight"
+    as_kept(verdict.origin.maker, verdict.origin.remarks)
 
 
 def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up(as_kept):
@@ -812,11 +818,11 @@ def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up(as_kept):
     optimizer = torch.optim.Adam(model.parameters(), eps=1e-8, foreach=False)
     model.weight.data[0, 0] = INF
     verdict = verdict_of(model, lambda m: m(torch.ones(2, 3).half()).sum(), optimizer)
-    as_kept(verdict.remarks)
+    as_kept(verdict.origin.remarks)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)
     model.weight.data[0, 0] = INF
-    assert not verdict_of(model, lambda m: m(inputs()).sum(), optimizer).remarks
+    assert not verdict_of(model, lambda m: m(inputs()).sum(), optimizer).origin.remarks
 
 
 # What else was seen.
@@ -826,8 +832,8 @@ def test_a_negative_running_variance_is_mentioned(as_kept):
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
     model[1].running_var[0] = -1.0
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    assert verdict.maker == "1"
-    as_kept(verdict.remarks)
+    assert verdict.origin.maker == "1"
+    as_kept(verdict.origin.remarks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -840,8 +846,8 @@ def test_a_fill_value_at_the_end_of_the_dtype_is_mentioned(dtype):
     model.forward = lambda x, mask: model["a"](model["b"](x), mask)
     mask = torch.full((4, 3), torch.finfo(dtype).min, dtype=dtype)
     verdict = verdict_of(model, lambda m: m(inputs().to(dtype), mask).float().sum())
-    assert verdict.maker == "a"
-    assert "finfo.min" in " ".join(verdict.remarks)
+    assert verdict.origin.maker == "a"
+    assert "finfo.min" in " ".join(verdict.origin.remarks)
 
 
 # What cannot be seen.
@@ -851,8 +857,8 @@ def test_a_hook_that_replaces_inputs_is_a_candidate():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[1].register_forward_pre_hook(lambda module, args: (args[0] / 0,))
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    assert verdict.origin == "unclear"
-    assert {"the model", "1"} <= set(verdict.candidates)
+    assert verdict.origin.how == "unclear"
+    assert {"the model", "1"} <= set(verdict.origin.candidates)
 
 
 @pytest.mark.parametrize("value", [NAN, -INF])
@@ -860,7 +866,7 @@ def test_a_hook_that_replaces_inputs_of_the_model_is_a_candidate(value):
     model = nn.Linear(3, 3)
     model.register_forward_pre_hook(lambda m, args: (torch.full_like(args[0], value),))
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    assert set(verdict.candidates) >= {"the model", *HANDED_OVER}
+    assert set(verdict.origin.candidates) >= {"the model", *HANDED_OVER}
 
 
 def test_a_hook_that_replaces_an_output_later_is_a_candidate(as_kept):
@@ -870,7 +876,7 @@ def test_a_hook_that_replaces_an_output_later_is_a_candidate(as_kept):
         model[0].register_forward_hook(lambda module, args, output: output / 0)
         model(inputs()).mean().backward()
         optimizer.step()
-    as_kept(guard.last_report.verdict.unwatched)
+    as_kept(guard.last_report.verdict.origin.unwatched)
 
 
 def test_an_output_that_was_not_scanned_may_hold_it(as_kept):
@@ -887,14 +893,14 @@ def test_an_output_that_was_not_scanned_may_hold_it(as_kept):
             return self.fc(self.hides(x).x)
 
     verdict = verdict_of(Net(), lambda m: m(inputs()).mean())
-    as_kept(verdict.unwatched)
-    as_kept(verdict.maker)
+    as_kept(verdict.origin.unwatched)
+    as_kept(verdict.origin.maker)
 
 
 @pytest.mark.parametrize("where", ["leaf", "between", "before", "residual"])
 def test_gradients_on_a_device_are_not_blamed_on_one_module(where):
     verdict = verdict_of(Outer(where), lambda m: m(inputs()).mean(), _defer=True)
-    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
+    assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
 
 
 def test_calls_of_a_step_that_is_judged_late_are_still_known():
@@ -922,7 +928,7 @@ def test_calls_of_a_step_that_is_judged_late_are_still_known():
             model(inputs()).mean().backward()
             optimizer.step()
     verdict = guard.last_report.verdict
-    assert (verdict.origin, verdict.candidates) == ("made", ["b"])
+    assert (verdict.origin.how, verdict.origin.candidates) == ("made", ["b"])
 
 
 def test_an_alarm_is_raised_although_its_maker_cannot_be_found_out(monkeypatch):
@@ -931,12 +937,12 @@ def test_an_alarm_is_raised_although_its_maker_cannot_be_found_out(monkeypatch):
     def fail(*_):
         raise ValueError("no calls")
 
-    monkeypatch.setattr(origin, "_origin_in_forward", fail)
+    monkeypatch.setattr(origin, "origin_in_forward", fail)
     x = inputs()
     x[0] = NAN
     verdict = verdict_of(mlp(), lambda m: m(x).mean())
     assert verdict.first.kind == "input"
-    assert (verdict.origin, verdict.candidates) == ("unclear", [])
+    assert (verdict.origin.how, verdict.origin.candidates) == ("unclear", [])
 
 
 def test_batches_are_not_kept_alive():
@@ -965,7 +971,7 @@ def test_a_caller_that_writes_to_its_input_is_a_candidate():
 
     model = nn.Sequential(nn.Linear(3, 3), Logs())
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    assert verdict.origin == "unclear" and "1" in verdict.candidates
+    assert verdict.origin.how == "unclear" and "1" in verdict.origin.candidates
 
 
 def test_statistics_in_a_parameter_are_not_what_was_there_before():
@@ -983,11 +989,14 @@ def test_statistics_in_a_parameter_are_not_what_was_there_before():
     model = nn.Sequential(Center(), nn.Linear(3, 1))
     verdict = verdict_of(model, lambda m: m(x).mean())
     assert verdict.first.kind == "input"
-    assert verdict.candidates == HANDED_OVER
+    assert verdict.origin.candidates == HANDED_OVER
     frozen = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 1))
     frozen[0].weight.requires_grad_(False)[1] = NAN
     verdict = verdict_of(frozen, lambda m: m(torch.arange(4)).mean())
-    assert (verdict.source, verdict.candidates) == ("weight", ["0.weight"])
+    assert (verdict.origin.source, verdict.origin.candidates) == (
+        "weight",
+        ["0.weight"],
+    )
 
 
 def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite(as_kept):
@@ -999,8 +1008,8 @@ def test_gradients_of_outputs_that_nobody_saw_are_not_called_finite(as_kept):
         return model[2].weight.pow(2).sum().sqrt() * NAN
 
     verdict = verdict_of(model, loss_of, record=False)
-    assert verdict.origin == "unclear"
-    as_kept(verdict.maker)
+    assert verdict.origin.how == "unclear"
+    as_kept(verdict.origin.maker)
 
 
 @pytest.mark.parametrize("is_called", [False, True])
@@ -1019,7 +1028,7 @@ def test_gradients_that_torch_func_hides_are_not_called_finite(is_called, as_kep
         for name, parameter in model.named_parameters():
             parameter.grad = found[name].mean(0) * NAN
         optimizer.step()
-    maker = guard.last_report.verdict.maker
+    maker = guard.last_report.verdict.origin.maker
     assert "outputs were finite" not in maker
     if is_called:
         as_kept(maker)
@@ -1043,7 +1052,7 @@ def test_who_used_what_an_identity_returned_on_a_device():
 
     verdict = verdict_of(Net(), lambda m: m(inputs()).mean(), _defer=True)
     assert verdict.first.fqn == "same"
-    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
+    assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
 
 
 # Buffers.
@@ -1077,8 +1086,8 @@ class ReadsOwners(nn.Module):
 def test_a_bad_buffer_of_any_module_is_a_candidate(through_child, code, watch):
     model = Adds(through_child)
     verdict = verdict_of(model, lambda m: m(inputs()).mean(), watch=watch)
-    assert verdict.origin == "unclear"
-    assert verdict.candidates == [code or "the model", "pos"]
+    assert verdict.origin.how == "unclear"
+    assert verdict.origin.candidates == [code or "the model", "pos"]
 
 
 def test_a_bad_buffer_that_a_layer_of_torch_does_not_read_is_no_candidate():
@@ -1094,7 +1103,7 @@ def test_a_bad_buffer_that_a_layer_of_torch_does_not_read_is_no_candidate():
     model = Net()
     nn.init.ones_(model.fc.weight)
     verdict = verdict_of(model, lambda m: m(torch.full((4, 3), 3e38)).mean())
-    assert (verdict.origin, verdict.candidates) == ("made", ["fc"])
+    assert (verdict.origin.how, verdict.origin.candidates) == ("made", ["fc"])
 
 
 # Modules that others have too.
@@ -1114,15 +1123,15 @@ def test_all_who_have_a_shared_module_are_candidates(bad):
     shared = nn.Linear(3, 3)
     model = nn.Sequential(*(Half(shared, i == bad) for i in range(2)))
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    assert str(bad) in verdict.candidates
-    assert verdict.origin == "unclear"
+    assert str(bad) in verdict.origin.candidates
+    assert verdict.origin.how == "unclear"
 
 
 def test_a_bad_batch_is_the_batchs_where_modules_are_shared():
     shared = nn.Linear(3, 3)
     model = nn.Sequential(Half(shared), Half(shared))
     verdict = verdict_of(model, lambda m: m(inputs() * NAN).mean())
-    assert verdict.candidates == ["the batch", "the training loop"]
+    assert verdict.origin.candidates == ["the batch", "the training loop"]
 
 
 def test_a_module_that_two_models_share_may_have_been_called_by_either():
@@ -1130,8 +1139,8 @@ def test_a_module_that_two_models_share_may_have_been_called_by_either():
     a, b = Half(shared), Half(shared, is_bad=True)
     optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
     verdict = verdict_of([a, b], lambda _: b(a(inputs())).mean(), optimizer)
-    assert verdict.origin == "unclear"
-    assert "1" in verdict.candidates
+    assert verdict.origin.how == "unclear"
+    assert "1" in verdict.origin.candidates
 
 
 # Hooks of others, and gradients that were there before.
@@ -1154,8 +1163,8 @@ def test_a_hook_that_runs_before_an_output_is_looked_at_is_named(is_global, as_k
         verdict = verdict_of(model, lambda m: m(inputs()).mean())
     finally:
         handle.remove()
-    assert (verdict.origin, verdict.candidates) == ("made", ["0"])
-    as_kept(verdict.unwatched)
+    assert (verdict.origin.how, verdict.origin.candidates) == ("made", ["0"])
+    as_kept(verdict.origin.unwatched)
 
 
 def test_a_hook_on_a_tensor_in_the_model_is_a_candidate(as_kept):
@@ -1171,14 +1180,14 @@ def test_a_hook_on_a_tensor_in_the_model_is_a_candidate(as_kept):
 
     verdict = verdict_of(Hooks(), lambda m: m(inputs()).mean())
     assert verdict.first.kind == "gradient"
-    as_kept(verdict.maker)
+    as_kept(verdict.origin.maker)
 
 
 def test_gradients_that_were_there_before_are_candidates(as_kept):
     model = mlp()
     model[0].weight.grad = torch.full((3, 3), NAN)
     verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    as_kept(verdict.maker)
+    as_kept(verdict.origin.maker)
 
 
 # Weights that may have been written or replaced within the step.
@@ -1192,8 +1201,8 @@ def test_a_weight_that_stands_in_for_a_finite_one_was_not_bad_before(as_kept):
         return torch.func.functional_call(model, fast, (inputs(),)).mean()
 
     verdict = verdict_of(model, loss_of)
-    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
-    as_kept(verdict.maker)
+    assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
+    as_kept(verdict.origin.maker)
     assert verdict.first.is_finite_now
     as_kept(what_of(verdict.first))
 
@@ -1207,7 +1216,7 @@ def test_a_tied_weight_that_is_bad_is_not_called_finite_under_its_other_name():
     with torch.no_grad():
         model[1].weight[0, 0] = NAN
     verdict = verdict_of(model, lambda model: model(inputs()).mean())
-    assert (verdict.source, verdict.first.is_finite_now) == ("weight", False)
+    assert (verdict.origin.source, verdict.first.is_finite_now) == ("weight", False)
 
 
 @pytest.mark.explains
@@ -1227,7 +1236,7 @@ def test_a_weight_that_a_forward_wrote_was_not_bad_before(as_kept):
         model(inputs()).mean().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    as_kept(verdict.candidates)
+    as_kept(verdict.origin.candidates)
     assert "mul_(NAN)" in guard.last_report.explanation.op.code
 
 
@@ -1252,7 +1261,10 @@ def test_a_module_that_left_a_nan_in_an_attribute_is_a_candidate(in_a_list):
             return y + (self.gate.aux[0] if in_a_list else self.gate.aux)
 
     verdict = verdict_of(Net(), lambda m: m(inputs()))
-    assert (verdict.origin, verdict.candidates) == ("unclear", ["the model", "gate"])
+    assert (verdict.origin.how, verdict.origin.candidates) == (
+        "unclear",
+        ["the model", "gate"],
+    )
 
 
 def lines_run(function):

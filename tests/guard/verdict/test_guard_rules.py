@@ -90,7 +90,7 @@ def test_other_values_are_an_alarm(fill):
     with OverflowGuard(model, optimizer, allow=ALLOWED) as guard:
         with pytest.raises(NonFiniteError, match=r"of layers\.1\.attn"):
             run(model, optimizer)
-    assert guard.last_report.verdict.origin == "made"
+    assert guard.last_report.verdict.origin.how == "made"
 
 
 def test_both_signs_at_once_are_an_alarm_where_one_is_allowed():
@@ -114,7 +114,7 @@ def test_what_is_allowed_is_named_with_what_is_not():
     with OverflowGuard(model, optimizer, "warn", allow=ALLOWED) as guard:
         with plant(model.out, NAN):
             run(model, optimizer)
-    assert guard.last_report.verdict.maker == "out"
+    assert guard.last_report.verdict.origin.maker == "out"
     assert guard.last_report.verdict.num_bad_frames > 1
 
 
@@ -264,5 +264,5 @@ def test_what_is_allowed_is_said_where_it_did_harm(as_kept):
         with OverflowGuard(model, on_overflow="warn", **arguments) as guard:
             model(torch.full((1, 2), 3.0))
             report = guard.check()
-        assert report.verdict.maker == "1"
+        assert report.verdict.origin.maker == "1"
         as_kept(report.sentences())

@@ -71,7 +71,9 @@ def report_of(net, spoil, explain=False, clean_steps=0, loss_of=None, **argument
 def claims_no_code(report):
     """The report does not say that code alone has made the value."""
     verdict = report.verdict
-    return verdict.origin in ("unclear", "given") and "produced it." not in str(report)
+    return verdict.origin.how in ("unclear", "given") and "produced it." not in str(
+        report
+    )
 
 
 SEE_FORWARDS = [
@@ -104,9 +106,9 @@ def test_a_bad_value_that_a_module_keeps_is_named(
     assert claims_no_code(report), report
     verdict = report.verdict
     is_first = verdict.first.kind == "weight" and verdict.first.label == name
-    assert is_first or verdict.nonfinite_state == [name]
+    assert is_first or verdict.origin.nonfinite_state == [name]
     assert name in report.answer()
-    candidates = [str(each) for each in verdict.candidates]
+    candidates = [str(each) for each in verdict.origin.candidates]
     owners = {"root": "the model", "inner": "block"}
     assert (owners[where] if kind == "attribute" else name) in candidates
 
@@ -134,8 +136,8 @@ def test_a_weight_of_a_layer_that_was_not_checked_is_named(arguments, explain, a
     report = report_of(
         net, lambda net: net.b.weight.data.fill_(NAN), explain=explain, **arguments
     )
-    assert report.verdict.nonfinite_state == ["b.weight"]
-    as_kept(report.verdict.maker)
+    assert report.verdict.origin.nonfinite_state == ["b.weight"]
+    as_kept(report.verdict.origin.maker)
     assert claims_no_code(report)
 
 
@@ -147,7 +149,7 @@ def test_a_layer_of_torch_is_not_said_to_read_anothers_weights():
         net.head.weight.data.fill_(NAN)
 
     verdict = report_of(net, spoil, watch=("activations",)).verdict
-    assert verdict.candidates == ["block.a", "block.a.weight"]
+    assert verdict.origin.candidates == ["block.a", "block.a.weight"]
 
 
 def test_what_a_later_call_has_made_bad_is_no_candidate():
@@ -175,8 +177,8 @@ def test_what_a_later_call_has_made_bad_is_no_candidate():
         net.scale = torch.zeros(())
 
     verdict = report_of(Root(), spoil, clean_steps=1).verdict
-    assert verdict.candidates == ["the model"]
-    assert verdict.nonfinite_state == []
+    assert verdict.origin.candidates == ["the model"]
+    assert verdict.origin.nonfinite_state == []
 
 
 @pytest.mark.parametrize("value", [-INF, 0.0])
@@ -190,8 +192,8 @@ def test_a_mask_is_no_candidate(kind, value):
     net.scale = 1.0
     net.pos[0] = value
     verdict = report_of(net, lambda net: setattr(net, "scale", 0.0)).verdict
-    assert verdict.nonfinite_state == []
-    assert verdict.candidates == ["the model"]
+    assert verdict.origin.nonfinite_state == []
+    assert verdict.origin.candidates == ["the model"]
 
 
 # Tensors that stand in for weights, for one call.
@@ -220,7 +222,7 @@ def test_a_tensor_that_stands_in_for_a_weight_is_a_candidate(
         **({} if watch is None else {"watch": watch}),
     )
     assert claims_no_code(report), report
-    candidates = [str(each) for each in report.verdict.candidates]
+    candidates = [str(each) for each in report.verdict.origin.candidates]
     assert name in candidates or "a tensor of functional_call()" in candidates
     if explain:
         assert report.explanation.cause == "unknown"
@@ -268,5 +270,5 @@ def test_a_late_verdict_names_weights_as_they_are_now():
         net(x()).mean().backward()
         optimizer.step()
     verdict = guard.last_report.verdict
-    assert "b.weight" in verdict.candidates
-    assert "is non-finite now" in verdict.maker
+    assert "b.weight" in verdict.origin.candidates
+    assert "is non-finite now" in verdict.origin.maker

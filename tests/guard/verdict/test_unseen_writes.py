@@ -62,20 +62,23 @@ def test_a_value_that_was_finite_when_it_was_returned_is_not_its_readers(
     torch.manual_seed(0)
     verdict = verdict_of(Net(place), lambda m: m(finite_input(rows)).mean())
     if place == "inner" and rows == SMALL:  # b's own output is scanned again
-        assert (verdict.origin, verdict.maker) == ("made", "b")
+        assert (verdict.origin.how, verdict.origin.maker) == ("made", "b")
         return
-    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
-    as_kept(verdict.maker)
-    assert set(verdict.candidates) >= set(WRITERS[place])
-    assert "b.layer" not in verdict.candidates and "c.layer" not in verdict.candidates
-    assert verdict.after == "b.layer"
+    assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
+    as_kept(verdict.origin.maker)
+    assert set(verdict.origin.candidates) >= set(WRITERS[place])
+    assert (
+        "b.layer" not in verdict.origin.candidates
+        and "c.layer" not in verdict.origin.candidates
+    )
+    assert verdict.origin.after == "b.layer"
 
 
 def test_a_value_that_no_node_of_autograd_has_made_is_known_from_the_scan_before():
     model = Net("between")
     model.b.requires_grad_(False)
     verdict = verdict_of(model, lambda m: m(finite_input(LARGE)).mean())
-    assert (verdict.origin, verdict.after) == ("unclear", "b.layer")
+    assert (verdict.origin.how, verdict.origin.after) == ("unclear", "b.layer")
 
 
 @pytest.mark.parametrize("rows", [SMALL, LARGE])
@@ -89,7 +92,10 @@ def test_what_a_module_computes_between_two_calls_is_still_its_own(rows):
             return self.c(self.b(x) / 0)
 
     verdict = verdict_of(Divides(), lambda m: m(finite_input(rows)).mean())
-    assert (verdict.source, verdict.candidates) == ("caller", ["the model"])
+    assert (verdict.origin.source, verdict.origin.candidates) == (
+        "caller",
+        ["the model"],
+    )
 
 
 @pytest.mark.parametrize("rows", [SMALL, LARGE])
@@ -102,8 +108,8 @@ def test_a_write_between_two_models_is_not_the_second_ones(rows):
         return models[1](y).mean()
 
     verdict = verdict_of([first, second], step)
-    assert verdict.origin == "unclear"
-    assert verdict.candidates == ["the training loop"]
+    assert verdict.origin.how == "unclear"
+    assert verdict.origin.candidates == ["the training loop"]
 
 
 def test_later_readers_are_given_what_was_found_when_it_was_scanned_again():
@@ -138,31 +144,34 @@ def test_on_a_device_a_layer_that_cannot_have_made_it_is_not_named(name, as_kept
         _defer=True,
     )
     assert (verdict.first.fqn, verdict.first.kind) == ("c", "output")
-    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
-    assert verdict.candidates == ["b", "the model", "c"]
-    as_kept(verdict.maker)
+    assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
+    assert verdict.origin.candidates == ["b", "the model", "c"]
+    as_kept(verdict.origin.maker)
 
 
 def overflowing():
-    layer = nn.Linear(32, 4)
+    """A layer whose output is -inf in whichever order the processor adds."""
+    hidden, layer = nn.Linear(32, 32), nn.Linear(32, 4)
     with torch.no_grad():
-        layer.weight.fill_(3e38)
-    return layer
+        hidden.weight.zero_()
+        hidden.bias.fill_(1.0)
+        layer.weight.fill_(-3e38)
+    return nn.Sequential(hidden, layer)
 
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_a_layer_that_can_have_made_it_is_named_with_when_its_input_was_seen(
     defer, as_kept
 ):
-    model = nn.Sequential(nn.Linear(32, 32), overflowing())
+    model = overflowing()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     guard = OverflowGuard(model, optimizer, explain=False, _defer=defer)
     model(finite_input(LARGE)).mean().backward()
     with pytest.raises(NonFiniteError) as error:
         optimizer.step()
     verdict = error.value.report.verdict
-    assert (verdict.origin, verdict.candidates) == ("made", ["1"])
-    assert verdict.stale_inputs == ["input[0]"] * defer
+    assert (verdict.origin.how, verdict.origin.candidates) == ("made", ["1"])
+    assert verdict.origin.stale_inputs == ["input[0]"] * defer
     as_kept(error.value)
     guard.remove()
 
@@ -198,7 +207,7 @@ def test_a_replay_that_is_finite_names_no_reader_either(defer):
     report = error.value.report
     assert report.explanation.cause == "not reproducible"
     assert report.explanation.module == ""
-    assert report.verdict.candidates == ["0", *["1"] * defer]
+    assert report.verdict.origin.candidates == ["0", *["1"] * defer]
 
 
 @pytest.mark.parametrize("watch", ["tripwire", None])
@@ -214,11 +223,11 @@ def test_the_loss_is_not_blamed_for_what_it_was_given(watch, as_kept):
         with pytest.raises(NonFiniteError) as error:
             optimizer.step()
     verdict = error.value.report.verdict
-    assert (verdict.origin, verdict.source) == ("unclear", "unclear")
+    assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
     as_kept(error.value)
     found = error.value.report.explanation
     if watch:
-        assert verdict.candidates == ["the loss", "the batch", "the model"]
+        assert verdict.origin.candidates == ["the loss", "the batch", "the model"]
         return
     assert (found.phase, found.cause) == ("forward", "not reproducible")
     as_kept(found.evidence)
@@ -240,4 +249,4 @@ def test_the_tripwire_blames_the_loss_where_the_steps_outputs_are_still_there(
         loss.backward()
         optimizer.step()
     source = "unclear" if is_dropped else "loss"
-    assert guard.last_report.verdict.source == source
+    assert guard.last_report.verdict.origin.source == source

@@ -10,7 +10,7 @@ from compared_models import batch, tower
 from torch.utils.checkpoint import checkpoint
 
 import overflow_fast
-from overflow_fast.tools.compare import recordings
+from overflow_fast.tools.compare import recording
 from overflow_fast.tools.compare.recordings import read_run
 
 
@@ -97,7 +97,7 @@ def test_what_is_written_in_place_is_another_tensor(folder):
 
 
 def test_tensors_are_read_back_bit_for_bit(folder, monkeypatch):
-    monkeypatch.setattr(recordings, "MAX_HELD", 4096)  # many files
+    monkeypatch.setattr(recording, "MAX_HELD", 4096)  # many files
     model = tower().bfloat16()
     outputs = {}
     model.head.register_forward_hook(lambda m, a, out: outputs.update(head=out))
@@ -173,7 +173,7 @@ def test_an_exception_passes_through_and_is_noted(folder):
 
 def test_a_full_disk_ends_the_recording_alone(folder, monkeypatch, caplog):
     model = tower()
-    monkeypatch.setattr(recordings, "dumps", lambda line: 1 / 0)
+    monkeypatch.setattr(recording, "dumps", lambda line: 1 / 0)
     with overflow_fast.recording(folder, model):
         model(batch()).backward()
     assert "Recording to" in caplog.text and model.head.weight.grad is not None

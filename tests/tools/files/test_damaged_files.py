@@ -20,7 +20,8 @@ from processes import python
 import overflow_fast
 from overflow_fast import OverflowGuard, RecordError, RecordingError, read_record
 from overflow_fast.__main__ import main
-from overflow_fast.guard.report.suspects import read_incidents, suspects_of
+from overflow_fast.guard.report.logged_incidents import read_incidents
+from overflow_fast.tools.cli.suspects_command import suspects_of
 from overflow_fast.tools.compare.comparison import check_replaceable
 from overflow_fast.tools.compare.recordings import read_run
 from overflow_fast.tools.page.render import read_sources
@@ -308,32 +309,6 @@ def test_memory_is_bounded_by_the_file_whatever_it_claims(whole, tmp_path):
     copied(whole, tmp_path, "run.ofr")
     done = python("-c", CLAIMS, str(tmp_path))
     assert done.stdout == "bounded\n", done.stderr
-
-
-def test_a_run_is_guarded_and_its_files_refused_without_msgspec(tmp_path):
-    program = """
-import sys
-sys.modules["msgspec"] = None
-import torch, overflow_fast
-from overflow_fast.__main__ import main
-folder = sys.argv[1]
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with overflow_fast.OverflowGuard(
-    model, optimizer, "skip", record=folder + "/r.ofr", log=folder + "/l.jsonl"
-) as guard:
-    for value in (1.0, float("nan")):
-        model(torch.full((1, 2), value)).sum().backward()
-        optimizer.step()
-    assert guard.num_skipped == 1
-for command in (["log", "l.jsonl"], ["watch", "--once", "--json", "r.ofr"],
-                ["export", "r.ofr", "-o", folder + "/x.csv"], ["report", "r.ofr"]):
-    command = [folder + "/" + c if c[1:] in (".ofr", ".jsonl") else c for c in command]
-    print(main(command))
-"""
-    done = python("-c", program, str(tmp_path))
-    assert done.stdout == "2\n" * 4, done.stderr
-    assert done.stderr.count("`pip install msgspec`") == 4
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float7"}, {"shape": [2**60] * 60}])

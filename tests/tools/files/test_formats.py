@@ -3,40 +3,37 @@
 import itertools
 import json
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 import pytest
 import torch
 from flight_records import step_line
 from guarding import INF, batches, make, plant, train_step
 from kept_texts import errors_of
+from msgspec import UNSET, Struct, field
 from pages import ROOT
 
 import overflow_fast
 from overflow_fast import Explanation, OverflowGuard
 from overflow_fast.explainer import step_schema
 from overflow_fast.guard.files.fields import (
-    ABSENT,
     FIRST_RELEASE,
-    REQUIRED,
     Number,
-    Written,
+    default_of,
     fields_of,
     line_of,
-    written,
+    meaning,
+    meaning_of,
+    said_of,
+    tag_of,
 )
 from overflow_fast.guard.files.reading import FileError
-from overflow_fast.guard.files.schema import (
-    decode,
-    decode_document,
-    kinds_of,
-    written_as,
-)
+from overflow_fast.guard.files.schema import decode, decode_document
 from overflow_fast.guard.record import record_lines
-from overflow_fast.guard.record.record_lines import RecordStep
-from overflow_fast.guard.record.thinning import fold
+from overflow_fast.guard.record.folding import fold
+from overflow_fast.guard.record.record_step import OfSteps
 from overflow_fast.guard.report import log_lines
-from overflow_fast.guard.report.explanation import Remedy
+from overflow_fast.guard.report.remedy import Remedy
 from overflow_fast.tools.compare import recording_schema
 from overflow_fast.tools.page import evidence_schema
 from overflow_fast.tools.record.table import FlightRecord
@@ -56,13 +53,13 @@ DOCUMENTS = {
 }
 RELEASES = sorted(path.name for path in (ROOT / "tests" / "files").iterdir())
 PARTS = {
-    record_lines.EntriesLine: ("entries", record_lines.RecordEntry),
+    record_lines.EntriesLine: ("entries", record_lines.EntryName),
     record_lines.StepsLine: ("models", record_lines.Columns),
 }
 # Of tensors that ranks share, that cannot be read, or for which there is no room.
 RARE = {"part", "local", "why", "left_out"}
 EVERY = [
-    pytest.param(name, kind, field, id=f"{name}-{kind.KIND}-{field}")
+    pytest.param(name, kind, field, id=f"{name}-{tag_of(kind)}-{field}")
     for name, module in FORMATS.items()
     for kind in module.KINDS
     for field in fields_of(kind)
@@ -120,12 +117,12 @@ def parts_of(kind, lines):
 def test_what_is_declared_is_written_and_nothing_else(name, folder):
     for kind in FORMATS[name].KINDS:
         now, before = (
-            [line for line in lines_in(where, name) if line["kind"] == kind.KIND]
+            [line for line in lines_in(where, name) if line["kind"] == tag_of(kind)]
             for where in (folder, ROOT / "tests" / "files" / RELEASES[-1])
         )
         parts = zip(parts_of(kind, now), parts_of(kind, before), strict=True)
         for (part, mine), (_, theirs) in parts:
-            keys = {each.name or key for key, each in fields_of(part).items()}
+            keys = {each.encode_name for each in fields_of(part).values()}
             keys |= {"kind"} if part is kind else set()
             found = set().union(*mine)
             assert found <= keys
@@ -136,10 +133,10 @@ def test_what_is_declared_is_written_and_nothing_else(name, folder):
 @pytest.mark.parametrize("name, kind, field", EVERY)
 def test_a_field_may_be_missing_if_it_has_a_default(name, kind, field, release):
     lines = lines_in(ROOT / "tests" / "files" / release, name)
-    line = next(each for each in lines if each["kind"] == kind.KIND)
+    line = next(each for each in lines if each["kind"] == tag_of(kind))
     declared = fields_of(kind)[field]
-    line.pop(declared.name or field, None)
-    if declared.default is REQUIRED:
+    line.pop(declared.encode_name, None)
+    if declared.required:
         with pytest.raises(FileError, match="required"):
             decode(json.dumps(line), kind)
     else:
@@ -149,44 +146,41 @@ def test_a_field_may_be_missing_if_it_has_a_default(name, kind, field, release):
 @pytest.mark.parametrize("name, kind, field", EVERY)
 def test_a_field_that_came_later_has_a_default(name, kind, field):
     declared = fields_of(kind)[field]
-    assert declared.since == FIRST_RELEASE or declared.default is not REQUIRED
-    assert declared.meaning
+    assert said_of(declared, "since") == FIRST_RELEASE or not declared.required
+    assert meaning_of(declared)
 
 
-LATER = [
-    name for name, each in fields_of(RecordStep).items() if each.default is not REQUIRED
-]
+LATER = [name for name, each in fields_of(OfSteps).items() if not each.required]
 
 
 @pytest.mark.parametrize("name", LATER)
 def test_a_step_that_lacks_a_field_has_its_default_also_if_it_is_folded(name):
-    field = fields_of(RecordStep)[name]
+    field = fields_of(OfSteps)[name]
     lines = [step_line(number) for number in range(2)]
     for line in lines:
-        line.pop(field.name or name, None)
+        line.pop(field.encode_name, None)
     record = FlightRecord(Path("run.ofr"), [{}, *lines, fold(lines, 1)], False, 0)
-    assert [getattr(step, name) for step in record.steps] == [field.default] * 3
+    assert [getattr(step, name) for step in record.steps] == [default_of(field)] * 3
 
 
 # Files of one object: evidence.
 
 
 def fields_within(kind, found, at=""):
-    """Yields each declaration of a file, with an object that it declares."""
+    """Yields each Struct of a file, with an object that it declares."""
     yield kind, found, at
-    kinds = kinds_of(kind)
     for name, each in fields_of(kind).items():
-        value = found.get(each.name or name)
+        value = found.get(each.encode_name)
         parts = value if isinstance(value, list) else [value]
-        for inner in parts_in(kinds[name]):
+        for inner in parts_in(each.type):
             for part in parts:
                 if isinstance(part, dict):
                     yield from fields_within(inner, part, f"{at}.{name}")
 
 
 def parts_in(kind):
-    """The declarations in a type."""
-    if isinstance(kind, type) and not get_args(kind) and fields_of(kind):
+    """The Structs in a type."""
+    if isinstance(kind, type) and not get_args(kind) and issubclass(kind, Struct):
         return [kind]
     return [part for each in get_args(kind) for part in parts_in(each)]
 
@@ -196,7 +190,7 @@ def test_what_is_declared_of_evidence_is_written_and_nothing_else(name, evidence
     found = json.loads((evidence / name).read_text())
     names = []
     for kind, part, at in fields_within(DOCUMENTS[name], found):
-        declared = {each.name or key for key, each in fields_of(kind).items()}
+        declared = {each.encode_name for each in fields_of(kind).values()}
         written_now = part.keys() - ({"kind"} if not at else set())
         if kind is step_schema.SavedValue:  # it has one of them
             assert written_now <= declared
@@ -216,13 +210,13 @@ def test_evidence_of_a_release_is_read_also_if_fields_are_missing(name, release)
     parts = list(fields_within(DOCUMENTS[name], whole))
     assert len(parts) > 3 or name == "overflow_fast.json"
     for kind, part, at in parts:
-        for key, field in fields_of(kind).items():
-            own = field.name or key
+        for key, each in fields_of(kind).items():
+            own = each.encode_name
             if own not in part or kind is step_schema.SavedValue:
                 continue
             value = part.pop(own)
             data = json.dumps(whole).encode()
-            if field.default is REQUIRED:
+            if each.required:
                 with pytest.raises(FileError, match="required"):
                     decode_document(data, DOCUMENTS[name], 1)
             else:
@@ -231,26 +225,24 @@ def test_evidence_of_a_release_is_read_also_if_fields_are_missing(name, release)
 
 
 def test_a_dataclass_declares_what_is_written_of_it():
-    declared = fields_of(written_as(Remedy))
-    assert declared["is_near"].default is True and declared["text"].default is ABSENT
-    assert declared["loss"].meaning == "the loss that came out; None if it is not known"
-    assert kinds_of(written_as(Remedy))["losses"] == tuple[Number, Number] | None
-    assert all(each.meaning for each in declared.values())
-    assert "artifacts" not in fields_of(written_as(Explanation))
+    declared = fields_of(evidence_schema.saved_as(Remedy))
+    assert declared["is_near"].default is True and declared["text"].default is UNSET
+    assert get_args(declared["losses"].type)[0] == tuple[Number, Number] | None
+    assert "artifacts" not in fields_of(evidence_schema.saved_as(Explanation))
 
 
 # The declarations themselves.
 
 
-class _Line(Written, kind="x"):
+class _Line(Struct, tag_field="kind", tag="x", kw_only=True):
     """A line."""
 
-    first: int = written("the first", name="1st")
-    second: list[int] = written("the second", [])
+    first: Annotated[int, meaning("the first")] = field(name="1st")
+    second: Annotated[list[int], meaning("the second")] = []
 
 
 def test_a_line_has_its_kind_in_front_and_its_fields_in_order():
-    assert list(_Line.line(second=[2], first=1).items()) == [
+    assert list(line_of(_Line, second=[2], first=1).items()) == [
         ("kind", "x"),
         ("1st", 1),
         ("second", [2]),

@@ -16,6 +16,7 @@ from page_records import HOSTILE, LIMIT, Parsed, entry, parsed, record_of
 from overflow_fast import OverflowGuard, read_record
 from overflow_fast.scanner.text import printable
 from overflow_fast.tools.page import grid
+from overflow_fast.tools.page.failure_path import failure_path
 from overflow_fast.tools.page.grid import (
     ALL_ZERO,
     BITS,
@@ -26,12 +27,8 @@ from overflow_fast.tools.page.grid import (
     block_of,
     downsampled,
 )
-from overflow_fast.tools.page.incidents import (
-    Incident,
-    failure_path,
-    histogram_of,
-    read_incidents,
-)
+from overflow_fast.tools.page.histogram import histogram_of
+from overflow_fast.tools.page.incidents import Incident, read_incidents
 from overflow_fast.tools.page.render import page_of, write_page
 
 NAN = float("nan")

@@ -11,18 +11,10 @@ from collections.abc import Sequence
 from ... import _C
 from ...scanner.tree import entry_label
 from ..watching.watch import ModelWatch
-from .verdict import (
-    OF_CALLS,
-    BadEntry,
-    BadFrame,
-    Origin,
-    Verdict,
-    first_bad,
-    headroom_before,
-    is_finite_now,
-    kind_of,
-    reach_loss,
-)
+from .bad_frames import BadFrame, first_bad, headroom_before, is_finite_now, reach_loss
+from .origin import origin_of
+from .roles import OF_CALLS, kind_of
+from .verdict import BadEntry, Origin, Verdict
 
 _log = logging.getLogger("overflow_fast")
 
@@ -55,7 +47,7 @@ def attribute(
     return Verdict(
         batch=first.frame.batch,
         first=_bad_entry(first, entry),
-        **vars(origin),
+        origin=origin,
         masks=_tolerated(first, are_masks=True),
         allowed=_tolerated(first, are_masks=False),
         headroom=headroom_before(first, entry),
@@ -130,14 +122,8 @@ def _origin_or_why_not(
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
 ) -> Origin:
-    """Finds the origin; if that fails, the alarm is raised all the same.
-
-    The search is imported in the first bad step: clean ones need none of it, and an
-    alarm does not depend on it.
-    """
+    """Finds the origin; if that fails, the alarm is raised all the same."""
     try:
-        from .origin import origin_of
-
         return origin_of(first, entry, ordered, watches)
     except Exception as error:
         message = "The search for the origin of a non-finite value failed."

@@ -1,4 +1,30 @@
-"""The tensors that are scanned when a step is judged: gradients, weights and more."""
+"""The tensors that are scanned when a step is judged: gradients, weights and more.
+
+Modules' calls show the rest. In a step:
+
+1. `begin_round()` makes weights and buffers due: they are scanned once for all
+   optimizers that step one after the other.
+2. `note_norm()` and `note_clipping()` note norms of gradients that the program has
+   computed anyway. Where a norm is finite, so are the gradients it is of, and reading
+   them again is saved.
+3. `scan()`, before an optimizer's step, records weights and buffers, then the gradients
+   of its parameters, then its state. It waits for the device only to read a norm that
+   clipping has computed.
+4. `scan_sums()`, when the stats have arrived, scans the sums of sparse gradients, whose
+   finite rows an optimizer adds up.
+5. `scan_update()`, behind an optimizer's step, scans what that has written.
+6. `forget()` releases all tensors.
+
+The state between these calls:
+
+- `_scanned`: the names and tensors that were recorded, for `find()`.
+- `_last_gradients`: the gradient of each parameter that was scanned last, weakly, and
+  its version then: with several optimizers only new ones are scanned.
+- `_norm`, `_clippings`: the norms, each with the gradients that it stands for.
+- `_sparse`: the sparse gradients of the step, for `scan_sums()`.
+- `_has_scanned_weights`: the weights of this round were scanned.
+- `_num_rounds`: the number of rounds, since weights may be due in one of several only.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +40,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ... import _C, flags
+from ... import _C
 from ...detector.selection import Named
 from ...scanner import tree
-from ...scanner.modules import parameters_of, stepped_by
+from ...scanner.modules import stepped_by
 from ...torch_internals.tensor_internals import is_wrapper, local_tensor, sparse_values
-from ..optimizers.engines import LossScaler, engine_gradients, optimizers_in
+from ..optimizers.engines import engine_gradients, optimizers_in
 from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
-_MOST_CLIPPINGS = 1000  # in a step; where nothing is judged, they are not kept
+# Norms that are kept in a step. Of more the first are dropped, and the gradients that
+# they stand for are read. Where nobody judges, a loop would keep them all otherwise.
+_MOST_CLIPPINGS = 1000
 _Listed = list[tuple[ModelWatch, nn.Module, Named]]
 # A gradient that was scanned, and its version then.
 _Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
@@ -37,7 +65,7 @@ class ScanLevel(enum.IntEnum):
     ALL = 2
 
 
-class StepTensors:
+class JudgedTensors:
     """The tensors of a step that belong to no module's call, one scan for each kind.
 
     Args:
@@ -466,51 +494,3 @@ def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
     if gradient is None:
         return id(parameter), (None, -1)
     return id(parameter), (weakref.ref(gradient), _C.version_of(gradient))
-
-
-# The overflow flags of devices, asked once a step.
-
-
-class OverflowFlags:
-    """The overflow flags of the devices of watched models, where there are any.
-
-    Args:
-        watches: The watched models.
-    """
-
-    def __init__(self, watches: Sequence[ModelWatch]) -> None:
-        self._watches = watches
-
-    def clear(self) -> None:
-        """Clears the flags, when a watched step begins."""
-        for device_type, flag in self._flags().items():
-            flags.attempt(device_type, flag.clear)
-
-    def ask(self, level: ScanLevel, scaler: LossScaler | None = None) -> None:
-        """Reads the flags; one that is set is an entry of the step that is inf.
-
-        Args:
-            level: How much of the step is watched.
-            scaler: The scaler that makes the step, or None. A scaler asks the flag
-                itself, and takes it for a scale that is too large.
-        """
-        if level is ScanLevel.OFF or scaler is not None:
-            return
-        for device_type, flag in self._flags().items():
-            found = flags.attempt(device_type, flag.read)
-            if isinstance(found, torch.Tensor):
-                is_set = found.detach().reshape(-1)[:1] != 0
-                value = torch.zeros_like(is_set, dtype=torch.float32)
-                self._record(device_type, value.masked_fill_(is_set, torch.inf))
-            elif found:
-                self._record(device_type, torch.full((1,), torch.inf, device="cpu"))
-
-    def _record(self, device_type: str, value: torch.Tensor) -> None:
-        named = [flags.label_of(device_type)], [value]
-        self._watches[0].record(_C.FrameKind.RECORDED, named)
-
-    def _flags(self) -> dict[str, flags.DeviceFlag]:
-        if not flags.of_devices:
-            return {}
-        models = [model for w in self._watches if (model := w.model) is not None]
-        return flags.registered(p.device.type for m in models for p in parameters_of(m))

@@ -1,23 +1,35 @@
-"""The models as they were when a step began, for a skip, a raise or a replay.
+"""The beginning of a step for one model: what is kept of it, and how it is put back.
 
-A skip and a raise put back here what the step's forwards have changed; a replay, which
-starts from the same beginning, does so by `snapshot.rewind()`.
+The course of a step:
 
-Buffers, and frozen parameters, which may hold statistics: small ones are copied when a
-step's first forward begins; larger ones once, and again when they have changed. Of
-trained weights the versions are noted: one that a forward writes to, as an embedding
-with `max_norm` does, is copied from the next step on. Small weights and the plain
-attributes of modules are kept in steps 1, 2, 4, 8, ..., and in each step if a forward
-was seen to change them since the last of these but one.
+1. `take()`, before the step's first forward. Mostly the model holds the same tensors as
+   in the last step, and those that are copied in each step are copied at once. Else,
+   and in steps 1, 2, 4, 8, ..., the model is walked through. A forward without autograd
+   may be none of the step: what it has taken is not firm, and the next one takes anew.
+2. `begin_forward()` and `end_forward()`, around each outermost forward: what was
+   written or replaced between them is the forward's, all else is other code's. A large
+   tensor that a forward has changed is copied from the next step on.
+3. `restore()`, if the step is skipped or raises: what forwards have written or replaced
+   is put back, what other code has is left. Then `release()`: the next forward begins a
+   step. Or `keep()`, if the step was made.
+4. `prepare()`, at the end of both, takes at once where no hook announces a forward.
+
+`renew()` is for code of the program that writes to the model in between, and whose
+writes stay: see `lending.py`.
+
+The state of a model has three owners: a `KeptBuffer` for each place of a buffer or
+frozen parameter, from step to step, with its copy; one `KeptWeights`; and
+`KeptAttributes` of modules, of this step alone. A `SteadyBuffers` owns nothing: it does
+the work of all buffers of this step at once, and is made anew whenever one of them is
+looked at by itself, or holds another tensor.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any, Protocol
 
 import torch
@@ -28,9 +40,9 @@ from ... import _C
 from ...scanner.modules import is_sharded, modules_in, walk
 from ...scanner.tensors import copy_tensors
 from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
-from ...torch_internals.running import graph_task_id, is_recorded
 from .attributes import KeptAttributes
-from .buffers import KeptBuffer, SteadyBuffers
+from .buffers import KeptBuffer
+from .steady_buffers import SteadyBuffers
 from .weights import KeptWeights, Slot
 
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
@@ -55,165 +67,11 @@ class Watched(Protocol):
         """A forward that runs is of a training step."""
 
 
-class _Lock:
-    """A lock that a copied guard has anew."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[_Lock], tuple[()]]:
-        return _Lock, ()
-
-
-class StepStart:
-    """Models as they were when the first forward of a step began.
-
-    Writes of the user between steps belong to it.
+class ModelRestorePoint:
+    """The beginning of the step of one model; see this file's docstring.
 
     Args:
-        watches: The watched models.
-        has_optimizers: Their steps end a step; else its judgement does.
-
-    Attributes:
-        starts: The beginning of each model.
-    """
-
-    def __init__(self, watches: Sequence[Watched], has_optimizers: bool) -> None:
-        self._has_optimizers = has_optimizers
-        self.starts = [ModelStart(watch) for watch in watches]
-        self._of_watch = dict(zip(map(id, watches), self.starts, strict=True))
-        self._num_kept = 0
-        self._lock = _Lock()  # copying and comparing let other threads run
-
-    # The course of a step.
-
-    def begin(self) -> None:
-        """Makes the current state the beginning, until a forward replaces it."""
-        for start in self.starts:
-            start.take(is_firm=False)
-
-    def prepare(self) -> None:
-        """Keeps models whose forwards no hook announces."""
-        for start in self.starts:
-            start.prepare()
-
-    def before_forward(self, watch: Watched) -> None:
-        """Keeps a model, in a step's first forward.
-
-        What a forward without autograd keeps lasts until a forward with it begins.
-        """
-        start = self._of_watch[id(watch)]
-        if not is_recorded():
-            with self._lock:
-                if not start.is_firm:
-                    start.take(is_firm=watch.is_in_step)
-                if graph_task_id() < 0:  # else a backward computes it again
-                    start.begin_forward()
-
-    def before_run(self) -> None:
-        """Keeps all models, where a function begins that calls them."""
-        for start in self.starts:
-            if not (start.is_firm or is_recorded()):
-                start.take(is_firm=True)
-
-    def after_forward(self, watch: Watched) -> None:
-        """Notes what the forward has written to."""
-        with self._lock:
-            self._of_watch[id(watch)].end_forward()
-
-    def hold(self, watch: Watched) -> None:
-        """Keeps the beginning before a non-finite forward without autograd."""
-        start = self._of_watch[id(watch)]
-        start.is_firm = start.is_taken
-
-    def end_judgement(self) -> None:
-        """Ends a judged step, unless an optimizer's step has yet to end it.
-
-        A closure may be judged several times in one.
-        """
-        for start in self.starts:
-            start.weights.end_judgement()
-        if not self._has_optimizers:
-            self.end()
-
-    def end(self) -> None:
-        """Lets the next forward begin a step: this one was not made."""
-        for start in self.starts:
-            start.is_firm = False
-
-    def keep(self) -> None:
-        """Ends a step that was made.
-
-        Incurs a CPU-GPU sync after steps 1, 2, 4, 8, ... where large buffers have not
-        been seen to change.
-        """
-        self._num_kept += 1
-        compares = self._num_kept & (self._num_kept - 1) == 0
-        for start in self.starts:
-            start.keep(compares)
-
-    # A skipped step, or one that raises.
-
-    def restore(self) -> list[str]:
-        """Restores buffers, and the weights that a forward has written to.
-
-        Incurs a CPU-GPU sync for each. The next forward begins a step. During
-        backward, recomputed checkpoints may change the buffers again.
-
-        Returns:
-            A sentence for each tensor that stays changed.
-        """
-        with self._lock:
-            texts = [text for start in self.starts for text in start.restore()]
-            for start in self.starts:
-                start.release(is_over=graph_task_id() < 0)
-        return texts
-
-    def restore_where(self, flag: torch.Tensor) -> None:
-        """Restores them where a flag on the device is not 0. Does not incur a sync."""
-        for start in self.starts:
-            start.restore_where(flag)
-
-    # What is known of the beginning.
-
-    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tensors that are copied, and what was in them."""
-        return [pair for start in self.starts for pair in start.pairs()]
-
-    def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor when the step began; None if that is not known."""
-        return next((value for own, value in self.pairs() if own is tensor), None)
-
-    def written_in_step(self, tensor: torch.Tensor) -> bool:
-        """True for a trained weight that this step's forward has written to.
-
-        Incurs a CPU-GPU sync if the weight is copied, and the forward has not ended.
-        """
-        return any(start.weights.is_written(tensor) for start in self.starts)
-
-    def were_weights_rewritten(self) -> bool:
-        """True if other code than a forward was seen to write to a trained weight.
-
-        That is since the first forward of the step began. Incurs a CPU-GPU sync for
-        each weight that is copied.
-        """
-        return any(start.weights.were_rewritten() for start in self.starts)
-
-
-class ModelStart:
-    """The beginning of the step of one model.
-
-    It owns what is kept of the model: a `KeptBuffer` for each place of a buffer or
-    frozen parameter, from step to step, with its copy; one `KeptWeights`; and the
-    attributes, of this step alone. A `SteadyBuffers` owns nothing: it does the work of
-    all buffers of this step at once, and is made anew whenever one of them is looked at
-    by itself, or holds another tensor.
+        watch: The model.
 
     Attributes:
         buffers: The buffers and frozen parameters of this step.
@@ -225,16 +83,21 @@ class ModelStart:
 
     def __init__(self, watch: Watched) -> None:
         self._watch = watch
-        self._model: weakref.ref[nn.Module] | None = None
+        self._model: weakref.ref[nn.Module] | None = None  # whose tensors these are
+        # The tables of submodules, buffers and parameters, and what they hold: if that
+        # is the same, and the same parameters are trained, nothing is looked for.
         self._tables: list[dict[str, Any]] = []
-        self._held: list[Any] = []  # what the tables hold
-        self._own_tables: list[dict[str, Any]] = []  # those that hold tensors
-        self._own_held: list[Any] = []
-        self._placed: list[Any] = []  # what these were seen to hold last
-        self._has_ended_forward = False  # in this step
-        self._is_in_forward = False
+        self._held: list[Any] = []
         self._parameters: list[nn.Parameter] = []
         self._are_trained: list[bool] = []
+        # Of these the tables of kept tensors: what they held when the step began, and
+        # what they were seen to hold last, to find who has replaced a tensor.
+        self._own_tables: list[dict[str, Any]] = []
+        self._own_held: list[Any] = []
+        self._placed: list[Any] = []
+        self._is_in_forward = False
+        self._has_ended_forward = False  # in this step
+        # From step to step, by the module's id and the name.
         self._known: dict[tuple[int, str], KeptBuffer] = {}
         self.buffers: list[KeptBuffer] = []
         self._steady = SteadyBuffers([])
@@ -243,9 +106,9 @@ class ModelStart:
         # Modules whose attributes are kept in each step; those seen to change since.
         self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._was_firm = False
+        self._was_firm = False  # one since the last full one
         self._num_taken = 0
-        self._is_full = False
+        self._is_full = False  # small weights and all attributes are kept, too
         self.is_taken = False
         self.is_firm = False
 

@@ -1,15 +1,13 @@
-"""The identity of a run, and the alarms that it logs."""
+"""The identity of a run, which marks its lines and folders."""
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import re
 import secrets
 import socket
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -19,19 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import __version__
 from ...scanner.modules import parameters_of
 from ...scanner.text import dtype_name, notebook_shell, shortened
+from ..files.fields import line_of
 from ..files.json_text import SCHEMA
 from ..process import own_rank, world_size
 from ..watching.watch import ModelWatch, models_of
 from .log_lines import RunLine
-from .report import Report
-
-_log = logging.getLogger("overflow_fast")
-
-
-# The identity of a run, which marks its lines and folders.
-
 
 _MOST_MODELS = 32  # that are named in the first line of a file
 
@@ -83,7 +76,7 @@ class RunIdentity:
 
     def header(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
         """Makes the line that a run begins with in a log; see `fields()`."""
-        return RunLine.line(**self.fields(watches, policy))
+        return line_of(RunLine, **self.fields(watches, policy))
 
     def fields(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
         """The fields of a run in the first line of a log or of a record.
@@ -92,8 +85,6 @@ class RunIdentity:
             watches: The watched models.
             policy: The guard's `on_overflow`.
         """
-        from ... import __version__
-
         found = list(models_of(watches).values())
         dtypes = {dtype_name(p.dtype) for model in found for p in parameters_of(model)}
         return {
@@ -128,57 +119,3 @@ def _names_of(models: Sequence[nn.Module]) -> list[str]:
     names = [shortened(type(model).__name__) for model in models[:_MOST_MODELS]]
     more = len(models) - len(names)
     return [*names, f"{more} more"] if more else names
-
-
-# The warnings that a guard logs: in full for a new place, then ever rarer.
-
-
-_MAX_PLACES = 10_000  # 180 bytes each
-
-
-class AlarmLog:
-    """Logs the reports of bad steps (logger `overflow_fast`).
-
-    An alarm of a new place is logged in full; of its repetitions, and of bad steps in a
-    row, the 2nd, 4th, 8th and so on in short. One that an earlier run came to, from the
-    same checkpoint, is logged in short.
-    """
-
-    def __init__(self) -> None:
-        self._places: Counter[tuple[str, str, str]] = Counter()
-
-    def warn(self, report: Report, num_in_row: int) -> None:
-        """Logs the report of a bad step, unless it is a repetition to leave out.
-
-        Args:
-            report: The report.
-            num_in_row: The number of bad steps in a row, this one included.
-        """
-        first = report.verdict.first
-        assert first is not None
-        place = first.kind, first.fqn, first.label
-        if len(self._places) < _MAX_PLACES or place in self._places:
-            self._places[place] += 1
-        of_place = self._places[place]
-        if report.repeats:
-            earlier = f"Run {report.repeats} came to the same in this step."
-            _log.warning("%s", report.short_text(earlier))
-            return
-        if num_in_row == 1 and of_place == 1:
-            _log.warning("%s", report)
-            return
-        count, noun = (
-            (num_in_row, "non-finite step in a row")
-            if num_in_row > 1
-            else (of_place, "alarm of this place")
-        )
-        if count & (count - 1) == 0:
-            following = f"the next one logged is the {_ordinal(2 * count)}"
-            counted = f"{_ordinal(count)} {noun}; {following}."
-            _log.warning("%s", report.short_text(counted))
-
-
-def _ordinal(count: int) -> str:
-    is_teen = count % 100 in (11, 12, 13)
-    ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(count % 10, "th")
-    return f"{count}{ending}"

@@ -1,0 +1,1 @@
+"""Calls of a step, kept so that they can be made again."""

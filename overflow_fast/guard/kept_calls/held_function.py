@@ -1,0 +1,169 @@
+"""A function that is kept, with the variables that it takes from around it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from ...scanner.tree import (
+    MAX_DEPTH,
+    OBJECTS_OF_STEP,
+    Path,
+    find,
+    is_container,
+    opaque,
+    tensors,
+    tensors_in,
+)
+from .code_names import global_names
+
+# Functions deep; chosen, not measured. A function that is called deeper reads what its
+# variables hold in the replay: the next batch, where the loop has gone on.
+MAX_CALLED = 3
+# Of an object that may be a batch. One with more is taken for a part of the program: a
+# replay uses it as it is, and does not look for the bad sample in it.
+_MAX_VALUES = 256
+_OF_PROGRAM = (torch.Tensor, nn.Module, Optimizer, Dataset, DataLoader)
+_BY_PLACE = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+class HeldFunction:
+    """A function without arguments, with what its variables hold now.
+
+    A loop gives them the next batch before the step is judged. The variables of the
+    functions of its module that it calls are held, too.
+
+    Args:
+        function: The function. What it reads from variables around it, or has as
+            arguments of `functools.partial`, is its batch if there are tensors in it.
+
+    Attributes:
+        function: The same.
+        called: What is called in the end: of a partial, what it is of.
+        names: The names of a partial's positional arguments.
+        plain: The function that `called` is, or None where it is another object.
+        held: The variables of each function, by their names.
+        values: The batch: the values of those variables, by their names.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.values: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
+        plain = function
+        self.names: list[str] = []
+        if isinstance(function, functools.partial):
+            plain = function.func
+            self.names = argument_names(plain, len(function.args))
+            for name, each in self.given.items():
+                self._add(name, each)
+        self.called = plain
+        self.plain = plain if isinstance(plain, types.FunctionType) else None
+        self.held: dict[types.FunctionType, dict[str, Any]] = {}
+        if self.plain is not None:
+            self._hold(self.plain, 0)
+            for each in self.held.values():
+                for name, value in each.items():
+                    self._add(name, value)
+            self._add_defaults(self.plain)
+        self._add_objects()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of a partial, by their names."""
+        own = self.function
+        if not isinstance(own, functools.partial):
+            return {}
+        return {**dict(zip(self.names, own.args, strict=True)), **own.keywords}
+
+    def _hold(self, function: types.FunctionType, depth: int) -> None:
+        """Holds the variables of a function, and of those of its module among them."""
+        held = self.held[function] = dict(variables_of(function))
+        if depth == MAX_CALLED:
+            return
+        for each in held.values():
+            if isinstance(each, types.FunctionType) and each not in self.held:
+                if each.__globals__ is not function.__globals__:
+                    continue
+                self._hold(each, depth + 1)
+
+    def _add_defaults(self, function: types.FunctionType) -> None:
+        count = len(function.__defaults__ or ())
+        last = function.__code__.co_varnames[: function.__code__.co_argcount]
+        for name, each in zip(
+            last[-count:] if count else (), function.__defaults__ or (), strict=False
+        ):
+            self._add(name, each)
+
+    def _add(self, name: str, value: Any) -> None:
+        if name in self.values or isinstance(value, (nn.Module, nn.Parameter)):
+            return
+        if not is_container(value):
+            self._objects.setdefault(name, value)
+        elif any(not isinstance(t, nn.Parameter) for t in given_in(value)):
+            self.values[name] = value
+
+    def _add_objects(self) -> None:
+        """Adds objects that hold data alone: as many rows as the rest of the batch."""
+        sizes = _sizes(given_in(self.values))
+        for name, value in self._objects.items():
+            own = _sizes([tensor for _, tensor in data_in(value)])
+            if len(own) == 1 and (not sizes or own == sizes):
+                self.values[name] = value
+
+
+def argument_names(function: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first parameters; their places where they have none."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in _BY_PLACE][:count]
+    return names + [f"input[{i}]" for i in range(len(names), count)]
+
+
+def variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The variables from around a function that it can read, and what they hold."""
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    around = function.__globals__
+    for name in global_names(function.__code__):
+        if name in around:
+            yield name, around[name]
+
+
+def data_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
+    """Lists the tensors of a container, or of an object that holds data alone.
+
+    That is no object that leads to modules, optimizers or datasets, or to many values.
+    """
+    if is_container(value):
+        return tensors(value)
+    found = find(value, _OF_PROGRAM, most=_MAX_VALUES)
+    is_data = all(type(each) is torch.Tensor for _, each in found)
+    return found if found and is_data and not opaque(value, most=_MAX_VALUES) else []
+
+
+def given_in(value: Any, depth: int = MAX_DEPTH) -> list[torch.Tensor]:
+    """Lists the tensors of what a call is given; a few thousand objects are opened."""
+    return tensors_in(value, depth, OBJECTS_OF_STEP)
+
+
+def _sizes(tensors: list[torch.Tensor]) -> set[int]:
+    """The sizes of the first dimension of tensors that have one."""
+    return {tensor.size(0) for tensor in tensors if tensor.dim()}

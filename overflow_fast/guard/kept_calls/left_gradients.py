@@ -1,0 +1,61 @@
+"""The non-finite gradients that a bad step leaves to the next one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Mapping
+
+import torch
+
+from ... import _C
+
+
+class LeftGradients:
+    """The non-finite gradients that a bad step leaves to the next one, held weakly.
+
+    Attributes:
+        is_new: The step that is judged, or was judged last, has left them.
+    """
+
+    def __init__(self) -> None:
+        self.is_new = False
+        self._held: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
+
+    def note(
+        self,
+        step: int,
+        gradients: Mapping[str, torch.Tensor],
+        since: Mapping[str, int],
+    ) -> None:
+        """Notes those of a bad step.
+
+        Args:
+            step: Its number.
+            gradients: Its bad gradients, by name.
+            since: The steps that have left it some of these.
+        """
+        self.is_new = True
+        self._held = {
+            name: (since.get(name, step), weakref.ref(each), version)
+            for name, each in gradients.items()
+            if (version := _C.version_of(each)) is not None
+        }
+
+    def unchanged(self, gradients: Container[int]) -> dict[str, int]:
+        """Those that nobody has written to since, by name, with their step.
+
+        Args:
+            gradients: The identities of the gradients that are there now.
+        """
+        found = {}
+        for name, (step, reference, version) in self._held.items():
+            gradient = reference()
+            if gradient is None or id(gradient) not in gradients:
+                continue
+            if _C.version_of(gradient) == version:
+                found[name] = step
+        return found
+
+    def clear(self) -> None:
+        """Forgets them: a step since then was finite."""
+        self._held.clear()

@@ -1,0 +1,210 @@
+"""Takes what a training loop hands over: batches, losses, functions to run again."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _C
+from ..scanner.modules import parameters_of
+from ..scanner.tensors import loss_in
+from .config import GuardConfig
+from .isolation import ErrorIsolation
+from .kept_calls.call_keeper import CallKeeper
+from .optimizers.optimizer_hook import OptimizerHook, living
+from .requests.requests import Requests
+from .step import StepClock
+from .watching.judged_tensors import NORM, JudgedTensors, ScanLevel
+from .watching.loop_batches import LoopBatch
+from .watching.watch import ModelWatch, models_of
+
+_log = logging.getLogger("overflow_fast")
+# Names of recorded tensors, each of which takes 2 KiB for good. Tensors beyond share a
+# name with a star in place of digits.
+_MAX_NAMES = 1000
+# Calls of `guard.run()` without a step, before it is said that they run another model.
+# With fewer, a program that first runs another model a few times is warned in vain.
+_MANY_RUNS = 8
+
+
+class _Strangers(NamedTuple):
+    """Calls of `guard.run()` in a row that ran nothing which is watched.
+
+    Attributes:
+        num_steps: The steps that were over at the first one.
+        gradients: The gradients of the watched models then.
+        num: How many they are.
+    """
+
+    num_steps: int
+    gradients: list[tuple[int, int]]
+    num: int = 0
+
+
+class LoopInputs:
+    """Takes in what the training loop hands over for the step at hand.
+
+    Args:
+        config: The guard's.
+        watches: The watched models.
+        keeper: Keeps the calls of a step, or None.
+        clock: Has the step's level.
+        tensors: Scans what stands in no module's call.
+        isolation: Isolates the guard's own errors.
+        hooks: The optimizers' hooks.
+
+    Attributes:
+        on_left: Called with the exception that has left the outermost function.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        watches: Sequence[ModelWatch],
+        keeper: CallKeeper | None,
+        clock: StepClock,
+        tensors: JudgedTensors,
+        isolation: ErrorIsolation,
+        hooks: Sequence[OptimizerHook],
+    ) -> None:
+        self._config = config
+        self._watches = watches
+        self._keeper = keeper
+        self._clock = clock
+        self._tensors = tensors
+        self._isolation = isolation
+        self._hooks = hooks
+        self._num_running = 0
+        self._strangers: _Strangers | None = None
+        self._is_warned = False
+        self.on_left: Callable[[Exception], None] = lambda error: None
+        self.requests: Requests | None = None
+        self._names: set[str] = set()
+
+    @property
+    def is_running(self) -> bool:
+        """True while a function runs that calls the models."""
+        return self._num_running > 0
+
+    def note_batch(self, batch: object, caller: str | None) -> None:
+        """Notes the batch of a trainer's step; see `OverflowGuard.note_batch()`."""
+        with self._isolation.measured():
+            noted = None if batch is None else LoopBatch(batch)
+            for watch in self._watches:
+                if caller is not None:
+                    watch.inputs.caller = caller
+                number, num_calls = watch.batch_number, watch.total_calls
+                watch.inputs.loop_batches.note(number, num_calls, noted)
+
+    def run(self, function: Callable[[], Any], records_loss: bool = True) -> Any:
+        """Calls a function that calls the models; keeps it until the step is judged."""
+        if _C.is_unwatched():  # a replay of another guard's, whose function calls this
+            return function()
+        models = [watch.model for watch in self._watches]
+        if self.requests is not None and self.requests.takes(models):
+            return self.requests.run(function)
+        model, seen = self._watches[0].model, self._seen()
+        is_watched = self._clock.level is ScanLevel.ALL
+        self._num_running += 1
+        try:
+            if self._keeper is None or model is None or not is_watched:
+                output = function()
+            else:
+                output = self._keeper.run(model, function, self._isolation.isolated)
+        except Exception as error:
+            if self._num_running == 1:
+                self.on_left(error)
+            raise
+        finally:
+            self._num_running -= 1
+        with self._isolation.isolated():
+            loss = loss_in(output)
+            if is_watched and loss is not None and loss.requires_grad:
+                self._note_run(is_of_others=seen == self._seen())
+            if loss is not None and self._config.wanted.loss and records_loss:
+                self.record({"loss": loss})
+        return output
+
+    def _seen(self) -> list[tuple[int, int]]:
+        """The numbers of forwards, and of calls, that watches have seen."""
+        return [(each.batch_number, each.total_calls) for each in self._watches]
+
+    def _note_run(self, is_of_others: bool) -> None:
+        """Logs, once, that the function ran modules which are not watched alone.
+
+        A tripwire does not see a model whose forward is not called: its gradients tell.
+        """
+        is_unseen = is_of_others and any(each.is_attached for each in self._watches)
+        if self._is_warned or not is_unseen:
+            self._strangers = None
+            return
+        before = self._strangers
+        if before is None or before.num_steps != self._clock.num_steps:
+            before = _Strangers(self._clock.num_steps, self._gradients())
+        self._strangers = before._replace(num=before.num + 1)
+        if before.num + 1 < _MANY_RUNS or before.gradients != self._gradients():
+            return
+        self._is_warned = True
+        _log.warning(
+            "guard.run() was called %d times, and nothing of the model that the guard "
+            "watches ran in it.\nWhere a cell has made the model anew, make the guard "
+            "anew as well, of the model and the optimizer that run now. Logged once.",
+            _MANY_RUNS,
+        )
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """The gradients of the models, as far as writes to them are counted."""
+        models = models_of(self._watches).values()
+        each = (p.grad for model in models for p in parameters_of(model))
+        found = [gradient for gradient in each if gradient is not None]
+        return list(zip(map(id, found), _C.versions_of(found), strict=False))
+
+    def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Adds tensors that no module returns to the step, if it is watched."""
+        requests = self.requests
+        if requests is not None and requests.takes_now:
+            requests.record(tensors)
+            return
+        level, watch = self._clock.level, self._watches[0]
+        if level is ScanLevel.OFF or not tensors or _C.is_unwatched():
+            return
+        watch.has_seen_loss |= "loss" in tensors
+        watch.has_loss_of_step |= "loss" in tensors
+        if self._config.is_tripwire and NORM in tensors:
+            self._tensors.note_norm(living(self._hooks), tensors[NORM])
+        names = [self._kept_name(name) for name in tensors]
+        watch.record(_C.FrameKind.RECORDED, (names, list(tensors.values())))
+
+    def _kept_name(self, name: str) -> str:
+        """The name under which a tensor is kept track of, which takes memory for good.
+
+        Beyond some, what is counted up in a name becomes a star: "loss_*".
+        """
+        if name in self._names:
+            return name
+        if len(self._names) == _MAX_NAMES:
+            _log.warning(
+                "guard.record() was given %d names. Later ones are reported with * in "
+                "the place of their digits: give a tensor the same name in each step.",
+                _MAX_NAMES,
+            )
+        if len(self._names) >= _MAX_NAMES:
+            name = re.sub(r"\d+", "*", name)
+            if name not in self._names and len(self._names) >= 2 * _MAX_NAMES:
+                return "*"
+        self._names.add(name)
+        return name
+
+    def on_clipped(
+        self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
+    ) -> None:
+        """Notes a norm that `clip_grad_norm_` has computed; see `clipping.listen`."""
+        if self._clock.level is not ScanLevel.OFF and not _C.is_unwatched():
+            with self._isolation.measured():
+                # Of float16 it is counted how many stand at its largest number.
+                wider = [p for p in parameters if p.dtype is not torch.float16]
+                self._tensors.note_clipping(wider, norm)

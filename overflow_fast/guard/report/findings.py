@@ -1,0 +1,154 @@
+"""The data of an explanation: what a replay of a bad step has found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
+from .op import Op, Sample
+from .remedy import Remedy
+
+PHASES = ("forward", "backward", "optimizer", "data", "weights")
+# Of gradients: what stands between backward and the optimizer is not run again.
+NOT_REPLAYED = (
+    "Code between backward and the optimizer's step (clipping, unscaling, "
+    "communication) was not replayed."
+)
+SEEN_IN_BACKWARD = (
+    "It arises in the forward, whose result is finite all the same; backward runs "
+    "through it."
+)
+OWN_LINES = (
+    "The program's own lines of the loss, up to {}, were run again, too, since it lies "
+    "outside of the models."
+)
+BEHIND_BACKWARD = (
+    "The program's own lines between backward and the optimizer's step were run again, "
+    "too: the gradients are finite before them and non-finite behind them."
+)
+REPLACED = (
+    "Mend the code that puts the parameter there: a checkpoint from before it holds "
+    "the one that was replaced."
+)
+OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
+NOT_REDUCED = (
+    "Each rank's own gradients are finite in the replay; what ranks make of them "
+    "together (DDP's reduction, communication hooks) was not replayed."
+)
+NOT_THE_LOSS = "The loss outside of the model was not replayed"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that an explanation leaves where evidence is kept.
+
+    Attributes:
+        name: The file's name.
+        text: Its text; "" for a file of tensors.
+        tensors: Its tensors, by name, on the CPU.
+    """
+
+    name: str
+    text: str = ""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(repr=False)
+class Findings:
+    """The fields of an `Explanation`, whose docstring says what each is."""
+
+    phase: str = ""
+    cause: str = UNKNOWN.name
+    module: str = ""
+    op: Op | None = None
+    tensor: str = ""
+    sample: Sample | None = None
+    num_samples: int = 0
+    chain: list[str] = field(default_factory=list)
+    evidence: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    rank: int | None = None
+    num_ranks: int = 0
+    replays: int = 0
+    seconds: float = 0.0
+    remedies: list[Remedy] = field(default_factory=list)
+    artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
+    lost_by: Op | None = None
+    reason: str = ""
+
+    @property
+    def nearest(self) -> Remedy | None:
+        """The change that comes nearest, where none keeps the value.
+
+        Of those that have code to write, if there is one: others change a library.
+        """
+        own = [each for each in self.remedies if not each.is_of_data]
+        if any(each.is_recommended for each in own):
+            return None
+        left = [each for each in own if each.keeps_running]
+        return min(left, key=lambda each: (not each.code, each.off), default=None)
+
+    @property
+    def is_transient(self) -> bool:
+        """True if the whole step was run again, and was finite then."""
+        return self.cause == NOT_REPRODUCIBLE.name and NOT_REPLAYED not in self.notes
+
+    @property
+    def is_overflow(self) -> bool:
+        """True if a number was too large for its dtype."""
+        return Cause.of(self.cause).is_overflow
+
+    @property
+    def is_seen_in_backward(self) -> bool:
+        """True if the forward leaves the value out, and backward runs through it."""
+        return SEEN_IN_BACKWARD in self.notes
+
+    @property
+    def is_behind_backward(self) -> bool:
+        """True if code between backward and the optimizer's step made the value."""
+        return BEHIND_BACKWARD in self.notes
+
+    @property
+    def other_notes(self) -> list[str]:
+        """The notes, but for what the first line tells, and what was run again."""
+        begin = OWN_LINES.partition("{")[0]
+        others = (each for each in self.notes if each != SEEN_IN_BACKWARD)
+        return [each for each in others if not each.startswith(begin)]
+
+    @property
+    def is_of_loss(self) -> bool:
+        """True if the bad gradient came from the loss, which was not replayed."""
+        return any(note.startswith(NOT_THE_LOSS) for note in self.notes)
+
+    @property
+    def names_maker(self) -> bool:
+        """True if it is known what made the first bad value."""
+        is_named = self.op is not None or bool(self.tensor)
+        is_unwritten = self.cause == NOT_REPRODUCIBLE.name and self.op is not None
+        return is_unwritten or (is_named and Cause.of(self.cause).names_maker)
+
+    @property
+    def artifact_bytes(self) -> int:
+        """The bytes of its files' tensors."""
+        return sum(t.nbytes for each in self.artifacts for t in each.tensors.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "artifacts": []}  # they stay on this rank
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as dicts, lists, texts and numbers, without the artifacts."""
+        whole = replace(self, artifacts=[])
+        sample = self.sample
+        return {
+            **{k: v for k, v in asdict(whole).items() if k != "artifacts"},
+            "remedies": [
+                {**asdict(e), "outcome": e.outcome, "is_recommended": e.is_recommended}
+                for e in self.remedies
+            ],
+            "sample": None if sample is None else int(sample),
+            "dataset_index": None if sample is None else sample.dataset,
+            "sample_outlier": "" if sample is None else sample.outlier,
+        }

@@ -1,0 +1,64 @@
+"""Incidents of a log: the bad steps of all ranks, also of runs before this one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..files.reading import FileError, lines_of, open_regular
+from .log_lines import RunLine, StepLine
+from .log_reading import decoder
+
+# Lines that cannot be of an incident are passed over undecoded.
+_OF_INCIDENTS = (b'"kind": "run"', b'"is_clean": false')
+
+
+def read_incidents(path: str | os.PathLike[str]) -> list[StepLine]:
+    """Reads the bad steps of all ranks and runs from a log and its older files.
+
+    A line that lacks the host of its step gets that of its run.
+
+    Args:
+        path: The guard's `log`; the files of ranks and older ones lie beside it.
+    """
+    return [each for file in files_of_log(path) for each in _incidents_in(file)]
+
+
+def files_of_log(path: str | os.PathLike[str]) -> list[Path]:
+    """Lists the files of all ranks of a log, and its older ones.
+
+    Args:
+        path: The guard's `log`.
+    """
+    whole = Path(path)
+    stem, suffix = re.escape(whole.stem), re.escape(whole.suffix)
+    is_log = re.compile(rf"{stem}(\.rank\d+)?{suffix}(\.\d+)?")
+    if not whole.parent.is_dir():
+        return []
+    return sorted(
+        each for each in whole.parent.iterdir() if is_log.fullmatch(each.name)
+    )
+
+
+def _incidents_in(path: Path) -> Iterator[StepLine]:
+    known = decoder()
+    header: RunLine | None = None
+    try:
+        with open_regular(path) as file:
+            for text in lines_of(file):
+                if text is None or not any(each in text for each in _OF_INCIDENTS):
+                    continue
+                try:
+                    line = known.decode(text)
+                except FileError:  # half a line, of a process that died
+                    continue
+                if isinstance(line, RunLine):
+                    header = line
+                elif isinstance(line, StepLine) and line.first:
+                    if header is not None and not line.host:
+                        line.host = header.host or None
+                    yield line
+    except OSError:
+        return

@@ -1,0 +1,123 @@
+"""The operation that failed, with its inputs and outputs, and the sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...scanner.text import nonfinite_text, short_name
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """The values of one tensor in numbers.
+
+    Attributes:
+        dtype: Its dtype, such as "float16".
+        shape: Its shape.
+        abs_min: The smallest magnitude of its finite values, or None if there is none.
+        abs_max: The largest one.
+        num_nan: How many of its elements are nan.
+        num_inf: How many are inf or -inf.
+        signs: Those of the infs: "+", "-", "+-", or "" if there are none.
+        name: What it was of before the step: "`fc.weight`" for a weight, a buffer or an
+            input, "part of `fc.weight`"; or "".
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    abs_min: float | None
+    abs_max: float | None
+    num_nan: int
+    num_inf: int
+    name: str = ""
+    signs: str = ""
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def is_finite(self) -> bool:
+        """True if none of its elements is nan, inf or -inf."""
+        return not (self.num_nan or self.num_inf)
+
+    def nonfinite_text(self, has_numel: bool = True) -> str:
+        """Writes how many of its elements are non-finite, of how many."""
+        numel = self.numel if has_numel else 0
+        return nonfinite_text(self.num_nan, self.num_inf, self.signs, numel)
+
+
+@dataclass
+class Op:
+    """An operation that turned finite values into non-finite ones.
+
+    In backward, `name` is the operation of the forward whose derivative failed, and
+    `inputs` and `outputs` are those of `derivative`, which computed it.
+
+    Attributes:
+        name: Its name, such as "aten.div.Tensor".
+        file: The file of the line that called it, the user's and not torch's, or "".
+        line: The number of that line, or 0.
+        code: The line's text.
+        stack: The lines that led to it, the outermost first.
+        inputs: The float tensors that it was given.
+        outputs: The float tensors that it returned.
+        first_index: Where the first non-finite value is.
+        true_value: The result in float64 at the worst place; None if it is not known.
+        limit: The largest number of the output's dtype.
+        derivative: In backward, the operation that ran, or "".
+        called_from: Where `file` is of an installed package, the deepest line of the
+            program that led there, such as "train.py:7: loss = model(x)"; else "".
+        columns: Where in `code` the expression that called it begins and ends; None if
+            that is not known, as on Python 3.10.
+        operands: The numbers that an elementwise operation was given at `first_index`.
+        outside: Which input is outside of the operation's domain, and where, in words.
+        value: Its own result where float64 has `true_value`; None if it is not finite
+            or not known.
+    """
+
+    name: str
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    stack: list[str] = field(default_factory=list)
+    inputs: list[TensorSummary] = field(default_factory=list)
+    outputs: list[TensorSummary] = field(default_factory=list)
+    first_index: tuple[int, ...] | None = None
+    true_value: float | None = None
+    limit: float | None = None
+    derivative: str = ""
+    called_from: str = ""
+    columns: tuple[int, int] | None = None
+    operands: list[float] = field(default_factory=list)
+    outside: str = ""
+    value: float | None = None
+
+    @property
+    def place(self) -> str:
+        """Its file and line, such as "attention.py:46", or ""."""
+        return f"{short_name(self.file)}:{self.line}" if self.file else ""
+
+
+class Sample(int):
+    """The index of a sample in the batch.
+
+    Attributes:
+        dataset: Its index in the dataset, where the batch holds one; else None.
+        outlier: How much larger its values are than those of the other samples, in
+            words, where that is a hundredfold; else "".
+    """
+
+    dataset: int | None = None
+    outlier: str = ""
+
+    @classmethod
+    def of(cls, index: int, dataset: int | None = None, outlier: str = "") -> Sample:
+        """Makes one of its index in the batch and that in the dataset."""
+        sample = cls(index)
+        sample.dataset, sample.outlier = dataset, outlier
+        return sample

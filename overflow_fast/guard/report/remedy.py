@@ -1,0 +1,236 @@
+"""A remedy: a change that was tried on a bad step, and what came of it."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from ...scanner.text import rounded, short_name
+
+# Of gradients: more than float32 rounds in most networks. With a smaller one, the same
+# function in another form is said to change the other samples.
+SAME = 1e-3
+_MOST_MOVED = 1e6  # a change of results is written up to here, and no larger
+_TIMES = 10.0  # an error is written as a factor from here on, below in percent
+_FAR = 0.1  # of the true loss: what misses it by more keeps no value; chosen
+_INDENT = " " * 4
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that was tried on the very step that is explained.
+
+    Attributes:
+        text: What is changed, in words, such as "add 1e-8 inside the sqrt".
+        code: The code of the change. It replaces the lines `line` to `last_line` of
+            `file` where there is a file; else it is called before the run. Lines from
+            the second on have their indentation. "" where `text` tells all: where it
+            has no text that says the same, or is of an installed package.
+        tried: Whether the step was replayed with it.
+        is_finite: Whether its outputs, loss and gradients were finite then.
+        loss: The loss that came out; None if it is not known.
+        why: Why it was not tried; "" if it was.
+        moved: By how much it changes the gradients of the last clean step's batch, or
+            of this one with `stand_in` in place of the sample that fails, relative to
+            them (L2 norms over all parameters), with the same weights and dropout
+            masks; None where that was not measured.
+        losses: The loss of that batch without it and with it.
+        is_of_clean: Whether that is the batch of the last clean step.
+        stand_in: The sample that was put in place of the one that fails, or None.
+        true_loss: The loss in float64, or where the failing call has no value there,
+            of an exact form in float64; None where it is not known.
+        error: How far the loss is from that, relative to it; where the loss is right,
+            and gradients are not, how far these are (L2 norm). None where the true
+            loss is beyond the dtype's maximum, which no remedy comes to.
+        misses: "loss" or "gradients", where that is more than rounding explains.
+        usual: The largest loss of the steps before, where this one is 1e5 times as
+            large and not known to be right; else None. Then it is no remedy.
+        breaks: What becomes non-finite in the optimizer's step with it, or the gradient
+            that is 1e5 times as large as the largest seen last and not known to be
+            right, in words; "" for nothing that was seen. Else it is no remedy.
+        leaves: The buffer that is a thousand times as large after the step with it, as
+            the statistics of a batch norm, in words; or "".
+        moves_results: The largest change of those results of the changed calls that
+            were finite without it, relative to the largest of them; None where there
+            were none, they were 0, or it is the same in exact arithmetic.
+        is_flat: Whether all gradients are 0 with it.
+        stops_gradient: Whether no gradient goes through where it acts.
+        is_of_data: Whether it changes the batch, and no code.
+        hides: The operation that overflows with it where the loss does not show it, as
+            of a divisor, in words; "" where none was seen.
+        distance: How far the output of a forward without backward is with it from one
+            in float32, relative to that; None where that was not measured.
+        is_near: Whether that is little enough for a remedy.
+        modules: The modules that it runs in float32, by name; empty for another remedy.
+        until: Those after which values are half precision again; see `keep_in_fp32`.
+        file: The file of the line that it replaces, or "".
+        line: The number of the first line that it replaces, or 0.
+        last_line: That of the last one.
+        parts: The changes that it is made of, where it is made of several, each with
+            its own `file` and `line`. They belong together. Where `file` is "", they
+            are in several files, or far from one another, or not all in a file.
+    """
+
+    text: str
+    code: str = ""
+    tried: bool = True
+    is_finite: bool = False
+    loss: float | None = None
+    file: str = ""
+    line: int = 0
+    last_line: int = 0
+    parts: tuple[Remedy, ...] = ()
+    why: str = ""
+    moved: float | None = None
+    losses: tuple[float, float] | None = None
+    is_of_clean: bool = False
+    stand_in: int | None = None
+    true_loss: float | None = None
+    error: float | None = None
+    misses: str = ""
+    usual: float | None = None
+    breaks: str = ""
+    leaves: str = ""
+    moves_results: float | None = None
+    is_flat: bool = False
+    stops_gradient: bool = False
+    is_of_data: bool = False
+    hides: str = ""
+    distance: float | None = None
+    is_near: bool = True
+    modules: tuple[str, ...] = ()
+    until: tuple[str, ...] = ()
+
+    @property
+    def is_recommended(self) -> bool:
+        """True if it was tried, made the step finite, is near and breaks nothing."""
+        return self.keeps_running and not self.is_far
+
+    @property
+    def keeps_running(self) -> bool:
+        """True if it is recommended, but for how far its loss is off the true one."""
+        return self.tried and self.is_finite and self.is_near and not self._breaks_run
+
+    @property
+    def off(self) -> float:
+        """The distance of its loss from the true one; inf where one is not known."""
+        if self.loss is None or self.true_loss is None:
+            return float("inf")
+        return abs(self.loss - self.true_loss)
+
+    @property
+    def is_far(self) -> bool:
+        """True if its loss misses the true one by more than a tenth."""
+        is_off = self.error is None or self.error > _FAR
+        return self.misses == "loss" and is_off
+
+    @property
+    def is_right(self) -> bool:
+        """True if it is recommended, and hides and misses nothing, as far as known."""
+        return self.is_recommended and not self.hides and not self.misses
+
+    @property
+    def harm(self) -> str:
+        """The reason why it is no remedy though the step is finite with it, or ""."""
+        far = self._error_text().strip(", ()") if self.is_far else ""
+        return self._breaks_run or (far and f"a loss of {self.loss:.3g}: {far}")
+
+    @property
+    def _breaks_run(self) -> str:
+        if self.usual is not None and self.loss is not None:
+            return f"a loss of {self.loss:.3g} after at most {self.usual:.3g}"
+        return self.breaks
+
+    def __str__(self) -> str:
+        """The remedy and what came of it, and its code on lines below."""
+        place = f" ({self.place})" if self.place else ""
+        parts = self.parts or (self,)
+        codes = [each.code or (each.text if self.parts else "") for each in parts]
+        lines = [f"{self.text}{place}: {self.outcome}"]
+        lines += [textwrap.indent(code, _INDENT) for code in codes if code]
+        return "\n".join(lines)
+
+    @property
+    def kind(self) -> str:
+        """The change: of "code", of "data", or of the "run": weights and settings."""
+        if self.is_of_data:
+            return "data"
+        return "code" if self.file or any(each.file for each in self.parts) else "run"
+
+    @property
+    def outcome(self) -> str:
+        """The result of the trial, and what it costs where nothing fails."""
+        if not self.tried:
+            return "not tried"
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        loss += self._error_text()
+        clauses = [f"finite{loss}" if self.is_finite else "not finite"]
+        if self._breaks_run:
+            clauses.append(f"but {self._breaks_run}")
+        if self.distance is not None:
+            but = "" if self.is_near else "but "
+            clauses[0] += f", {but}{rounded(100 * self.distance, 2)} % from float32"
+        if self.moved is not None:
+            clauses.append(self._moved_text())
+        elif self.moves_results is not None and self.moves_results > SAME:
+            by = f"{min(self.moves_results, _MOST_MOVED):.2g} of the largest"
+            clauses.append(f"changes results that were finite by up to {by}")
+        if self.is_flat:
+            clauses.append("all gradients are 0")
+        elif self.stops_gradient:
+            clauses.append("no gradient where it acts")
+        for each in filter(None, (self.leaves, self.hides)):
+            clauses.append(f"but {each}")
+        return "; ".join(clauses)
+
+    @property
+    def place(self) -> str:
+        """The file and the lines that it changes, or "" where it changes none."""
+        if self.parts:
+            return " and ".join(filter(None, (part.place for part in self.parts)))
+        lines = f"{self.line}-{self.last_line}"
+        lines = lines if self.last_line > self.line else f"{self.line}"
+        return f"{short_name(self.file)}:{lines}" if self.file else ""
+
+    @property
+    def changes_others(self) -> bool:
+        """True if it was seen to change loss or gradients where nothing fails."""
+        return self._moves_loss or (self.moved is not None and self.moved > SAME)
+
+    @property
+    def _moves_loss(self) -> bool:
+        if self.losses is None:
+            return False
+        before, after = self.losses
+        return abs(after - before) > SAME * abs(before)
+
+    def _error_text(self) -> str:
+        if not self.misses or self.true_loss is None or self.loss is None:
+            return ""
+        size = abs(self.true_loss)
+        is_small = self.error is not None and self.error * size < self.off / 2
+        if self.error is None or (is_small and self.misses == "loss"):
+            return f" (the true one is {self.true_loss:.3g})"
+        by = f"{self.error:.2g} times" if self.error >= _TIMES else f"{self.error:.0%}"
+        if self.misses == "gradients":
+            return f", gradients {by} off the true ones"
+        return f", {by} off the true {self.true_loss:.4g}"
+
+    def _moved_text(self) -> str:
+        assert self.moved is not None
+        clean = "the last clean batch" if self.is_of_clean else ""
+        if self._moves_loss and self.losses is not None:
+            before, after = self.losses
+            change = f"the loss is {after:.4g} instead of {before:.4g}"
+            if clean:
+                return f"with {clean} {change}"
+            if self.stand_in is None:
+                return f"{change} without this sample"
+            return f"with sample {self.stand_in} in place of this one {change}"
+        if self.changes_others:
+            whose = f"{clean}'s" if clean else "the other samples'"
+            return f"{whose} gradients change by {self.moved:.2g} of their norm"
+        stay = (
+            f"{clean} stays as it is" if clean else "the other samples stay as they are"
+        )
+        return f"{stay}, within 0.1 %"

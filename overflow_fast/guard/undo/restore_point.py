@@ -1,0 +1,177 @@
+"""The models as they were when a step began, for a skip, a raise or a replay.
+
+A skip and a raise put back here what the step's forwards have changed; a replay, which
+starts from the same beginning, does so by `snapshot.rewind()`.
+
+What is kept, so that a clean step stays cheap:
+
+1. Buffers, and frozen parameters, which may hold statistics: small ones are copied when
+   a step's first forward begins; larger ones once, and again when they have changed.
+2. Trained weights: their versions are noted. One that a forward writes to, as an
+   embedding with `max_norm` does, is copied from the next step on.
+3. Small weights, and the plain attributes of modules: in steps 1, 2, 4, 8, ..., and in
+   each step if a forward was seen to change them since the last of these but one.
+
+`model_restore_point.py` does this for one model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ...torch_internals.running import graph_task_id, is_recorded
+from .model_restore_point import ModelRestorePoint, Watched
+
+
+class _Lock:
+    """A lock that a copied guard has anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[_Lock], tuple[()]]:
+        return _Lock, ()
+
+
+class RestorePoint:
+    """Models as they were when the first forward of a step began.
+
+    Writes of the user between steps belong to it.
+
+    Args:
+        watches: The watched models.
+        has_optimizers: Their steps end a step; else its judgement does.
+
+    Attributes:
+        starts: The beginning of each model.
+    """
+
+    def __init__(self, watches: Sequence[Watched], has_optimizers: bool) -> None:
+        self._has_optimizers = has_optimizers
+        self.starts = [ModelRestorePoint(watch) for watch in watches]
+        self._of_watch = dict(zip(map(id, watches), self.starts, strict=True))
+        self._num_kept = 0
+        self._lock = _Lock()  # copying and comparing let other threads run
+
+    # The course of a step.
+
+    def begin(self) -> None:
+        """Makes the current state the beginning, until a forward replaces it."""
+        for start in self.starts:
+            start.take(is_firm=False)
+
+    def prepare(self) -> None:
+        """Keeps models whose forwards no hook announces."""
+        for start in self.starts:
+            start.prepare()
+
+    def before_forward(self, watch: Watched) -> None:
+        """Keeps a model, in a step's first forward.
+
+        What a forward without autograd keeps lasts until a forward with it begins.
+        """
+        start = self._of_watch[id(watch)]
+        if not is_recorded():
+            with self._lock:
+                if not start.is_firm:
+                    start.take(is_firm=watch.is_in_step)
+                if graph_task_id() < 0:  # else a backward computes it again
+                    start.begin_forward()
+
+    def before_run(self) -> None:
+        """Keeps all models, where a function begins that calls them."""
+        for start in self.starts:
+            if not (start.is_firm or is_recorded()):
+                start.take(is_firm=True)
+
+    def after_forward(self, watch: Watched) -> None:
+        """Notes what the forward has written to."""
+        with self._lock:
+            self._of_watch[id(watch)].end_forward()
+
+    def hold(self, watch: Watched) -> None:
+        """Keeps the beginning before a non-finite forward without autograd."""
+        start = self._of_watch[id(watch)]
+        start.is_firm = start.is_taken
+
+    def end_judgement(self) -> None:
+        """Ends a judged step, unless an optimizer's step has yet to end it.
+
+        A closure may be judged several times in one.
+        """
+        for start in self.starts:
+            start.weights.end_judgement()
+        if not self._has_optimizers:
+            self.end()
+
+    def end(self) -> None:
+        """Lets the next forward begin a step: this one was not made."""
+        for start in self.starts:
+            start.is_firm = False
+
+    def keep(self) -> None:
+        """Ends a step that was made.
+
+        Incurs a CPU-GPU sync after steps 1, 2, 4, 8, ... where large buffers have not
+        been seen to change.
+        """
+        self._num_kept += 1
+        compares = self._num_kept & (self._num_kept - 1) == 0
+        for start in self.starts:
+            start.keep(compares)
+
+    # A skipped step, or one that raises.
+
+    def restore(self) -> list[str]:
+        """Restores buffers, and the weights that a forward has written to.
+
+        Incurs a CPU-GPU sync for each. The next forward begins a step. During
+        backward, recomputed checkpoints may change the buffers again.
+
+        Returns:
+            A sentence for each tensor that stays changed.
+        """
+        with self._lock:
+            texts = [text for start in self.starts for text in start.restore()]
+            for start in self.starts:
+                start.release(is_over=graph_task_id() < 0)
+        return texts
+
+    def restore_where(self, flag: torch.Tensor) -> None:
+        """Restores them where a flag on the device is not 0. Does not incur a sync."""
+        for start in self.starts:
+            start.restore_where(flag)
+
+    # What is known of the beginning.
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors that are copied, and what was in them."""
+        return [pair for start in self.starts for pair in start.pairs()]
+
+    def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The value of a tensor when the step began; None if that is not known."""
+        return next((value for own, value in self.pairs() if own is tensor), None)
+
+    def written_in_step(self, tensor: torch.Tensor) -> bool:
+        """True for a trained weight that this step's forward has written to.
+
+        Incurs a CPU-GPU sync if the weight is copied, and the forward has not ended.
+        """
+        return any(start.weights.is_written(tensor) for start in self.starts)
+
+    def were_weights_rewritten(self) -> bool:
+        """True if other code than a forward was seen to write to a trained weight.
+
+        That is since the first forward of the step began. Incurs a CPU-GPU sync for
+        each weight that is copied.
+        """
+        return any(start.weights.were_rewritten() for start in self.starts)

@@ -1,0 +1,61 @@
+"""Where a weight, a buffer or an optimizer's state that is bad began."""
+
+from __future__ import annotations
+
+from ... import _C
+from ...scanner.modules import is_layer_of_torch, module_of_parameter
+from ..watching.watch import ModelWatch
+from .bad_frames import BadFrame, headroom_before, is_finite_now
+from .call_order import name_of
+from .foreign_hooks import has_earlier_hooks, has_later_hooks, has_pre_hooks
+from .roles import kind_of
+from .unseen_writes import only_calls_submodules
+from .verdict import CODE, Origin
+
+
+def origin_of_weight(first: BadFrame, entry: _C.Entry) -> Origin:
+    """Finds the origin of a bad weight, or state of the optimizer."""
+    label, kind = entry.label.name, kind_of(entry.role)
+    if first.is_of_call:
+        owner = name_of(first.watch, first.frame.module)
+        label = f"{first.watch.name_at(first.frame.module)}.{label}".lstrip(".")
+        if all(entry.label != given.label for given in first.given_weights):
+            maker = f"{label} before the step, or {owner}, which may write to it"
+            return Origin("unclear", "unclear", maker, [label, owner])
+        if is_finite_now(first, entry):
+            maker = (
+                f"{label} is finite now: something else stood in for it, or it changed"
+            )
+            return Origin("unclear", "unclear", maker, [label, CODE])
+        if _may_write_weights(first.watch):
+            maker = (
+                f"it is not known whether {label} was non-finite before the step, or "
+                "was written within it"
+            )
+            return Origin("given", kind, maker, [label, CODE])
+    if headroom_before(first, entry) is not None:
+        maker = "an optimizer step since it was last seen finite, or another write"
+    else:
+        maker = "initialization, a checkpoint or a write: it was never seen finite"
+    return Origin("given", kind, maker, [label])
+
+
+def _may_write_weights(watch: ModelWatch) -> bool:
+    """True if a module's own code, or a hook on one, may write to weights."""
+    every = (has_pre_hooks, has_earlier_hooks, has_later_hooks)
+    return any(
+        any(has_any(module) for has_any in every)
+        or not (only_calls_submodules(module) or is_layer_of_torch(module))
+        for _, module in watch.modules.present()
+    )
+
+
+def origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
+    label = entry.label.name
+    owner = module_of_parameter(label) or "the model"
+    seen = "every checked output was finite"
+    if headroom_before(first, entry) is None:
+        maker = f"{label}, which was never seen finite; {seen}"
+    else:
+        maker = f"code that writes to {label}, such as {owner}; {seen}"
+    return Origin("unclear", "buffer", maker, [owner])
