@@ -11,7 +11,7 @@ from .. import _C
 from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .measurements import Measurements
-from .optimizers.engines import LossScaler
+from .optimizers.engine_scaler import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .step import StepClock
 from .unit import Unit, UnitKind

@@ -36,7 +36,7 @@ from .measurements import Measurements
 from .monitors.running import RunningMonitors
 from .optimizers import scaler_hook as scalers
 from .optimizers.doubts import Doubts
-from .optimizers.engines import LossScaler
+from .optimizers.engine_scaler import LossScaler
 from .optimizers.loss_scaling import (
     SCALER,
     will_skip,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from .. import _C
 from .monitors.monitor import Notice
-from .optimizers.engines import LossScaler
+from .optimizers.engine_scaler import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .undo.restore_point import RestorePoint
 from .verdict.bad_frames import BadFrame

@@ -45,7 +45,8 @@ from ...detector.selection import Named
 from ...scanner import tree
 from ...scanner.modules import stepped_by
 from ...torch_internals.tensor_internals import is_wrapper, local_tensor, sparse_values
-from ..optimizers.engines import engine_gradients, optimizers_in
+from ..optimizers.engine_gradients import engine_gradients
+from ..optimizers.held_optimizers import optimizers_in
 from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients

@@ -8,7 +8,7 @@ import torch
 
 from ... import _C, flags
 from ...scanner.modules import parameters_of
-from ..optimizers.engines import LossScaler
+from ..optimizers.engine_scaler import LossScaler
 from .judged_tensors import ScanLevel
 from .watch import ModelWatch
 
