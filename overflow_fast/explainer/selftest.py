@@ -16,7 +16,7 @@ from ..detector.selection import Selection, check_patterns
 from ..guard.verdict.attribution import attribute
 from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.verdict import Verdict
-from ..guard.watching.judged_tensors import JudgedTensors, ScanLevel
+from ..guard.watching.judged_tensors import JudgedTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import Handles, call_with
 from ..scanner.tensors import model_loss_in
@@ -383,7 +383,7 @@ class SelfTest:
                     loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
-                tensors.scan(None, ScanLevel.ALL)
+                tensors.scan(None)
                 return attribute(collect(self._watches), self._watches)
             except StoppedError as error:
                 raise RuntimeError(

@@ -17,7 +17,7 @@ from .verdict.attribution import attribute
 from .verdict.bad_frames import BadFrame, collect
 from .verdict.roles import kind_of
 from .verdict.rules import Allow, Rules
-from .watching.judged_tensors import JudgedTensors, ScanLevel
+from .watching.judged_tensors import JudgedTensors
 from .watching.watch import ModelWatch
 
 _STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
@@ -81,9 +81,9 @@ def state_report(
     tensors = JudgedTensors(watches)
     for watch in watches:
         rules.put_on(watch)
-    tensors.scan(None, ScanLevel.ALL)
+    tensors.scan(None)
     for optimizer in optimizers:
-        tensors.scan(innermost(optimizer), ScanLevel.ALL)
+        tensors.scan(innermost(optimizer))
     frames = collect(watches)
     _warn_of_gaps(watches)
     if not frames:

@@ -20,15 +20,10 @@ from ... import _C
 from ...scanner.text import drop_own_frames
 from ..report.report import NonFiniteError
 from ..undo.optimizer import OptimizerSnapshot
-from .engines import (
-    LossScaler,
-    engine_scaler,
-    leave_out,
-    optimizers_in,
-    overflow_flag,
-    shape_of,
-)
+from .engine_scaler import LossScaler, engine_scaler
+from .engine_steps import leave_out, overflow_flag, shape_of
 from .found_inf import FoundInf
+from .held_optimizers import optimizers_in
 from .judged_closure import (
     StepLeft,
     calls_closure_first,
