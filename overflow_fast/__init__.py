@@ -16,8 +16,8 @@ MONITORS = {
     "Headroom": "guard.monitors.magnitudes",
     "Underflow": "guard.monitors.magnitudes",
     "Updates": "guard.monitors.updates",
-    "MaskedOps": "explainer.masked_ops",
-    "LayerAudit": "explainer.layer_audit",
+    "MaskedOps": "tools.masked_ops",
+    "LayerAudit": "guard.monitors.layer_audit",
     "Replicas": "guard.monitors.replicas",
 }
 _MODULES = {
