@@ -30,7 +30,6 @@ _MODULES = {
     "Explanation": "guard.report.explanation",
     "FlightRecord": "tools.record.table",
     "GuardCoverage": "guard.report.coverage",
-    "IndexedLoader": "explainer.indexed_loader",
     "Log": "guard.options",
     "Monitor": "guard.monitors.monitor",
     "MonitoredStep": "guard.monitors.monitor",
