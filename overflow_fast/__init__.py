@@ -52,7 +52,7 @@ _MODULES = {
     "explain": "explainer.explain",
     "flags": "flags",
     "get_abs_min_max": "detector.debug",
-    "keep_in_fp32": "explainer.keep_in_fp32",
+    "keep_in_fp32": "explainer.remedies.keep_in_fp32",
     "read_record": "tools.record.reading",
     "recording": "tools.compare.entry_points",
     "scan": "scanner.ops",

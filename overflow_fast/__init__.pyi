@@ -7,7 +7,7 @@ from .detector.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
 from .detector.debug import detect_overflow as detect_overflow
 from .detector.debug import get_abs_min_max as get_abs_min_max
 from .explainer.explain import explain as explain
-from .explainer.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
+from .explainer.remedies.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
 from .guard.guard import OverflowGuard as OverflowGuard
 from .guard.monitors.layer_audit import LayerAudit as LayerAudit
 from .guard.monitors.magnitudes import Headroom as Headroom
