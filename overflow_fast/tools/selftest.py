@@ -13,6 +13,8 @@ from torch import nn
 
 from ..detector.hooks import move_hook_to_front
 from ..detector.selection import Selection, check_patterns
+from ..explainer.effects.rule import EffectRule, StoppedError
+from ..explainer.snapshot import Snapshot
 from ..guard.verdict.attribution import attribute
 from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.verdict import Verdict
@@ -24,8 +26,6 @@ from ..scanner.text import aligned, printable
 from ..scanner.tree import NotRebuilt, mapped, tensors_in
 from ..torch_internals.module_internals import forward_hooks
 from ..torch_internals.replaying import uncompiled_calls
-from .effects.rule import EffectRule, StoppedError
-from .snapshot import Snapshot
 
 # The results of planted faults, as a table.
 
