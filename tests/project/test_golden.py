@@ -44,7 +44,16 @@ def test_each_cause_is_that_of_a_program_whose_text_is_kept():
     [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in NAMES],
 )
 def test_a_run_still_says_what_its_file_has(name):
-    assert without_numbers(said(name)) == without_numbers(kept(name)), RENEW
+    assert as_on_any_processor(said(name)) == as_on_any_processor(kept(name)), RENEW
+
+
+def as_on_any_processor(text):
+    """A text without its numbers, and without the sign of an inf.
+
+    A run that diverges ends in other ones where sums are taken in another order.
+    """
+    text = re.sub(r"\binfinite( values)?\b|-inf\b", "inf", without_numbers(text))
+    return re.sub(r"N\.N(e[+-]N)?", "N", text)
 
 
 def test_renewing_prints_what_has_changed(tmp_path, monkeypatch, capsys):
