@@ -15,6 +15,9 @@ from pages import without_numbers
 from overflow_fast.guard.report.causes import CAUSES
 
 TESTS = Path(__file__).parents[1]
+# Which of two products overflows first depends on the processor: it is held to the line
+# that names module, operation and cause.
+CHAOTIC = "gradient_through_time"
 RENEW = "run `python tests/support/golden.py` and look at the differences"
 # The others import a trainer, start processes, compile, or are one of many of a kind.
 FAST = {*CASES, *ALONE[::8]} - {"trainer_of_transformers"}
@@ -44,7 +47,10 @@ def test_each_cause_is_that_of_a_program_whose_text_is_kept():
     [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in NAMES],
 )
 def test_a_run_still_says_what_its_file_has(name):
-    assert as_on_any_processor(said(name)) == as_on_any_processor(kept(name)), RENEW
+    found, wanted = said(name), kept(name)
+    if name == CHAOTIC:
+        found, wanted = (text.splitlines()[1] for text in (found, wanted))
+    assert as_on_any_processor(found) == as_on_any_processor(wanted), RENEW
 
 
 def as_on_any_processor(text):
