@@ -60,6 +60,7 @@ class CallWatch {
  private:
   struct Code {
     bool is_asked = false;            // at each call
+    bool is_generators = false;       // of a generator or a coroutine, which may go on
     std::unordered_set<int> offsets;  // of the instructions before which it is asked
   };
 
@@ -69,6 +70,7 @@ class CallWatch {
   int check_time(PyFrameObject* frame);
   int before_function(PyFrameObject* frame, PyObject* function);
   int before_code(PyFrameObject* frame);
+  int before_generator(PyFrameObject* frame);
   int before_instruction(PyFrameObject* frame);
   int ask_for_instructions(PyObject* frame);
   void note_returned(PyObject* value);
@@ -82,12 +84,24 @@ class CallWatch {
   std::unordered_map<const PyMethodDef*, bool> functions_;
   std::unordered_map<PyObject*, Code> codes_;
   std::vector<py::object> held_;                      // the codes, whose addresses stay theirs
+  std::unordered_set<PyObject*> generators_;          // that the policy lets go on
   Py_tracefunc profile_ = nullptr, trace_ = nullptr;  // what was there before
   py::object profile_arg_, trace_arg_;
   py::object returned_;  // a lock, by the last function of Python, if nothing was called since
 };
 
 thread_local CallWatch* current = nullptr;
+
+// The generator or coroutine whose frame it is; None for a function's.
+py::object generator_of(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+  PyObject* generator = PyFrame_GetGenerator(frame);
+#else
+  PyObject* generator = frame->f_gen;
+  Py_XINCREF(generator);
+#endif
+  return generator == nullptr ? py::none() : py::reinterpret_steal<py::object>(generator);
+}
 
 // The interpreter gives a function of its own for both.
 void set_profile(Py_tracefunc function, const py::object& arg) {
@@ -199,6 +213,8 @@ const CallWatch::Code* CallWatch::code_of(PyFrameObject* frame) {
       made.offsets.insert(place);
     }
   }
+  constexpr int kGenerators = CO_GENERATOR | CO_COROUTINE;
+  made.is_generators = (reinterpret_cast<PyCodeObject*>(code.ptr())->co_flags & kGenerators) != 0;
   held_.push_back(code);
   return &codes_.emplace(code.ptr(), std::move(made)).first->second;
 }
@@ -208,7 +224,22 @@ int CallWatch::before_code(PyFrameObject* frame) {
   if (code == nullptr) return -1;
   auto* own = reinterpret_cast<PyObject*>(frame);
   if (!code->offsets.empty() && ask_for_instructions(own) != 0) return -1;
+  if (code->is_generators && before_generator(frame) != 0) return -1;
   return code->is_asked ? ask("on_code", own) : 0;
+}
+
+// Asks once for each. What is made later at the address of one that may go on may go on, too: it is
+// the run's own.
+int CallWatch::before_generator(PyFrameObject* frame) {
+  const py::object generator = generator_of(frame);
+  if (generator.is_none() || generators_.count(generator.ptr()) != 0) return 0;
+  is_inside_ = true;
+  PyObject* answer = PyObject_CallMethod(policy_.ptr(), "may_go_on", "OO", frame, generator.ptr());
+  is_inside_ = false;
+  if (answer == nullptr) return -1;
+  if (answer == Py_True) generators_.insert(generator.ptr());
+  Py_DECREF(answer);
+  return 0;
 }
 
 int CallWatch::before_instruction(PyFrameObject* frame) {
@@ -290,6 +321,12 @@ void bind_call_watch(py::module_& m) {
       .def("end", &CallWatch::end)
       .def("refuse_all", &CallWatch::refuse_all)
       .def("rest", &CallWatch::rest, py::arg("rests"));
+  m.def(
+      "generator_of",
+      [](const py::object& frame) {
+        return generator_of(reinterpret_cast<PyFrameObject*>(frame.ptr()));
+      },
+      py::arg("frame"));
   m.def("set_signal_handler", &set_signal_handler, py::arg("number"), py::arg("handler"));
 }
 

@@ -338,24 +338,12 @@ class _Policy:
     def asks_at(self, code: types.CodeType) -> tuple[int, ...]:
         """Where to ask in a code: -1 for its call, and places of `with` and `for`."""
         places = places_in(code)
-        tables = self._codes, self._collectives, self.before.codes
-        is_asked = any(code in table for table in tables)
+        is_asked = code in self._codes or code in self._collectives
         return (-1, *places) if is_asked else places
 
     def on_code(self, frame: types.FrameType) -> None:
-        """Raises Effect where a call of Python code is one.
-
-        A generator that goes on unseen, as in `list(generator)`, would be ended by an
-        exception in it: what it was asked for is given, and nothing after that.
-        """
+        """Raises Effect where a call of Python code is one."""
         code = frame.f_code
-        if self.before.is_running(code):
-            self.stopped = self.stopped or _clause(
-                frame.f_back or frame, kinds.ITERATOR
-            )
-            assert self._watch is not None
-            self._watch.refuse_all()
-            return
         if code in self._collectives and self._meet is not None:
             group = self._collectives[code](frame.f_locals)
             why = "" if group is None else self._meet(*group)
@@ -366,6 +354,19 @@ class _Policy:
         words = "" if words_of is None else words_of(self, frame.f_locals)
         if words:
             self._stop(frame, words)
+
+    def may_go_on(self, frame: types.FrameType, generator: Any) -> bool:
+        """False for a generator, or a coroutine, that was there before.
+
+        Where it goes on unseen, as in `list(generator)`, an exception would end it:
+        what it was asked for is given, and nothing after that.
+        """
+        if not self.before.has(generator):
+            return True
+        self.stopped = self.stopped or _clause(frame.f_back or frame, kinds.ITERATOR)
+        assert self._watch is not None
+        self._watch.refuse_all()
+        return False
 
     def on_instruction(self, frame: types.FrameType, returned: Any) -> None:
         """Raises Effect before `with lock:` that would wait, and before `list(items)`.
@@ -407,7 +408,7 @@ class _Policy:
 
     def on_over(self, frame: types.FrameType) -> None:
         """Raises Effect: the time is over, or too many effects were swallowed."""
-        if not self.before.is_running(frame.f_code):
+        if not self.before.has(_C.generator_of(frame)):
             self._stop(frame, kinds.LATE)
 
     def _stop(self, frame: types.FrameType, words: str) -> None:
