@@ -7,6 +7,9 @@
 #include <signal.h>
 #endif
 
+#include <time.h>
+
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -22,6 +25,24 @@ namespace py = pybind11;
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// The seconds that this thread has computed; those of the clock where the system does not tell.
+double thread_seconds() {
+#ifdef CLOCK_THREAD_CPUTIME_ID
+  timespec now{};
+  if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) == 0) {
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  }
+#endif
+  return Seconds(Clock::now().time_since_epoch()).count();
+}
+
+// A clock holds no infinite time.
+Clock::time_point after(Clock::time_point time, double seconds) {
+  constexpr double kMost = 1e9;
+  return time + std::chrono::duration_cast<Clock::duration>(Seconds(std::min(seconds, kMost)));
+}
 
 // What is raised when the time is over may be caught. The code gets this many calls and lines to
 // clean up behind itself, and then it is raised again.
@@ -40,8 +61,8 @@ class CallWatch {
   CallWatch& operator=(const CallWatch&) = delete;
   ~CallWatch() = default;
 
-  // For `seconds`; then all is refused.
-  void begin(double seconds);
+  // For so many seconds of this thread's time, and of the clock's; then all is refused.
+  void begin(double seconds, double clock_seconds);
   void end();
 
   // From here on everything is refused, but for `kGrace` events at a time.
@@ -67,6 +88,7 @@ class CallWatch {
   // The watch of this thread, unless it rests or the policy's own code runs.
   static CallWatch* watching();
   int ask(const char* method, PyObject* one, PyObject* other = nullptr);
+  bool is_late();
   int check_time(PyFrameObject* frame);
   int before_function(PyFrameObject* frame, PyObject* function);
   int before_code(PyFrameObject* frame);
@@ -78,7 +100,8 @@ class CallWatch {
 
   py::object policy_;
   std::vector<std::string> audited_;
-  Clock::time_point end_;
+  double end_ = 0;  // by the time of the thread
+  Clock::time_point last_, next_look_;
   bool is_over_ = false, is_inside_ = false, is_resting_ = false;
   int num_since_ = kGrace;
   std::unordered_map<const PyMethodDef*, bool> functions_;
@@ -112,7 +135,7 @@ void set_trace(Py_tracefunc function, const py::object& arg) {
   PyEval_SetTrace(function, arg.ptr());
 }
 
-void CallWatch::begin(double seconds) {
+void CallWatch::begin(double seconds, double clock_seconds) {
   if (current != nullptr) throw std::runtime_error("a watch of this thread has begun already");
   static const int added = PySys_AddAuditHook(&CallWatch::on_audit, nullptr);
   if (added != 0) throw py::error_already_set();
@@ -121,10 +144,10 @@ void CallWatch::begin(double seconds) {
   profile_arg_ = py::reinterpret_borrow<py::object>(state->c_profileobj);
   trace_ = state->c_tracefunc;
   trace_arg_ = py::reinterpret_borrow<py::object>(state->c_traceobj);
-  const bool has_end = seconds < 1e9;
-  end_ = has_end ? Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                      std::chrono::duration<double>(seconds))
-                 : Clock::time_point::max();
+  const auto now = Clock::now();
+  end_ = thread_seconds() + seconds;
+  last_ = after(now, clock_seconds);
+  next_look_ = after(now, seconds);
   is_over_ = is_resting_ = false;
   num_since_ = kGrace;
   // Python 3.12 sees instructions only if a frame has asked for them before.
@@ -170,8 +193,19 @@ int CallWatch::ask(const char* method, PyObject* one, PyObject* other) {
   return 0;
 }
 
+// Asks for the time of the thread, which is slow, no earlier than it may be over: it never runs
+// faster than the clock.
+bool CallWatch::is_late() {
+  const auto now = Clock::now();
+  if (now < next_look_) return false;
+  const double left = end_ - thread_seconds();
+  if (left <= 0 || now > last_) return true;
+  next_look_ = after(now, left);
+  return false;
+}
+
 int CallWatch::check_time(PyFrameObject* frame) {
-  if (!is_over_) is_over_ = Clock::now() > end_;
+  if (!is_over_) is_over_ = is_late();
   if (!is_over_ || ++num_since_ < kGrace) return 0;
   if (ask("on_over", reinterpret_cast<PyObject*>(frame)) == 0) return 0;
   num_since_ = 0;
@@ -317,7 +351,7 @@ void set_signal_handler(int number, const py::object& handler) {
 void bind_call_watch(py::module_& m) {
   py::class_<CallWatch>(m, "CallWatch")
       .def(py::init<py::object, std::vector<std::string>>(), py::arg("policy"), py::arg("audited"))
-      .def("begin", &CallWatch::begin, py::arg("seconds"))
+      .def("begin", &CallWatch::begin, py::arg("seconds"), py::arg("clock_seconds"))
       .def("end", &CallWatch::end)
       .def("refuse_all", &CallWatch::refuse_all)
       .def("rest", &CallWatch::rest, py::arg("rests"));

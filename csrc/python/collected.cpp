@@ -114,8 +114,8 @@ class ObjectsBefore {
   }
 
   Types types_;
-  std::unordered_map<PyObject*, py::object>
-      young_;  // when this was made; their addresses stay theirs
+  // Those of when this was made, whose addresses stay theirs.
+  std::unordered_map<PyObject*, py::object> young_;
   std::unordered_set<PyObject*> made_;
 };
 
