@@ -7,6 +7,9 @@
 #include <signal.h>
 #endif
 
+#include <time.h>
+
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <string>
@@ -22,6 +25,24 @@ namespace py = pybind11;
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+// The seconds that this thread has computed; those of the clock where the system does not tell.
+double thread_seconds() {
+#ifdef CLOCK_THREAD_CPUTIME_ID
+  timespec now{};
+  if (clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now) == 0) {
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+  }
+#endif
+  return Seconds(Clock::now().time_since_epoch()).count();
+}
+
+// A clock holds no infinite time.
+Clock::time_point after(Clock::time_point time, double seconds) {
+  constexpr double kMost = 1e9;
+  return time + std::chrono::duration_cast<Clock::duration>(Seconds(std::min(seconds, kMost)));
+}
 
 // What is raised when the time is over may be caught. The code gets this many calls and lines to
 // clean up behind itself, and then it is raised again.
@@ -40,8 +61,8 @@ class CallWatch {
   CallWatch& operator=(const CallWatch&) = delete;
   ~CallWatch() = default;
 
-  // For `seconds`; then all is refused.
-  void begin(double seconds);
+  // For so many seconds of this thread's time, and of the clock's; then all is refused.
+  void begin(double seconds, double clock_seconds);
   void end();
 
   // From here on everything is refused, but for `kGrace` events at a time.
@@ -60,15 +81,18 @@ class CallWatch {
  private:
   struct Code {
     bool is_asked = false;            // at each call
+    bool is_generators = false;       // of a generator or a coroutine, which may go on
     std::unordered_set<int> offsets;  // of the instructions before which it is asked
   };
 
   // The watch of this thread, unless it rests or the policy's own code runs.
   static CallWatch* watching();
   int ask(const char* method, PyObject* one, PyObject* other = nullptr);
+  bool is_late();
   int check_time(PyFrameObject* frame);
   int before_function(PyFrameObject* frame, PyObject* function);
   int before_code(PyFrameObject* frame);
+  int before_generator(PyFrameObject* frame);
   int before_instruction(PyFrameObject* frame);
   int ask_for_instructions(PyObject* frame);
   void note_returned(PyObject* value);
@@ -76,18 +100,31 @@ class CallWatch {
 
   py::object policy_;
   std::vector<std::string> audited_;
-  Clock::time_point end_;
+  double end_ = 0;  // by the time of the thread
+  Clock::time_point last_, next_look_;
   bool is_over_ = false, is_inside_ = false, is_resting_ = false;
   int num_since_ = kGrace;
   std::unordered_map<const PyMethodDef*, bool> functions_;
   std::unordered_map<PyObject*, Code> codes_;
   std::vector<py::object> held_;                      // the codes, whose addresses stay theirs
+  std::unordered_set<PyObject*> generators_;          // that the policy lets go on
   Py_tracefunc profile_ = nullptr, trace_ = nullptr;  // what was there before
   py::object profile_arg_, trace_arg_;
   py::object returned_;  // a lock, by the last function of Python, if nothing was called since
 };
 
 thread_local CallWatch* current = nullptr;
+
+// The generator or coroutine whose frame it is; None for a function's.
+py::object generator_of(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+  PyObject* generator = PyFrame_GetGenerator(frame);
+#else
+  PyObject* generator = frame->f_gen;
+  Py_XINCREF(generator);
+#endif
+  return generator == nullptr ? py::none() : py::reinterpret_steal<py::object>(generator);
+}
 
 // The interpreter gives a function of its own for both.
 void set_profile(Py_tracefunc function, const py::object& arg) {
@@ -98,7 +135,7 @@ void set_trace(Py_tracefunc function, const py::object& arg) {
   PyEval_SetTrace(function, arg.ptr());
 }
 
-void CallWatch::begin(double seconds) {
+void CallWatch::begin(double seconds, double clock_seconds) {
   if (current != nullptr) throw std::runtime_error("a watch of this thread has begun already");
   static const int added = PySys_AddAuditHook(&CallWatch::on_audit, nullptr);
   if (added != 0) throw py::error_already_set();
@@ -107,10 +144,10 @@ void CallWatch::begin(double seconds) {
   profile_arg_ = py::reinterpret_borrow<py::object>(state->c_profileobj);
   trace_ = state->c_tracefunc;
   trace_arg_ = py::reinterpret_borrow<py::object>(state->c_traceobj);
-  const bool has_end = seconds < 1e9;
-  end_ = has_end ? Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                      std::chrono::duration<double>(seconds))
-                 : Clock::time_point::max();
+  const auto now = Clock::now();
+  end_ = thread_seconds() + seconds;
+  last_ = after(now, clock_seconds);
+  next_look_ = after(now, seconds);
   is_over_ = is_resting_ = false;
   num_since_ = kGrace;
   // Python 3.12 sees instructions only if a frame has asked for them before.
@@ -156,8 +193,19 @@ int CallWatch::ask(const char* method, PyObject* one, PyObject* other) {
   return 0;
 }
 
+// Asks for the time of the thread, which is slow, no earlier than it may be over: it never runs
+// faster than the clock.
+bool CallWatch::is_late() {
+  const auto now = Clock::now();
+  if (now < next_look_) return false;
+  const double left = end_ - thread_seconds();
+  if (left <= 0 || now > last_) return true;
+  next_look_ = after(now, left);
+  return false;
+}
+
 int CallWatch::check_time(PyFrameObject* frame) {
-  if (!is_over_) is_over_ = Clock::now() > end_;
+  if (!is_over_) is_over_ = is_late();
   if (!is_over_ || ++num_since_ < kGrace) return 0;
   if (ask("on_over", reinterpret_cast<PyObject*>(frame)) == 0) return 0;
   num_since_ = 0;
@@ -199,6 +247,8 @@ const CallWatch::Code* CallWatch::code_of(PyFrameObject* frame) {
       made.offsets.insert(place);
     }
   }
+  constexpr int kGenerators = CO_GENERATOR | CO_COROUTINE;
+  made.is_generators = (reinterpret_cast<PyCodeObject*>(code.ptr())->co_flags & kGenerators) != 0;
   held_.push_back(code);
   return &codes_.emplace(code.ptr(), std::move(made)).first->second;
 }
@@ -208,7 +258,22 @@ int CallWatch::before_code(PyFrameObject* frame) {
   if (code == nullptr) return -1;
   auto* own = reinterpret_cast<PyObject*>(frame);
   if (!code->offsets.empty() && ask_for_instructions(own) != 0) return -1;
+  if (code->is_generators && before_generator(frame) != 0) return -1;
   return code->is_asked ? ask("on_code", own) : 0;
+}
+
+// Asks once for each. What is made later at the address of one that may go on may go on, too: it is
+// the run's own.
+int CallWatch::before_generator(PyFrameObject* frame) {
+  const py::object generator = generator_of(frame);
+  if (generator.is_none() || generators_.count(generator.ptr()) != 0) return 0;
+  is_inside_ = true;
+  PyObject* answer = PyObject_CallMethod(policy_.ptr(), "may_go_on", "OO", frame, generator.ptr());
+  is_inside_ = false;
+  if (answer == nullptr) return -1;
+  if (answer == Py_True) generators_.insert(generator.ptr());
+  Py_DECREF(answer);
+  return 0;
 }
 
 int CallWatch::before_instruction(PyFrameObject* frame) {
@@ -286,10 +351,16 @@ void set_signal_handler(int number, const py::object& handler) {
 void bind_call_watch(py::module_& m) {
   py::class_<CallWatch>(m, "CallWatch")
       .def(py::init<py::object, std::vector<std::string>>(), py::arg("policy"), py::arg("audited"))
-      .def("begin", &CallWatch::begin, py::arg("seconds"))
+      .def("begin", &CallWatch::begin, py::arg("seconds"), py::arg("clock_seconds"))
       .def("end", &CallWatch::end)
       .def("refuse_all", &CallWatch::refuse_all)
       .def("rest", &CallWatch::rest, py::arg("rests"));
+  m.def(
+      "generator_of",
+      [](const py::object& frame) {
+        return generator_of(reinterpret_cast<PyFrameObject*>(frame.ptr()));
+      },
+      py::arg("frame"));
   m.def("set_signal_handler", &set_signal_handler, py::arg("number"), py::arg("handler"));
 }
 

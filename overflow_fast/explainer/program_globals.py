@@ -24,6 +24,8 @@ _CONTAINERS = (
     *(list, dict, set, collections.deque, collections.Counter),
     *(collections.OrderedDict, collections.defaultdict, bytearray),
 )
+# Names of modules of packages and of Python, as most are: each is looked at once.
+_installed: set[str] = set()
 _MOST = 64  # values of a container that are compared; chosen, not measured
 
 
@@ -36,22 +38,32 @@ def global_values(
         iterators: Iterators that the replayed code reads.
         classes: Classes that may be no module's, with variables that their methods use.
     """
-    named = itertools.chain(_named(sys.modules.values()), _of_classes(classes))
+    named = itertools.chain(_named(_own_modules()), _of_classes(classes))
     found = {name: _outline(value) for name, value in named}
     counts = [each for each in iterators if type(each) is itertools.count]
     return found | {("", "itertools.count()"): list(map(repr, counts))}
 
 
-def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[_Name, Any]]:
-    """Yields the variables of the program's own files, and of their classes."""
-    for module in list(modules):
+def _own_modules() -> list[types.ModuleType]:
+    """The modules of the program's own files."""
+    found = [each for each in list(sys.modules.items()) if each[0] not in _installed]
+    modules = []
+    for name, module in found:
         if not isinstance(module, types.ModuleType):
             continue
-        own = vars(module)  # no module that is imported at its first use imports
-        file, place = own.get("__file__"), str(own.get("__name__"))
-        is_programs = isinstance(file, str) and is_of_program(file)
-        if not (is_programs or (file is None and place == "__main__")):
-            continue
+        file = vars(module).get("__file__")  # what is imported at its first use is not
+        if isinstance(file, str) and not is_of_program(file):
+            _installed.add(name)
+        elif isinstance(file, str) or vars(module).get("__name__") == "__main__":
+            modules.append(module)
+    return modules
+
+
+def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[_Name, Any]]:
+    """Yields the variables of the program's own files, and of their classes."""
+    for module in modules:
+        own = vars(module)
+        place = str(own.get("__name__"))
         for name, value in list(own.items()):
             yield (place, name), value
             if isinstance(value, type) and value.__module__ == place:

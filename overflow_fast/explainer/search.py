@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +35,7 @@ from .replay_ranks import BEGIN, GIVEN, NotJoined, RankCoordinator
 from .replayer import Difference, ReplayCheck, Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
+from .spent_time import SpentTime
 from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
 from .weight_growth import find_growth
 
@@ -135,7 +135,7 @@ class Search:
         self.changed: list[str] = []
         self.set_meanwhile: list[str] = []
         self._ranks = self.replayer.ranks
-        self._begin = time.perf_counter()
+        self._spent = SpentTime()
         self._has_run = False
         self._lost: Row | None = None
         self._sentinel: Sentinel | None = None
@@ -153,8 +153,8 @@ class Search:
         return left >= forwards and self._has_time()
 
     def _has_time(self) -> bool:
-        seconds = time.perf_counter() - self._begin
-        return seconds < seconds_for(self.first.seconds if self._has_run else 0.0)
+        most = seconds_for(self.first.seconds if self._has_run else 0.0)
+        return self._spent.seconds < most
 
     @property
     def difference(self) -> Difference | None:

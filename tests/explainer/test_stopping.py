@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import csv
 import ctypes
+import gc
 import io
 import itertools
 import locale
@@ -420,7 +421,7 @@ EFFECTS = {
 def test_it_ends_before_an_effect(words, code, world):
     before = world.state()
     with pytest.raises(StoppedError, match=words) as stopped:
-        with EffectRule([world.items]).applied(SHORT if "takes far" in words else 60):
+        with EffectRule([world.items]).applied(SHORT if "took far" in words else 60):
             code(world)
     assert ", test_stopping.py:" in str(stopped.value) or "was run again" in str(
         stopped.value
@@ -663,3 +664,29 @@ def test_a_rule_can_be_applied_again(world):
             world.queue.get()
         with rule.applied(math.inf):
             loss_of_a_model(world)
+
+
+def test_what_a_run_makes_is_its_own_also_after_a_collection():
+    with EffectRule().applied(60):
+        items, numbers = iter([1, 2]), (each for each in range(3))
+        next(numbers)
+        gc.collect()
+        taken = [next(items), next(numbers), *numbers]
+    assert taken == [1, 1, 2]
+
+
+def test_what_was_young_before_a_run_is_not_its_own_after_a_collection():
+    items = iter([1, 2])
+    with pytest.raises(StoppedError, match="takes from an iterator"):
+        with EffectRule().applied(60):
+            gc.collect()
+            next(items)
+    assert list(items) == [1, 2]
+
+
+def test_code_made_of_a_string_is_named_by_its_caller(world):
+    made = {}
+    exec("def take(items):\n    return next(items)", made)
+    with pytest.raises(StoppedError, match=r"^test_code.*, test_stopping\.py:\d+$"):
+        with EffectRule().applied(60):
+            made["take"](world.items)

@@ -5,10 +5,11 @@ A replay may take from those of its own, and from none of these.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
-import itertools
 import operator
-import types
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,40 +19,30 @@ from ... import _C
 class Before:
     """The iterators, generators and open files that exist when it is made.
 
+    They are not listed, of which a large program has many: the collector knows what is
+    made since. (A program that takes all functions out of `gc.callbacks` within a run
+    loses that: some of what the run itself makes then counts as there before.)
+
     Args:
         held: Those among them that the code which is run reads from variables. They
             are looked at and put back afterwards; others may be another thread's.
-
-    Attributes:
-        codes: The code of generators among them.
     """
 
     def __init__(self, held: Iterable[Any] = ()) -> None:
-        self._objects: dict[int, Any] = {}
-        self._generators: dict[types.CodeType, list[Any]] = {}
+        self._objects = _C.ObjectsBefore(_gives_items)
+        on_collection = self._objects.on_collection
+        gc.callbacks.append(on_collection)
+        end = weakref.finalize(self, _forget, on_collection)
+        end.atexit = False
         self._states: list[tuple[Any, Any]] = []
-        self._around: set[int] = set()
-        for each in _C.collected(_gives_items):
-            self._objects[id(each)] = each
-            code = getattr(each, "gi_code", None) or getattr(each, "cr_code", None)
-            if isinstance(code, types.CodeType):
-                self._generators.setdefault(code, []).append(each)
-        self.codes = self._generators.keys()
         self._held = [each for each in held if place_of(each) is not None]
 
     def has(self, value: Any) -> bool:
         """True for one of them that the collector knows, which ranges are not."""
-        return id(value) in self._objects and self._objects[id(value)] is value
-
-    def is_running(self, code: types.CodeType) -> bool:
-        """True if a generator with a code, of those that were there, goes on now."""
-        own = self._generators.get(code, ())
-        return any(_runs(each) and id(each) not in self._around for each in own)
+        return self._objects.has(value)
 
     def note(self) -> None:
-        """Notes how far iterators are, and which generators the run is called in."""
-        generators = itertools.chain.from_iterable(self._generators.values())
-        self._around = {id(each) for each in generators if _runs(each)}
+        """Notes how far iterators are."""
         self._states = [(each, place_of(each)) for each in self._held]
 
     def put_back(self) -> bool:
@@ -64,9 +55,9 @@ class Before:
         return bool(taken)
 
 
-def _runs(generator: Any) -> bool:
-    is_running = getattr(generator, "gi_running", False)
-    return is_running or bool(getattr(generator, "cr_running", False))
+def _forget(on_collection: Any) -> None:
+    with contextlib.suppress(ValueError):  # the program has emptied the list
+        gc.callbacks.remove(on_collection)
 
 
 def _gives_items(kind: type) -> bool:

@@ -36,18 +36,25 @@ _TAKERS = {
 }
 _LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_NAME", "LOAD_CLOSURE")
 _IGNORED = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "KW_NAMES", "PUSH_NULL", "COPY"}
-_instructions: dict[types.CodeType, list[dis.Instruction]] = {}
+_Places = tuple[list[dis.Instruction], dict[int, int]]  # and their indices by offsets
+_instructions: dict[types.CodeType, _Places] = {}
 _MOST_CODES = 1024  # whose instructions are kept; chosen, not measured
 _MOST_ARGUMENTS = 4
 
 
-def _instructions_of(code: types.CodeType) -> list[dis.Instruction]:
+def _places_of(code: types.CodeType) -> _Places:
     found = _instructions.get(code)
     if found is None:
         if len(_instructions) >= _MOST_CODES:
             _instructions.clear()
-        found = _instructions[code] = list(dis.get_instructions(code))
+        own = list(dis.get_instructions(code))
+        indices = {each.offset: index for index, each in enumerate(own)}
+        found = _instructions[code] = own, indices
     return found
+
+
+def _instructions_of(code: types.CodeType) -> list[dis.Instruction]:
+    return _places_of(code)[0]
 
 
 def places_in(code: types.CodeType) -> tuple[int, ...]:
@@ -95,8 +102,7 @@ def arguments(frame: types.FrameType) -> tuple[list[tuple[Any, int]], int]:
 
 def index_of(frame: types.FrameType) -> int:
     """The place of the instruction that a frame has come to."""
-    own = _instructions_of(frame.f_code)
-    return next((i for i, e in enumerate(own) if e.offset == frame.f_lasti), 0)
+    return _places_of(frame.f_code)[1].get(frame.f_lasti, 0)
 
 
 def first_argument(frame: types.FrameType) -> tuple[Any, bool]:

@@ -41,6 +41,7 @@ import torch
 
 from ... import _C
 from ...scanner.text import is_of_program, is_of_user, is_own
+from ..spent_time import CLOCK_TIMES
 from ..users_lines import Site
 from . import kinds
 from .before import Before, place_of
@@ -48,8 +49,8 @@ from .collectives import collectives
 from .lookups import UNSEEN, arguments, first_argument, keyword, looked_at, places_in
 from .quiet import quiet, terminals
 
-# How long a replay may take: so many times as long as the step, and some seconds for
-# what a replay does besides, such as to look at each operation.
+# How long a replay may compute: so many times as long as the step took, and some
+# seconds for what a replay does besides, such as to look at each operation.
 TIMES_THE_STEP = 20.0
 LEAST_SECONDS = 3.0
 _PATIENCE = 0.1  # seconds for a lock that another thread holds for a moment
@@ -98,7 +99,9 @@ class EffectRule:
         """Applies it to this thread. Profilers and tracers of others rest meanwhile.
 
         Args:
-            seconds: How long it may take before it is ended, too.
+            seconds: How long this thread may compute before it is ended, too: what
+                else a busy machine does is not counted. What waits is ended later, by
+                the clock.
             on_backward: Called before each backward, also those that the program's own
                 code calls, with the tensors or edges that it begins at.
 
@@ -114,7 +117,7 @@ class EffectRule:
                 torch.autograd.set_multithreading_enabled(False),
                 self._finalizers_apart(),
             ):
-                self._watch.begin(seconds)
+                self._watch.begin(seconds, CLOCK_TIMES * seconds)
                 try:
                     yield
                 finally:
@@ -338,24 +341,12 @@ class _Policy:
     def asks_at(self, code: types.CodeType) -> tuple[int, ...]:
         """Where to ask in a code: -1 for its call, and places of `with` and `for`."""
         places = places_in(code)
-        tables = self._codes, self._collectives, self.before.codes
-        is_asked = any(code in table for table in tables)
+        is_asked = code in self._codes or code in self._collectives
         return (-1, *places) if is_asked else places
 
     def on_code(self, frame: types.FrameType) -> None:
-        """Raises Effect where a call of Python code is one.
-
-        A generator that goes on unseen, as in `list(generator)`, would be ended by an
-        exception in it: what it was asked for is given, and nothing after that.
-        """
+        """Raises Effect where a call of Python code is one."""
         code = frame.f_code
-        if self.before.is_running(code):
-            self.stopped = self.stopped or _clause(
-                frame.f_back or frame, kinds.ITERATOR
-            )
-            assert self._watch is not None
-            self._watch.refuse_all()
-            return
         if code in self._collectives and self._meet is not None:
             group = self._collectives[code](frame.f_locals)
             why = "" if group is None else self._meet(*group)
@@ -366,6 +357,19 @@ class _Policy:
         words = "" if words_of is None else words_of(self, frame.f_locals)
         if words:
             self._stop(frame, words)
+
+    def may_go_on(self, frame: types.FrameType, generator: Any) -> bool:
+        """False for a generator, or a coroutine, that was there before.
+
+        Where it goes on unseen, as in `list(generator)`, an exception would end it:
+        what it was asked for is given, and nothing after that.
+        """
+        if not self.before.has(generator):
+            return True
+        self.stopped = self.stopped or _clause(frame.f_back or frame, kinds.ITERATOR)
+        assert self._watch is not None
+        self._watch.refuse_all()
+        return False
 
     def on_instruction(self, frame: types.FrameType, returned: Any) -> None:
         """Raises Effect before `with lock:` that would wait, and before `list(items)`.
@@ -407,7 +411,7 @@ class _Policy:
 
     def on_over(self, frame: types.FrameType) -> None:
         """Raises Effect: the time is over, or too many effects were swallowed."""
-        if not self.before.is_running(frame.f_code):
+        if not self.before.has(_C.generator_of(frame)):
             self._stop(frame, kinds.LATE)
 
     def _stop(self, frame: types.FrameType, words: str) -> None:
@@ -465,8 +469,17 @@ def _is_apart(frame: types.FrameType) -> bool:
 
 
 def _clause(frame: types.FrameType, words: str) -> str:
-    """Names the function that is about to do it, and the line."""
-    return f"{frame.f_code.co_name} {words}, {Site.of(frame).text}"
+    """Names the function that is about to do it, and the line, of a file of its own.
+
+    Code made of a string, as a dataclass's `__init__`, has none: its caller is named.
+    """
+    own: types.FrameType | None = frame
+    while own is not None and not is_own(own.f_code.co_filename):
+        file = own.f_code.co_filename
+        if file != "<string>" and (own is frame or is_of_program(file)):
+            return f"{own.f_code.co_name} {words}, {Site.of(own).text}"
+        own = own.f_back
+    return f"{frame.f_code.co_name} {words}"
 
 
 def _is_over(iterator: Any) -> bool:

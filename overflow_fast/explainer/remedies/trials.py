@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from ..op_rows import Row
 from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..sentinel import Sentinel
+from ..spent_time import SpentTime
 from ..syntax import module_of
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
@@ -245,7 +245,7 @@ def _grown(gradients: Mapping[str, torch.Tensor], usual: float) -> str:
 
 
 def seconds_for(step_seconds: float) -> float:
-    """The seconds that experiments on a step may take, by how long a replay takes."""
+    """How long experiments on a step may compute, by how long a replay takes."""
     return max(LEAST_SECONDS, STEP_TIMES * step_seconds)
 
 
@@ -287,7 +287,7 @@ class Trials:
         # A replay with a remedy is of all forwards of the step.
         self._budget = budget * max(1, len(replayer.calls))
         self._most = replayer.num_forwards + self._budget
-        self._end = time.perf_counter() + seconds_for(step_seconds)
+        self._spent, self._most_seconds = SpentTime(), seconds_for(step_seconds)
         bad = [
             call
             for call in replayer.calls
@@ -333,7 +333,7 @@ class Trials:
     def may_run(self) -> bool:
         """True if the budget allows one replay more."""
         is_spent = self.replayer.num_forwards + len(self.replayer.calls) > self._most
-        return not is_spent and time.perf_counter() <= self._end
+        return not is_spent and self._spent.seconds <= self._most_seconds
 
     def renew(self) -> None:
         """Allows as many forwards again, within the same time."""
