@@ -17,7 +17,6 @@ import torch
 from common import Results, progress, require_kernels
 from decisions import DECISIONS
 from facts import SKIPPED
-from models import OF_TORCH, adam, made, step_of
 from timing import (
     DEVICE,
     ON_GPU,
@@ -32,7 +31,7 @@ from timing import (
 )
 from torch import nn
 
-from overflow_fast import DebugUnderflowOverflow, OverflowGuard
+from overflow_fast import DebugUnderflowOverflow
 
 COLUMNS = ["decision", "variable", "value", "metric", "measured", "over default"]
 NOTES = (
@@ -119,14 +118,6 @@ def step_end_us() -> float:
         return microseconds(step, wall_time, 5) - bare
 
 
-def small_model_step_us() -> float:
-    """A training step of a launch-bound model under the guard."""
-    model, batch = made(*OF_TORCH.values(), torch.float32)
-    optimizer = adam(model)
-    with OverflowGuard(model, optimizer, "skip", sync="lagged"):
-        return microseconds(step_of(model, batch, optimizer), wall_time, 5)
-
-
 METRICS: dict[str, Callable[[], float]] = {
     function.__name__: function
     for function in (
@@ -137,7 +128,6 @@ METRICS: dict[str, Callable[[], float]] = {
         scan_us_mixed,
         frame_host_us,
         step_end_us,
-        small_model_step_us,
     )
 }
 

@@ -18,8 +18,7 @@ class Decision(NamedTuple):
         variable: The environment variable that makes it.
         values: Its values, the default first.
         metric: What `bench_variants.py` measures to decide it; smaller is better.
-        margin: The share by which another value must beat the default; 1 where none may
-            become it.
+        margin: The share by which another value must beat the default.
         reason: The advantage expected of another value, and what it costs.
     """
 
@@ -81,15 +80,5 @@ DECISIONS = (
         0.1,
         "One launch in place of up to 14 operations; mapped memory also saves the copy "
         "and the question to the driver whether it is over.",
-    ),
-    Decision(
-        "frames whose tensors one launch scans",
-        "OVERFLOW_FAST_HELD_FRAMES",
-        ("1", "4", "16"),
-        "small_model_step_us",
-        1.0,
-        "Fewer launches where they bound the step. Only measured, never a default: "
-        "what is written to a tensor meanwhile is missed or, where its version counter "
-        "tells, the tensor is listed as not scanned (csrc/record/held_scans.h).",
     ),
 )

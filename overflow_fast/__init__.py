@@ -16,8 +16,8 @@ MONITORS = {
     "Headroom": "guard.monitors.magnitudes",
     "Underflow": "guard.monitors.magnitudes",
     "Updates": "guard.monitors.updates",
-    "MaskedOps": "explainer.masked_ops",
-    "LayerAudit": "explainer.layer_audit",
+    "MaskedOps": "tools.masked_ops",
+    "LayerAudit": "guard.monitors.layer_audit",
     "Replicas": "guard.monitors.replicas",
 }
 _MODULES = {
@@ -30,7 +30,6 @@ _MODULES = {
     "Explanation": "guard.report.explanation",
     "FlightRecord": "tools.record.table",
     "GuardCoverage": "guard.report.coverage",
-    "IndexedLoader": "explainer.indexed_loader",
     "Log": "guard.options",
     "Monitor": "guard.monitors.monitor",
     "MonitoredStep": "guard.monitors.monitor",
@@ -53,7 +52,7 @@ _MODULES = {
     "explain": "explainer.explain",
     "flags": "flags",
     "get_abs_min_max": "detector.debug",
-    "keep_in_fp32": "explainer.keep_in_fp32",
+    "keep_in_fp32": "explainer.remedies.keep_in_fp32",
     "read_record": "tools.record.reading",
     "recording": "tools.compare.entry_points",
     "scan": "scanner.ops",

@@ -7,11 +7,9 @@ from .detector.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
 from .detector.debug import detect_overflow as detect_overflow
 from .detector.debug import get_abs_min_max as get_abs_min_max
 from .explainer.explain import explain as explain
-from .explainer.indexed_loader import IndexedLoader as IndexedLoader
-from .explainer.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
-from .explainer.layer_audit import LayerAudit as LayerAudit
-from .explainer.masked_ops import MaskedOps as MaskedOps
+from .explainer.remedies.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
 from .guard.guard import OverflowGuard as OverflowGuard
+from .guard.monitors.layer_audit import LayerAudit as LayerAudit
 from .guard.monitors.magnitudes import Headroom as Headroom
 from .guard.monitors.magnitudes import Saturation as Saturation
 from .guard.monitors.magnitudes import Underflow as Underflow
@@ -41,6 +39,7 @@ from .tools.compare.entry_points import compare_live as compare_live
 from .tools.compare.entry_points import recording as recording
 from .tools.compare.entry_points import shadow as shadow
 from .tools.compare.recordings import RecordingError as RecordingError
+from .tools.masked_ops import MaskedOps as MaskedOps
 from .tools.precision.advise import advise_precision as advise_precision
 from .tools.precision.precision_advice import PrecisionAdvice as PrecisionAdvice
 from .tools.record.reading import read_record as read_record
@@ -56,7 +55,6 @@ __all__ = [
     "FlightRecord",
     "GuardCoverage",
     "Headroom",
-    "IndexedLoader",
     "LayerAudit",
     "Log",
     "MaskedOps",

@@ -56,7 +56,7 @@ void Deferred::scan(Frame& frame, Memo* memo, size_t mark) {
     try {
       DeviceSlots& device = devices_[number_of(tensor.tensor.device())];
       device.notice_capture(mark);
-      device.scan(frame.unscanned, /*may_wait=*/memo != nullptr);
+      device.scan(frame.unscanned);
     } catch (...) {
       tensor.error = current_exception_text();
     }

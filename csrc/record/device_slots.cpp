@@ -36,8 +36,7 @@ DeviceSlots::DeviceSlots(at::Device device)
       api_(checked_device(device)),
       torch_streams_(find_device(device) == nullptr ? torch_streams(device) : nullptr),
       streams_(torch_streams_ == nullptr ? find_device(device) : torch_streams_.get()),
-      step_end_(device, api_, streams_ != nullptr),
-      held_(read_variants().held_frames) {}
+      step_end_(device, api_, streams_ != nullptr) {}
 
 DeviceSlots::~DeviceSlots() {
   if (captured_.used > 0) keep_for_ever(captured_.chunks);
@@ -87,9 +86,9 @@ bool DeviceSlots::is_capturing_now() {
   }
 }
 
-void DeviceSlots::scan(std::vector<Unscanned>& tensors, bool may_wait) {
+void DeviceSlots::scan(std::vector<Unscanned>& tensors) {
   try {
-    queue(tensors, may_wait);
+    queue(tensors);
   } catch (...) {
     const py::object why = current_exception_text();
     for (Unscanned& tensor : tensors) {
@@ -98,7 +97,7 @@ void DeviceSlots::scan(std::vector<Unscanned>& tensors, bool may_wait) {
   }
 }
 
-void DeviceSlots::queue(std::vector<Unscanned>& tensors, bool may_wait) {
+void DeviceSlots::queue(std::vector<Unscanned>& tensors) {
   if (is_capturing_ && api_ == nullptr) {
     throw std::runtime_error("no kernel to scan it with, while a graph is captured");
   }
@@ -121,7 +120,6 @@ void DeviceSlots::queue(std::vector<Unscanned>& tensors, bool may_wait) {
   }
   pool.used += count;  // also if a launch fails: some of the slots may have been written
   if (api_ == nullptr) return scan_by_torch(tensors);
-  if (held_.is_wanted() && !is_capturing_) return hold(tensors, first, may_wait);
   if (is_capturing_) return launch(pool, views_, first, api_->current_stream());
   try {
     return launch(pool, views_, first, last_stream_);
@@ -154,25 +152,6 @@ void DeviceSlots::note_written(int64_t stream) {
     if (use.written == nullptr) use.written = take_event();
     use.written->record(stream);
   }
-}
-
-void DeviceSlots::hold(const std::vector<Unscanned>& tensors, int64_t first, bool may_wait) {
-  if (!held_.is_empty() && held_.stream() != last_stream_) launch_held();
-  held_.begin_frame(first, last_stream_);
-  for (const Unscanned& tensor : tensors) {
-    if (tensor.tensor.device() == device_) held_.add(tensor.tensor, tensor.view);
-  }
-  if (!may_wait || held_.is_full()) launch_held();
-}
-
-void DeviceSlots::launch_held() {
-  if (held_.is_empty()) return;
-  try {
-    launch(step_, held_.views(), held_.first_slot(), held_.stream());
-  } catch (...) {
-    current_exception_text();  // decode() reports the slots that stay empty
-  }
-  held_.clear();
 }
 
 // Few small tensors wait for others, those of lists are scanned together: one call for each chunk
@@ -299,7 +278,6 @@ void DeviceSlots::wait_for_all() {
 }
 
 Transfer DeviceSlots::send(const std::vector<int64_t>& flag_bits) {
-  launch_held();
   scan_held();
   Transfer transfer = send(step_, flag_bits);
   transfer.failures = std::exchange(failures_, {});

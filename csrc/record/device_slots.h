@@ -18,7 +18,6 @@
 
 #include "../scan/device.h"
 #include "held_copies.h"
-#include "held_scans.h"
 #include "slot_ref.h"
 #include "step_end.h"
 
@@ -45,10 +44,8 @@ class DeviceSlots {
   bool is_capturing_now();
 
   // Queues the scans of those of `tensors` that are on this device, in as few launches as they
-  // fit in, and sets the slot of each, without the device's number, or its error. With `may_wait`
-  // the scans may wait for later frames, in the variant that does so (held_scans.h): their version
-  // counters then show writes.
-  void scan(std::vector<Unscanned>& tensors, bool may_wait);
+  // fit in, and sets the slot of each, without the device's number, or its error.
+  void scan(std::vector<Unscanned>& tensors);
 
   // Starts the copy of the step's slots, resets them, and does not wait where the device has
   // streams and pinned memory; see StepEnder.
@@ -79,10 +76,8 @@ class DeviceSlots {
 
   int64_t current_stream();
   std::shared_ptr<DeviceEvent> take_event();
-  void queue(std::vector<Unscanned>& tensors, bool may_wait);
+  void queue(std::vector<Unscanned>& tensors);
   void launch(Pool& pool, const std::vector<View>& views, int64_t first, int64_t stream);
-  void hold(const std::vector<Unscanned>& tensors, int64_t first, bool may_wait);
-  void launch_held();
   void scan_by_torch(std::vector<Unscanned>& tensors);
   bool scan_later(Unscanned& tensor);
   void scan_held();
@@ -113,7 +108,6 @@ class DeviceSlots {
   int64_t streams_seen_ = 0;
   std::vector<View> views_;  // of one launch; a member to reuse its memory
   StepEnder step_end_;
-  HeldScans held_;
   HeldCopies copies_;
   std::map<int64_t, py::object> failures_;  // of this step's slots: why a scan did not run
 };

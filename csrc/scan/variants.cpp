@@ -32,14 +32,12 @@ int choice(const char* variable, std::initializer_list<const char*> values) {
 }
 
 // The variable's value, a whole number of at most four digits; 0 if it is not set.
-int number(const char* variable, int least) {
+int number(const char* variable) {
   const std::string value = asked(variable);
   if (value.empty()) return 0;
   const bool is_number =
       value.size() <= 4 && value.find_first_not_of("0123456789") == std::string::npos;
-  if (!is_number || std::stoi(value) < least) {
-    refuse(variable, "a number from " + std::to_string(least) + " to 9999");
-  }
+  if (!is_number) refuse(variable, "a number from 0 to 9999");
   return std::stoi(value);
 }
 
@@ -47,14 +45,13 @@ int number(const char* variable, int least) {
 
 Variants read_variants() {
   Variants variants;
-  variants.cuda_blocks = number("OVERFLOW_FAST_CUDA_BLOCKS", 0);
-  variants.cuda_turn = number("OVERFLOW_FAST_CUDA_TURN", 0);
+  variants.cuda_blocks = number("OVERFLOW_FAST_CUDA_BLOCKS");
+  variants.cuda_turn = number("OVERFLOW_FAST_CUDA_TURN");
   variants.splits_lists = choice("OVERFLOW_FAST_CUDA_SPLIT", {"1", "0"}) == 0;
   variants.has_small_lists = choice("OVERFLOW_FAST_CUDA_SMALL_LISTS", {"1", "0"}) == 0;
   variants.has_large_lists = choice("OVERFLOW_FAST_CUDA_LARGE_LISTS", {"1", "0"}) == 0;
   variants.step_end =
       static_cast<StepEnd>(choice("OVERFLOW_FAST_STEP_END", {"torch", "kernel", "mapped"}));
-  variants.held_frames = std::max(1, number("OVERFLOW_FAST_HELD_FRAMES", 1));
   return variants;
 }
 

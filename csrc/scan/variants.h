@@ -13,8 +13,6 @@
 // | OVERFLOW_FAST_CUDA_SMALL_LISTS | 1, 0                  | parameters for 4 tensors, beside 88    |
 // | OVERFLOW_FAST_CUDA_LARGE_LISTS | 1, 0                  | parameters for 984 tensors, beside 88  |
 // | OVERFLOW_FAST_STEP_END         | torch, kernel, mapped | see StepEnd                            |
-// | OVERFLOW_FAST_HELD_FRAMES      | 1, any number above 0 | frames of a launch; misses writes: see |
-// |                                |                       | held_scans.h. Never to be a default    |
 //
 // A block's threads and a thread's loads are compiled in (OF_CUDA_* in cuda/work_list.h).
 #pragma once
@@ -38,7 +36,6 @@ struct Variants {
   bool has_small_lists = true;
   bool has_large_lists = true;
   StepEnd step_end = StepEnd::kTorch;
-  int held_frames = 1;
 };
 
 // Throws std::invalid_argument for an unknown value: a measurement of another variant than the one

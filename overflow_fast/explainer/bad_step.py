@@ -124,6 +124,10 @@ RAISED_FINITE = (
     "The replay raised the same exception. No operation before it was seen to make a "
     "non-finite value that is not meant."
 )
+FLAG_ALONE = (
+    "The replay is finite. The device's overflow flag alone was set: which operation "
+    "overflowed inside is not known."
+)
 SOME = "Some replays are finite, but {}."
 LEFT_OVER = (
     "left over from step {}: non-finite since then, and not cleared before this step"

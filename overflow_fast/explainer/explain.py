@@ -57,8 +57,8 @@ def investigate(
     """
     begin = time.perf_counter()
     ranks = RankCoordinator() if ranks is None else ranks
-    limits = budget, checkpoints, artifact_bytes
-    case = Case(models, incident or BadStep(), start, *limits, replay_check)
+    incident = incident or BadStep()
+    case = Case(models, incident, start, budget, checkpoints, replay_check)
     before = global_values(classes=_classes_of(models))
     found, stopped = _searched(case, calls, ranks)
     if found is not ranks.result:  # the rank that led looks at all views of its own
@@ -70,9 +70,8 @@ def investigate(
         changed = changed_names(before, global_values(classes=_classes_of(models)))
         if changed and case.num_forwards:
             found.notes.append(counted_text(changed))
-    own = found.artifacts
-    if artifact_bytes and calls:
-        own += _saved(models, calls, start, artifact_bytes, found)
+    is_saved = artifact_bytes > 0 and bool(calls)
+    own = _saved(models, calls, start, artifact_bytes, found) if is_saved else []
     if found is not ranks.result:  # which has the numbers of the rank that led
         found.replays = case.num_forwards
         found.seconds = time.perf_counter() - begin
@@ -153,7 +152,7 @@ def _saved(
 
     try:
         pairs = [] if start is None else start.pairs()
-        return saved_step(models, calls, pairs, most - found.artifact_bytes)
+        return saved_step(models, calls, pairs, most)
     except Exception as error:
         found.notes.append(f"The step was not saved: {error_line(error)}.")
         return []

@@ -124,14 +124,13 @@ class Row:
         is_empty: Whether it returned memory that nobody has written to.
         is_communication: Whether other ranks may have made what it returned.
         details: What is known of its inputs and outputs, where it made the bad value.
-        call: Its arguments, where it made the bad value and they are wanted; else None.
         torch_call: The torch call that ran it, where these are recorded; else None.
     """
 
     __slots__ = (
         *("index", "name", "module", "sites", "node", "node_sequence", "sequence"),
         *("parents", "kinds", "is_meant", "is_empty", "details", "custom", "thread"),
-        *("variable", "call", "is_communication"),
+        *("variable", "is_communication"),
         *("in_hook", "masks", "reduces", "read_from", "abs_max"),
         *("torch_call", "is_asked"),
     )
@@ -153,7 +152,6 @@ class Row:
         self.in_hook = self.reduces = self.is_asked = False
         self.details: Details | None = None
         self.variable: torch.Tensor | None = None
-        self.call: OpCall | None = None
         self.torch_call: TorchCall | None = None
 
     @property

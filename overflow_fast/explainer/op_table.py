@@ -54,7 +54,6 @@ class OpTable:
     Args:
         leaves: The tensors that are there before, by what they are.
         details_of: Says why an operation made a bad value.
-        keeps_calls: Keep the arguments of operations that made bad values.
         looks_back: Hold what operations read, for one that turns out undefined.
 
     Attributes:
@@ -76,10 +75,9 @@ class OpTable:
         details_of: Callable[
             [OpCall, Sequence[torch.Tensor], Any, MaskCounts], Details
         ],
-        keeps_calls: bool = False,
         looks_back: bool = False,
     ) -> None:
-        self._details_of, self._keeps_calls = details_of, keeps_calls
+        self._details_of = details_of
         self.rows: list[Row] = []
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
         self.masked_modules: dict[str, list[Source]] = {}
@@ -298,9 +296,6 @@ class OpTable:
                 replace(summary, name=self._name_of(tensor))
                 for summary, tensor in zip(details.inputs, op.read(), strict=True)
             ]
-            if self._keeps_calls:
-                row.call = op
-                op.note_versions()
             is_undefined = details.why == UNDEFINED and details.true_value is not None
             if is_undefined and self._tape is not None:
                 self.undefined[row] = self._tape.before(row)

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .. import _C
 from ..detector.selection import full_name
 from ..scanner.modules import Handles, named_modules
 from ..scanner.torch_ops import base_of, has, is_view
@@ -146,8 +145,6 @@ class OpCall:
         self.written: list[torch.Tensor] = []
         self._overwritten: list[torch.Tensor] = []
         self.kept: dict[int, torch.Tensor] = {}
-        self._only_read: list[torch.Tensor] = []
-        self._versions: list[int] = []
         for place, name, is_overwritten in writes:
             tensors = tensors_in(args[place] if place < len(args) else kwargs.get(name))
             self.written += tensors
@@ -196,20 +193,6 @@ class OpCall:
         for tensor in self.written:
             if not any(tensor is each for each in self._overwritten):
                 self.kept[id(tensor)] = tensor.detach().clone()
-
-    def note_versions(self) -> None:
-        """Notes how often what it reads alone was written to."""
-        self._only_read = [
-            tensor
-            for tensor in self.arguments
-            if not any(tensor is each for each in self.written)
-        ]
-        self._versions = _C.versions_of(self._only_read)
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """True if nobody has written to its arguments since it ran."""
-        return _C.versions_of(self._only_read) == self._versions
 
     def fresh(self, output: Any) -> list[torch.Tensor]:
         """The results that it returns in memory of their own."""

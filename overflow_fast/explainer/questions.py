@@ -252,12 +252,6 @@ def _unwatched(search: Search) -> Explanation:
     return Explanation(cause=NOT_REPRODUCIBLE.name, evidence=evidence)
 
 
-def _flag(search: Search) -> Explanation:
-    from .flag_search import explain_flag  # of devices with such a flag
-
-    return explain_flag(search.replayer)
-
-
 def _is_left_over(search: Search) -> bool:
     names, before = search.incident.gradients.keys(), search.incident.left_over.keys()
     return _of_gradient(search) and bool(names) and names <= before
@@ -380,27 +374,11 @@ def _not_reproducible(search: Search, text: str) -> Explanation:
     if search.changed:
         text = f"The replay is finite, but {notes.effects_text(search.changed)}."
         return Explanation(notes=[text])
-    if not is_gradient and found.module:
-        _ask_elsewhere(search, found)
     models = search.case.models.values()
     devices = {p.device for model in models for p in parameters_of(model)}
     places = " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
     found.notes.append(f"It ran on {places}.")
     return found
-
-
-def _ask_elsewhere(search: Search, found: Explanation) -> None:
-    """Adds what the module gives on the CPU, where it ran on another device."""
-    from .second_device import FirstCall, compare_devices, is_elsewhere
-
-    replayer = search.replayer
-    if not is_elsewhere(search.case.models) or not search.may_run(len(replayer.calls)):
-        return
-    first_call = FirstCall(found.module)
-    replayer.run(observers=[first_call])
-    if first_call.call is not None:
-        errors = compare_devices(first_call.call, first_call.output)
-        found.evidence += [str(errors)] if errors is not None else []
 
 
 def _outside(search: Search) -> str:
@@ -517,7 +495,7 @@ FINITE: tuple[Question, ...] = (
     Question(
         "Was a device's overflow flag all that was seen?",
         lambda search: search.incident.is_of_flag,
-        _flag,
+        _note(notes.FLAG_ALONE),
     ),
     Question(
         "Are the gradients those of an earlier step? The replay began without any.",

@@ -315,7 +315,6 @@ class Replayer:
         start: The models as they were when the step began; None for now.
         ranks: The ranks that run them together, each of which enters its own; None for
             this one alone.
-        keeps_calls: Keep the arguments of operations that make bad values.
         inner: The module whose outputs' gradients are looked at, too; None for none.
         tail: The program's lines behind the last backward, to be run there.
 
@@ -331,7 +330,6 @@ class Replayer:
         calls: Sequence[Call],
         start: RestorePoint | None = None,
         ranks: RankCoordinator | None = None,
-        keeps_calls: bool = False,
         inner: str | None = None,
         tail: Tail | None = None,
     ) -> None:
@@ -341,7 +339,6 @@ class Replayer:
         self._inner = None if inner is None else OutputGradients(inner)
         self.models, self.calls = models, list(calls)
         self.ranks = RankCoordinator() if ranks is None else ranks
-        self._keeps_calls = keeps_calls
         self.num_forwards = 0
         self._has_backward = not gradient_taker(models.values())
         self._most_seconds = math.inf
@@ -605,8 +602,7 @@ class Replayer:
         leaves += [Leaf(*found) for found in named]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         others = held_leaves(self.models, call.around())
-        how = self._keeps_calls, step.looks_back
-        result.table = OpTable([*leaves, *others], details_of, *how)
+        result.table = OpTable([*leaves, *others], details_of, step.looks_back)
         calls = TorchCalls() if step.has_calls else nullcontext()
         trace = OpTrace(self.models, result.table)
         try:

@@ -13,7 +13,6 @@ from ..guard.report.causes import EMPTY_REDUCTION, NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from ..guard.report.op import Sample
 from .calls import Call, batch_size, why_whole, with_stand_in
-from .indexed_loader import dataset_index
 from .op_rows import Leaf, Row, row_of
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .replayer import Observer, Replayer, ReplayResult, StepPart
@@ -204,10 +203,10 @@ class _FailsAgain(Observer):
 
 
 def _dataset_index(call: Call, index: int, size: int) -> int | None:
-    """The sample's index in the dataset, where the batch or its loader has it."""
+    """The sample's index in the dataset, where the batch has it."""
     for name, path, tensor in call.places():
         key = path[-1].value if path else name
         is_index = key in _INDEX_KEYS and not is_float(tensor)
         if is_index and tensor.dim() == 1 and len(tensor) == size:
             return int(tensor[index])
-    return dataset_index([tensor for _, tensor in call.leaves()], index)
+    return None

@@ -60,7 +60,6 @@ class Case:
         start: The models as they were when the step began; None for now.
         budget: How many forwards it may run; see `find_remedies` for remedies.
         checkpoints: Files of weights to try where weights are bad, the newest last.
-        artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
         replay_check: Compares the first run with the step; None where nobody watched.
         replayers: All that have run it.
     """
@@ -70,7 +69,6 @@ class Case:
     start: RestorePoint | None = None
     budget: int = BUDGET
     checkpoints: Sequence[str | os.PathLike[str]] = ()
-    artifact_bytes: int = 0
     replay_check: ReplayCheck | None = None
     replayers: list[Replayer] = field(default_factory=list)
 
@@ -88,7 +86,6 @@ class Case:
         self.replayers.append(
             Replayer(
                 *(self.models, calls, self.start, ranks),
-                keeps_calls=self.artifact_bytes > 0,
                 inner=inner,
                 tail=tail,
             )
@@ -269,7 +266,6 @@ class Search:
         if traced.is_in_gradients and not traced.bad_gradients:
             found.notes.append(_REACHES_NO_WEIGHT)
         self._name_ranks(found)
-        self._keep_call(found, root_op)
         if self.difference is not None:
             names = self.set_meanwhile
             why = f"; {notes.set_text(names)}" if names else ""
@@ -394,15 +390,6 @@ class Search:
             found.cause, found.reason = DIVERGENCE.name, growth.text
             found.evidence[0] += "; with weights as large as before it is finite"
             found.evidence[1:1] = growth.order
-
-    def _keep_call(self, found: Explanation, root_op: RootOp) -> None:
-        """Keeps the operation as a script, where artifacts are wanted."""
-        source, most = root_op.source, self.case.artifact_bytes
-        if not isinstance(source, Row) or source.call is None:
-            return
-        from .repro import repro_of  # for runs that keep evidence
-
-        found.artifacts += repro_of(source.call, found, most)
 
     def _try_checkpoints(self, found: Explanation) -> None:
         """Tries weights of files where nothing else has to be run again."""

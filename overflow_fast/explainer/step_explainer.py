@@ -23,7 +23,7 @@ from ..guard.report.gist import expression_of, plain_name
 from ..guard.unit import Unit
 from ..guard.verdict.bad_frames import BadFrame, collect
 from ..guard.verdict.verdict import BadEntry, Origin, Verdict, is_of_flag
-from ..guard.watching.judged_tensors import NORM, JudgedTensors, ScanLevel
+from ..guard.watching.judged_tensors import NORM, JudgedTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import gradient_taker, why_not
 from ..scanner.ops import scan
@@ -390,7 +390,7 @@ class _FullWatch(Observer):
             self._watches[0].record(_C.FrameKind.RECORDED, (["loss"], [loss]))
 
     def _collect(self) -> None:
-        JudgedTensors(self._watches).scan(None, ScanLevel.ALL)
+        JudgedTensors(self._watches).scan(None)
         self.frames += collect(self._watches)
 
 

@@ -11,12 +11,12 @@ from .. import _C
 from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .measurements import Measurements
-from .optimizers.engines import LossScaler
+from .optimizers.engine_scaler import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .step import StepClock
 from .unit import Unit, UnitKind
 from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
-from .watching.judged_tensors import JudgedTensors, ScanLevel
+from .watching.judged_tensors import JudgedTensors
 from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
@@ -111,31 +111,29 @@ class Collector:
 
     # What stands in no call.
 
-    def scan(
-        self, hook: OptimizerHook, level: ScanLevel, others: Sequence[Optimizer] = ()
-    ) -> None:
+    def scan(self, hook: OptimizerHook, others: Sequence[Optimizer] = ()) -> None:
         """Scans what belongs to no call. Does not incur a CPU-GPU sync.
 
         Args:
             hook: That of the optimizer which is about to step.
-            level: How much of the step is watched.
             others: The optimizers that step next.
         """
         engine = hook.all_layers if hook.is_of_engine else ()
-        self.tensors.scan(hook.optimizer, level, others, engine)
+        self.tensors.scan(hook.optimizer, others, engine)
         has_loss = any(watch.has_loss_of_step for watch in self.watches)
         is_blind = not (self.tensors.num_gradients or has_loss)
-        if is_blind and self._is_tripwire and level is not ScanLevel.OFF:
+        if is_blind and self._is_tripwire:
             self._warn_blind()
 
     def scan_all(self) -> None:
         """Scans weights, buffers and all gradients, whatever was scanned before."""
         self.tensors.begin_round()
-        self.tensors.scan(None, ScanLevel.ALL)
+        self.tensors.scan(None)
 
-    def ask_flags(self, level: ScanLevel, scaler: LossScaler | None = None) -> None:
-        """Asks devices for their overflow flags."""
-        self._overflow_flags.ask(level, scaler)
+    def ask_flags(self, scaler: LossScaler | None = None) -> None:
+        """Asks devices for their overflow flags, where the step is watched."""
+        if self._clock.is_watched:
+            self._overflow_flags.ask(scaler)
 
     def scan_rest(self) -> list[str]:
         """Scans what depends on the stats that have arrived.

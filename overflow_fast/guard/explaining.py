@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,12 +27,10 @@ from .optimizers.last_steps import LastSteps
 from .outer import outer
 from .process import world_size
 from .ranks.agreement import Agreed
+from .report.explanation import Explanation
 from .unit import Unit
 from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
-
-if TYPE_CHECKING:
-    from .report.explanation import Explanation
 
 _log = logging.getLogger("overflow_fast")
 USE_RUN = "guard.run(lambda: loss)"
@@ -319,8 +317,6 @@ def _without_explainer(moment: str) -> Explanation | None:
 
 def _noting(text: str) -> Explanation:
     """An explanation that says why there is none."""
-    from .report.explanation import Explanation  # no clean step needs it
-
     return Explanation(notes=[text])
 
 

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..explainer.selftest import Loss, SelfTestResult
+    from ..tools.selftest import Loss, SelfTestResult
 
 _log = logging.getLogger("overflow_fast")
 _Result = TypeVar("_Result")

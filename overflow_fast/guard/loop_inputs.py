@@ -18,7 +18,7 @@ from .kept_calls.call_keeper import CallKeeper
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .requests.requests import Requests
 from .step import StepClock
-from .watching.judged_tensors import NORM, JudgedTensors, ScanLevel
+from .watching.judged_tensors import NORM, JudgedTensors
 from .watching.loop_batches import LoopBatch
 from .watching.watch import ModelWatch, models_of
 
@@ -108,7 +108,7 @@ class LoopInputs:
         if self.requests is not None and self.requests.takes(models):
             return self.requests.run(function)
         model, seen = self._watches[0].model, self._seen()
-        is_watched = self._clock.level is ScanLevel.ALL
+        is_watched = self._clock.is_watched
         self._num_running += 1
         try:
             if self._keeper is None or model is None or not is_watched:
@@ -169,8 +169,8 @@ class LoopInputs:
         if requests is not None and requests.takes_now:
             requests.record(tensors)
             return
-        level, watch = self._clock.level, self._watches[0]
-        if level is ScanLevel.OFF or not tensors or _C.is_unwatched():
+        watch, is_watched = self._watches[0], self._clock.is_watched
+        if not (is_watched and tensors) or _C.is_unwatched():
             return
         watch.has_seen_loss |= "loss" in tensors
         watch.has_loss_of_step |= "loss" in tensors
@@ -203,7 +203,7 @@ class LoopInputs:
         self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
     ) -> None:
         """Notes a norm that `clip_grad_norm_` has computed; see `clipping.listen`."""
-        if self._clock.level is not ScanLevel.OFF and not _C.is_unwatched():
+        if self._clock.is_watched and not _C.is_unwatched():
             with self._isolation.measured():
                 # Of float16 it is counted how many stand at its largest number.
                 wider = [p for p in parameters if p.dtype is not torch.float16]

@@ -1,8 +1,14 @@
 """The calls for a judgement: optimizers, GradScalers, forwards, exceptions, `check()`.
 
-Each makes a unit, has what was seen of it collected (`Collector`), hands it to the
-judge (`Judge`), and closes it: an optimizer's step is over when `after_step()` is
-called, a round of steps when each optimizer has stepped.
+1. A call makes a unit (`Unit`), of the kind that it is.
+2. What was seen of it is collected (`Collector`); steps whose verdicts are late come
+   first (`LaggedSteps`).
+3. It is judged (`Judge`), as every other.
+4. The call closes it: an optimizer's step is over when `after_step()` is called, a
+   round when each optimizer has stepped, or one steps again.
+
+State: the optimizers that a GradScaler has called, the last report when the last round
+ended, and whether a rank doubts the step at hand. Numbers are the ledger's.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from .measurements import Measurements
 from .monitors.running import RunningMonitors
 from .optimizers import scaler_hook as scalers
 from .optimizers.doubts import Doubts
-from .optimizers.engines import LossScaler
+from .optimizers.engine_scaler import LossScaler
 from .optimizers.loss_scaling import (
     SCALER,
     will_skip,
@@ -52,7 +58,6 @@ from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit
 from .verdict.bad_frames import take_evaluated
 from .verdict.rules import Rules
 from .watching.evaluation import Evaluation
-from .watching.judged_tensors import ScanLevel
 from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
@@ -357,7 +362,7 @@ class Pipeline:
     def _check(self) -> Report | None:
         collector = self.collector
         collector.scan_all()
-        collector.ask_flags(self._clock.level)
+        collector.ask_flags()
         collector.send()
         try:
             self.judge_late()
@@ -414,8 +419,7 @@ class Pipeline:
 
     def _judge_collected(self, hook: OptimizerHook, scaler: LossScaler | None) -> bool:
         # Without a batch the gradients are those of an earlier step.
-        shadows = self.agreement.is_shadowing
-        level = ScanLevel.OFF if shadows else self._clock.level
+        has_batch = not self.agreement.is_shadowing
         collector, is_lagged = self.collector, self._lagged.holds(hook)
         others = [
             optimizer
@@ -423,8 +427,9 @@ class Pipeline:
             if other is not hook and not self.rounds.has_stepped(other)
             if (optimizer := other.optimizer) is not None
         ]
-        collector.scan(hook, level, () if scaler else others)
-        collector.ask_flags(level, scaler)
+        if has_batch:
+            collector.scan(hook, () if scaler else others)
+            collector.ask_flags(scaler)
         self._lagged.scan_doubted(hook)
         self._doubts.note(hook)
         collector.send(is_lagged)
@@ -434,25 +439,25 @@ class Pipeline:
         try:
             self.judge_late(is_lagged)
             if is_lagged:
-                return self._judge_lagged(unit, hook, level)
+                return self._judge_lagged(unit, hook, has_batch)
             unit.notes += collector.scan_rest()
             unit.last_frame = _C.Recorder.num_frames()
             unit.frames = collector.take(unit.last_frame)
-            if unit.frames and level is not ScanLevel.OFF:
+            if unit.frames and has_batch:
                 self._leave_out_given_up(unit)
-            self._leave_to_scaler(unit, hook, level)
+            self._leave_to_scaler(unit, hook, has_batch)
             return self._skips(unit)
         finally:
             collector.end(is_lagged)
 
-    def _judge_lagged(self, unit: Unit, hook: OptimizerHook, level: ScanLevel) -> bool:
+    def _judge_lagged(self, unit: Unit, hook: OptimizerHook, has_batch: bool) -> bool:
         """Judges a step by what has arrived of it already, and queues the rest."""
         if self._doubts.may_overflow(hook, is_lagged=True):
             self._lagged.doubt(hook)
         found = dataclasses.replace(unit, skipped_by="")
         if not self.agreement.is_needed:  # ranks decide together, once for each step
             found.frames = self.collector.take(unit.last_frame)
-        self._leave_to_scaler(found, hook, level)
+        self._leave_to_scaler(found, hook, has_batch)
         self._lagged.push(unit)
         if not found.frames:
             return False
@@ -491,7 +496,7 @@ class Pipeline:
             unit.forget_frames()
 
     def _leave_to_scaler(
-        self, unit: Unit, hook: OptimizerHook, level: ScanLevel
+        self, unit: Unit, hook: OptimizerHook, has_batch: bool
     ) -> None:
         """Leaves to a GradScaler what it handles; asks monitors if nothing is left."""
         if unit.scaler is not None:
@@ -501,7 +506,7 @@ class Pipeline:
             )
         if hook.is_skipped_elsewhere:
             unit.skipped_by = "other guard"
-        if not unit.frames and level is not ScanLevel.OFF:
+        if not unit.frames and has_batch:
             is_scaled = unit.scaler is not None
             unit.notices = self._monitors.look(unit.number, hook.optimizer, is_scaled)
 
@@ -517,7 +522,7 @@ class Pipeline:
             return
         collector = self.collector
         collector.note_scaler(scaler)
-        collector.scan(hook, self._clock.level)
+        collector.scan(hook)
         collector.send()
         try:
             self.judge_late()
@@ -548,7 +553,7 @@ class Pipeline:
     @property
     def _is_judged(self) -> bool:
         """True if the step is watched."""
-        return self._clock.level is not ScanLevel.OFF
+        return self._clock.is_watched
 
     # A round: it is over when each optimizer has stepped, or one steps again.
 
@@ -556,7 +561,7 @@ class Pipeline:
         clock, measurements = self._clock, self._measurements
         self.rounds.end()
         self.ledger.end_line()
-        step, is_watched = clock.step, clock.level is not ScanLevel.OFF
+        step, is_watched = clock.step, clock.is_watched
         self.tensors.begin_round()
         is_bad = self.ledger.last_report is not self._last_seen
         self._last_seen = self.ledger.last_report

@@ -22,7 +22,6 @@ from .report.report import Report
 from .unit import RAISED, Unit
 from .value_errors import is_of_values
 from .verdict.verdict import Verdict
-from .watching.judged_tensors import ScanLevel
 
 _log = logging.getLogger("overflow_fast")
 _IN_NOTES = "The report is in the notes of the exception, which the program may catch."
@@ -104,8 +103,8 @@ class RaisedSteps:
         collector = self._collector
         if optimizer is not None and collector.wanted.weights:
             collector.tensors.scan_update(optimizer, has_state=False)
-        if not is_in_forward and collector.wanted.gradients:
-            collector.tensors.scan(None, ScanLevel.GRADIENTS)
+        if not is_in_forward:
+            collector.tensors.scan_gradients()
         collector.send()
 
     def _collected(self, optimizer: torch.optim.Optimizer | None) -> Unit:

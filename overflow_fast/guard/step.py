@@ -9,12 +9,11 @@ from typing import Literal
 
 from .. import _C
 from .monitors.monitor import Notice
-from .optimizers.engines import LossScaler
+from .optimizers.engine_scaler import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .undo.restore_point import RestorePoint
 from .verdict.bad_frames import BadFrame
 from .verdict.verdict import Verdict
-from .watching.judged_tensors import ScanLevel
 from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
@@ -143,7 +142,7 @@ class StepClock:
     Attributes:
         step: The number of the step at hand.
         num_steps: The number of steps that are over.
-        level: How much of the step is watched.
+        is_watched: The step is watched.
         left_out: The steps before the one at hand that were not judged.
     """
 
@@ -161,7 +160,7 @@ class StepClock:
         self._is_running = False
         self.step = 0
         self.num_steps = 0
-        self.level = ScanLevel.OFF
+        self.is_watched = False
         self.left_out = LeftOut()
 
     def start(self) -> None:
@@ -171,17 +170,16 @@ class StepClock:
 
     def stop(self) -> None:
         """Detaches all hooks."""
-        self._is_running = False
-        self.level = ScanLevel.OFF
+        self._is_running = self.is_watched = False
         for watch in self._watches:
             watch.detach()
 
-    def set_level(self, level: ScanLevel) -> None:
-        """Attaches the hooks that a step of this level needs, and removes others."""
-        self.level = level
+    def watch(self, is_watched: bool) -> None:
+        """Attaches the hooks that a watched step needs, or removes them."""
+        self.is_watched = is_watched
         for watch in self._watches:
-            watch.attach() if level is ScanLevel.ALL else watch.pause()
-        if self._start is not None and level is not ScanLevel.OFF:
+            watch.attach() if is_watched else watch.pause()
+        if self._start is not None and is_watched:
             self._start.prepare()
 
     def set_step(self, number: int) -> None:
@@ -201,9 +199,8 @@ class StepClock:
 
     def begin(self) -> None:
         """Begins to watch the step at hand."""
-        is_left_out = bool(self._schedule.left_out_by(self.step))
-        self.set_level(ScanLevel.OFF if is_left_out else ScanLevel.ALL)
-        if self.level is not ScanLevel.OFF:
+        self.watch(not self._schedule.left_out_by(self.step))
+        if self.is_watched:
             self._overflow_flags.clear()
 
     @contextlib.contextmanager
@@ -215,4 +212,4 @@ class StepClock:
             yield
         finally:
             if self._is_running:
-                self.set_level(self.level)
+                self.watch(self.is_watched)

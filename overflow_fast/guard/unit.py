@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from .. import _C
 from .monitors.monitor import Notice
-from .optimizers.engines import LossScaler
+from .optimizers.engine_scaler import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .ranks.agreement import NO_WISHES, Wishes
 from .report.explanation import Explanation

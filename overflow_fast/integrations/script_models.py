@@ -13,7 +13,7 @@ from .. import _C
 from ..detector.debug import DebugUnderflowOverflow
 from ..detector.hooks import root_hooks
 from ..guard.guard import OverflowGuard
-from ..guard.optimizers.engines import optimizers_in
+from ..guard.optimizers.held_optimizers import optimizers_in
 from ..guard.program_guard import ProgramGuard
 from ..scanner.modules import (
     children_of,

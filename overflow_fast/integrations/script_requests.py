@@ -21,7 +21,7 @@ from .. import _C
 from ..guard.kinds import TRIPWIRE
 from ..guard.others import num_guards_of
 from ..guard.program_guard import ProgramGuard
-from ..guard.requests.requests import entries_of
+from ..guard.requests.entries import entries_of
 from ..scanner.modules import is_scripted, modules_in
 from ..torch_internals.call_arguments import keywords_of_call
 from ..torch_internals.module_internals import forward_pre_hooks

@@ -12,7 +12,8 @@ class TensorPath:
     """Where a tensor is: a module, its role there, and the path that leads to it.
 
     `str()` of it names the tensor in records, pages and comparisons. Sentences of
-    reports (`in_words()`) and rules (`rule`) need forms of their own, and say why.
+    reports (`in_words()`) and rules (`rule_label`) need forms of their own, and say
+    why.
 
     Attributes:
         module: The qualified name of the module; "" is the model, or none.
@@ -63,15 +64,6 @@ class TensorPath:
     def rule_label(self) -> str:
         """The label in rules, where each begins with the role: `weight.bias`."""
         return self.label if self.is_of_call else f"{self.role}.{self.path}"
-
-    @property
-    def rule(self) -> str:
-        """The path as `allow=` takes it, such as `h.0.attn:output[0]`.
-
-        A pattern of modules and one of labels stand around the first colon: no space,
-        and the model's own name is empty, since "the model" could be a module's.
-        """
-        return f"{self.module}:{self.rule_label}"
 
     def of_module(self, quote: str = "") -> str:
         """Writes `output[0] of h.0.attn`, with quotes around its label."""

@@ -61,7 +61,7 @@ def command(folder, *arguments):
 def test_the_files_are_there(left):
     folder, _, report = left
     names = {path.name for path in folder.iterdir()}
-    assert names >= {"explanation.json", "repro.py", "replay.json", "report.json"}
+    assert names >= {"explanation.json", "replay.json", "report.json"}
     found = json.loads((folder / "explanation.json").read_text())
     assert (found["schema"], found["kind"]) == (1, "explanation")
     assert found["cause"] == report.explanation.cause == "undefined"

@@ -11,7 +11,7 @@ from torch import nn
 import overflow_fast
 from overflow_fast import explain, keep_in_fp32
 from overflow_fast.explainer.bad_step import NO_LOSS
-from overflow_fast.explainer.keep_in_fp32 import shortened
+from overflow_fast.explainer.remedies.keep_in_fp32 import shortened
 from overflow_fast.explainer.remedies.patches import InDtype, in_dtype
 from overflow_fast.explainer.remedies.spans import span
 

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from processes import python
 from safetensors.torch import save_file
 from torch import nn
 
@@ -155,42 +154,6 @@ def test_an_argument_that_cannot_be_saved_is_named(tmp_path, as_kept):
 def test_what_is_too_large_is_left_out(tmp_path):
     model = Net()
     assert left_by(tmp_path, model, model_call(model, *batch()), room=4).artifacts == []
-
-
-# The operation alone.
-
-OPS = {
-    "softmax": lambda x: torch.softmax(x * 0 - torch.inf, -1).sum(),
-    "log": lambda x: (x - x).log().sum(),
-    "derivative": lambda x: (x - x).sqrt().sum(),
-    "in place": lambda x: (x * 1.0).div_(x - x).sum(),
-    "matrix product": lambda x: (x.half() * 300) @ (x.half().T * 900),
-    "several outputs": lambda x: torch.var_mean(x[:1, :1], dim=1)[0].sum(),
-    "list": lambda x: torch.logsumexp(x * 1e38 * 10, [0, 1]).sum(),
-    "embedding": lambda x: nn.functional.cross_entropy(x, torch.full((3,), -100)),
-}
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_the_operation_fails_alone(name, tmp_path):
-    model = nn.Linear(1, 1)
-    compute = lambda b: OPS[name](b["x"] * model.weight).float().sum()  # noqa: E731
-    call = run_call(model, {"x": torch.ones(3, 4)}, compute)
-    found = left_by(tmp_path, model, call)
-    assert found.op is not None
-    script = tmp_path / "repro.py"
-    spec = {"__file__": str(script), "__name__": "__main__"}
-    with pytest.raises(AssertionError, match="not finite"):
-        exec(compile(script.read_text(), str(script), "exec"), spec)
-
-
-def test_the_script_runs_by_itself(tmp_path, as_kept):
-    model = Net()
-    left_by(tmp_path, model, model_call(model, *batch()))
-    done = python(str(tmp_path / "repro.py"))
-    assert done.returncode == 1
-    assert "AssertionError: not finite" in done.stderr
-    as_kept(done.stdout)
 
 
 Point = collections.namedtuple("Point", "x mask")

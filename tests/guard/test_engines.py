@@ -12,7 +12,7 @@ from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer.calls import names_of_inputs
 from overflow_fast.explainer.remedies.patches import in_dtype, in_float32
 from overflow_fast.guard import reporting
-from overflow_fast.guard.optimizers.engines import engine_gradients
+from overflow_fast.guard.optimizers.engine_gradients import engine_gradients
 
 # Most tests ask what is stepped and skipped; some replay, under an engine as well.
 Unexplained = functools.partial(OverflowGuard, explain=False)

@@ -9,7 +9,7 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
 from overflow_fast.guard import state_check
-from overflow_fast.guard.optimizers.engines import optimizers_in
+from overflow_fast.guard.optimizers.held_optimizers import optimizers_in
 from overflow_fast.guard.optimizers.wrapped import innermost
 
 

@@ -261,7 +261,7 @@ def test_such_optimizer_state():
     endless.append(endless)
     optimizer.state[parameter] = {"deep": nested("tuple", 2000)(X), "self": endless}
     with OverflowGuard(model, optimizer, "warn", watch=["optimizer_state"]) as guard:
-        guard._parts.pipeline.tensors.scan(optimizer, guard._parts.clock.level)
+        guard._parts.pipeline.tensors.scan(optimizer)
         first = guard.check().verdict.first
         assert guard.coverage().failures == 0
     assert first.fqn == "blocks.0.fc1.weight.self.0"

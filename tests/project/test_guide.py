@@ -583,17 +583,22 @@ def test_averages(code):
 
 
 @runs("the-samples-index-in-the-data-set")
-def test_a_loader_that_knows_its_indices(code):
-    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
-    model, seen = nn.Linear(2, 1), []
-    run(
-        code,
-        guard=overflow_fast.OverflowGuard(model, sgd(model)),
-        loader=torch.utils.data.DataLoader(data, 4),
-        loss_of=lambda model, x, y: seen.append(len(x)) or (model(x) - y).sum(),
-        model=model,
-    )
-    assert seen == [4, 4]
+def test_a_data_set_that_knows_its_indices(code):
+    x = torch.rand(24, 2)
+    x[17] = 1000.0
+    model = nn.Linear(2, 1)
+    nn.init.ones_(model.weight)
+    optimizer = sgd(model)
+    with overflow_fast.OverflowGuard(model, optimizer) as guard:
+        names = {"guard": guard, "model": model, "optimizer": optimizer}
+        with pytest.raises(overflow_fast.NonFiniteError) as caught:
+            run(
+                code,
+                data=torch.utils.data.TensorDataset(x, torch.ones(24, 1)),
+                loss_of=lambda model, b: (model(b["x"]) - b["y"]).exp().mean(),
+                **names,
+            )
+    assert caught.value.report.explanation.sample.dataset == 17
 
 
 @runs("does-it-work-on-my-model")

@@ -18,7 +18,7 @@ import overflow_fast
 from overflow_fast import _C
 from overflow_fast.detector import compiled, dynamo
 from overflow_fast.guard.undo import restore_point
-from overflow_fast.guard.verdict import call_order as calls
+from overflow_fast.guard.verdict import foreign_hooks
 from overflow_fast.torch_internals import (  # noqa: F401  (each adds its rows)
     call_arguments,
     clipping,
@@ -193,7 +193,7 @@ def test_the_guard_works_without_it(monkeypatch, owner, name):
 
 def test_the_guard_works_without_what_is_called_directly(monkeypatch):
     monkeypatch.setattr(restore_point, "graph_task_id", lambda: -1)
-    monkeypatch.setattr(calls, "global_forward_hooks", dict)
+    monkeypatch.setattr(foreign_hooks, "global_forward_hooks", dict)
     check_skip()
 
 

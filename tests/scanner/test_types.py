@@ -47,7 +47,7 @@ LOSS = TensorPath("", "recorded", "loss")
 )
 def test_each_kind_of_text_has_its_form(path, name, words, rule):
     assert (str(path), path.in_words()) == (name, words)
-    assert rule is None or path.rule == rule
+    assert rule is None or f"{path.module}:{path.rule_label}" == rule
 
 
 @pytest.mark.parametrize("path", [OUTPUT, OF_MODEL, WEIGHT, GRADIENT, LOSS])
@@ -62,7 +62,7 @@ def test_a_qualified_name_leads_back_to_its_path(path):
 
 def test_a_weight_that_is_called_output_keeps_its_name():
     path = TensorPath.from_label("h.0", "weight", "output")
-    assert (path.path, path.rule) == ("output", "h.0:weight.output")
+    assert (path.path, path.rule_label) == ("output", "weight.output")
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,13 @@ from ...scanner.torch_ops import has
 from ...scanner.tree import tensors
 from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import CARRIED, explain_root_op
-from ..keep_in_fp32 import has_forward
 from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart
 from ..rounding import NO_HELP
 from ..sentinel import Sentinel, outlier_in
 from ..trace_back import ForwardRows, RootOp
 from ..users_lines import place_text
+from .keep_in_fp32 import has_forward
 from .patches import (
     ClampedBatch,
     Float32Modules,

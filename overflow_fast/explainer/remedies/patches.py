@@ -27,6 +27,7 @@ from ..calls import Call, part_of
 from ..copies import HALF
 from ..named_tensors import state_by_name
 from ..replayer import Patch
+from .keep_in_fp32 import keep_in_fp32
 
 # Changes of precision and of weights that are undone bit for bit.
 
@@ -46,8 +47,6 @@ def in_float32(
         names: The qualified names of the modules.
         until: See `keep_in_fp32`.
     """
-    from ..keep_in_fp32 import keep_in_fp32  # for what overflows in float16 alone
-
     with kept_data([model]), keep_in_fp32(model, names, until):
         yield
 

@@ -17,7 +17,7 @@ from ...scanner.tensors import digest_of
 from ...scanner.tree import plain_key, tensors
 from ...torch_internals.module_internals import own_parameters
 from ...torch_internals.tensor_internals import local_part
-from ..optimizers.engines import optimizers_in
+from ..optimizers.held_optimizers import optimizers_in
 from ..ranks.groups import replicating_group
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ..isolation import ErrorIsolation
 from ..step import StepClock
-from ..watching.judged_tensors import ScanLevel
 from ..watching.watch import ModelWatch
 from .optimizer_hook import OptimizerHook
 from .rates import LearningRates
@@ -50,7 +49,7 @@ class Doubts:
         """
         largest = max(watch.recorder.largest_gradient for watch in self._watches)
         optimizer = hook.optimizer
-        if optimizer is None or self._clock.level is ScanLevel.OFF:
+        if optimizer is None or not self._clock.is_watched:
             return False
         rate = self._rates[hook].largest(is_lagged)
         if largest <= _HARMLESS and rate <= 1.0:

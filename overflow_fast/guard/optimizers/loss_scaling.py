@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..verdict.bad_frames import BadFrame
-from .engines import ENGINES_SCALER, EngineScaler, LossScaler, has_scale
+from .engine_scaler import ENGINES_SCALER, EngineScaler, LossScaler, has_scale
 from .optimizer_hook import OptimizerHook
 from .scaler_hook import scaler_of
 

@@ -17,349 +17,24 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
-from ...scanner.modules import Handles, stepped_by
 from ...scanner.text import drop_own_frames
-from ...torch_internals.module_internals import (
-    has_step_hooks,
-    reads_found_inf,
-    step_pre_hooks,
-)
 from ..report.report import NonFiniteError
 from ..undo.optimizer import OptimizerSnapshot
-from .engines import (
-    LossScaler,
-    engine_scaler,
-    leave_out,
-    optimizers_in,
-    overflow_flag,
-    shape_of,
+from .engine_scaler import LossScaler, engine_scaler
+from .engine_steps import leave_out, overflow_flag, shape_of
+from .found_inf import FoundInf
+from .held_optimizers import optimizers_in
+from .judged_closure import (
+    StepLeft,
+    calls_closure_first,
+    place_of_closure,
+    run_until_left,
+    with_judged_closure,
 )
 from .scaler_hook import scaler_of
+from .stray_steps import Call, StraySteps, others_hooks
 from .undoable import UndoableStep
 from .wrapped import innermost, stepper_of
-
-# Steps with a closure: judged inside of it, left from there if they are skipped.
-
-
-class _StepLeft(BaseException):
-    """Leaves an optimizer's step from inside of its closure, or of a pre-hook.
-
-    Args:
-        hook: Whose judgement it is; a step may be that of several guards.
-        loss: What the closure has returned, or None.
-        error: What the judgement has raised, or None.
-    """
-
-    def __init__(
-        self,
-        hook: OptimizerHook,
-        loss: Any = None,
-        error: BaseException | None = None,
-    ) -> None:
-        self.hook = hook
-        self.loss = loss
-        self.error = error
-
-
-def _with_judged_closure(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    place: int | str,
-    hook: OptimizerHook,
-) -> _Call:
-    """A step's arguments with a closure that is judged, and that leaves the step.
-
-    Args:
-        args: The arguments.
-        kwargs: The keyword arguments.
-        place: The closure's index in `args`, or its name in `kwargs`.
-        hook: Judges the step after each evaluation of the closure.
-    """
-    closure = args[place] if isinstance(place, int) else kwargs[place]
-
-    @functools.wraps(closure)
-    def judged(*given: Any, **named: Any) -> Any:
-        loss = closure(*given, **named)
-        try:
-            is_skipped = hook.is_skipped()
-        except BaseException as error:
-            raise _StepLeft(hook, loss, error) from None
-        if is_skipped:
-            raise _StepLeft(hook, loss)
-        return loss
-
-    if isinstance(place, int):
-        return (*args[:place], judged, *args[place + 1 :]), kwargs
-    return args, {**kwargs, place: judged}
-
-
-def _run_until_left(
-    hook: OptimizerHook,
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    kept: Callable[[], OptimizerSnapshot | None],
-) -> tuple[Any, bool]:
-    """Calls an optimizer's step, which a judgement may leave.
-
-    Args:
-        hook: Whose judgement it is.
-        step: The step.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        kept: Returns what is restored if the step is left; None if it has changed
-            nothing by then.
-
-    Returns:
-        The step's result, or the closure's if it was left, and whether it was.
-    """
-    try:
-        return step(*args, **kwargs), False
-    except _StepLeft as left:
-        if left.hook is not hook:
-            raise
-        snapshot = kept()
-        if snapshot is not None:
-            with _C.Hidden():
-                snapshot.restore()
-        if left.error is not None:
-            raise left.error from None
-        return left.loss, True
-
-
-def _place_of_closure(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int | str | None:
-    """The place of a closure among a step's arguments: an index, a name, or None."""
-    if callable(kwargs.get("closure")):
-        return "closure"
-    if not any(map(callable, args)):
-        return None
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):
-        return 0 if callable(args[0]) else None
-    for place, parameter in enumerate(parameters):
-        is_any = parameter.kind is parameter.VAR_POSITIONAL
-        if is_any or parameter.name == "closure":
-            return place if place < len(args) and callable(args[place]) else None
-    return None
-
-
-def _calls_closure_first(optimizer: Any, step: Any) -> bool:
-    """Returns True if a step evaluates its closure once, before it changes anything.
-
-    All of torch's optimizers do, but LBFGS; of others, and of step hooks, it is not
-    known.
-    """
-    code = getattr(step, "__code__", None)
-    is_wrapped = code is not None and "lr_scheduler" not in code.co_filename
-    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
-    is_torchs = is_torchs and not is_wrapped
-    has_hooks = bool(_others_hooks(optimizer))
-    return is_torchs and not has_hooks and not isinstance(optimizer, torch.optim.LBFGS)
-
-
-# The `found_inf` flag with which an optimizer's kernels skip a step on the device.
-
-
-class FoundInf:
-    """Sets an optimizer's `found_inf` for one step, as a GradScaler does.
-
-    Args:
-        optimizer: Returns the optimizer, or None if it is gone.
-    """
-
-    def __init__(self, optimizer: Callable[[], Any]) -> None:
-        self._optimizer = optimizer
-        self._is_set = False
-
-    @property
-    def is_read(self) -> bool:
-        """True if the optimizer's kernels read the flag.
-
-        torch's fused ones do: torch/optim/{adam,adagrad,sgd}.py.
-        """
-        optimizer = self._optimizer()
-        # Older versions of Adagrad read it too, and do not declare it.
-        if isinstance(optimizer, torch.optim.Adagrad) and optimizer.defaults["fused"]:
-            return True
-        return reads_found_inf(optimizer)
-
-    def set(self, flag: torch.Tensor) -> None:
-        """Makes the kernels skip this step where a flag on the device is 1.
-
-        Where a GradScaler has set one, the larger counts. Does not incur a sync.
-        """
-        optimizer = self._optimizer()
-        scalers = getattr(optimizer, "found_inf", None)
-        if isinstance(scalers, torch.Tensor):
-            flag = flag.to(scalers.device, non_blocking=True)
-            torch.maximum(scalers, flag.to(scalers.dtype), out=scalers)
-            return
-        optimizer.found_inf = flag
-        optimizer.grad_scale = None
-        self._is_set = True
-
-    def drop(self) -> None:
-        """Removes the flag from the optimizer, if `set()` has put it there."""
-        if self._is_set:
-            self._is_set = False
-            for name in ("found_inf", "grad_scale"):
-                vars(self._optimizer()).pop(name, None)
-
-
-# Steps that bypass an optimizer hook: by a method or compiled code taken earlier.
-
-
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class StraySteps:
-    """Judges steps that reach an optimizer without its `OptimizerHook`.
-
-    Such a step cannot be left out. One of torch's optimizers does nothing without
-    gradients, so these are hidden; for others a step that has to be skipped raises.
-
-    Args:
-        is_expected: Returns True if a step that begins comes through the hook.
-        judge_behind: Judges a step that comes through the hook and has yet to be
-            judged: returns its arguments, or None for the same; None for no such step.
-        judge: Returns True if the step has to be skipped.
-        on_stepped: Called after the step with True if it was skipped.
-        on_judged: Called when the step has been judged.
-
-    Attributes:
-        is_judging: Such a step is being judged.
-    """
-
-    def __init__(
-        self,
-        is_expected: Callable[[], bool],
-        judge_behind: Callable[[Optimizer], Callable[..., _Call | None] | None],
-        judge: Callable[[], bool],
-        on_stepped: Callable[[bool], None],
-        on_judged: Callable[[], None],
-    ) -> None:
-        self._is_expected = is_expected
-        self._judge_behind = judge_behind
-        self._judge = judge
-        self._on_stepped = on_stepped
-        self._on_judged = on_judged
-        self.is_judging = self._is_attached = False
-        self._handles = Handles()
-        self._is_running = False
-        self._is_skipped = False
-        self._snapshot: OptimizerSnapshot | None = None
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-
-    def attach(self, optimizers: Iterable[Any]) -> None:
-        """Registers the step hooks, which torch.compile does not compile."""
-        self._is_attached = True
-        disable: Any = torch.compiler.disable  # not at import: it imports torch._dynamo
-        self._begin_unseen = disable(self._begin)
-        self._end_unseen = disable(self._end)
-        for optimizer in optimizers:
-            if has_step_hooks(optimizer):
-                self._handles += [
-                    optimizer.register_step_pre_hook(self._before),
-                    optimizer.register_step_post_hook(self._after),
-                ]
-
-    def move_last(self) -> None:
-        """Makes the pre-hooks the last ones: others may write to gradients."""
-        for handle in self._handles:
-            hooks = handle.hooks_dict_ref()
-            if hooks and hooks.get(handle.id) == self._before:
-                hooks[handle.id] = hooks.pop(handle.id)
-
-    def detach(self) -> None:
-        """Removes the hooks, at the end of the step whose gradients are hidden."""
-        self._is_attached = False
-        if not self._hidden:
-            self._handles.remove_all()
-
-    # The hooks, small enough for torch.compile to turn them into constants.
-
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
-        if self._is_expected():
-            return None
-        return self._begin_unseen(optimizer, args, kwargs)  # type: ignore[no-any-return]
-
-    def _after(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if self._is_running:
-            self._end_unseen()
-
-    def _begin(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
-        if self._hidden:  # a subclass's step that calls the one that it overrides
-            return None
-        judge_behind = self._judge_behind(optimizer)
-        if judge_behind is not None:
-            return judge_behind(args, kwargs)
-        self._is_skipped = False
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            self._decide(optimizer)
-            self._is_running = True
-            return None
-
-        if isinstance(optimizer, torch.optim.LBFGS):  # it moves weights meanwhile
-            self._snapshot = OptimizerSnapshot(optimizer)
-
-        def judged() -> Any:
-            loss = closure()
-            self._decide(optimizer)
-            return loss
-
-        self._is_running = True
-        if len(args) > 1:
-            return (args[0], judged, *args[2:]), kwargs
-        return args, {**kwargs, "closure": judged}
-
-    def _decide(self, optimizer: Optimizer) -> None:
-        self.is_judging = True
-        try:
-            if self._judge():
-                self._leave_out(optimizer)
-        finally:
-            self.is_judging = False
-            self._on_judged()
-
-    def _leave_out(self, optimizer: Optimizer) -> None:
-        self._is_skipped = True
-        is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
-        if self._snapshot is not None or not is_torchs:
-            if self._snapshot is not None:
-                self._snapshot.restore()
-            self._end()
-            raise RuntimeError(
-                f"The step of {type(optimizer).__name__} has to be skipped, but cannot "
-                "be left out: the call came from a method or compiled code that was "
-                "taken before the guard was made. No weight has changed. Call "
-                "optimizer.step(), or make the guard first."
-            )
-        parameters = stepped_by(optimizer)
-        self._hidden = [(p, p.grad) for p in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-
-    def _end(self) -> None:
-        self._is_running = False
-        for parameter, gradient in self._hidden:
-            parameter.grad = gradient
-        self._hidden = []
-        self._snapshot = None
-        if not self._is_attached:
-            self._handles.remove_all()
-        self._on_stepped(self._is_skipped)
-
-
-# The hook.
-
 
 _MAX_WRAPPED = 100  # a mock's attributes have no end
 
@@ -641,14 +316,14 @@ class OptimizerHook:
         self._is_running = True
         result, is_skipped = None, False
         try:
-            place = _place_of_closure(step, args, kwargs)
+            place = place_of_closure(step, args, kwargs)
             if place is not None:
                 self._before = self._take_snapshot(step)
-            if not self.is_of_engine and _others_hooks(self._optimizer()):
+            if not self.is_of_engine and others_hooks(self._optimizer()):
                 result, is_skipped = self._run_behind_hooks(step, args, kwargs)
             elif place is not None:
-                args, kwargs = _with_judged_closure(args, kwargs, place, self)
-                result, is_skipped = _run_until_left(
+                args, kwargs = with_judged_closure(args, kwargs, place, self)
+                result, is_skipped = run_until_left(
                     self, step, args, kwargs, lambda: self._before
                 )
             elif self.is_skipped():
@@ -683,7 +358,7 @@ class OptimizerHook:
         self._stray_steps.move_last()
         self._tell_engine(False)
         self._waits = True
-        result, is_skipped = _run_until_left(
+        result, is_skipped = run_until_left(
             self, step, args, kwargs, lambda: self._before
         )
         if not is_skipped:
@@ -698,7 +373,7 @@ class OptimizerHook:
 
     def _judge_behind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> _Call | None:
+    ) -> Call | None:
         """Judges the step that waits, with the arguments that pre-hooks have left it.
 
         A closure is judged in the place of the step.
@@ -707,11 +382,11 @@ class OptimizerHook:
         place: int | str = "closure" if callable(kwargs.get("closure")) else 1
         if place == 1 and not (len(args) > 1 and callable(args[1])):
             if self.is_skipped():
-                raise _StepLeft(self)
+                raise StepLeft(self)
             return None
         if self._before is None:  # a pre-hook has given it the closure
             self._before = self._take_snapshot(_class_step(self._stepper()))
-        return _with_judged_closure(args, kwargs, place, self)
+        return with_judged_closure(args, kwargs, place, self)
 
     def _tell_engine(self, is_skipped: bool) -> None:
         if self._overflow_flag is not None:
@@ -762,7 +437,7 @@ class OptimizerHook:
     def _take_snapshot(self, step: Callable[..., Any]) -> OptimizerSnapshot | None:
         """Copies what a step may change before its closure has been judged."""
         stepper: Any = self._stepper()
-        if not self._may_skip or _calls_closure_first(stepper, step):
+        if not self._may_skip or calls_closure_first(stepper, step):
             return None
         with _C.Hidden():
             snapshot = OptimizerSnapshot(stepper)
@@ -778,12 +453,6 @@ class OptimizerHook:
     def _end_stray(self, is_skipped: bool) -> None:
         self.found_inf.drop()
         self._after_step(is_skipped)
-
-
-def _others_hooks(optimizer: Any) -> list[Any]:
-    """The step pre-hooks of an optimizer that are no guard's."""
-    hooks = step_pre_hooks(optimizer)
-    return [e for e in hooks if type(getattr(e, "__self__", None)) is not StraySteps]
 
 
 def _keep_uncompiled(function: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ...torch_internals.module_internals import has_step_hooks
-from .engines import optimizers_in
+from .held_optimizers import optimizers_in
 
 # A wrapper with one of these attributes has a GradScaler, or other code, step its
 # optimizer: Accelerate's, Lightning's.

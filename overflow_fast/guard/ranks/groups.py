@@ -18,7 +18,7 @@ from ...torch_internals.module_internals import (
     replicate_sharing,
 )
 from ...torch_internals.tensor_internals import mesh_of
-from ..optimizers.engines import optimizers_in
+from ..optimizers.held_optimizers import optimizers_in
 
 _DATA_PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel"}
 

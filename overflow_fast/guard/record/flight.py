@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from ... import _C
 from ...scanner.modules import parameters_of
 from ..files.json_text import line_bytes
-from ..optimizers.engines import LossScaler
+from ..optimizers.engine_scaler import LossScaler
 from ..report.cost import Cost
 from ..report.report import Report
 from ..report.run_identity import RunIdentity

@@ -130,11 +130,6 @@ class Findings:
         is_unwritten = self.cause == NOT_REPRODUCIBLE.name and self.op is not None
         return is_unwritten or (is_named and Cause.of(self.cause).names_maker)
 
-    @property
-    def artifact_bytes(self) -> int:
-        """The bytes of its files' tensors."""
-        return sum(t.nbytes for each in self.artifacts for t in each.tensors.values())
-
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "artifacts": []}  # they stay on this rank
 

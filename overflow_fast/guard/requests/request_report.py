@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,16 +20,14 @@ from ..watching.inputs import is_batch_first, is_plain
 from ..watching.watch import ModelWatch
 from .held_call import HeldCall
 from .request import Request
-
-if TYPE_CHECKING:
-    from .request_text import RequestText
+from .request_data import RequestData
+from .request_text import RequestText
 
 _SORTED = "`ids` may be in another order than rows: {} sorts."
 _ARGUMENT = re.compile(r"^(input\[\d+\]|\w+)")  # before the path within it
 
 
-@dataclass
-class RequestReport(Report):
+class RequestReport(RequestData, Report):
     """A guard's findings in a request: a `Report` whose step is the request's number.
 
     Attributes:
@@ -49,16 +46,6 @@ class RequestReport(Report):
         left_by: The earlier request that has left what the first bad value came from.
     """
 
-    forward: int = 0
-    num_forwards: int = 1
-    token: int | None = None
-    ids: list[Any] | None = None
-    rows: list[int] | None = None
-    num_rows: int = 0
-    requests: list[Any] | None = None
-    are_requests_known: bool = True
-    poisoned: dict[str, list[int] | None] = field(default_factory=dict)
-    left_by: str = ""
     _is_sorted = False  # rows may have another order than names
 
     @classmethod
@@ -93,7 +80,7 @@ class RequestReport(Report):
         elif request.output is not None:
             size = _size_of(request.output) if request.ids is None else len(request.ids)
             made.rows, made.num_rows = bad_rows(request.output, size)
-        made._match()
+        made.match_rows()
         if request.sorted_by and len(made.ids or ()) > 1 and made.requests:
             made.requests, made.are_requests_known = made.ids, False
             made._is_sorted = True
@@ -106,24 +93,6 @@ class RequestReport(Report):
             left = (by for name, by in known.items() if any(name in n for n in names))
             made.left_by = next(left, "")
         return made
-
-    def _match(self) -> None:
-        """Finds the requests of the rows."""
-        ids = self.ids
-        if ids is None:
-            return
-        if not self.rows:
-            self.requests = [] if self.rows == [] else list(ids)
-            self.are_requests_known = self.rows == [] or len(ids) == 1
-            return
-        times, rest = divmod(self.num_rows, len(ids))
-        # A beam search repeats each row, guidance without a classifier the batch.
-        repeated = {row // times for row in self.rows} if times and not rest else set()
-        together = {row % len(ids) for row in self.rows}
-        self.are_requests_known = not rest and bool(times) and repeated == together
-        self.are_requests_known |= len(ids) == 1
-        places = sorted(together) if self.are_requests_known else range(len(ids))
-        self.requests = [ids[place] for place in places if place < len(ids)]
 
     def note_explained(self) -> None:
         """Takes in what a replay has found.
@@ -159,18 +128,7 @@ class RequestReport(Report):
             self.are_requests_known = True
 
     @property
-    def subject(self) -> str:
-        """Whose request it is, as the subject of a sentence."""
-        names = self.requests if self.requests and self.are_requests_known else self.ids
-        if not names:
-            return f"Request {self.step}"
-        word = "Request" if len(names) == 1 else "Requests"
-        return f"{word} {', '.join(map(str, names))}"
-
-    @property
     def _text(self) -> RequestText:
-        from .request_text import RequestText
-
         return RequestText(self)
 
     def line(self) -> str:

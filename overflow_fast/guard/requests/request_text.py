@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ...scanner.text import printable
 from ..report.entry_words import what_of
 from ..report.wording import ReportText
-
-if TYPE_CHECKING:
-    from .request_report import RequestReport
+from .request_data import RequestData
 
 _FEW = 4  # in a sentence; chosen
 _ALIKE = re.compile(r"\d+|(?<=\.)(?:keys?|values?)\b")  # layers of a cache
@@ -24,9 +21,9 @@ class RequestText(ReportText):
         report: The report.
     """
 
-    report: RequestReport
+    report: RequestData
 
-    def __init__(self, report: RequestReport) -> None:
+    def __init__(self, report: RequestData) -> None:
         super().__init__(report)
 
     def event(self) -> str:

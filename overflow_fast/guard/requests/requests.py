@@ -3,6 +3,15 @@
 A training has one unit of judgement, the optimizer's step; where there is none, it is
 the request: what runs within `guard.request()`, else one outermost forward. A request
 gets the error of no other, whatever threads and tasks run beside it.
+
+1. An outermost forward passes the gate; what it is called with is held.
+2. When it ends, its bad frames are taken for its request, and it passes out.
+3. When the request ends, a bad one is handed to the judge as a unit of the pipeline. It
+   is run again, if at all, alone at the gate.
+4. Its cost is measured, and its numbers are sent.
+
+State: for each thread the forward that it runs (`_Now`); the request that code is in
+(`begun`); what bad requests have left behind (`poisoned`).
 """
 
 from __future__ import annotations
@@ -10,13 +19,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import re
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from time import perf_counter
 from types import FrameType
@@ -28,13 +36,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import _C
 from ...detector.hooks import move_hook_to_front
-from ...scanner.modules import children_of, named_buffers
+from ...scanner.modules import named_buffers
 from ...scanner.ops import scan
 from ...scanner.tensors import devices_of
 from ...scanner.text import counted, short_name
 from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import (
-    asks_for_hooks,
     forward_pre_hooks,
     share_called_key,
 )
@@ -59,12 +66,12 @@ from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch
 from .again import WAIT, Replays, RequestAgain
 from .begun import Begun, request_of
+from .entries import CallHooks, entries_of
 from .gate import Gate
 from .held_call import HeldCall, Layout, SmallState
 from .request import Request
 from .request_report import RequestReport, left_in_state
 
-_log = logging.getLogger("overflow_fast")
 _KINDS = ("activations", "weights", "buffers")  # that a forward alone has
 _BEHIND = (
     "Nothing that the guard saw in this request ({}) is nan or inf, but for -inf, "
@@ -72,7 +79,6 @@ _BEHIND = (
     "behind them."
 )
 _LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
-_CODERS = {"encoder", "decoder"}
 _SORTS = re.compile("(arg)?sort|sorted")  # Python's, NumPy's and torch's functions
 
 
@@ -620,7 +626,7 @@ class Requests:
                 self._add(child, watch)
 
     def _add(self, module: nn.Module, watch: ModelWatch | None) -> None:
-        own = _Hooks(self, watch)
+        own = CallHooks(self, watch)
         first = module.register_forward_pre_hook(own.before, with_kwargs=True)
         move_hook_to_front(forward_pre_hooks(module), first.id)
         last = module.register_forward_hook(own.ended, always_call=True)
@@ -691,54 +697,6 @@ class _Within(contextlib.ContextDecorator):
         self._requests.end_request(self._begun, error)
 
 
-class _Hooks:
-    """The hooks of a model, or of a module that a program may call alone.
-
-    While a model is run again, the watch's own do nothing. In a copy of the model, of
-    which nothing is judged, these do nothing either.
-
-    Args:
-        requests: Those of the guard; None in a copy.
-        watch: The watch, for a module within its model.
-    """
-
-    def __init__(self, requests: Requests | None, watch: ModelWatch | None) -> None:
-        self._requests, self._watch = requests, watch
-
-    def __reduce__(self) -> tuple[type[_Hooks], tuple[None, None]]:
-        return _Hooks, (None, None)
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        """Begins a call; without `kwargs` it ran when the hook was put on."""
-        requests, watch = self._requests, self._watch
-        if requests is None or kwargs is None or requests.is_left_alone(1):
-            return
-        model = module if watch is None else watch.model
-        if not requests.takes([model]) or requests.hides():
-            return
-        if watch is None:
-            requests.pass_in()
-        else:
-            requests.before_entry(watch, module, (args, kwargs))
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Ends a call that has returned."""
-        requests = self._requests
-        if requests is None or self._watch is None or requests.is_left_alone():
-            return
-        requests.after_entry(self._watch, module, output)
-
-    def ended(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Ends any call."""
-        requests = self._requests
-        if requests is None or requests.is_left_alone(-1):
-            return
-        if self._watch is None:
-            requests.pass_out()
-        else:
-            requests.entry_ended(module)
-
-
 def _of_training(function: Callable[[ModelWatch], None]) -> Callable[..., None]:
     """A function that looks at all modules, for forwards that belong to a step."""
 
@@ -759,23 +717,6 @@ def _sorted_by(thread: int, depth: int) -> str:
             place = f"{short_name(code.co_filename)}:{code.co_firstlineno}"
             return f"{code.co_name}() ({place})"
     return ""
-
-
-def entries_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of a model that can be called; of a container, those in it.
-
-    Of one that has an encoder and a decoder, these too: a generation calls them alone.
-    """
-    for child in children_of(model).values():
-        if isinstance(child, torch.jit.ScriptModule) or asks_for_hooks(child):
-            continue
-        if type(child).forward is nn.Module.forward:
-            yield from entries_of(child)
-            continue
-        yield child
-        parts = children_of(child)
-        if parts.keys() >= _CODERS:
-            yield from (parts[name] for name in sorted(_CODERS))
 
 
 def named_outputs(output: Any) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...scanner.ops import scan
-from ..optimizers.engines import is_optimizer
+from ..optimizers.held_optimizers import is_optimizer
 from ..watching.inputs import is_plain
 from .kept_objects import KeptObjects
 from .tensors import KeptTensor

@@ -28,7 +28,6 @@ The state between these calls:
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import weakref
@@ -45,7 +44,8 @@ from ...detector.selection import Named
 from ...scanner import tree
 from ...scanner.modules import stepped_by
 from ...torch_internals.tensor_internals import is_wrapper, local_tensor, sparse_values
-from ..optimizers.engines import engine_gradients, optimizers_in
+from ..optimizers.engine_gradients import engine_gradients
+from ..optimizers.held_optimizers import optimizers_in
 from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
@@ -55,14 +55,6 @@ _MOST_CLIPPINGS = 1000
 _Listed = list[tuple[ModelWatch, nn.Module, Named]]
 # A gradient that was scanned, and its version then.
 _Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
-
-
-class ScanLevel(enum.IntEnum):
-    """The part of a step that is checked."""
-
-    OFF = 0
-    GRADIENTS = 1  # enough to protect the weights: no module has a hook
-    ALL = 2
 
 
 class JudgedTensors:
@@ -163,7 +155,6 @@ class JudgedTensors:
     def scan(
         self,
         optimizer: Optimizer | None,
-        level: ScanLevel,
         others: Sequence[Optimizer] = (),
         engine: Sequence[Any] = (),
     ) -> None:
@@ -172,23 +163,25 @@ class JudgedTensors:
         Args:
             optimizer: The optimizer whose parameters' gradients and state to scan;
                 None for the gradients of all parameters.
-            level: How much to scan.
             others: The optimizers that step next. Those of their parameters' gradients
                 that are new since the last scan are scanned too.
             engine: The layers of an engine's optimizer. Where torch's within steps
                 copies, all gradients are scanned, and those that the engine keeps.
         """
-        if level is ScanLevel.OFF:
-            return
         listed = self._listed()
-        if level is ScanLevel.ALL and not self._has_scanned_weights:
+        if not self._has_scanned_weights:
             self._has_scanned_weights = True
             self._scan_models(listed)
         if self._wanted.gradients:
             self._scan_gradients(optimizer, listed, others, engine)
-        if level is ScanLevel.ALL and self._wanted.optimizer_state and optimizer:
+        if self._wanted.optimizer_state and optimizer:
             state = state_of(optimizer, self._names())
             self._record(self._watches[0], _C.FrameKind.OPTIMIZER_STATE, state)
+
+    def scan_gradients(self) -> None:
+        """Scans all gradients alone, if they are wanted. Incurs no CPU-GPU sync."""
+        if self._wanted.gradients:
+            self._scan_gradients(None, self._listed(), (), ())
 
     def scan_update(
         self, optimizer: Optimizer, has_state: bool = True

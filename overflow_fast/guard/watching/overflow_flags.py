@@ -8,8 +8,7 @@ import torch
 
 from ... import _C, flags
 from ...scanner.modules import parameters_of
-from ..optimizers.engines import LossScaler
-from .judged_tensors import ScanLevel
+from ..optimizers.engine_scaler import LossScaler
 from .watch import ModelWatch
 
 
@@ -28,15 +27,14 @@ class OverflowFlags:
         for device_type, flag in self._flags().items():
             flags.attempt(device_type, flag.clear)
 
-    def ask(self, level: ScanLevel, scaler: LossScaler | None = None) -> None:
+    def ask(self, scaler: LossScaler | None = None) -> None:
         """Reads the flags; one that is set is an entry of the step that is inf.
 
         Args:
-            level: How much of the step is watched.
             scaler: The scaler that makes the step, or None. A scaler asks the flag
                 itself, and takes it for a scale that is too large.
         """
-        if level is ScanLevel.OFF or scaler is not None:
+        if scaler is not None:
             return
         for device_type, flag in self._flags().items():
             found = flags.attempt(device_type, flag.read)

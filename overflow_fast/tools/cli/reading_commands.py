@@ -591,9 +591,7 @@ def add_compare(commands: Commands) -> None:
         """,
         more=": [how](compare.md#two-runs-compared)",
     )
-    parser.add_argument(
-        "recording", help="the folder of a recording, or a dump of msprobe"
-    )
+    parser.add_argument("recording", help="the folder of a recording")
     parser.add_argument("reference", help="the folder of the one to compare it with")
     parser.add_argument(
         "--map",

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from .matching import (
     entries_of_ranks,
     match,
 )
-from .msprobe_dump import find_dumps, read_dumps
 from .recordings import (
     RankStep,
     RecordedRun,
@@ -721,7 +719,7 @@ def compare_runs(
     cosine: float | None,
 ) -> Comparison:
     """Compares two folders; see `overflow_fast.compare`."""
-    mine, its = _read(run), _read(reference)
+    mine, its = read_run(run), read_run(reference)
     result = Comparison(mine.name, its.name, [], threshold=threshold)
     remarks, earlier = list[Remark](), EarlierSteps()
     shared = sorted({*mine.steps} & {*its.steps})
@@ -876,12 +874,6 @@ class EarlierSteps:
         return dataclasses.replace(
             first, kind="update", gradients=(tuple(steps), how), remark=remark
         )
-
-
-def _read(folder: str | os.PathLike[str]) -> RecordedRun:
-    """Reads a recording, or a dump of msprobe."""
-    dumps = find_dumps(Path(folder))
-    return read_dumps(Path(folder), dumps) if dumps else read_run(folder)
 
 
 def _compare_step(

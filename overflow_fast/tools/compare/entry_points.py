@@ -141,7 +141,7 @@ def compare(
     computed from differs 8 times less, a tensor counts as made differently there.
 
     Args:
-        run: The folder of a recording, or of a step of a dump of msprobe.
+        run: The folder of a recording.
         reference: The folder of the one to compare it with.
         names: Regular expressions in module names of `run`, and their replacements.
         threshold: Also highlight rows with a largest absolute difference above this;

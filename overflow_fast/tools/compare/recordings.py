@@ -371,9 +371,7 @@ def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
     path = Path(folder)
     files = sorted(path.glob("rank-*.jsonl"), key=_rank_of)
     if not files:
-        raise RecordingError(
-            f"{path} holds no recording (no rank-0.jsonl) and no dump of msprobe"
-        )
+        raise RecordingError(f"{path} holds no recording (no rank-0.jsonl)")
     run, left_out = RecordedRun(str(path), [], {}), list[str]()
     for file in files:
         try:

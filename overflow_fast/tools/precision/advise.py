@@ -17,7 +17,7 @@ from ...detector.observers import without_observers
 from ...detector.selection import Selection, Wanted
 from ...explainer.copies import HALF, check_model, copied_batch, on_copies
 from ...explainer.effects.rule import EffectRule, StoppedError
-from ...explainer.keep_in_fp32 import keep_in_fp32, shortened
+from ...explainer.remedies.keep_in_fp32 import keep_in_fp32, shortened
 from ...guard.undo.random import RandomStates
 from ...guard.verdict.attribution import attribute
 from ...guard.verdict.bad_frames import BadFrame, collect, in_order

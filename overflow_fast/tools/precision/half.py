@@ -17,7 +17,7 @@ from torch import nn
 
 from ...explainer.copies import HALF, copied_batch
 from ...explainer.explain import explain
-from ...explainer.keep_in_fp32 import has_forward, keep_in_fp32
+from ...explainer.remedies.keep_in_fp32 import has_forward, keep_in_fp32
 from ...explainer.tensor_kinds import floats_in
 from ...guard.report.remedy import Remedy
 from ...scanner.modules import named_modules

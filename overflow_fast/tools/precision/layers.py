@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...explainer.copies import Convert, on_copies, to_dtype
-from ...explainer.keep_in_fp32 import Float32Forward
+from ...explainer.remedies.keep_in_fp32 import Float32Forward
 from ...guard.undo.random import RandomStates
 from ...scanner.modules import Handles, class_name_of, named_modules
 from ...scanner.ops import scan

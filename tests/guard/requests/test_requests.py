@@ -204,6 +204,8 @@ def test_an_error_of_a_callable_does_not_replace_the_programs_own(raises):
             net(rows_bad(2))
             if raises:
                 raise ValueError("own")
+        assert guard.metrics()["bad_requests_total"] == 1
+        assert guard.last_report.action == "raise"
         if raises and sys.version_info >= (3, 11):
             assert guard.last_report.headline() in raised.value.__notes__[0]
 
@@ -525,6 +527,15 @@ def test_an_exception_of_the_programs_own_has_the_report():
     assert (report.requests, report.raised) == (["b"], "RuntimeError")
     if sys.version_info >= (3, 11):
         assert "Request b" in raised.value.__notes__[0]
+
+
+def test_a_request_that_memory_was_too_small_for_is_not_run_again():
+    net = make_net()
+    with OverflowGuard(net, explain=True) as guard:
+        with pytest.raises(MemoryError), torch.no_grad(), guard.request():
+            net(rows_bad(1))
+            raise MemoryError("own")
+    assert guard.last_report.explanation is None
 
 
 def test_a_sample_tells_the_request_where_a_forward_has_returned_nothing(as_kept):

@@ -65,21 +65,8 @@ def whole(tmp_path_factory):
         with overflow_fast.recording(folder / name, made_model(), tensors=True) as run:
             x = torch.ones(2, 4) * (1.5 if name == "a" else 1.0)
             run._model(x).sum().backward()
-    write_dump(folder / "dump")
     overflow_fast.compare(folder / "a", folder / "b").to_json(folder / "diff.json")
     return folder
-
-
-def write_dump(folder):
-    tensors = folder / "dump_tensor_data"
-    tensors.mkdir(parents=True)
-    data = {}
-    for i in range(3):
-        facts = {"dtype": "torch.float32", "shape": [2, 4], "data_name": f"{i}.pt"}
-        torch.save(torch.ones(2, 4) * i, tensors / f"{i}.pt")
-        call = {"input_args": [facts], "input_kwargs": {}, "output": [facts]}
-        data[f"Module.h.{i}.Linear.forward.0"] = call
-    (folder / "dump.json").write_text(json.dumps({"data": data}))
 
 
 def ask(*arguments):
@@ -177,15 +164,6 @@ def test_recordings(whole, tmp_path):
         with contextlib.suppress(RecordingError):
             str(overflow_fast.compare(whole / "b", tmp_path / "a"))
         assert ask("compare", tmp_path / "a", whole / "b", "-o", output) in range(4)
-
-
-def test_dumps(whole, tmp_path):
-    for chance in mutations("dump"):
-        copied(whole, tmp_path, "dump")
-        files = [path for path in (tmp_path / "dump").rglob("*") if path.is_file()]
-        spoil(chance, chance.choice(sorted(files)))
-        with contextlib.suppress(RecordingError):
-            str(overflow_fast.compare(tmp_path / "dump", whole / "dump"))
 
 
 def test_comparisons_that_may_be_written_over(whole, tmp_path):
@@ -340,32 +318,6 @@ def test_a_chain_of_shared_tensors_is_followed_once(whole, tmp_path):
     assert len(sources) == num + 1
     assert all(source.row.same in (None, 0) for source in sources)
     assert all(source.row.file == "" for source in sources)
-
-
-DOTS = """
-import json, resource, sys
-import overflow_fast
-folder = sys.argv[1]
-facts = {"dtype": "torch.float32", "shape": [2, 4]}
-call = {"input_args": [facts], "output": [facts]}
-names = [f"Module.{i}{'.a' * 900}.X.forward.0" for i in range(1000)]
-names += ["Module." + "a" * 1950 + f"{i}.parameters_gra" for i in range(1000)]
-with open(f"{folder}/dump.json", "w") as file:
-    json.dump({"data": dict.fromkeys(names, call)}, file)
-resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-from overflow_fast.tools.compare.msprobe_dump import find_dumps, read_dumps
-from pathlib import Path
-run = read_dumps(Path(folder), find_dumps(Path(folder)))
-grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-assert grown < 300 * 1024, grown
-print(len(run.steps[0][0].sources))
-"""
-
-
-def test_names_of_many_parts_take_no_more_than_the_dump(tmp_path):
-    done = python("-c", DOTS, str(tmp_path))
-    assert done.stdout == "2000\n", done.stderr
 
 
 def test_a_module_within_thousands_is_drawn(whole, tmp_path):

@@ -9,12 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _C
-from ..guard.kinds import whole
-from ..guard.monitors.monitor import Guarded, Monitor
-from ..guard.options import option
-from ..guard.undo.tensors import is_same_bits
-from ..scanner.modules import (
+from ... import _C
+from ...scanner.modules import (
     Handles,
     children_of,
     is_linear,
@@ -22,10 +18,14 @@ from ..scanner.modules import (
     is_of_torch,
     tensors_of,
 )
-from ..scanner.tensors import place_of
-from ..torch_internals.compiler import has_compiled
-from ..torch_internals.running import is_recorded
-from .snapshot import Snapshot
+from ...scanner.tensors import place_of
+from ...torch_internals.compiler import has_compiled
+from ...torch_internals.replaying import without_cached_casts
+from ...torch_internals.running import is_recorded
+from ..kinds import whole
+from ..options import option
+from ..undo.tensors import is_same_bits
+from .monitor import Guarded, Monitor
 
 _log = logging.getLogger("overflow_fast")
 _NUM_AGAIN = 2  # so that three results agree before another one is called wrong
@@ -135,7 +135,9 @@ class LayerAuditor(Monitor):
     ) -> None:
         if not isinstance(output, torch.Tensor) or is_recorded():
             return
-        with Snapshot({name: layer}), torch.no_grad():
+        # Such a layer writes to nothing and draws nothing: what is left to keep apart
+        # are autocast's copies of its weights, made here without autograd.
+        with without_cached_casts(layer.parameters()), torch.no_grad():
             self.num_audited += 1
             first = layer.forward(*args, **kwargs)
             if is_same_bits(first, output):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _C
-from ..detector.traced_walk import names_held
-from ..scanner.tree import (
+from ... import _C
+from ...detector.traced_walk import names_held
+from ...scanner.tree import (
     CALL_DEPTH,
     MAX_DEPTH,
     Rebuilding,
@@ -20,7 +20,7 @@ from ..scanner.tree import (
     solid_base,
     tensors_in,
 )
-from ..torch_internals.tensor_internals import pytree
+from ...torch_internals.tensor_internals import pytree
 
 
 class Loan:

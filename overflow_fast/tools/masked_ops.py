@@ -6,16 +6,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..explainer.calls import made_again
+from ..explainer.explain_origin import explain_root_op
+from ..explainer.replayer import Replayer, StepPart
+from ..explainer.trace_back import ForwardRows, RootOp
 from ..guard.kinds import whole
 from ..guard.monitors.monitor import Guarded, Monitor, MonitoredStep
 from ..guard.options import option
 from ..guard.process import world_size
 from ..guard.report.explanation import Explanation
 from ..scanner.text import as_lines
-from .calls import made_again
-from .explain_origin import explain_root_op
-from .replayer import Replayer, StepPart
-from .trace_back import ForwardRows, RootOp
 
 _log = logging.getLogger("overflow_fast")
 

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..detector.selection import Selection, check_patterns
-from ..scanner.modules import (
+from ...detector.selection import Selection, check_patterns
+from ...scanner.modules import (
     check_module,
     has_base,
     is_sharded,
     is_within,
     named_modules,
 )
-from ..scanner.tree import CALL_DEPTH
-from ..torch_internals.module_internals import REPLICATE, replicate
-from ..torch_internals.replaying import autocast_devices
-from ..torch_internals.tensor_internals import is_wrapper
-from .copies import HALF
+from ...scanner.tree import CALL_DEPTH
+from ...torch_internals.module_internals import REPLICATE, replicate
+from ...torch_internals.replaying import autocast_devices
+from ...torch_internals.tensor_internals import is_wrapper
+from ..copies import HALF
 from .loan import Loan, given_tensors
 
 # A forward that stands in for a module's own, on the instance.

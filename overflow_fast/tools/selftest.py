@@ -13,10 +13,12 @@ from torch import nn
 
 from ..detector.hooks import move_hook_to_front
 from ..detector.selection import Selection, check_patterns
+from ..explainer.effects.rule import EffectRule, StoppedError
+from ..explainer.snapshot import Snapshot
 from ..guard.verdict.attribution import attribute
 from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.verdict import Verdict
-from ..guard.watching.judged_tensors import JudgedTensors, ScanLevel
+from ..guard.watching.judged_tensors import JudgedTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.modules import Handles, call_with
 from ..scanner.tensors import model_loss_in
@@ -24,8 +26,6 @@ from ..scanner.text import aligned, printable
 from ..scanner.tree import NotRebuilt, mapped, tensors_in
 from ..torch_internals.module_internals import forward_hooks
 from ..torch_internals.replaying import uncompiled_calls
-from .effects.rule import EffectRule, StoppedError
-from .snapshot import Snapshot
 
 # The results of planted faults, as a table.
 
@@ -383,7 +383,7 @@ class SelfTest:
                     loss = _checked(self._loss(self._batch))
                     if loss.requires_grad:
                         loss.backward()  # type: ignore[no-untyped-call]
-                tensors.scan(None, ScanLevel.ALL)
+                tensors.scan(None)
                 return attribute(collect(self._watches), self._watches)
             except StoppedError as error:
                 raise RuntimeError(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.explainer.layer_audit import LayerAuditor
+from overflow_fast.guard.monitors.layer_audit import LayerAuditor
 from overflow_fast.guard.monitors.monitor import Guarded
 
 
