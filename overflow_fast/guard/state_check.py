@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ..detector.selection import Selection, Wanted
-from ..scanner.text import some
+from .. import _C
+from ..detector.selection import Named, Selection, full_name
+from ..scanner.modules import named_modules
+from ..scanner.ops import Scanned, scan_values
+from ..scanner.tensors import real_parts, widened
+from ..scanner.text import dtype_name, some
+from ..scanner.types import TensorPath
 from .models import Models, named_models
 from .optimizers.wrapped import innermost, optimizers_of
 from .report.report import NonFiniteError, Report
-from .verdict.attribution import attribute
-from .verdict.bad_frames import BadFrame, collect
+from .verdict.attribution import signs_of
 from .verdict.roles import kind_of
-from .verdict.rules import Allow, Rules
-from .watching.judged_tensors import JudgedTensors
-from .watching.watch import ModelWatch
+from .verdict.rules import Allow, Rules, state_path
+from .verdict.state_origin import never_finite
+from .verdict.verdict import BadEntry, Verdict
+from .watching.judged_tensors import state_of
+from .watching.named_tensors import NamedTensors
 
-_STATE = Wanted(weights=True, buffers=True, optimizer_state=True)
-_RECORDER = {"step_mode": True, "memo": False}
 _log = logging.getLogger("overflow_fast")
 _warned: set[str] = set()
 
@@ -72,44 +79,109 @@ def state_report(
         rules: The values that are allowed.
         step: The step that the report names.
     """
-    watches = [
-        ModelWatch(
-            *(each, prefix, _STATE, Selection(None, ()), 0, _RECORDER, lambda *_: None)
-        )
-        for prefix, each in models.items()
+    lists = list(_lists_of(models, optimizers))
+    scanned = scan_values([tensor for _, named in lists for tensor in named[1]])
+    _warn_of_gaps(each.why_not for each in scanned if each.stat is None)
+    results = iter(scanned)
+    every = [
+        _StateTensor(number, role, name, next(results))
+        for number, (role, named) in enumerate(lists)
+        for name in named[0]
     ]
-    tensors = JudgedTensors(watches)
-    for watch in watches:
-        rules.put_on(watch)
-    tensors.scan(None)
-    for optimizer in optimizers:
-        tensors.scan(innermost(optimizer))
-    frames = collect(watches)
-    _warn_of_gaps(watches)
-    if not frames:
+    found = [(each, kinds) for each in every if (kinds := each.kinds())]
+    modules = [
+        full_name(prefix, fqn)
+        for prefix, model in models.items()
+        for fqn, _ in (named_modules(model) if rules and found else ())
+    ]
+    bad = [
+        each
+        for each, kinds in found
+        if kinds & ~(each.masks | rules.allowed(each.path(modules)))
+    ]
+    if not bad:
         return None
-    notes = [f"All non-finite tensors: {_names(frames)}.", "Do not save this state."]
-    verdict = attribute(frames)
+    words = (f"{kind_of(e.role).replace('_', ' ')} {e.name}" for e in bad)
+    notes = [
+        f"All non-finite tensors: {some(words, 8)}.",
+        "Do not save this state.",
+    ]
+    # A weight comes first: what else is bad may come from it.
+    first = min(bad, key=lambda each: each.role != _C.Role.WEIGHT)
+    verdict = Verdict(
+        first=first.entry(),
+        origin=never_finite(first.role, first.name),
+        num_bad_frames=len({each.number for each in bad}),
+    )
     return Report(step, "raise", verdict, notes=notes, is_of_state=True)
 
 
-def _warn_of_gaps(watches: Sequence[ModelWatch]) -> None:
-    """Logs the tensors that could not be checked, each reason once."""
-    for watch in watches:
-        for why, count in watch.recorder.coverage.reasons().items():
-            if why not in _warned:
-                _warned.add(why)
-                _log.warning(
-                    "%d tensors of the state were not checked: %s. Logged once.",
-                    count,
-                    why,
-                )
+def _lists_of(
+    models: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
+) -> Iterator[tuple[_C.Role, Named]]:
+    """Yields lists of named tensors, those of models before optimizers' states."""
+    known: dict[int, str] = {}
+    for prefix, model in models.items():
+        tensors = NamedTensors(prefix, Selection(None, ()))
+        names, parameters = tensors.parameters(model)
+        known.update((id(p), name) for name, p in zip(names, parameters, strict=True))
+        yield _C.Role.WEIGHT, (names, parameters)
+        yield _C.Role.BUFFER, tensors.buffers(model)
+    for optimizer in optimizers:
+        yield _C.Role.OPTIMIZER_STATE, state_of(innermost(optimizer), known)
 
 
-def _names(frames: Sequence[BadFrame]) -> str:
-    names = (
-        f"{kind_of(entry.role).replace('_', ' ')} {entry.label.name}"
-        for bad in frames
-        for entry in bad.bad_entries
-    )
-    return some(names, 8)
+class _StateTensor(NamedTuple):
+    """A tensor of the state that was scanned, and the number of its list."""
+
+    number: int
+    role: _C.Role
+    name: str
+    scanned: Scanned
+
+    @property
+    def masks(self) -> int:
+        """The kinds that are no alarm: additive masks are buffers of -inf."""
+        return _C.NEGATIVE_INF if self.role == _C.Role.BUFFER else 0
+
+    def path(self, modules: Sequence[str]) -> TensorPath:
+        """Where it is in a model with modules of these names."""
+        return state_path(modules, self.role, self.name)
+
+    def kinds(self) -> int:
+        """Finds its kinds of non-finite values, as bits; a sync where there is any."""
+        tensor, stat, _ = self.scanned
+        if stat is None or not (stat.num_nan or stat.num_inf):
+            return 0
+        values = real_parts(widened(tensor))
+        is_up, is_down = (bool((values == inf).any()) for inf in (math.inf, -math.inf))
+        infs = _C.POSITIVE_INF * is_up | _C.NEGATIVE_INF * is_down
+        return _C.NAN * bool(stat.num_nan) | infs
+
+    def entry(self) -> BadEntry:
+        """The first bad entry of a verdict."""
+        tensor, stat, _ = self.scanned
+        assert stat is not None
+        return BadEntry(
+            kind_of(self.role),
+            self.name,
+            "",
+            self.name,
+            dtype_name(tensor.dtype),
+            stat.num_nan,
+            stat.num_inf,
+            tensor.numel(),
+            signs_of(self.kinds()),
+        )
+
+
+def _warn_of_gaps(reasons: Iterable[str]) -> None:
+    """Logs how many tensors could not be checked, each reason once."""
+    for why, count in Counter(reasons).items():
+        if why not in _warned:
+            _warned.add(why)
+            _log.warning(
+                "%d tensors of the state were not checked: %s. Logged once.",
+                count,
+                why,
+            )

@@ -92,47 +92,57 @@ _BACKENDS = {"auto": _C.ScanBackend.AUTO, "composite": _C.ScanBackend.COMPOSITE}
 
 def scan_with(tensors: list[torch.Tensor], backend: _C.ScanBackend) -> list[Stat]:
     """Scans tensors by one of the extension's backends; see `scan`."""
+    scanned = scan_values(tensors, backend)
+    return [_stat(*each) for each in zip(tensors, scanned, strict=True)]
+
+
+class Scanned(NamedTuple):
+    """The tensor whose memory was read, and what was found there.
+
+    Attributes:
+        tensor: The tensor; of a wrapper, its values.
+        stat: Its stat; None if it was not scanned.
+        why_not: Why it was not.
+    """
+
+    tensor: torch.Tensor
+    stat: _C.Stat | None
+    why_not: str
+
+
+def scan_values(
+    tensors: list[torch.Tensor], backend: _C.ScanBackend = _C.ScanBackend.AUTO
+) -> list[Scanned]:
+    """Scans tensors, and the values of wrappers. Incurs a sync for each device."""
     found = _C.scan_tensors(tensors, backend)
-    not_read = {i: r for i, r in enumerate(found) if isinstance(r, _C.Readability)}
-    reasons = _scan_values(tensors, found, not_read, backend) if not_read else {}
-    return [_stat(tensor, found[i], reasons.get(i)) for i, tensor in enumerate(tensors)]
-
-
-def _scan_values(
-    tensors: list[torch.Tensor],
-    found: list[_C.Stat | _C.Readability | str],
-    not_read: dict[int, _C.Readability],
-    backend: _C.ScanBackend,
-) -> dict[int, NotScanned]:
-    """Scans the values of wrappers into `found`; returns why others cannot be."""
-    reasons: dict[int, NotScanned] = {}
-    values: dict[int, torch.Tensor] = {}
-    for i, readability in not_read.items():
-        if readability != _C.Readability.WRAPPER:
-            reasons[i] = reason(tensors[i], readability)
-            continue
-        inner = resolve(tensors[i])
-        if isinstance(inner, NotScanned):
-            reasons[i] = inner
-        else:
-            values[i] = inner
-    results = _C.scan_tensors(list(values.values()), backend)
-    for (i, inner), result in zip(values.items(), results, strict=True):
+    read: list[torch.Tensor | NotScanned] = list(tensors)
+    wrappers = [i for i, each in enumerate(found) if each == _C.Readability.WRAPPER]
+    for i in wrappers:
+        read[i] = resolve(tensors[i])
+    opened = {i: each for i in wrappers if not isinstance(each := read[i], NotScanned)}
+    results = _C.scan_tensors(list(opened.values()), backend) if opened else []
+    for i, result in zip(opened, results, strict=True):
         found[i] = result
-        if isinstance(result, _C.Readability):
-            reasons[i] = reason(inner, result)
-    return reasons
+    return list(map(_scanned, tensors, read, found))
 
 
-def _stat(
+def _scanned(
     tensor: torch.Tensor,
+    read: torch.Tensor | NotScanned,
     found: _C.Stat | _C.Readability | str,
-    why: NotScanned | None,
-) -> Stat:
-    numel, dtype = _numel(tensor), tensor.dtype
-    if not isinstance(found, _C.Stat):
-        text = found if isinstance(found, str) else str(why)
-        return Stat(None, None, False, False, numel, dtype, text)
+) -> Scanned:
+    if isinstance(read, NotScanned):
+        return Scanned(tensor, None, read)
+    if isinstance(found, _C.Stat):
+        return Scanned(read, found, "")
+    why = found if isinstance(found, str) else reason(read, found)
+    return Scanned(read, None, why)
+
+
+def _stat(tensor: torch.Tensor, scanned: Scanned) -> Stat:
+    numel, dtype, found = _numel(tensor), tensor.dtype, scanned.stat
+    if found is None:
+        return Stat(None, None, False, False, numel, dtype, str(scanned.why_not))
     has_nan, has_inf = found.num_nan > 0, found.num_inf > 0
     return Stat(found.abs_min, found.abs_max, has_nan, has_inf, numel, dtype)
 

@@ -104,7 +104,7 @@ def test_wrappers_are_scanned_and_others_say_why(said):
     ]
 
 
-NAMES = ("EntryKind", "FrameKind", "LabelStyle", "Readability", "Role", "ScanBackend")
+NAMES = ("LabelStyle", "Readability", "Role", "ScanBackend")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -122,5 +122,5 @@ def test_large_tensors_are_scanned_in_pieces():
     tensor = torch.ones(3, (1 << 22) + 5)
     tensor[0, 7], tensor[2, -1] = float("inf"), float("nan")
     stat = fallback_module().scan_tensors([tensor])[0]
-    assert (stat.num_nan, stat.num_inf, stat.nonfinite_kinds) == (1, 1, 5)
+    assert (stat.num_nan, stat.num_inf) == (1, 1)
     assert stat.abs_max != stat.abs_max and stat.abs_min != stat.abs_min

@@ -35,7 +35,7 @@ _MAX_IN_ROW = 3  # then it is the new level; more skip or warn of a run that goe
 _LOSS, _GRADIENT = "loss", "largest gradient"
 _EVERY = 256  # steps between two looks at which entries there are: a new one waits
 # A model, the name of a number, and the number's place; None for the gradients.
-_Number = tuple[ModelWatch, str, _C.Place | None]
+_Number = tuple[ModelWatch, str, "_C.Place | None"]
 
 
 @dataclass(frozen=True)

@@ -76,13 +76,14 @@ def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
         0 if stat is None else stat.num_nan,
         0 if stat is None else stat.num_inf,
         entry.numel,
-        _signs(entry.nonfinite_kinds),
+        signs_of(entry.nonfinite_kinds),
         is_weight and is_finite_now(bad, entry),
         str(entry.reason or "") if entry.is_unseen else "",
     )
 
 
-def _signs(kinds: int) -> str:
+def signs_of(kinds: int) -> str:
+    """Returns the signs of the infs among kinds of values: see `BadEntry.signs`."""
     return "".join(
         sign
         for sign, kind in (("+", _C.POSITIVE_INF), ("-", _C.NEGATIVE_INF))

@@ -34,10 +34,21 @@ def tensor_path(names: Sequence[str], place: _C.Place) -> TensorPath:
     role, label = place.label.role, entry_label(place)
     module = names[place.module] if place.module < len(names) else ""
     if role not in OF_CALLS and place.kind not in FORWARDS:
-        # A tensor by its qualified name: that of its module, and its own.
-        owners = [name for name in names if label.startswith(f"{name}.")]
-        module = max(owners, key=len, default="") * (role != _C.Role.RECORDED)
-        label = label[len(module) + 1 :] if module else label
+        return state_path(() if role == _C.Role.RECORDED else names, role, label)
+    return TensorPath.from_label(module, kind_of(role), label)
+
+
+def state_path(names: Iterable[str], role: _C.Role, fqn: str) -> TensorPath:
+    """Makes the path of a tensor that belongs to no call.
+
+    Args:
+        names: The qualified names of the model's modules.
+        role: The tensor's.
+        fqn: Its qualified name: that of its module, and its own.
+    """
+    owners = [name for name in names if fqn.startswith(f"{name}.")]
+    module = max(owners, key=len, default="")
+    label = fqn[len(module) + 1 :] if module else fqn
     return TensorPath.from_label(module, kind_of(role), label)
 
 

@@ -12,6 +12,8 @@ from .roles import kind_of
 from .unseen_writes import only_calls_submodules
 from .verdict import CODE, Origin
 
+_SEEN = "every checked output was finite"
+
 
 def origin_of_weight(first: BadFrame, entry: _C.Entry) -> Origin:
     """Finds the origin of a bad weight, or state of the optimizer."""
@@ -33,11 +35,19 @@ def origin_of_weight(first: BadFrame, entry: _C.Entry) -> Origin:
                 "was written within it"
             )
             return Origin("given", kind, maker, [label, CODE])
-    if headroom_before(first, entry) is not None:
-        maker = "an optimizer step since it was last seen finite, or another write"
-    else:
-        maker = "initialization, a checkpoint or a write: it was never seen finite"
+    if headroom_before(first, entry) is None:
+        return never_finite(entry.role, label)
+    maker = "an optimizer step since it was last seen finite, or another write"
     return Origin("given", kind, maker, [label])
+
+
+def never_finite(role: _C.Role, label: str) -> Origin:
+    """The origin of a weight, buffer or state that was never seen finite."""
+    if role == _C.Role.BUFFER:
+        maker = f"{label}, which was never seen finite; {_SEEN}"
+        return Origin("unclear", "buffer", maker, [_owner_of(label)])
+    maker = "initialization, a checkpoint or a write: it was never seen finite"
+    return Origin("given", kind_of(role), maker, [label])
 
 
 def _may_write_weights(watch: ModelWatch) -> bool:
@@ -52,10 +62,11 @@ def _may_write_weights(watch: ModelWatch) -> bool:
 
 def origin_of_buffer(first: BadFrame, entry: _C.Entry) -> Origin:
     label = entry.label.name
-    owner = module_of_parameter(label) or "the model"
-    seen = "every checked output was finite"
     if headroom_before(first, entry) is None:
-        maker = f"{label}, which was never seen finite; {seen}"
-    else:
-        maker = f"code that writes to {label}, such as {owner}; {seen}"
-    return Origin("unclear", "buffer", maker, [owner])
+        return never_finite(entry.role, label)
+    maker = f"code that writes to {label}, such as {_owner_of(label)}; {_SEEN}"
+    return Origin("unclear", "buffer", maker, [_owner_of(label)])
+
+
+def _owner_of(label: str) -> str:
+    return module_of_parameter(label) or "the model"

@@ -175,7 +175,7 @@ class JudgedTensors:
         if self._wanted.gradients:
             self._scan_gradients(optimizer, listed, others, engine)
         if self._wanted.optimizer_state and optimizer:
-            state = self._state(optimizer)
+            state = state_of(optimizer, self._names())
             self._record(self._watches[0], _C.FrameKind.OPTIMIZER_STATE, state)
 
     def scan_gradients(self) -> None:
@@ -208,7 +208,7 @@ class JudgedTensors:
         weights = list(named), list(named.values())
         self._record(watch, _C.FrameKind.WEIGHTS, weights)
         if has_state:
-            state = self._state(optimizer)
+            state = state_of(optimizer, self._names())
             self._record(watch, _C.FrameKind.OPTIMIZER_STATE, state)
         return named
 
@@ -365,19 +365,6 @@ class JudgedTensors:
                 names.update((id(p), name) for name, p in zip(*named, strict=True))
         return names
 
-    def _state(self, optimizer: Optimizer) -> Named:
-        known = self._names()
-        found: dict[int, tuple[str, torch.Tensor]] = {}
-        for path, each in optimizers_in(optimizer):
-            for name, state in _states(each, path, known):
-                # Also the parts of a quantized moment, such as its scales.
-                for at, value in tree.tensors(state):
-                    key = "".join(f".{tree.plain_key(part.value)}" for part in at)
-                    for part, tensor in _parts(value):
-                        # A wrapper's state may be that of what it wraps.
-                        found.setdefault(id(tensor), (f"{name}{key}{part}", tensor))
-        return [name for name, _ in found.values()], [t for _, t in found.values()]
-
 
 def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Returns a parameter's gradient; Megatron's are in a buffer, as `main_grad`."""
@@ -458,6 +445,25 @@ def _memory_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
     if type(gradient) is not torch.Tensor:
         return local_tensor(gradient)
     return None if gradient.is_inference() else gradient
+
+
+def state_of(optimizer: Optimizer, known: dict[int, str]) -> Named:
+    """Lists the tensors of an optimizer's state.
+
+    Args:
+        optimizer: The optimizer.
+        known: The names of parameters, by identity.
+    """
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, each in optimizers_in(optimizer):
+        for name, state in _states(each, path, known):
+            # Also the parts of a quantized moment, such as its scales.
+            for at, value in tree.tensors(state):
+                key = "".join(f".{tree.plain_key(part.value)}" for part in at)
+                for part, tensor in _parts(value):
+                    # A wrapper's state may be that of what it wraps.
+                    found.setdefault(id(tensor), (f"{name}{key}{part}", tensor))
+    return [name for name, _ in found.values()], [t for _, t in found.values()]
 
 
 def _states(
