@@ -9,7 +9,7 @@ JOBS ?= auto
 ON_SEALED = $(shell grep -lE 'mark.sealed|BACKENDS|\(gpu[,)]' -r tests --include='test_*.py')
 RUN := $(VENV)/bin/python
 PYTEST = $(RUN) -m pytest -q --disable-warnings -n $(JOBS) --dist loadfile --no-loadscope-reorder
-CHECKED = tests/scanner $(filter-out %_parity_models.py tests/detector/test_compile%, \
+CHECKED = tests/base tests/scanner $(filter-out %_parity_models.py tests/detector/test_compile%, \
   $(wildcard tests/detector/test_*.py)) $(addprefix tests/guard/,record report) \
   $(wildcard tests/guard/test_guard*.py tests/guard/test_option*.py tests/guard/test_polic*.py) \
   $(patsubst %,tests/project/test_%.py,additions architecture causes constants layers pages workflows) \

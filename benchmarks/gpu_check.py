@@ -118,7 +118,7 @@ def gpu_tests(device: str, is_quick: bool) -> Commands:
 
 
 def other_tests(device: str, is_quick: bool) -> Commands:
-    chosen = ["-m", "not cuda", *["tests/scanner/test_names.py"] * is_quick]
+    chosen = ["-m", "not cuda", *["tests/base/test_names.py"] * is_quick]
     if importlib.util.find_spec("xdist"):
         chosen += ["-n", "auto", "--maxprocesses", "16"]
         chosen += ["--dist", "loadfile", "--no-loadscope-reorder"]

@@ -47,6 +47,7 @@ collect_ignore = ["cpp", "files", "golden", "support"]
 
 # The layer of the tests in a folder, which is their mark.
 LAYERS = {
+    "base": "scan",
     "scanner": "scan",
     "detector": "detector",
     "guard": "guard",

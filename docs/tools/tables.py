@@ -29,6 +29,7 @@ from pages import headings, slug
 
 import overflow_fast
 from overflow_fast import Evidence, Explain, Log, Record, Schedule, integrations
+from overflow_fast.base.text import dtype_name
 from overflow_fast.explainer import step_schema
 from overflow_fast.guard.files.fields import (
     FIRST_RELEASE,
@@ -44,7 +45,6 @@ from overflow_fast.guard.record import record_lines
 from overflow_fast.guard.report import log_lines
 from overflow_fast.guard.report.causes import CAUSES, Cause
 from overflow_fast.scanner import fallback
-from overflow_fast.scanner.text import dtype_name
 from overflow_fast.tools.cli.command_line import make_parser
 from overflow_fast.tools.cli.guard_options import MONITORS
 from overflow_fast.tools.compare import recording_schema

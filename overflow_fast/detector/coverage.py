@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..scanner.modules import modules_in
-from ..scanner.text import printable
+from ..base.modules import modules_in
+from ..base.text import printable
 from ..torch_internals.module_internals import asks_for_hooks
 
 _log = logging.getLogger("overflow_fast")

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..scanner.modules import check_module
+from ..base.modules import check_module
+from ..base.text import printable
 from ..scanner.ops import scan
-from ..scanner.text import printable
 from .coverage import warn_of_asking, warn_of_scripted
 from .frames import PREFIX, batch_header, frame_text, frames_text, nonfinite_lines
 from .frames import get_abs_min_max as get_abs_min_max

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import _C
+from ..base.text import printable, printable_lines
+from ..base.tree import entry_label, label_text
 from ..scanner.ops import scan
-from ..scanner.text import printable, printable_lines
-from ..scanner.tree import entry_label, label_text
 
 if TYPE_CHECKING:
     from ..guard.watching.watch import ModelWatch

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import _C
-from ..scanner.modules import modules_in
-from ..scanner.text import drop_own_frames
+from ..base.modules import modules_in
+from ..base.text import drop_own_frames
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import (
     asks_for_hooks,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from .. import _C
-from ..scanner.modules import modules_in
+from ..base.modules import modules_in
 from ..torch_internals.replaying import (
     with_torch_function,
     without_function_modes,

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..base.modules import tensors_of
 from ..scanner import callbacks  # noqa: F401  (recorders call them)
-from ..scanner.modules import tensors_of
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import is_dry_run
 from ..torch_internals.running import call_after_backward, running_modules

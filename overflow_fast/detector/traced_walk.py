@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import torch
 
-from ..scanner.tree import ATTRIBUTE as _ATTRIBUTE
-from ..scanner.tree import INDEX as _INDEX
-from ..scanner.tree import KEY as _KEY
-from ..scanner.tree import MAX_DEPTH, Style, is_declared, layout, plain_key, type_name
+from ..base.tree import ATTRIBUTE as _ATTRIBUTE
+from ..base.tree import INDEX as _INDEX
+from ..base.tree import KEY as _KEY
+from ..base.tree import MAX_DEPTH, Style, is_declared, layout, plain_key, type_name
 from .compiled_boundary import CALLS, PARAMETERS, STRICT
 
 # A traced call as the constant of its operator; see `csrc/record/traced_text.h`.

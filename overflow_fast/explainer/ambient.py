@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from ..base.modules import set_shares_buffers
 from ..guard.kept_calls.ambient import Ambient, autocast_of
-from ..scanner.modules import set_shares_buffers
 
 
 @contextmanager

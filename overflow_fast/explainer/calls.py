@@ -15,6 +15,18 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..base.modules import named_modules
+from ..base.tensors import has_memory, loss_in, model_loss_in
+from ..base.text import is_of_user
+from ..base.tree import (
+    CALL_DEPTH,
+    NotRebuilt,
+    Path,
+    mapped,
+    path_text,
+    tensors,
+    tensors_in,
+)
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.kept_calls.function_marks import marks_of
 from ..guard.kept_calls.held_function import (
@@ -24,18 +36,6 @@ from ..guard.kept_calls.held_function import (
     variables_of,
 )
 from ..guard.kept_calls.kept_call import NUM_SAMPLED, KeptCall
-from ..scanner.modules import named_modules
-from ..scanner.tensors import has_memory, loss_in, model_loss_in
-from ..scanner.text import is_of_user
-from ..scanner.tree import (
-    CALL_DEPTH,
-    NotRebuilt,
-    Path,
-    mapped,
-    path_text,
-    tensors,
-    tensors_in,
-)
 from ..torch_internals.compiler import uncompiled
 from .tensor_kinds import is_float
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..scanner.modules import has_base, is_sharded, named_modules
-from ..scanner.tree import CALL_DEPTH, mapped
+from ..base.modules import has_base, is_sharded, named_modules
+from ..base.tree import CALL_DEPTH, mapped
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.tensor_internals import is_wrapper
 from .snapshot import Snapshot

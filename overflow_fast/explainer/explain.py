@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.modules import is_of_torch, modules_in, step_of
+from ..base.tensors import devices_of
+from ..base.text import error_line
 from ..guard.explaining import USE_RUN
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.options import BUDGET
@@ -17,9 +20,6 @@ from ..guard.process import world_size
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import Artifact
 from ..guard.undo.restore_point import RestorePoint
-from ..scanner.modules import is_of_torch, modules_in, step_of
-from ..scanner.tensors import devices_of
-from ..scanner.text import error_line
 from .bad_step import ALL_BAD, BadStep, counted_text
 from .calls import Call
 from .effects.held_signals import as_raised

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from ..base.modules import module_of_parameter
+from ..base.text import numbered
+from ..base.torch_ops import base_of, has
 from ..guard.report import causes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import SEEN_IN_BACKWARD
 from ..guard.report.gist import plain_number, told_number
 from ..guard.report.op import Op, TensorSummary
-from ..scanner.modules import module_of_parameter
-from ..scanner.text import numbered
-from ..scanner.torch_ops import base_of, has
 from . import bad_step as notes
 from .call_growth import CallGrowth, growth_of
 from .calls import Call, ModelCall

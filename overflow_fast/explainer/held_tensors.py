@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..base.modules import modules_in, named_buffers, named_modules, named_parameters
+from ..base.tree import Path, at, attributes, find, path_text
 from ..detector.selection import full_name
 from ..guard.kept_calls.held_function import data_in
-from ..scanner.modules import modules_in, named_buffers, named_modules, named_parameters
-from ..scanner.tree import Path, at, attributes, find, path_text
 from .op_rows import Leaf
 
 _OWN = set(vars(nn.Module()))

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..base.text import rounded
+from ..base.torch_ops import base_of, has, op_of, plain_name
 from ..guard.report.explanation import Explanation
-from ..scanner.text import rounded
-from ..scanner.torch_ops import base_of, has, op_of, plain_name
 from .explain_origin import explain_root_op
 from .op_rows import Row
 from .op_table import OpTable

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..scanner.torch_ops import has
+from ..base.torch_ops import has
 from .op_trace import OpCall
 from .storage_map import StorageMap
 from .tensor_kinds import Kinds, is_float

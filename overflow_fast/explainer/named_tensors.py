@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..scanner.modules import named_buffers, named_parameters
+from ..base.modules import named_buffers, named_parameters
 
 
 def state_by_name(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..scanner.tensors import PLAIN, extent_of, is_whole
-from ..scanner.tree import tensors_in
+from ..base.tensors import PLAIN, extent_of, is_whole
+from ..base.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, no_dispatch
 from .mask_counts import MaskCounts

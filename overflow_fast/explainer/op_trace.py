@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..base.modules import Handles, named_modules
+from ..base.torch_ops import base_of, has, is_view
+from ..base.tree import find, tensors_in
 from ..detector.selection import full_name
-from ..scanner.modules import Handles, named_modules
-from ..scanner.torch_ops import base_of, has, is_view
-from ..scanner.tree import find, tensors_in
 from ..torch_internals.replaying import (
     TorchDispatchMode,
     autograd_node,

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.modules import module_of_parameter, named_parameters
+from ..base.text import dtype_name
+from ..base.tree import path_text, tensors
 from ..guard.report.causes import (
     BAD_SETTING,
     BAD_WEIGHTS,
@@ -21,9 +24,6 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.findings import REPLACED
 from ..guard.report.op import Op
 from ..guard.report.remedy import Remedy
-from ..scanner.modules import module_of_parameter, named_parameters
-from ..scanner.text import dtype_name
-from ..scanner.tree import path_text, tensors
 from .bad_step import BadStep
 from .op_rows import NOT_TRIED, Row
 from .op_table import OpTable

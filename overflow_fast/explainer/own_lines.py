@@ -33,11 +33,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..base.modules import Handles, children_of, modules_in
+from ..base.text import is_of_program
+from ..base.tree import CALL_DEPTH, find, tensors_in
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.kept_calls.held_function import data_in
-from ..scanner.modules import Handles, children_of, modules_in
-from ..scanner.text import is_of_program
-from ..scanner.tree import CALL_DEPTH, find, tensors_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.registry import stack
 from ..torch_internals.replaying import no_dispatch

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .. import _C
+from ..base.text import rounded
+from ..base.tree import label_text
 from ..guard.monitors.monitor import scalar_places
 from ..guard.verdict.roles import GRADIENTS
 from ..guard.watching.watch import ModelWatch
-from ..scanner.text import rounded
-from ..scanner.tree import label_text
 
 _MANY = 10.0  # times the largest of the last steps; chosen, not measured
 KEPT = 16  # `kSteps` of csrc/record/headroom.h

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
-from ..scanner.text import is_of_program
+from ..base.text import is_of_program
 
 _Name = tuple[str, str]  # its module, or else where it is, and its own
 Values = dict[_Name, Any]

@@ -21,6 +21,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..base.modules import (
+    class_name_of,
+    gradient_taker,
+    module_of_parameter,
+    named_modules,
+    parameters_of,
+    reduces,
+)
+from ..base.tensors import place_of
+from ..base.text import counted, dtype_name, error_line
 from ..guard.explaining import USE_RUN
 from ..guard.kept_calls.call_keeper import GRAPH
 from ..guard.process import world_size
@@ -33,16 +43,6 @@ from ..guard.report.causes import (
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import NOT_REDUCED, NOT_REPLAYED
 from ..guard.report.remedy import Remedy
-from ..scanner.modules import (
-    class_name_of,
-    gradient_taker,
-    module_of_parameter,
-    named_modules,
-    parameters_of,
-    reduces,
-)
-from ..scanner.tensors import place_of
-from ..scanner.text import counted, dtype_name, error_line
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from ..base.text import error_line, numbered
 from ..guard.report.explanation import Explanation
-from ..scanner.text import error_line, numbered
 from ..torch_internals.module_internals import default_store
 from .effects.rule import StoppedError
 

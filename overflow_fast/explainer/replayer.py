@@ -22,13 +22,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..detector.observers import without_observers
-from ..detector.selection import full_name
-from ..guard.undo.restore_point import RestorePoint
-from ..guard.verdict.bad_frames import collect
-from ..guard.verdict.roles import kind_of
-from ..guard.watching.watch import ModelWatch
-from ..scanner.modules import (
+from ..base.modules import (
     first_parameter_of,
     gradient_taker,
     named_buffers,
@@ -36,8 +30,14 @@ from ..scanner.modules import (
     named_parameters,
     without_reduction,
 )
-from ..scanner.tree import entry_label
-from ..scanner.types import TensorPath
+from ..base.tree import entry_label
+from ..base.types import TensorPath
+from ..detector.observers import without_observers
+from ..detector.selection import full_name
+from ..guard.undo.restore_point import RestorePoint
+from ..guard.verdict.bad_frames import collect
+from ..guard.verdict.roles import kind_of
+from ..guard.watching.watch import ModelWatch
 from ..torch_internals.replaying import no_dispatch, uncompiled_calls
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied

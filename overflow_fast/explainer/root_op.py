@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..scanner.tensors import PLAIN, real_parts, widened
-from ..scanner.text import error_line
-from ..scanner.torch_ops import draws, has, op_of
-from ..scanner.tree import mapped, tensors_in
+from ..base.tensors import PLAIN, real_parts, widened
+from ..base.text import error_line
+from ..base.torch_ops import draws, has, op_of
+from ..base.tree import mapped, tensors_in
 from ..torch_internals.replaying import attention_by_definition, schema_names
 from .mask_counts import MaskCounts, has_no_label
 from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details

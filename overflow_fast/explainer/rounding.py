@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from ..base.text import dtype_name
+from ..base.torch_ops import has, op_of
+from ..base.tree import mapped, tensors_in
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import told_apart
-from ..scanner.text import dtype_name
-from ..scanner.torch_ops import has, op_of
-from ..scanner.tree import mapped, tensors_in
 from .op_rows import Row
 from .root_op import new_places, run_in_float64
 from .tape import Contents, TapedCall, TapedTensor

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.modules import parameters_of
+from ..base.tensors import dtype_named
 from ..guard.files.json_text import SCHEMA
 from ..guard.files.reading import FileError, read_bytes
 from ..guard.files.schema import convert, decode_document
 from ..guard.files.tensor_files import read_tensors
 from ..guard.kept_calls.ambient import Ambient
-from ..scanner.modules import parameters_of
-from ..scanner.tensors import dtype_named
 from .calls import Call, ModelCall, names_of_inputs
 from .named_tensors import state_by_name
 from .saved_random import states_of

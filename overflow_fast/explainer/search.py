@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..base.modules import module_of_parameter
 from ..guard.options import BUDGET
 from ..guard.report.causes import DIVERGENCE, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
 from ..guard.undo.restore_point import RestorePoint
-from ..scanner.modules import module_of_parameter
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from . import bad_step as notes

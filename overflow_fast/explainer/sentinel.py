@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..scanner.text import dtype_name, rounded
+from ..base.text import dtype_name, rounded
 from .calls import Call
 from .tensor_kinds import as_wide, is_float
 

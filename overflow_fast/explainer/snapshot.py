@@ -16,14 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guard.undo.attributes import KeptAttributes
-from ..guard.undo.buffers import KeptBuffer
-from ..guard.undo.random import RandomStates
-from ..guard.undo.restore_point import RestorePoint
-from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
-from ..guard.verdict.foreign_hooks import is_ours
-from ..scanner.graph import leaves_of
-from ..scanner.modules import (
+from ..base.graph import leaves_of
+from ..base.modules import (
     buffers_of,
     is_sharded,
     modules_in,
@@ -32,7 +26,13 @@ from ..scanner.modules import (
     parameters_of,
     reshard,
 )
-from ..scanner.tensors import devices_of, is_whole
+from ..base.tensors import devices_of, is_whole
+from ..guard.undo.attributes import KeptAttributes
+from ..guard.undo.buffers import KeptBuffer
+from ..guard.undo.random import RandomStates
+from ..guard.undo.restore_point import RestorePoint
+from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
+from ..guard.verdict.foreign_hooks import is_ours
 from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks
 from ..torch_internals.replaying import without_cached_casts, without_torch_function
 from ..torch_internals.tensor_internals import (

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from .. import _C
+from ..base.modules import gradient_taker, why_not
+from ..base.tensors import loss_in
 from ..guard.config import GuardConfig
 from ..guard.explaining import ReplayOffer, gradients_of, with_note
 from ..guard.kept_calls.call_keeper import CallKeeper
@@ -25,9 +27,7 @@ from ..guard.verdict.bad_frames import BadFrame, collect
 from ..guard.verdict.verdict import BadEntry, Origin, Verdict, is_of_flag
 from ..guard.watching.judged_tensors import NORM, JudgedTensors
 from ..guard.watching.watch import ModelWatch, models_of
-from ..scanner.modules import gradient_taker, why_not
 from ..scanner.ops import scan
-from ..scanner.tensors import loss_in
 from ..torch_internals.compiler import has_compiled
 from .bad_step import BadStep
 from .calls import Call, ModelCall, batch_size, made_again

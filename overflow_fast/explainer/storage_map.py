@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.multiprocessing import reductions
 
-from ..scanner.tensors import PLAIN
+from ..base.tensors import PLAIN
 from ..torch_internals.tensor_internals import storage_number, storages
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..scanner.tensors import PLAIN
-from ..scanner.tree import tensors_in
+from ..base.tensors import PLAIN
+from ..base.tree import tensors_in
 from .op_rows import Row
 from .op_trace import OpCall
 from .storage_map import StorageMap, memory_of

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..base.tensors import PLAIN, is_whole, real_parts, widened
+from ..base.text import dtype_name
+from ..base.tree import tensors_in
 from ..guard.report.op import TensorSummary
 from ..scanner.ops import Stat, scan
-from ..scanner.tensors import PLAIN, is_whole, real_parts, widened
-from ..scanner.text import dtype_name
-from ..scanner.tree import tensors_in
 from ..torch_internals.replaying import without_torch_function
 from ..torch_internals.tensor_internals import is_in_transform, local_part
 from .storage_map import StorageMap, memory_of

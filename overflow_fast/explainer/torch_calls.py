@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
-from ..scanner.text import is_of_program, is_own
-from ..scanner.torch_ops import SWAPPED, has, op_of, plain_name
+from ..base.text import is_of_program, is_own
+from ..base.torch_ops import SWAPPED, has, op_of, plain_name
 from ..torch_internals.replaying import with_function_modes
 from .users_lines import BEGINS, Site, Sites
 

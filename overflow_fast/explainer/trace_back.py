@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..scanner.torch_ops import base_of
+from ..base.torch_ops import base_of
 from .op_rows import Leaf, Row, is_meant
 from .op_table import OpTable
 

@@ -13,8 +13,8 @@ import weakref
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from ..base.text import installed_name, is_of_user, is_own, short_name, source_name
 from ..guard.report.op import Op
-from ..scanner.text import installed_name, is_of_user, is_own, short_name, source_name
 
 _MAX_FRAMES = 12  # lines of an operation that a report shows; chosen, not measured
 _ENGINE = "_engine_run_backward"

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.tensors import digest_of, has_memory, host_copy, is_readable
+from ..base.text import dtype_name
 from ..guard.files.fields import line_of
 from ..guard.files.json_text import SCHEMA, dumps
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.report.findings import Artifact
-from ..scanner.tensors import digest_of, has_memory, host_copy, is_readable
-from ..scanner.text import dtype_name
 from .calls import Call, ModelCall
 from .named_tensors import names_of
 from .saved_random import plain_states

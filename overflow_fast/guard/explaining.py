@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from ..scanner.modules import named_parameters
-from ..scanner.text import error_line
+from ..base.modules import named_parameters
+from ..base.text import error_line
 from ..torch_internals.tensor_internals import local_part
 from .config import GuardConfig
 from .isolation import OverheadTimer

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..scanner.text import drop_own_frames
+from ..base.text import drop_own_frames
 from .config import EVERYTHING, GuardConfig, Policy
 from .isolation import isolate_errors
 from .kinds import Exporter, Path, check_int, check_names, reusable

@@ -11,7 +11,7 @@ from threading import RLock
 from typing import Any, TypeVar, cast
 
 from .. import _C
-from ..scanner.text import drop_own_frames
+from ..base.text import drop_own_frames
 from .ranks.agreement import Agreement
 from .report.cost import Cost
 from .report.report import NonFiniteError

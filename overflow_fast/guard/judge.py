@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from .. import _C
-from ..scanner.text import error_line
+from ..base.text import error_line
 from .config import GuardConfig
 from .explaining import Explaining, gradients_of
 from .isolation import ErrorIsolation, OverheadTimer

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..base.tensors import check_number
+from ..base.text import either, nearest
 from ..detector.selection import Wanted
-from ..scanner.tensors import check_number
-from ..scanner.text import either, nearest
 from .policy import ACTIONS
 from .process import has_process_group
 from .verdict.rules import Rules

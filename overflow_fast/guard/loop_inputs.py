@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..scanner.modules import parameters_of
-from ..scanner.tensors import loss_in
+from ..base.modules import parameters_of
+from ..base.tensors import loss_in
 from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..base.modules import named_modules, parameters_of, tensors_of
 from ..detector.selection import check_patterns, full_name
-from ..scanner.modules import named_modules, parameters_of, tensors_of
 from .config import GuardConfig
 from .files.writing import why_not_writable
 from .monitors.magnitudes import Headroom, Underflow

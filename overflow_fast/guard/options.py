@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
-from ..scanner.text import listed_fields
+from ..base.text import listed_fields
 from .kinds import (
     FLAG,
     PATH,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from ..scanner.modules import modules_in
+from ..base.modules import modules_in
 from .parts import GuardParts
 from .watching.watch import ModelWatch
 

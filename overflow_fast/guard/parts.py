@@ -35,9 +35,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from ..base.modules import modules_in
 from ..detector.coverage import warn_of_asking, warn_of_scripted
 from ..detector.selection import Selection, Wanted
-from ..scanner.modules import modules_in
 from ..torch_internals import clipping
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught

@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
+from ..base.modules import named_modules
+from ..base.tensors import real_parts, widened
+from ..base.text import dtype_name, some
+from ..base.types import TensorPath
 from ..detector.selection import Named, Selection, full_name
-from ..scanner.modules import named_modules
 from ..scanner.ops import Scanned, scan_values
-from ..scanner.tensors import real_parts, widened
-from ..scanner.text import dtype_name, some
-from ..scanner.types import TensorPath
 from .models import Models, named_models
 from .optimizers.wrapped import innermost, optimizers_of
 from .report.report import NonFiniteError, Report

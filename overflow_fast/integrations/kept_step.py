@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.modules import without_reduction
+from ..base.tree import CALL_DEPTH, copied, copied_call
 from ..guard.guard import OverflowGuard
 from ..guard.kept_calls.held_function import argument_names
 from ..guard.undo.kept_objects import KeptObjects
-from ..scanner.modules import without_reduction
-from ..scanner.tree import CALL_DEPTH, copied, copied_call
 from .patched_methods import PatchedMethod
 
 # Below a trainer, which may hold its data: what lies further away stays changed by a

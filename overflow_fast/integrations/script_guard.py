@@ -43,6 +43,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..base.modules import modules_in
 from ..detector.selection import NoModuleError
 from ..guard.others import num_guards_of
 from ..guard.process import own_rank
@@ -50,7 +51,6 @@ from ..guard.program_guard import ProgramGuard
 from ..guard.report.coverage import GuardCoverage
 from ..guard.report.report import NonFiniteError
 from ..guard.report.run_lines import summary
-from ..scanner.modules import modules_in
 from .import_hook import on_import
 from .script_models import (
     each_once,

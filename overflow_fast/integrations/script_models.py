@@ -10,18 +10,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import _C
-from ..detector.debug import DebugUnderflowOverflow
-from ..detector.hooks import root_hooks
-from ..guard.guard import OverflowGuard
-from ..guard.optimizers.held_optimizers import optimizers_in
-from ..guard.program_guard import ProgramGuard
-from ..scanner.modules import (
+from ..base.modules import (
     children_of,
     modules_in,
     own_parameters_of,
     parameters_of,
     stepped_by,
 )
+from ..detector.debug import DebugUnderflowOverflow
+from ..detector.hooks import root_hooks
+from ..guard.guard import OverflowGuard
+from ..guard.optimizers.held_optimizers import optimizers_in
+from ..guard.program_guard import ProgramGuard
 from ..torch_internals.registry import callers
 
 

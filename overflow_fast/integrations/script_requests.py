@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import _C
+from ..base.modules import is_scripted, modules_in
 from ..guard.kinds import TRIPWIRE
 from ..guard.others import num_guards_of
 from ..guard.program_guard import ProgramGuard
 from ..guard.requests.entries import entries_of
-from ..scanner.modules import is_scripted, modules_in
 from ..torch_internals.call_arguments import keywords_of_call
 from ..torch_internals.module_internals import forward_pre_hooks
 from ..torch_internals.running import is_jit_tracing

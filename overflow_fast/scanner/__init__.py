@@ -1,1 +1,1 @@
-"""Names, selections, tensors and text, for every other room."""
+"""The scan of tensors, on each device; what every room uses besides is in `base`."""

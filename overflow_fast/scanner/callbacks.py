@@ -11,8 +11,8 @@ import logging
 import torch
 
 from .. import _C
-from . import tree
-from .tensors import reason, resolve
+from ..base import tree
+from ..base.tensors import reason, resolve
 
 _log = logging.getLogger("overflow_fast")
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from .. import _C
+from ..base.tensors import NotScanned, reason, resolve
 from . import callbacks  # noqa: F401  (scans call them)
-from .tensors import NotScanned, reason, resolve
 
 
 class Stat(NamedTuple):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..base.text import as_lines
 from ..explainer.calls import made_again
 from ..explainer.explain_origin import explain_root_op
 from ..explainer.replayer import Replayer, StepPart
@@ -15,7 +16,6 @@ from ..guard.monitors.monitor import Guarded, Monitor, MonitoredStep
 from ..guard.options import option
 from ..guard.process import world_size
 from ..guard.report.explanation import Explanation
-from ..scanner.text import as_lines
 
 _log = logging.getLogger("overflow_fast")
 

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.modules import Handles, call_with
+from ..base.tensors import model_loss_in
+from ..base.text import aligned, printable
+from ..base.tree import NotRebuilt, mapped, tensors_in
 from ..detector.hooks import move_hook_to_front
 from ..detector.selection import Selection, check_patterns
 from ..explainer.effects.rule import EffectRule, StoppedError
@@ -20,10 +24,6 @@ from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.verdict import Verdict
 from ..guard.watching.judged_tensors import JudgedTensors
 from ..guard.watching.watch import ModelWatch, models_of
-from ..scanner.modules import Handles, call_with
-from ..scanner.tensors import model_loss_in
-from ..scanner.text import aligned, printable
-from ..scanner.tree import NotRebuilt, mapped, tensors_in
 from ..torch_internals.module_internals import forward_hooks
 from ..torch_internals.replaying import uncompiled_calls
 

@@ -36,8 +36,8 @@ from overflow_fast import (
     OverflowGuard,
     Schedule,
 )
+from overflow_fast.base.tree import label_text
 from overflow_fast.detector import dynamo
-from overflow_fast.scanner.tree import label_text
 
 pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
 

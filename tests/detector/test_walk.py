@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, NonFiniteError, OverflowGuard
-from overflow_fast.scanner import tree
-from overflow_fast.scanner.tree import label_text
+from overflow_fast.base import tree
+from overflow_fast.base.tree import label_text
 
 INF, NAN = float("inf"), float("nan")
 KINDS = pytest.mark.parametrize("kind", CONTAINERS)

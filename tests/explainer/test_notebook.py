@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from overflow_fast import NonFiniteError, explain
-from overflow_fast.scanner.text import is_cell, short_name, source_name
+from overflow_fast.base.text import is_cell, short_name, source_name
 
 CELL = """
 import torch

@@ -8,6 +8,7 @@ import torch
 from guarding import assert_same, state_of
 from torch import nn
 
+from overflow_fast.base.tensors import devices_of
 from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.op_trace import OpTrace
 from overflow_fast.explainer.remedies.patches import (
@@ -21,7 +22,6 @@ from overflow_fast.explainer.remedies.patches import (
 )
 from overflow_fast.explainer.replayer import Observer, Patch, Replayer, StepPart
 from overflow_fast.guard.kept_calls.ambient import Ambient
-from overflow_fast.scanner.tensors import devices_of
 
 
 def step(model, *batches):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from remedied_files import explained, module_of
 
+from overflow_fast.base.torch_ops import SWAPPED
 from overflow_fast.explainer.remedies import attempts, call_patch
 from overflow_fast.explainer.remedies.call_patch import (
     CallPatch,
@@ -37,7 +38,6 @@ from overflow_fast.explainer.remedies.rules import (
 from overflow_fast.explainer.remedies.source_file import SourceFile
 from overflow_fast.explainer.torch_calls import TorchCalls
 from overflow_fast.explainer.users_lines import Site
-from overflow_fast.scanner.torch_ops import SWAPPED
 
 every_case = pytest.mark.day  # of tables that are contracts
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overflow_fast import DebugUnderflowOverflow, Headroom, OverflowGuard, Underflow
-from overflow_fast.scanner.tensors import loss_in
+from overflow_fast.base.tensors import loss_in
 
 pytestmark = [pytest.mark.explains, pytest.mark.usefixtures("no_others")]
 X = torch.ones(1, 2)

@@ -343,7 +343,7 @@ CONTAINERS = {
     "shared": Container(lambda x: [part := [x], part], lambda v: v[1][0], "[0][0]"),
 }
 
-# One for each way to read and to rebuild a value, for what tests/scanner/test_tree.py
+# One for each way to read and to rebuild a value, for what tests/base/test_tree.py
 # does not ask: that all of it reads and rebuilds values as the tree does.
 FEW = ("namedtuple", "Mapping", "frozen slots dataclass", "only registered")
 FEW += ("object", "nested 15")

@@ -11,7 +11,7 @@ import itertools
 import types
 from typing import Any
 
-from ...scanner.text import is_of_program
+from ...base.text import is_of_program
 
 
 class Unseen:

@@ -40,7 +40,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...scanner.text import is_of_program, is_of_user, is_own
+from ...base.text import is_of_program, is_of_user, is_own
 from ..spent_time import CLOCK_TIMES
 from ..users_lines import Site
 from . import kinds

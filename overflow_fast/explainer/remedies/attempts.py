@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from ...base.modules import module_of_parameter, named_modules, parameters_of
+from ...base.torch_ops import has
+from ...base.tree import tensors
 from ...guard.report.causes import (
     BAD_DATA,
     BAD_WEIGHTS,
@@ -20,9 +23,6 @@ from ...guard.report.causes import (
     Cause,
 )
 from ...guard.report.remedy import SAME, Remedy
-from ...scanner.modules import module_of_parameter, named_modules, parameters_of
-from ...scanner.torch_ops import has
-from ...scanner.tree import tensors
 from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import CARRIED, explain_root_op
 from ..named_tensors import names_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ...base.text import error_line
 from ...guard.report.remedy import Remedy
-from ...scanner.text import error_line
 from ..named_tensors import names_of
 from ..tensor_kinds import bad_names
 from .patches import OtherWeights

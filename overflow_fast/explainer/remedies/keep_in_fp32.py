@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...detector.selection import Selection, check_patterns
-from ...scanner.modules import (
+from ...base.modules import (
     check_module,
     has_base,
     is_sharded,
     is_within,
     named_modules,
 )
-from ...scanner.tree import CALL_DEPTH
+from ...base.tree import CALL_DEPTH
+from ...detector.selection import Selection, check_patterns
 from ...torch_internals.module_internals import REPLICATE, replicate
 from ...torch_internals.replaying import autocast_devices
 from ...torch_internals.tensor_internals import is_wrapper

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _C
-from ...detector.traced_walk import names_held
-from ...scanner.tree import (
+from ...base.tree import (
     CALL_DEPTH,
     MAX_DEPTH,
     Rebuilding,
@@ -20,6 +19,7 @@ from ...scanner.tree import (
     solid_base,
     tensors_in,
 )
+from ...detector.traced_walk import names_held
 from ...torch_internals.tensor_internals import pytree
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...scanner.modules import tensors_of
+from ...base.modules import tensors_of
 from ..calls import Call
 from ..copies import HALF
 from ..replayer import Observer, Patch, Replayer, StepPart

@@ -12,10 +12,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ... import _C
+from ...base.modules import modules_in, named_modules, own_tensors, tensors_of
 from ...detector.selection import full_name
 from ...guard.kept_calls.ambient import autocast_of
 from ...guard.process import has_process_group
-from ...scanner.modules import modules_in, named_modules, own_tensors, tensors_of
 from ...torch_internals.module_internals import BUFFERS
 from ...torch_internals.replaying import (
     autocast_devices,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...scanner.torch_ops import has, op_of
+from ...base.torch_ops import has, op_of
 from ...torch_internals.tensor_internals import pytree
 from ..syntax import expression_of
 from ..torch_calls import SAME, TorchCall, Value

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from ...base.text import installed_name
+from ...base.torch_ops import has, op_of
 from ...guard.report.causes import UNDERFLOW
 from ...guard.report.explanation import Explanation
 from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
-from ...scanner.text import installed_name
-from ...scanner.torch_ops import has, op_of
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, ClampedValue, InWider, RuleChange

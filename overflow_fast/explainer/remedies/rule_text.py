@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from ...base.text import installed_name, is_of_program
+from ...base.torch_ops import has, op_of
 from ...guard.report.remedy import Remedy
-from ...scanner.text import installed_name, is_of_program
-from ...scanner.torch_ops import has, op_of
 from ..syntax import expression_of
 from ..torch_calls import SAME, TorchCall, Value
 from ..users_lines import Site, source_lines

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ...scanner.torch_ops import has, op_of
+from ...base.torch_ops import has, op_of
 from ..torch_calls import TorchCall, Value
 
 # The logarithm of a value, by how the value was made, and the remedy in words.

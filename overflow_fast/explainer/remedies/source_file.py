@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...scanner.text import source_name
+from ...base.text import source_name
 from ..syntax import expression_of, module_of
 from ..users_lines import Span
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
+from ...base.modules import is_normalization, is_within, named_modules
 from ...guard.report.remedy import Remedy
-from ...scanner.modules import is_normalization, is_within, named_modules
 from .keep_in_fp32 import has_forward, shortened
 from .patches import Float32Modules
 from .trials import Attempts, Failure, Trial, Trials

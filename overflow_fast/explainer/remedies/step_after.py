@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ...scanner.tree import path_text, tensors
+from ...base.tree import path_text, tensors
 from ..named_tensors import names_of, state_by_name
 from ..optimizer_twin import OptimizerTwin, group_of
 from ..tensor_kinds import is_float, kinds_of, summary_of

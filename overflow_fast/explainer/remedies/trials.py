@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...base.text import error_line
 from ...guard.explaining import USE_RUN
 from ...guard.report.explanation import Explanation
 from ...guard.report.remedy import SAME, Remedy
-from ...scanner.text import error_line
 from ..bad_step import outside_text
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.modules import tensors_of
+from ...base.tensors import has_memory
+from ...base.torch_ops import base_of, has, plain_name
 from ...guard.report.remedy import Remedy
-from ...scanner.modules import tensors_of
-from ...scanner.tensors import has_memory
-from ...scanner.torch_ops import base_of, has, plain_name
 from ...torch_internals.tensor_internals import pytree
 from ..calls import Call
 from ..op_table import OpTable

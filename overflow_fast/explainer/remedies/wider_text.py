@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...scanner.text import dtype_name
-from ...scanner.torch_ops import has
+from ...base.text import dtype_name
+from ...base.torch_ops import has
 from ..syntax import expression_of
 from ..torch_calls import TorchCall, Value
 from .call_patch import InWider

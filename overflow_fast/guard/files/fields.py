@@ -20,7 +20,7 @@ import msgspec
 from msgspec import NODEFAULT, UNSET, Meta, Struct
 from msgspec.structs import FieldInfo
 
-from ...scanner.text import capitalized, listed_fields
+from ...base.text import capitalized, listed_fields
 
 FIRST_RELEASE = "1.0"
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...scanner.modules import first_parameter_of, parameters_of
-from ...scanner.tensors import devices_of, loss_in
-from ...scanner.text import is_of_program
-from ...scanner.tree import copied_call
+from ...base.modules import first_parameter_of, parameters_of
+from ...base.tensors import devices_of, loss_in
+from ...base.text import is_of_program
+from ...base.tree import copied_call
 from ...torch_internals.compiler import compiled_call_of, has_compiled
 from ...torch_internals.running import graph_task_id, is_recorded
 from ..undo.restore_point import RestorePoint

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ...scanner.tree import (
+from ...base.tree import (
     MAX_DEPTH,
     OBJECTS_OF_STEP,
     Path,

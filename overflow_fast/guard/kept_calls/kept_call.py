@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...scanner.tree import CALL_DEPTH, tensors_in
+from ...base.tree import CALL_DEPTH, tensors_in
 from ..undo.tensors import num_bytes
 from ..watching.inputs import WeakTensor, hold
 from .ambient import Ambient

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...scanner.modules import (
+from ...base.modules import (
     Handles,
     children_of,
     is_linear,
@@ -18,7 +18,7 @@ from ...scanner.modules import (
     is_of_torch,
     tensors_of,
 )
-from ...scanner.tensors import place_of
+from ...base.tensors import place_of
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.replaying import without_cached_casts
 from ...torch_internals.running import is_recorded

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
-from ...scanner.tree import label_text
+from ...base.tree import label_text
 from ..kept_calls.call_keeper import CallKeeper
 from ..options import Options
 from ..verdict.entry_headroom import where_of

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...scanner.modules import is_ddp, named_modules, tensor_name
-from ...scanner.tensors import digest_of
-from ...scanner.tree import plain_key, tensors
+from ...base.modules import is_ddp, named_modules, tensor_name
+from ...base.tensors import digest_of
+from ...base.tree import plain_key, tensors
 from ...torch_internals.module_internals import own_parameters
 from ...torch_internals.tensor_internals import local_part
 from ..optimizers.held_optimizers import optimizers_in

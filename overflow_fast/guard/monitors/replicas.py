@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...scanner.modules import parameters_of
-from ...scanner.tensors import place_of
-from ...scanner.text import as_lines, numbered
+from ...base.modules import parameters_of
+from ...base.tensors import place_of
+from ...base.text import as_lines, numbered
 from ..kinds import whole
 from ..options import option
 from ..process import has_process_group, own_rank

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from ...scanner.modules import named_parameters
-from ...scanner.text import counted, dtype_name
+from ...base.modules import named_parameters
+from ...base.text import counted, dtype_name
 from ...torch_internals.tensor_internals import local_part
 from ..kinds import POSITIVE, SHARE, whole
 from ..options import option

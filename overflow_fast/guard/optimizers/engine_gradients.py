@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...scanner.tree import tensors
+from ...base.tree import tensors
 from .held_optimizers import vars_of
 
 

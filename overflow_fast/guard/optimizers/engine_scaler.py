@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from ...scanner.tensors import is_number
+from ...base.tensors import is_number
 from .held_optimizers import attribute_of, vars_of
 
 ENGINES_SCALER = "loss scaler"

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ...scanner.modules import has_base
+from ...base.modules import has_base
 from .held_optimizers import attribute_of, vars_of
 
 

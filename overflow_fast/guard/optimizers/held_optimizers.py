@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ...scanner.tree import Part, children, is_container, path_text
+from ...base.tree import Part, children, is_container, path_text
 
 # Wrappers may have them as properties.
 _NAMES = ("optimizer", "optim", "inner")

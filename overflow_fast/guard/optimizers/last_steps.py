@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ... import _C
-from ...scanner.modules import stepped_by
+from ...base.modules import stepped_by
 
 _NUMBERS = (float, int, tuple, list)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...scanner.modules import Handles, stepped_by
+from ...base.modules import Handles, stepped_by
 from ...torch_internals.module_internals import has_step_hooks, step_pre_hooks
 from ..undo.optimizer import OptimizerSnapshot
 

@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from ... import _C
+from ...base.text import dtype_name
 from ...scanner.ops import scan
-from ...scanner.text import dtype_name
 from ..collect import Collector
 from ..judge import Judge
 from ..report.causes import BAD_SETTING, RANGE_OVERFLOW

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...scanner.modules import stepped_by
-from ...scanner.tensors import is_number
+from ...base.modules import stepped_by
+from ...base.tensors import is_number
 from ..undo.optimizer import OptimizerSnapshot
 from .optimizer_hook import OptimizerHook
 from .undoable import UndoableStep

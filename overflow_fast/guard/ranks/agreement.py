@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...scanner.text import numbered
+from ...base.text import numbered
 from ...torch_internals.module_internals import is_first, is_joining, is_shadowing
 from ..process import own_rank, world_size
 from ..report.report import Report

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...scanner.modules import has_base, modules_in
+from ...base.modules import has_base, modules_in
 from ...torch_internals.module_internals import (
     fsdp_meshes,
     inter_node_group,

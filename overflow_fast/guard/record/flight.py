@@ -30,7 +30,7 @@ import torch
 from torch.optim import Optimizer
 
 from ... import _C
-from ...scanner.modules import parameters_of
+from ...base.modules import parameters_of
 from ..files.json_text import line_bytes
 from ..optimizers.engine_scaler import LossScaler
 from ..report.cost import Cost

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
-from ...scanner.types import TensorPath
+from ...base.types import TensorPath
 from ..files.fields import (
     Count,
     Index,

@@ -12,10 +12,10 @@ import torch
 from torch.optim import Optimizer
 
 from ... import _C
-from ...scanner.modules import class_name_of, parameters_of
-from ...scanner.text import shortened
-from ...scanner.tree import entry_label
-from ...scanner.types import TensorPath
+from ...base.modules import class_name_of, parameters_of
+from ...base.text import shortened
+from ...base.tree import entry_label
+from ...base.types import TensorPath
 from ..files.fields import line_of
 from ..files.json_text import to_plain
 from ..report.cost import Cost

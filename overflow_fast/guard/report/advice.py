@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...scanner.torch_ops import base_of, has
+from ...base.torch_ops import base_of, has
 from ..verdict.optimizer_settings import SettingRemark
 from ..verdict.verdict import BadEntry, Origin, Verdict
 from .causes import UNKNOWN, Cause

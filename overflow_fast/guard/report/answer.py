@@ -6,7 +6,7 @@ import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from ...scanner.text import counted, printable
+from ...base.text import counted, printable
 from .causes import SINGULAR_GRADIENT, UNKNOWN
 from .findings import Findings
 from .gist import BETWEEN, expression_of, first_clause, gist_of, on_rank

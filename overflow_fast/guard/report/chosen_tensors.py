@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ...base.tensors import PLAIN, host_copy
+from ...base.text import dtype_name
+from ...base.tree import CALL_DEPTH, Walk, path_text, type_name
 from ...scanner import ops
-from ...scanner.tensors import PLAIN, host_copy
-from ...scanner.text import dtype_name
-from ...scanner.tree import CALL_DEPTH, Walk, path_text, type_name
 from ..watching.inputs import numpy_types
 
 _NUMBERS = (bool, int, float, complex, str, bytes)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ... import _C
+from ...base.text import counted, printable
 from ...detector.coverage import Coverage, coverage_of
 from ...detector.selection import Wanted
-from ...scanner.text import counted, printable
 from ..watching.watch import ModelWatch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...scanner.text import some
+from ...base.text import some
 from ..verdict.entry_headroom import EntryHeadroom
 from ..verdict.verdict import BadEntry, Verdict
 from .cost import Cost

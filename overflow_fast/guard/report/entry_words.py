@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...scanner.text import nonfinite_text
+from ...base.text import nonfinite_text
 from ..verdict.verdict import BadEntry
 
 

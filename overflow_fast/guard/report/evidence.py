@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ...scanner.text import printable
+from ...base.text import printable
 from ..files.json_text import SCHEMA, dumps
 from ..files.writing import make_folder, write_new
 from .chosen_tensors import choose

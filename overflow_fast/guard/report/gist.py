@@ -16,8 +16,8 @@ A cause's row in `causes.py` has the sentence; here stand the fields that it may
 
 from __future__ import annotations
 
-from ...scanner.text import capitalized, counted
-from ...scanner.torch_ops import op_of
+from ...base.text import capitalized, counted
+from ...base.torch_ops import op_of
 from .causes import ROUNDING, UNDERFLOW, Cause
 from .findings import Findings
 from .op import Op

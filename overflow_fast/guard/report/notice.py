@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...scanner.text import as_lines
+from ...base.text import as_lines
 
 
 def notices_text(

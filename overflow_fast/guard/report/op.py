@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...scanner.text import nonfinite_text, short_name
+from ...base.text import nonfinite_text, short_name
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...scanner.text import capitalized, some
+from ...base.text import capitalized, some
 from ..verdict.verdict import BadEntry, NonModuleOrigin, Origin, Verdict
 
 _FEW = 4  # names in a sentence; chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from ...scanner.text import rounded, short_name
+from ...base.text import rounded, short_name
 
 # Of gradients: more than float32 rounds in most networks. With a smaller one, the same
 # function in another form is said to change the other samples.

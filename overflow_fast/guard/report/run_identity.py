@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ... import __version__
-from ...scanner.modules import parameters_of
-from ...scanner.text import dtype_name, notebook_shell, shortened
+from ...base.modules import parameters_of
+from ...base.text import dtype_name, notebook_shell, shortened
 from ..files.fields import line_of
 from ..files.json_text import SCHEMA
 from ..process import own_rank, world_size

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from ...scanner.text import counted
+from ...base.text import counted
 from ..process import own_rank
 from ..watching.watch import ModelWatch, models_of
 from .cost import Cost

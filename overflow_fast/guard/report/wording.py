@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...base.notebook_html import text_html
+from ...base.text import as_lines, printable
 from ...detector.frames import frames_text
-from ...scanner.notebook_html import text_html
-from ...scanner.text import as_lines, printable
 from ..verdict.verdict import BadEntry, is_of_flag
 from .advice import advice_for, answers
 from .causes import BAD_DATA

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, cast
 
-from ...scanner.text import error_line
+from ...base.text import error_line
 from ..config import GuardConfig
 from ..explaining import FREE_SECONDS, SHARE, with_note
 from ..kept_calls.kept_call import KeptCall

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...scanner.modules import children_of
+from ...base.modules import children_of
 from ...torch_internals.module_internals import asks_for_hooks
 from ..watching.watch import ModelWatch
 

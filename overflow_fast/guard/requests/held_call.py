@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...scanner.modules import buffers_of, modules_in
+from ...base.modules import buffers_of, modules_in
+from ...base.tree import CALL_DEPTH, mapped, solid_base, tensors
 from ...scanner.ops import scan
-from ...scanner.tree import CALL_DEPTH, mapped, solid_base, tensors
 from ..kept_calls.ambient import Ambient
 from ..kept_calls.kept_call import KeptCall
 from ..undo.attributes import KeptAttributes

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ...scanner.modules import named_buffers
+from ...base.modules import named_buffers
+from ...base.tensors import widened
+from ...base.tree import Path, path_text, tensors
 from ...scanner.ops import scan
-from ...scanner.tensors import widened
-from ...scanner.tree import Path, path_text, tensors
 from ..report.causes import BAD_DATA
 from ..report.report import Report
 from ..verdict.remarks import FillRemark, limit_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ...scanner.text import printable
+from ...base.text import printable
 from ..report.entry_words import what_of
 from ..report.wording import ReportText
 from .request_data import RequestData

@@ -35,12 +35,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import _C
+from ...base.modules import named_buffers
+from ...base.tensors import devices_of
+from ...base.text import counted, short_name
+from ...base.tree import is_container, path_text, tensors
 from ...detector.hooks import move_hook_to_front
-from ...scanner.modules import named_buffers
 from ...scanner.ops import scan
-from ...scanner.tensors import devices_of
-from ...scanner.text import counted, short_name
-from ...scanner.tree import is_container, path_text, tensors
 from ...torch_internals.module_internals import (
     forward_pre_hooks,
     share_called_key,

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from ...scanner.tree import attributes, set_attributes
+from ...base.tree import attributes, set_attributes
 from .random import generator_of, is_same_state
 
 KEY, ATTRIBUTE, INDEX = "[{!r}]", ".{}", "[{}]"  # how a part is named

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...scanner.tensors import PLAIN
-from ...scanner.tree import layout
+from ...base.tensors import PLAIN
+from ...base.tree import layout
 from ..libraries import PACKAGES
 from .contents import (
     ATTRIBUTES,

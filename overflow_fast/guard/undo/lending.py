@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ...scanner.modules import Handles, modules_in
+from ...base.modules import Handles, modules_in
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS
 from .model_restore_point import ModelRestorePoint
 from .tensors import KeptTensor

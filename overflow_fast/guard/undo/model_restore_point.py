@@ -37,8 +37,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ... import _C
-from ...scanner.modules import is_sharded, modules_in, walk
-from ...scanner.tensors import copy_tensors
+from ...base.modules import is_sharded, modules_in, walk
+from ...base.tensors import copy_tensors
 from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from .attributes import KeptAttributes
 from .buffers import KeptBuffer

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ... import _C
-from ...scanner.tensors import COMPRESSED_LAYOUTS, INTEGERS, PLAIN, has_memory
+from ...base.tensors import COMPRESSED_LAYOUTS, INTEGERS, PLAIN, has_memory
 from ...torch_internals.tensor_internals import (
     local_tensor,
     set_version,

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...scanner.tensors import copy_tensors
+from ...base.tensors import copy_tensors
 from ...torch_internals.module_internals import PARAMETERS
 from .tensors import SMALL, is_same_bits, num_bytes, write
 

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from ... import _C
-from ...scanner.tree import entry_label
+from ...base.tree import entry_label
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame, first_bad, headroom_before, is_finite_now, reach_loss
 from .origin import origin_of

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from ... import _C
-from ...scanner.modules import is_layer_of_torch, own_parameters_of
+from ...base.modules import is_layer_of_torch, own_parameters_of
 from ..watching.inputs import finite_places, is_plain
 from ..watching.watch import ModelWatch
 from .entry_headroom import EntryHeadroom, headroom_of

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ... import _C
-from ...scanner.modules import children_of, module_of_parameter
+from ...base.modules import children_of, module_of_parameter
 from ...torch_internals.module_internals import is_dropout
 from ..watching.watch import ModelWatch
 from .roles import FORWARDS

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ... import _C
-from ...scanner.modules import is_layer_of_torch
-from ...scanner.text import either
-from ...scanner.tree import label_text
+from ...base.modules import is_layer_of_torch
+from ...base.text import either
+from ...base.tree import label_text
 from ..watching.inputs import is_mask
 from .bad_frames import BadFrame
 from .call_order import Called

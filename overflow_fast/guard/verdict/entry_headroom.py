@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ... import _C
-from ...scanner.text import bits_left, rounded
-from ...scanner.tree import entry_label
-from ...scanner.types import TensorPath
+from ...base.text import bits_left, rounded
+from ...base.tree import entry_label
+from ...base.types import TensorPath
 from ..watching.watch import ModelWatch
 from .roles import FORWARDS, kind_of
 

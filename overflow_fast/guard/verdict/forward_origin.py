@@ -11,8 +11,8 @@ from dataclasses import replace
 from torch import nn
 
 from ... import _C
-from ...scanner.modules import module_of_parameter
-from ...scanner.tree import entry_label
+from ...base.modules import module_of_parameter
+from ...base.tree import entry_label
 from ...torch_internals.module_internals import is_batch_norm
 from .bad_frames import BadFrame
 from .call_order import Called, Calls, name_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ... import _C
-from ...scanner.tree import label_text
+from ...base.tree import label_text
 from ..watching.inputs import Given, WeakTensor, is_batch_first
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame

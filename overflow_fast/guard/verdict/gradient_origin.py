@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ... import _C
-from ...scanner.modules import module_of_parameter
+from ...base.modules import module_of_parameter
 from ..process import world_size
 from .bad_frames import BadFrame
 from .call_order import Calls, name_of

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from ... import _C
-from ...scanner.text import as_lines, bits_left
+from ...base.text import as_lines, bits_left
 from ..watching.watch import ModelWatch
 from .entry_headroom import headroom_of, where_of
 from .headroom_table import HeadroomHistory, HeadroomTable, UnderflowCounts

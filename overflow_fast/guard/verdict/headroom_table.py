@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ...scanner.notebook_html import table_html, text_html
-from ...scanner.text import bits_left, printable
+from ...base.notebook_html import table_html, text_html
+from ...base.text import bits_left, printable
 from .entry_headroom import EntryHeadroom
 
 _FLOAT16_MAX = 65504.0  # (2 - 2**-10) * 2**15

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ... import _C
-from ...scanner.modules import is_layer_of_torch, module_of_parameter
+from ...base.modules import is_layer_of_torch, module_of_parameter
+from ...base.tree import tensors_in
 from ...scanner.ops import scan
-from ...scanner.tree import tensors_in
 from ...torch_internals.module_internals import is_batch_norm
 from ..watching.inputs import is_plain
 from ..watching.watch import ModelWatch

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ...scanner.tensors import is_number
-from ...scanner.text import dtype_name
+from ...base.tensors import is_number
+from ...base.text import dtype_name
 
 # Settings that an optimizer adds to a root that may be 0, and divides by.
 _EPS = ("eps", "epsilon")

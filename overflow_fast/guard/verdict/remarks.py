@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ... import _C
-from ...scanner.tree import entry_label
+from ...base.tree import entry_label
 from ..watching.inputs import is_batch_first, is_plain
 from .bad_frames import BadFrame
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...scanner.modules import parameters_of
+from ...base.modules import parameters_of
 from ...scanner.ops import scan
 from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch

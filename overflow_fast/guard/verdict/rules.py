@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ... import _C
+from ...base.tree import dotted, entry_label
+from ...base.types import TensorPath
 from ...detector.selection import example_of
-from ...scanner.tree import dotted, entry_label
-from ...scanner.types import TensorPath
 from ..watching.watch import ModelWatch
 from .roles import FORWARDS, OF_CALLS, kind_of
 

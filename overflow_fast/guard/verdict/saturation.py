@@ -7,7 +7,7 @@ import logging
 import torch
 
 from ... import _C
-from ...scanner.text import as_lines
+from ...base.text import as_lines
 
 _log = logging.getLogger("overflow_fast")
 # Values: scaled formats put their largest value there on purpose. With a larger number

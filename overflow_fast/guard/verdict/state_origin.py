@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import _C
-from ...scanner.modules import is_layer_of_torch, module_of_parameter
+from ...base.modules import is_layer_of_torch, module_of_parameter
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame, headroom_before, is_finite_now
 from .call_order import name_of

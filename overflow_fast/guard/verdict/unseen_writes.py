@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import nn
 
 from ... import _C
-from ...scanner.modules import (
+from ...base.modules import (
     is_bounded,
     is_layer_of_torch,
     is_linear,
@@ -20,9 +20,9 @@ from ...scanner.modules import (
     is_of_torch,
     parameters_of,
 )
+from ...base.text import either
+from ...base.tree import entry_label
 from ...scanner.ops import scan
-from ...scanner.text import either
-from ...scanner.tree import entry_label
 from .bad_frames import BadFrame
 from .call_order import Called, Calls
 from .foreign_hooks import has_earlier_hooks

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ...base.types import TensorPath
 from ...flags import is_label
-from ...scanner.types import TensorPath
 from .entry_headroom import EntryHeadroom
 
 SOURCES = (

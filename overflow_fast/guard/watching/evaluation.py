@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...scanner.tree import tensors_in
+from ...base.tree import tensors_in
 from .inputs import finite_places, is_batch_first, is_plain, samples
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from ... import _C
-from ...scanner.modules import modules_in
-from ...scanner.tensors import PLAIN, widened
-from ...scanner.tree import (
+from ...base.modules import modules_in
+from ...base.tensors import PLAIN, widened
+from ...base.tree import (
     INDEX,
     OBJECTS_OF_STEP,
     Part,

@@ -40,9 +40,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
+from ...base import tree
+from ...base.modules import stepped_by
 from ...detector.selection import Named
-from ...scanner import tree
-from ...scanner.modules import stepped_by
 from ...torch_internals.tensor_internals import is_wrapper, local_tensor, sparse_values
 from ..optimizers.engine_gradients import engine_gradients
 from ..optimizers.held_optimizers import optimizers_in

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...scanner.modules import is_sharded, parameters_of
+from ...base.modules import is_sharded, parameters_of
 
 # Changes in a row. A first one may be a checkpoint that is loaded, or an initialization
 # by batches; more leave a run unprotected for longer before that is said.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from ...base.modules import modules_in, named_modules
 from ...detector.selection import Selection, Wanted, full_name
-from ...scanner.modules import modules_in, named_modules
 from ...torch_internals.module_internals import own_parameters
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from ...base.modules import is_scripted, named_modules, own_tensors, tensor_name
 from ...detector.selection import Named, Selection
-from ...scanner.modules import is_scripted, named_modules, own_tensors, tensor_name
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS
 
 

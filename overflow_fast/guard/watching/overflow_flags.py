@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ... import _C, flags
-from ...scanner.modules import parameters_of
+from ...base.modules import parameters_of
 from ..optimizers.engine_scaler import LossScaler
 from .watch import ModelWatch
 

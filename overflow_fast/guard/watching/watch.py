@@ -45,12 +45,12 @@ import torch
 from torch import nn
 
 from ... import _C
+from ...base.modules import buffers_of, first_parameter_of, is_sharded
+from ...base.tensors import model_loss_in
 from ...detector.compiled_boundary import LOSS, ROOT
 from ...detector.hooks import CopiedHooks
 from ...detector.selection import Selection, Wanted
 from ...detector.steps import StepHooks
-from ...scanner.modules import buffers_of, first_parameter_of, is_sharded
-from ...scanner.tensors import model_loss_in
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_in_function, is_jit_tracing
 from .forward_inputs import ForwardInputs

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ..text import error_line
+from ...base.text import error_line
 
 _log = logging.getLogger("overflow_fast")
 _HERE = Path(__file__).parent

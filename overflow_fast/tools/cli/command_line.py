@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ... import binaries
-from ...scanner.text import either, nearest, printable
+from ...base.text import either, nearest, printable
 from .subcommand import fail, listed_after
 
 _FILES = re.compile(r"\w+_commands?")

@@ -10,11 +10,11 @@ from typing import Any
 
 import overflow_fast
 
+from ...base.text import either, nearest
 from ...guard.config import GuardConfig
 from ...guard.monitors.monitor import Monitor
 from ...guard.monitors.running import DEFAULT_MONITORS
 from ...guard.options import Option, options_of, snake_case, written_name
-from ...scanner.text import either, nearest
 
 # Those that come with the package.
 MONITORS: tuple[type[Monitor], ...] = tuple(

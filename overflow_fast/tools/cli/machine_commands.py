@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...base.text import error_line, printable
 from ...guard.files.json_text import dumps
-from ...scanner.text import error_line, printable
 from .subcommand import Commands, add_command, at_least_one, command, fail, reason
 
 if TYPE_CHECKING:

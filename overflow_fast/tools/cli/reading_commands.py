@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
+from ...base.text import counted, printable, with_progress
 from ...guard.files.fields import tag_of
 from ...guard.files.json_text import SCHEMA, dumps, parse_object
 from ...guard.files.reading import FileError, lines_of, open_regular
@@ -27,7 +28,6 @@ from ...guard.record.record_lines import KIND as RECORD
 from ...guard.record.record_step import RecordStep
 from ...guard.report.log_lines import RunLine
 from ...guard.report.log_reading import decoder
-from ...scanner.text import counted, printable, with_progress
 from .subcommand import (
     Commands,
     add_command,

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ...base.text import capitalized, printable
 from ...guard.files.reading import is_regular
-from ...scanner.text import capitalized, printable
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

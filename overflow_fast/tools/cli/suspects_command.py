@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ...base.text import aligned, printable
 from ...guard.files.json_text import dumps
 from ...guard.report.causes import NOT_REPRODUCIBLE
 from ...guard.report.log_lines import StepLine
 from ...guard.report.logged_incidents import files_of_log, read_incidents
-from ...scanner.text import aligned, printable
 from .subcommand import Commands, add_command, command, fail
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import TextIO
 
-from ...scanner.text import wrapped
+from ...base.text import wrapped
 
 _NARROWEST = 40  # columns; narrower ones would break each line. Chosen
 _USUAL = 80  # of a terminal that does not know its width

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...scanner.text import counted, printable
-from ...scanner.types import TensorPath
+from ...base.text import counted, printable
+from ...base.types import TensorPath
 from ..record.table import DRAWN
 
 Numbers = Mapping[str, Any]

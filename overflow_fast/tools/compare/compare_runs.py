@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...scanner.modules import is_within
-from ...scanner.text import capitalized, counted, either, numbered, some, with_progress
+from ...base.modules import is_within
+from ...base.text import capitalized, counted, either, numbered, some, with_progress
 from .comparison import Comparison, RootDifference, has_other_shape
 from .judged_rows import (
     EQUAL,

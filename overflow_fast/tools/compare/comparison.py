@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...guard.files.json_text import SCHEMA, dumps, parse_object, to_plain
-from ...guard.files.reading import open_regular, read_bytes
-from ...scanner.tensors import is_number
-from ...scanner.text import (
+from ...base.tensors import is_number
+from ...base.text import (
     aligned,
     as_lines,
     capitalized,
@@ -26,6 +24,8 @@ from ...scanner.text import (
     rounded,
     some,
 )
+from ...guard.files.json_text import SCHEMA, dumps, parse_object, to_plain
+from ...guard.files.reading import open_regular, read_bytes
 from ..page.render import GENERATOR, html_templates, page_style, save_page
 from .judged_rows import (
     EQUAL,

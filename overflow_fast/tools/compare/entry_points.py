@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ...base.modules import check_module
+from ...base.tensors import check_number
 from ...guard.files import writing as files
-from ...scanner.modules import check_module
-from ...scanner.tensors import check_number
 
 if TYPE_CHECKING:
     from .comparison import Comparison

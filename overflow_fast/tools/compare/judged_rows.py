@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...scanner.tensors import dtype_named
+from ...base.tensors import dtype_named
 from ..precision.layers import expected_error
 from .matching import Pair, StepTensor
 from .summary import Measures, Summary, estimated_all, factors_of, measured

@@ -14,6 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.modules import Handles, named_modules, step_of
+from ...base.tensors import devices_of, model_loss_in
+from ...base.text import dtype_name
+from ...base.torch_ops import base_of, has
+from ...base.tree import CALL_DEPTH, NotRebuilt, find, mapped, tensors_in
 from ...detector.observers import without_observers
 from ...explainer.ambient import applied
 from ...explainer.copies import FLOATS, check_model, to_float32
@@ -23,11 +28,6 @@ from ...explainer.snapshot import Snapshot
 from ...explainer.users_lines import Sites, code_at
 from ...guard.kept_calls.ambient import Ambient
 from ...guard.undo.random import RandomStates
-from ...scanner.modules import Handles, named_modules, step_of
-from ...scanner.tensors import devices_of, model_loss_in
-from ...scanner.text import dtype_name
-from ...scanner.torch_ops import base_of, has
-from ...scanner.tree import CALL_DEPTH, NotRebuilt, find, mapped, tensors_in
 from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
 from ...torch_internals.running import (
     graph_task_id,

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...base.tensors import devices_of
+from ...base.text import dtype_name
 from ...guard.files.fields import line_of
 from ...guard.files.json_text import dumps
 from ...guard.files.writing import open_appending, write_all, write_new
 from ...guard.undo.random import RandomStates
-from ...scanner.tensors import devices_of
-from ...scanner.text import dtype_name
 from .recording_schema import HeadLine, RecordedStepLine, RowLine
 from .recordings import SCHEMA, RecordedTensor
 from .run_settings import modes, process, settings_of_optimizer, versions

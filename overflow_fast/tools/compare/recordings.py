@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
+from ...base.text import counted, dtype_name, with_progress
 from ...guard.files.reading import FileError, lines_of, open_regular, why_unreadable
 from ...guard.files.schema import decode, head_of, plain
 from ...guard.files.tensor_files import open_tensors
-from ...scanner.text import counted, dtype_name, with_progress
 from .recording_schema import HeadLine, RecordedStepLine, RowLine, decoder
 from .summary import Shard, Summary, sums_of
 from .tensor_hooks import StepPath

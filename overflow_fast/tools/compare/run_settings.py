@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from ... import __version__
+from ...base.modules import named_modules, stepped_by
+from ...base.tensors import devices_of
+from ...base.text import dtype_name
 from ...guard.process import own_rank, settings_of_torch, world_size
 from ...guard.undo.random import RandomStates
-from ...scanner.modules import named_modules, stepped_by
-from ...scanner.tensors import devices_of
-from ...scanner.text import dtype_name
 from ...torch_internals.compiler import uncompiled
 from ...torch_internals.module_internals import is_dropout
 from .tensor_hooks import is_compiled, scalars_in

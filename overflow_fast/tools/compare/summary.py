@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...scanner.tensors import PLAIN, NotScanned, dtype_named, real_parts, resolve
+from ...base.tensors import PLAIN, NotScanned, dtype_named, real_parts, resolve
 from ...torch_internals.tensor_internals import local_tensor
 
 WIDTH = 251  # sums, a prime: as float32 they take 1004 bytes

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...scanner.modules import Handles, class_name_of, named_modules
-from ...scanner.tensors import PLAIN, NotScanned
-from ...scanner.text import error_line
-from ...scanner.tree import Path, call_tensors, path_text, tensors, tensors_in
-from ...scanner.types import TensorPath
+from ...base.modules import Handles, class_name_of, named_modules
+from ...base.tensors import PLAIN, NotScanned
+from ...base.text import error_line
+from ...base.tree import Path, call_tensors, path_text, tensors, tensors_in
+from ...base.types import TensorPath
 from ...torch_internals.compiler import uncompiled
 from ...torch_internals.module_internals import own_buffers, own_parameters
 from ...torch_internals.replaying import own_compiled_call, set_compiled_call

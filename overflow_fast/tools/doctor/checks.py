@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...base.tensors import digest_of
+from ...base.text import capitalized, dtype_name
 from ...guard.files.reading import why_unreadable
 from ...guard.guard import OverflowGuard
-from ...scanner.tensors import digest_of
-from ...scanner.text import capitalized, dtype_name
 from .roll_call import facts_of, slow_network
 from .stage import (
     BROKEN,

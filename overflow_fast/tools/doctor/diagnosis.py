@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...base.text import aligned, as_lines, counted
 from ...guard.files.json_text import SCHEMA, to_plain
-from ...scanner.text import aligned, as_lines, counted
 from ..page.render import GENERATOR, html_templates, page_style, save_page
 from .links import Measured, passes_of
 from .roll_call import RankFacts

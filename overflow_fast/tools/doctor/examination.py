@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ...scanner.text import capitalized, error_line
+from ...base.text import capitalized, error_line
 from .checks import AGREEMENT, ARITHMETIC, BARRIER, COLLECTIVES, STORAGE
 from .diagnosis import Diagnosis
 from .links import LINKS

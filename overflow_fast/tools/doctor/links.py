@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from ...scanner.text import capitalized, counted
+from ...base.text import capitalized, counted
 from .stage import (
     NOTE,
     WARNING,

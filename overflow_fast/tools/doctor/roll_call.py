@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ...base.text import capitalized, counted, numbered
 from ...guard.process import settings_of_torch
-from ...scanner.text import capitalized, counted, numbered
 from .stage import (
     BROKEN,
     WARNING,

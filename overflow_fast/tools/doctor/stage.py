@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...scanner.text import some
+from ...base.text import some
 
 NOTE, WARNING, BROKEN = 0, 1, 2  # severities are exit statuses
 STATES = {NOTE: "fine", WARNING: "warning", BROKEN: "broken"}

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...base.text import printable
 from ...guard.files.json_text import dumps
 from ...guard.record.record_lines import RecordEntry
 from ...guard.record.record_step import RecordStep
-from ...scanner.text import printable
 from ..record.table import DRAWN, FlightRecord
 
 # Columns of the pictures: which steps of which records share one.

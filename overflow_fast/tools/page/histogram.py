@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from ...base.text import dtype_name
 from ...guard.files.reading import FileError
 from ...guard.files.tensor_files import open_tensors
-from ...scanner.text import dtype_name
 from .incidents import Incident
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...base.text import is_cell, short_name
 from ...guard.files.json_text import SCHEMA, to_plain
 from ...guard.files.reading import FileError, read_bytes, why_unreadable
 from ...guard.files.schema import decode_document, plain
 from ...guard.report.causes import UNKNOWN, Cause
 from ...guard.report.report import Report
-from ...scanner.text import is_cell, short_name
 from .evidence_schema import Marker, SavedExplanation, SavedReport
 
 _MARKER = "overflow_fast.json"

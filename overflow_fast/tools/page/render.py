@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...base.text import numbered, printable
 from ...guard.files.json_text import SCHEMA
 from ...guard.files.reading import open_regular
 from ...guard.verdict.entry_headroom import growth_text
-from ...scanner.text import numbered, printable
 from ..record.reading import read_record
 from ..record.table import FlightRecord
 from .failure_path import failure_path

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from ... import _C
+from ...base.modules import children_of, is_within, named_modules, step_of
+from ...base.tensors import check_number, devices_of, model_loss_in
+from ...base.text import dtype_name, error_line
 from ...detector.observers import without_observers
 from ...detector.selection import Selection, Wanted
 from ...explainer.copies import HALF, check_model, copied_batch, on_copies
@@ -23,10 +26,7 @@ from ...guard.verdict.attribution import attribute
 from ...guard.verdict.bad_frames import BadFrame, collect, in_order
 from ...guard.verdict.call_order import Calls
 from ...guard.watching.watch import ModelWatch
-from ...scanner.modules import children_of, is_within, named_modules, step_of
 from ...scanner.ops import scan
-from ...scanner.tensors import check_number, devices_of, model_loss_in
-from ...scanner.text import dtype_name, error_line
 from ...torch_internals.module_internals import is_dropout
 from ...torch_internals.replaying import uncompiled_calls
 from .half import HalfLists, onnx_scopes

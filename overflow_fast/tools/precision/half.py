@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.modules import named_modules
+from ...base.text import error_line
+from ...base.tree import mapped
 from ...explainer.copies import HALF, copied_batch
 from ...explainer.explain import explain
 from ...explainer.remedies.keep_in_fp32 import has_forward, keep_in_fp32
 from ...explainer.tensor_kinds import floats_in
 from ...guard.report.remedy import Remedy
-from ...scanner.modules import named_modules
-from ...scanner.text import error_line
-from ...scanner.tree import mapped
 from .layers import DTYPES, RelativeDifference
 from .precision_advice import PrecisionCheck, Thresholds
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...scanner.text import as_lines, bits_left, counted, either, printable, some
+from ...base.text import as_lines, bits_left, counted, either, printable, some
 from .layers import DTYPES, FLOAT8, Layer, expected_error
 
 _MOST_ROWS = 8  # of a table in a terminal; chosen

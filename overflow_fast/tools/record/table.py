@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...base.text import bits_left, printable
 from ...guard.files.fields import fields_of, said_of, value_in
 from ...guard.record.columns import as_tensor, read_numbers
 from ...guard.record.record_lines import (
@@ -34,7 +35,6 @@ from ...guard.record.record_lines import (
     RecordEntry,
 )
 from ...guard.record.record_step import OfSteps, RecordStep
-from ...scanner.text import bits_left, printable
 
 if TYPE_CHECKING:
     import torch
@@ -213,7 +213,7 @@ class FlightRecord:
         return heatmap_pixels(self.headroom_bits(), max_columns)
 
     def _repr_html_(self) -> str:
-        from ...scanner.notebook_html import picture_html
+        from ...base.notebook_html import picture_html
         from .heatmap import png_of
 
         shown = f"{len(self)} lines of steps of {len(self.entries)} entries: headroom"

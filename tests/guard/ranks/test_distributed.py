@@ -7,7 +7,7 @@ from parity import small_model, spoil
 from torch import nn
 
 from overflow_fast import DebugUnderflowOverflow, NonFiniteError, OverflowGuard, scan
-from overflow_fast.scanner.modules import unwrapped_class
+from overflow_fast.base.modules import unwrapped_class
 
 DETECTED = "inf/nan detected"
 

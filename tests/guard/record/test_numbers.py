@@ -7,9 +7,9 @@ import torch
 from flight_records import head_lines, packed, step_line
 
 from overflow_fast import read_record
+from overflow_fast.base.text import bits_left
 from overflow_fast.guard.files.json_text import line_bytes
 from overflow_fast.guard.record.record_lines import COLUMNS
-from overflow_fast.scanner.text import bits_left
 
 NAN, INF = math.nan, math.inf
 LIMIT = 65504.0

@@ -10,13 +10,13 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
+from overflow_fast.base.text import wrapped
 from overflow_fast.guard.report import wording
 from overflow_fast.guard.report.coverage import GuardCoverage
 from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.op import Op
 from overflow_fast.guard.report.report import Report
 from overflow_fast.guard.verdict.verdict import BadEntry, Origin, Verdict
-from overflow_fast.scanner.text import wrapped
 
 MADE, SKIPPED, RAISED = (wording._OUTCOMES[a] for a in ("warn", "skip", "raise"))
 CHECKED, EVALUATED = wording._MOMENTS["check"], wording._MOMENTS["evaluation"]

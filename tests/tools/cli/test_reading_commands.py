@@ -313,7 +313,7 @@ def test_env_has_what_a_bug_report_needs(capsys, monkeypatch):
 
 
 def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
-    from overflow_fast.scanner.text import with_progress
+    from overflow_fast.base.text import with_progress
 
     assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
     assert capsys.readouterr().err == ""

@@ -14,7 +14,7 @@ from guarding import INF, batches, make, plant, train_step
 from page_records import HOSTILE, LIMIT, Parsed, entry, parsed, record_of
 
 from overflow_fast import OverflowGuard, read_record
-from overflow_fast.scanner.text import printable
+from overflow_fast.base.text import printable
 from overflow_fast.tools.page import grid
 from overflow_fast.tools.page.failure_path import failure_path
 from overflow_fast.tools.page.grid import (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from overflow_fast.scanner.tensors import has_memory
+from overflow_fast.base.tensors import has_memory
 
 
 def freed(part=slice(None)):

@@ -9,7 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.parallel import DataParallel
 
 from overflow_fast import OverflowGuard, keep_in_fp32
-from overflow_fast.scanner.modules import named_modules
+from overflow_fast.base.modules import named_modules
 
 
 def names_of(model):

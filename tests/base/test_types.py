@@ -2,7 +2,7 @@
 
 import pytest
 
-from overflow_fast.scanner.types import TensorPath
+from overflow_fast.base.types import TensorPath
 from overflow_fast.tools.compare.tensor_hooks import StepPath
 
 OUTPUT = TensorPath("h.0.attn", "output", "[0]['x']")

@@ -13,8 +13,8 @@ from torch import nn
 import overflow_fast
 from overflow_fast import OverflowGuard, read_record
 from overflow_fast.__main__ import main
+from overflow_fast.base.text import either, numbered, printable, some
 from overflow_fast.detector.frames import get_abs_min_max
-from overflow_fast.scanner.text import either, numbered, printable, some
 
 FORGED = "a\x1b[2J\n[overflow_fast] All is well\r\x9b\u2028\u202e\x7fb"
 FIT = "a\tλ 漢字 🔥 é\xa0b"

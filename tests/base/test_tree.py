@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from overflow_fast.scanner import tree
+from overflow_fast.base import tree
 
 KINDS = pytest.mark.parametrize("kind", CONTAINERS)
 

@@ -1,0 +1,1 @@
+"""Nested values, modules' names, tensors, operators and text, for every room."""
