@@ -106,17 +106,6 @@ def test_each_name_can_be_the_first():
     assert fresh(EACH, *names) == ""
 
 
-def test_each_module_can_be_the_first():
-    names = [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        # These import trainers, which may not be installed, or run.
-        if not {"integrations", "demo", "__main__.py"} & set(path.parts)
-    ]
-    modules = [f"import {name.removesuffix('.__init__')}" for name in names]
-    assert len(modules) > 100 and fresh(EACH, *modules) == ""
-
-
 STAR = """
 import overflow_fast
 from overflow_fast import _C
