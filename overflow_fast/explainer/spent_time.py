@@ -7,6 +7,14 @@ import time
 # By the clock it may take so many times as long as by the time of the thread: what
 # waits for a lock or for other ranks ends, too. Chosen, not measured.
 CLOCK_TIMES = 10.0
+# A replay that waits ends by then. Ranks that replay together give one another up after
+# 300 s: were it more, they would before the one that waits has ended by itself.
+_MOST_WAITING = 200.0
+
+
+def clock_limit(seconds: float) -> float:
+    """How long code may take by the clock that may compute for so many seconds."""
+    return min(CLOCK_TIMES * seconds, max(seconds, _MOST_WAITING))
 
 
 class SpentTime:

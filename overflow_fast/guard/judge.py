@@ -267,7 +267,8 @@ class Judge:
     def _explain(self, unit: Unit, agreed: Agreed, report: Report) -> bool:
         """Explains a report, where that is due; True if a rank was lost."""
         runs_again = unit.kind.runs_again and unit.has_room and unit.known is None
-        if not runs_again or is_unseen(report.verdict):
+        is_seen = unit.error is not None or not is_unseen(report.verdict)
+        if not (runs_again and is_seen):
             return False
         if unit.is_together:
             report.explanation, is_broken = self._explaining.explain_together(

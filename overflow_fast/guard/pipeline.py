@@ -466,9 +466,11 @@ class Pipeline:
 
     def _skips(self, unit: Unit) -> bool:
         """Judges a step; True skips it."""
-        report = self.judge.judge(unit)
-        self._is_doubted = unit.wishes.doubts
-        return self._is_skip(report)
+        self._is_doubted = False
+        try:
+            return self._is_skip(self.judge.judge(unit))
+        finally:  # ranks have agreed on it, whatever has failed here since
+            self._is_doubted = unit.wishes.doubts
 
     @staticmethod
     def _is_skip(report: Report | None) -> bool:

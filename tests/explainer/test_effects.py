@@ -1,6 +1,7 @@
 """What a step changes and a replay cannot put back makes no claim of a fault."""
 
 import functools
+import gc
 import random
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.explainer.effects import before
 
 NAN = float("nan")
 
@@ -190,3 +192,19 @@ def test_a_method_of_a_tensors_is_no_iterator_of_that_name():
     loss = eval("lambda: model(x).log().mean()", around)
     found = explained(model, loss)
     assert found.cause == "undefined"
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_was_there_before_is_known_without_the_collector(is_on):
+    def items():
+        yield from "ab"
+
+    old, was_on = items(), gc.isenabled()
+    try:
+        gc.enable() if is_on else gc.disable()
+        known = before.Before()
+        new = items()
+        assert known.has(old) and not known.has(new)
+        assert (known.listed is None) == is_on
+    finally:
+        gc.enable() if was_on else gc.disable()

@@ -15,31 +15,46 @@ from typing import Any
 
 from ... import _C
 
+# Objects that were made since the last collection. Above it, all that exist are listed
+# once, where each generator that a replay makes would look at these.
+_MANY_YOUNG = 20_000
+
 
 class Before:
     """The iterators, generators and open files that exist when it is made.
 
     They are not listed, of which a large program has many: the collector knows what is
-    made since. (A program that takes all functions out of `gc.callbacks` within a run
-    loses that: some of what the run itself makes then counts as there before.)
+    made since, unless it is switched off or hardly ever runs. (A program that takes all
+    functions out of `gc.callbacks` within a run loses that: some of what the run itself
+    makes then counts as there before.)
 
     Args:
         held: Those among them that the code which is run reads from variables. They
             are looked at and put back afterwards; others may be another thread's.
+
+    Attributes:
+        listed: All of them by their identities, where they had to be listed; else None.
     """
 
     def __init__(self, held: Iterable[Any] = ()) -> None:
-        self._objects = _C.ObjectsBefore(_gives_items)
-        on_collection = self._objects.on_collection
-        gc.callbacks.append(on_collection)
-        end = weakref.finalize(self, _forget, on_collection)
-        end.atexit = False
+        self.listed: dict[int, Any] | None = None
+        self._objects: _C.ObjectsBefore | None = None
+        if gc.isenabled() and gc.get_count()[0] <= _MANY_YOUNG:
+            self._objects = _C.ObjectsBefore(_gives_items)
+            on_collection = self._objects.on_collection
+            gc.callbacks.append(on_collection)
+            end = weakref.finalize(self, _forget, on_collection)
+            end.atexit = False
+        else:
+            self.listed = {id(each): each for each in _C.collected(_gives_items)}
         self._states: list[tuple[Any, Any]] = []
         self._held = [each for each in held if place_of(each) is not None]
 
     def has(self, value: Any) -> bool:
         """True for one of them that the collector knows, which ranges are not."""
-        return self._objects.has(value)
+        if self._objects is not None:
+            return self._objects.has(value)
+        return self.listed is not None and self.listed.get(id(value)) is value
 
     def note(self) -> None:
         """Notes how far iterators are."""

@@ -41,7 +41,7 @@ import torch
 
 from ... import _C
 from ...base.text import is_of_program, is_of_user, is_own
-from ..spent_time import CLOCK_TIMES
+from ..spent_time import clock_limit
 from ..users_lines import Site
 from . import kinds
 from .before import Before, place_of
@@ -117,7 +117,7 @@ class EffectRule:
                 torch.autograd.set_multithreading_enabled(False),
                 self._finalizers_apart(),
             ):
-                self._watch.begin(seconds, CLOCK_TIMES * seconds)
+                self._watch.begin(seconds, clock_limit(seconds))
                 try:
                     yield
                 finally:
