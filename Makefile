@@ -9,7 +9,8 @@ JOBS ?= auto
 ON_SEALED = $(shell grep -lE 'mark.sealed|BACKENDS|\(gpu[,)]' -r tests --include='test_*.py')
 RUN := $(VENV)/bin/python
 PYTEST = $(RUN) -m pytest -q --disable-warnings -n $(JOBS) --dist loadfile --no-loadscope-reorder
-CHECKED = tests/base tests/scanner $(filter-out %_parity_models.py tests/detector/test_compile%, \
+CHECKED = tests/base tests/scanner $(filter-out %_parity_models.py %_device.py %_differences.py \
+  tests/detector/test_compile%, \
   $(wildcard tests/detector/test_*.py)) $(addprefix tests/guard/,record report) \
   $(wildcard tests/guard/test_guard*.py tests/guard/test_option*.py tests/guard/test_polic*.py) \
   $(patsubst %,tests/project/test_%.py,additions architecture causes constants layers pages workflows) \
@@ -21,7 +22,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/scanner/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo docs check test test-rest test-all texts release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
+.PHONY: build demo docs check check-tests test test-rest test-all texts release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -67,7 +68,10 @@ test-all: build
 
 # Lint, types, and of `make test` the inner layers and what tells what a change has left
 # out (pages, tables, formats, the command line): under a minute.
-check: lint build
+check: build
+	$(MAKE) --no-print-directory -j2 --output-sync=target lint check-tests
+
+check-tests: build
 	$(PYTEST) --when day $(CHECKED)
 
 # Keeps the texts of reports, pages and commands as they are today, and shows what has
