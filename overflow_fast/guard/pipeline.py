@@ -7,8 +7,9 @@
 4. The call closes it: an optimizer's step is over when `after_step()` is called, a
    round when each optimizer has stepped, or one steps again.
 
-State: the optimizers that a GradScaler has called, the last report when the last round
-ended, and whether a rank doubts the step at hand. Numbers are the ledger's.
+State: the optimizers whose `step` was called (one that a GradScaler skips is not among
+them), the evaluation that runs, the last report when the last round ended, and whether
+a rank doubts the step that was judged last. Numbers are the ledger's.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ _log = logging.getLogger("overflow_fast")
 class Pipeline:
     """Judges each step of a run once, and does what the policy asks for.
 
-    Optimizers' hooks, GradScalers and the training loop call it. Every judgement
-     raises `NonFiniteError` if that is the action.
+    Optimizers' hooks, GradScalers and the training loop call it. A
+    judgement raises `NonFiniteError` if that is the action, but for one of an exception
+    of the program's.
 
     Args:
         config: The guard's.
@@ -271,7 +273,7 @@ class Pipeline:
 
     @measured
     def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
-        """Judges a forward without autograd: at once on the CPU, else lagged."""
+        """Judges forwards without autograd whose stats have arrived, as on CPUs."""
         frames = take_evaluated([watch], batch)
         if not frames:
             return

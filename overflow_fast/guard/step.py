@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
-from .. import _C
-from .monitors.monitor import Notice
-from .optimizers.engine_scaler import LossScaler
-from .optimizers.optimizer_hook import OptimizerHook
 from .undo.restore_point import RestorePoint
-from .verdict.bad_frames import BadFrame
-from .verdict.verdict import Verdict
 from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
@@ -55,49 +48,6 @@ class LeftOut:
             f"{steps} not judged {since}, because of {by}: a non-finite update there "
             "would not have been noticed."
         )
-
-
-@dataclass
-class Step:
-    """A step, as it is judged at once; the pipeline fills it in on the way.
-
-    Attributes:
-        number: The step's number.
-        hook: The hook of the optimizer that makes it, or None.
-        scaler: The GradScaler, or engine's scaler, that steps the optimizer, or None.
-        left_out: The steps before it that were not judged.
-        moment: When it is judged; see `Report.moment`. An "evaluation" is a forward
-            without autograd, which other ranks do not judge too; a "check" is not
-            counted; "after" it was made come lagged verdicts; out of one that was
-            "raised", the program's own code did that.
-        can_restore: What its forward has changed can be put back.
-        skipped_by: The code that has skipped it already, or "".
-        last_frame: The number of frames when it was judged: later ones are not of it.
-        is_decided: It was decided on when its optimizer was called, by the frames that
-            had arrived.
-        frames: Its bad frames.
-        watches: The watches that have seen it, if it was run again; else empty.
-        verdict: The verdict on its bad frames, once it was asked for.
-        notices: What monitors say of it, if it is finite.
-        notes: Further sentences for the report.
-        policy: What is done about it, in place of the guard's policy; "" for that.
-    """
-
-    number: int
-    hook: OptimizerHook | None = None
-    scaler: LossScaler | None = None
-    left_out: LeftOut = field(default_factory=LeftOut)
-    moment: Literal["before", "after", "check", "evaluation", "raised"] = "before"
-    can_restore: bool = False
-    skipped_by: str = ""
-    last_frame: int = field(default_factory=_C.Recorder.num_frames)
-    is_decided: bool = False
-    frames: list[BadFrame] = field(default_factory=list)
-    watches: Sequence[ModelWatch] = ()
-    verdict: Verdict | None = None
-    notices: Sequence[Notice] = ()
-    notes: list[str] = field(default_factory=list)
-    policy: Literal["", "warn"] = ""
 
 
 class WatchSchedule:

@@ -104,18 +104,18 @@ class Unit:
         hook: The hook of the optimizer that makes the step, or None.
         scaler: The GradScaler, or engine's scaler, that steps the optimizer, or None.
         left_out: The steps before it that were not judged.
-        can_restore: What its forward has changed can be put back.
+        can_restore: That of its kind, unless it was decided otherwise for this one.
         skipped_by: The code that has skipped it already, or "".
         last_frame: The number of frames when it was judged: later ones are not of it.
-        is_decided: It was decided on when its optimizer was called, by the frames that
-            had arrived.
+        is_decided: Its optimizer's step was skipped or made by the frames that had
+            arrived by then; what arrives later is reported, and skips nothing.
         frames: Its bad frames.
         watches: The watches that have seen it, if it was run again; else empty.
         verdict: The verdict on its bad frames, once it was asked for.
         known: What a search has found where no module has shown a bad value.
         notices: What monitors say of it, if it is finite.
         notes: Further sentences for the report.
-        policy: What is done about it, in place of the guard's policy; "" for that.
+        policy: "warn" where nothing else is done about it; "" for the guard's policy.
         is_together: The ranks that share the models judge it with this one.
         wishes: Those of all ranks that have judged it.
         error: The program's exception that has ended it, or None.
