@@ -1,4 +1,4 @@
-"""A step of a guarded run: what is known of it, and how much of it is watched."""
+"""How much of a run is watched: its schedule, and what was left out before a step."""
 
 from __future__ import annotations
 
