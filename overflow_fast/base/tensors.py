@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
@@ -297,6 +298,20 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 def real_parts(values: torch.Tensor) -> torch.Tensor:
     """Views complex numbers as pairs of real ones; other values are as they are."""
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def kinds_in(values: torch.Tensor) -> int:
+    """The kinds of non-finite values, as bits, by torch's operations. Incurs a sync.
+
+    Args:
+        values: Values of a dtype that has all operations; see `widened()`.
+    """
+    parts = real_parts(values)
+    flags = torch.stack(
+        [parts.isnan().any(), (parts == math.inf).any(), (parts == -math.inf).any()]
+    ).tolist()
+    nan, positive, negative = map(int, flags)
+    return _C.NAN * nan | _C.POSITIVE_INF * positive | _C.NEGATIVE_INF * negative
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

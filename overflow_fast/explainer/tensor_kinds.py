@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..base.tensors import PLAIN, is_whole, real_parts, widened
+from ..base.tensors import PLAIN, is_whole, kinds_in, real_parts, widened
 from ..base.text import dtype_name
 from ..base.tree import tensors_in
 from ..guard.report.op import TensorSummary
@@ -47,12 +46,7 @@ def kinds_of(tensor: torch.Tensor, stat: Stat | None = None) -> int:
         return 0 if stat is None else NAN * stat.has_nan | INF * stat.has_inf
     if stat is not None and not (stat.has_inf or stat.not_scanned):
         return NAN * stat.has_nan
-    parts = real_parts(values)
-    flags = torch.stack(
-        [parts.isnan().any(), (parts == math.inf).any(), (parts == -math.inf).any()]
-    ).tolist()
-    nan, positive, negative = map(int, flags)
-    return NAN * nan | POSITIVE_INF * positive | NEGATIVE_INF * negative
+    return kinds_in(values)
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:

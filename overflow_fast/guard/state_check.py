@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..base.modules import named_modules
-from ..base.tensors import real_parts, widened
+from ..base.tensors import kinds_in, widened
 from ..base.text import dtype_name, some
 from ..base.types import TensorPath
 from ..detector.selection import Named, Selection, full_name
@@ -153,10 +152,7 @@ class _StateTensor(NamedTuple):
         tensor, stat, _ = self.scanned
         if stat is None or not (stat.num_nan or stat.num_inf):
             return 0
-        values = real_parts(widened(tensor))
-        is_up, is_down = (bool((values == inf).any()) for inf in (math.inf, -math.inf))
-        infs = _C.POSITIVE_INF * is_up | _C.NEGATIVE_INF * is_down
-        return _C.NAN * bool(stat.num_nan) | infs
+        return kinds_in(widened(tensor))
 
     def entry(self) -> BadEntry:
         """The first bad entry of a verdict."""
