@@ -11,7 +11,7 @@ from torch import nn
 
 from ..base.modules import modules_in
 from .parts import GuardParts
-from .watching.watch import ModelWatch
+from .watching.watch import ModelWatch, models_of
 
 _log = logging.getLogger("overflow_fast")
 _guards: weakref.WeakSet[GuardParts] = weakref.WeakSet()
@@ -43,8 +43,8 @@ def num_guards_of(modules: Iterable[nn.Module]) -> int:
 
 def _modules_of(parts: GuardParts) -> set[nn.Module]:
     """The modules of the models that a guard watches."""
-    models = [watch.model for watch in parts.watches]
-    return {each for model in models if model is not None for each in modules_in(model)}
+    models = models_of(parts.watches).values()
+    return {each for model in models for each in modules_in(model)}
 
 
 def _warn_of_other_guards(
