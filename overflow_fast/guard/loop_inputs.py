@@ -52,7 +52,7 @@ class LoopInputs:
         config: The guard's.
         watches: The watched models.
         keeper: Keeps the calls of a step, or None.
-        clock: Has the step's level.
+        clock: Tells whether the step is watched.
         tensors: Scans what stands in no module's call.
         isolation: Isolates the guard's own errors.
         hooks: The optimizers' hooks.

@@ -68,9 +68,9 @@ _log = logging.getLogger("overflow_fast")
 class Pipeline:
     """Judges each step of a run once, and does what the policy asks for.
 
-    Optimizers' hooks, GradScalers and the training loop call it. A
-    judgement raises `NonFiniteError` if that is the action, but for one of an exception
-    of the program's.
+    Optimizers' hooks, GradScalers and the training loop call it. A judgement raises
+    `NonFiniteError` if that is the action, but for one of an exception of the
+    program's.
 
     Args:
         config: The guard's.
@@ -345,7 +345,7 @@ class Pipeline:
             self._keeper.drop_left()
 
     def check(self) -> Report | None:
-        """Judges all that has run, and the state, whatever the step's level is.
+        """Judges all that has run, and the state, of a step that is left out, too.
 
         Incurs the sync.
 
