@@ -15,7 +15,9 @@ from pages import without_numbers
 from overflow_fast.guard.report.causes import CAUSES
 
 TESTS = Path(__file__).parents[1]
-# Which of two products overflows first depends on the processor: it is held to the line
+# Runs that diverge: their numbers, and signs of infs, depend on the processor.
+DIVERGING = ("gradient_through_time", "gradient_through_depth")
+# In this one, which of two products overflows first does, too: it is held to the line
 # that names module, operation and cause.
 CHAOTIC = "gradient_through_time"
 RENEW = "run `python tests/support/golden.py` and look at the differences"
@@ -50,15 +52,15 @@ def test_a_run_still_says_what_its_file_has(name):
     found, wanted = said(name), kept(name)
     if name == CHAOTIC:
         found, wanted = (text.splitlines()[1] for text in (found, wanted))
-    assert as_on_any_processor(found) == as_on_any_processor(wanted), RENEW
+    found, wanted = map(without_numbers, (found, wanted))
+    if name in DIVERGING:
+        found, wanted = map(as_on_any_processor, (found, wanted))
+    assert found == wanted, RENEW
 
 
 def as_on_any_processor(text):
-    """A text without its numbers, and without the sign of an inf.
-
-    A run that diverges ends in other ones where sums are taken in another order.
-    """
-    text = re.sub(r"\binfinite( values)?\b|-inf\b", "inf", without_numbers(text))
+    """A text without what depends on the order of sums: signs of infs, decimals."""
+    text = re.sub(r"\binfinite( values)?\b|-inf\b", "inf", text)
     return re.sub(r"N\.N(e[+-]N)?", "N", text)
 
 
