@@ -103,9 +103,13 @@ def changed_names(before: Values, after: Values) -> list[str]:
     """The names of what is not as it was."""
     names = before | after
     changed = (name for name in names if before.get(name) != after.get(name))
-    return list(dict.fromkeys(name for _, name in changed if not _is_pythons(name)))
+    return list(dict.fromkeys(name for _, name in changed if not _is_machinery(name)))
 
 
-def _is_pythons(name: str) -> bool:
-    """True for what Python itself writes, as `__warningregistry__` at a warning."""
-    return name.endswith("__") and name.rpartition(".")[2].startswith("__")
+def _is_machinery(name: str) -> bool:
+    """True for what Python itself writes, as `__warningregistry__`, and a compiler.
+
+    torch.compile writes `__compiled_fn_3` and the like, and takes them away when the
+    collector frees what it has compiled, at any moment.
+    """
+    return name.rpartition(".")[2].startswith("__")

@@ -556,12 +556,23 @@ class Warns(Net):
         return super().forward(x)
 
 
+class Compiles(Net):
+    """A compiler writes what it has compiled, and takes it away, as torch's does."""
+
+    def forward(self, x):
+        globals()[f"__compiled_fn_{time.time_ns()}"] = globals()[
+            "__builtins_dict___1"
+        ] = []
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("make", "names"),
     [
         (Counts, "`COUNT`, `HISTORY`, `Counts.calls`"),
         (in_closure, "`count`"),
         (Warns, ""),
+        (Compiles, ""),
         (Net, ""),
     ],
 )
