@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -52,6 +53,10 @@ constexpr int kGrace = 2000;
 // instructions that wait or take without a call, and what audit hooks see. A policy in Python says
 // once for each function and each code whether it is to be asked, and raises where one may not run.
 // See `explainer/effects/rule.py`.
+//
+// 1. A profile function sees calls and returns, which cost little.
+// 2. A trace function, for which the interpreter looks at each instruction, sees lines and
+//    instructions. Up to Python 3.11 it stands only while code runs that needs it.
 class CallWatch {
  public:
   // The policy is told of the events of audit hooks that begin with one of `audited`.
@@ -80,6 +85,8 @@ class CallWatch {
 
  private:
   struct Code {
+    bool is_apart = false;            // nothing is asked of it, whatever it calls
+    bool is_timed = false;            // at each line: it may loop without a call
     bool is_asked = false;            // at each call
     bool is_generators = false;       // of a generator or a coroutine, which may go on
     std::unordered_set<int> offsets;  // of the instructions before which it is asked
@@ -91,11 +98,13 @@ class CallWatch {
   bool is_late();
   int check_time(PyFrameObject* frame);
   int before_function(PyFrameObject* frame, PyObject* function);
-  int before_code(PyFrameObject* frame);
+  int enter(PyFrameObject* frame);
+  int leave(PyFrameObject* frame);
   int before_generator(PyFrameObject* frame);
   int before_instruction(PyFrameObject* frame);
   int ask_for_instructions(PyObject* frame);
   void note_returned(PyObject* value);
+  void look_within(const Code& code);
   const Code* code_of(PyFrameObject* frame);
 
   py::object policy_;
@@ -225,6 +234,9 @@ int CallWatch::before_function(PyFrameObject* frame, PyObject* function) {
     Py_DECREF(answer);
   }
   if (!found->second) return 0;
+  const Code* code = code_of(frame);
+  if (code == nullptr) return -1;
+  if (code->is_apart) return 0;
   return ask("on_function", reinterpret_cast<PyObject*>(frame), function);
 }
 
@@ -237,29 +249,49 @@ const CallWatch::Code* CallWatch::code_of(PyFrameObject* frame) {
   PyObject* answer = PyObject_CallMethod(policy_.ptr(), "asks_at", "O", code.ptr());
   is_inside_ = false;
   if (answer == nullptr) return nullptr;
-  const auto places = py::reinterpret_steal<py::tuple>(answer);  // -1 for its call
+  const auto places = py::reinterpret_steal<py::object>(answer);
   Code made;
-  for (const py::handle each : places) {
-    const int place = each.cast<int>();
-    if (place < 0) {
-      made.is_asked = true;
-    } else {
-      made.offsets.insert(place);
-    }
+  made.is_apart = places.is_none();
+  if (!made.is_apart) {
+    const auto [is_timed, is_asked, offsets] =
+        places.cast<std::tuple<bool, bool, std::vector<int>>>();
+    made.is_timed = is_timed;
+    made.is_asked = is_asked;
+    made.offsets.insert(offsets.begin(), offsets.end());
+    constexpr int kGenerators = CO_GENERATOR | CO_COROUTINE;
+    made.is_generators = (reinterpret_cast<PyCodeObject*>(code.ptr())->co_flags & kGenerators) != 0;
   }
-  constexpr int kGenerators = CO_GENERATOR | CO_COROUTINE;
-  made.is_generators = (reinterpret_cast<PyCodeObject*>(code.ptr())->co_flags & kGenerators) != 0;
   held_.push_back(code);
   return &codes_.emplace(code.ptr(), std::move(made)).first->second;
 }
 
-int CallWatch::before_code(PyFrameObject* frame) {
+// Has the interpreter call `on_trace` while code runs that is looked at within, and only then.
+void CallWatch::look_within(const Code& code) {
+#if PY_VERSION_HEX < 0x030C0000
+  const bool is_looked_at = code.is_timed || !code.offsets.empty();
+  PyThreadState_Get()->c_tracefunc = is_looked_at ? &CallWatch::on_trace : nullptr;
+#endif
+}
+
+int CallWatch::enter(PyFrameObject* frame) {
+  if (check_time(frame) != 0) return -1;
   const Code* code = code_of(frame);
   if (code == nullptr) return -1;
+  look_within(*code);
   auto* own = reinterpret_cast<PyObject*>(frame);
   if (!code->offsets.empty() && ask_for_instructions(own) != 0) return -1;
   if (code->is_generators && before_generator(frame) != 0) return -1;
   return code->is_asked ? ask("on_code", own) : 0;
+}
+
+int CallWatch::leave(PyFrameObject* frame) {
+  const auto caller =
+      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(frame)));
+  if (!caller) return 0;
+  const Code* code = code_of(reinterpret_cast<PyFrameObject*>(caller.ptr()));
+  if (code == nullptr) return -1;
+  look_within(*code);
+  return 0;
 }
 
 // Asks once for each. What is made later at the address of one that may go on may go on, too: it is
@@ -302,20 +334,28 @@ CallWatch* CallWatch::watching() {
 
 int CallWatch::on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
   CallWatch* own = watching();
-  if (own == nullptr || what != PyTrace_C_CALL) return 0;
-  own->returned_ = py::object();
-  if (own->check_time(frame) != 0) return -1;
-  return own->before_function(frame, arg);
+  if (own == nullptr) return 0;
+  switch (what) {
+    case PyTrace_C_CALL:
+      own->returned_ = py::object();
+      return own->check_time(frame) != 0 ? -1 : own->before_function(frame, arg);
+    case PyTrace_CALL: {
+      if (own->enter(frame) == 0) return 0;
+      const py::error_scope raised;  // the interpreter tells of no return then
+      own->leave(frame);
+      return -1;
+    }
+    case PyTrace_RETURN: own->note_returned(arg); return own->leave(frame);
+    default: return 0;
+  }
 }
 
-int CallWatch::on_trace(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
+int CallWatch::on_trace(PyObject*, PyFrameObject* frame, int what, PyObject*) {
   CallWatch* own = watching();
   if (own == nullptr) return 0;
   switch (what) {
     case PyTrace_LINE: return own->check_time(frame);
-    case PyTrace_CALL: return own->check_time(frame) != 0 ? -1 : own->before_code(frame);
     case PyTrace_OPCODE: return own->before_instruction(frame);
-    case PyTrace_RETURN: own->note_returned(arg); return 0;
     default: return 0;
   }
 }

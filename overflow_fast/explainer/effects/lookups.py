@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import collections
 import dis
+import functools
 import itertools
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...base.text import is_of_program
 
@@ -36,27 +37,102 @@ _TAKERS = {
 }
 _LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_NAME", "LOAD_CLOSURE")
 _IGNORED = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "KW_NAMES", "PUSH_NULL", "COPY"}
-_Places = tuple[list[dis.Instruction], dict[int, int]]  # and their indices by offsets
-_instructions: dict[types.CodeType, _Places] = {}
 _MOST_CODES = 1024  # whose instructions are kept; chosen, not measured
 _MOST_ARGUMENTS = 4
 
 
+class _Source(NamedTuple):
+    """How the instructions before one make a value: the same in each run of a code."""
+
+    begin: int  # the first of them; -1 if not seen
+    kind: str = (
+        ""  # "const", "global", "local", "name", "attribute", "item"; else unseen
+    )
+    name: Any = None  # a constant itself
+    parts: tuple[_Source, ...] = ()  # an attribute's owner; an item's, and its key
+
+    def value(self, frame: types.FrameType) -> Any:
+        """The value in a running frame, without code of the program."""
+        if self.kind == "const":
+            return self.name
+        if self.kind in ("local", "name") and self.name in frame.f_locals:
+            return frame.f_locals[self.name]
+        if self.kind in ("global", "name"):
+            if self.name in frame.f_globals:
+                return frame.f_globals[self.name]
+            return frame.f_builtins.get(self.name, UNSEEN)
+        if self.kind == "attribute":
+            return _attribute(self.parts[0].value(frame), self.name)
+        if self.kind == "item":
+            return _item(*(each.value(frame) for each in self.parts))
+        return UNSEEN
+
+
+class _Call(NamedTuple):
+    """What an instruction calls, and with what: the last arguments, last first."""
+
+    function: _Source
+    given: list[_Source]
+
+
+class _Places:
+    """The instructions of a code, and what is known of them once for all."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        self.own = list(dis.get_instructions(code))
+        self.indices = {each.offset: index for index, each in enumerate(self.own)}
+        self._sources: dict[int, _Source] = {}
+        self._calls: dict[int, _Call] = {}
+
+    def source_before(self, index: int) -> _Source:
+        """The source of the value that is made last before an instruction."""
+        found = self._sources.get(index)
+        if found is None:
+            found = self._sources[index] = self._source_before(index)
+        return found
+
+    def _source_before(self, index: int) -> _Source:
+        index -= 1
+        while index >= 0 and self.own[index].opname in _IGNORED:
+            index -= 1
+        if index < 0:
+            return _Source(-1)
+        each = self.own[index]
+        if each.opname == "LOAD_CONST":
+            return _Source(index, "const", each.argval)
+        if each.opname.startswith("LOAD_GLOBAL"):
+            return _Source(index, "global", each.argval)
+        if each.opname.startswith(_LOCAL):
+            is_name = each.opname.startswith("LOAD_NAME")
+            return _Source(index, "name" if is_name else "local", each.argval)
+        if each.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            owner = self.source_before(index)
+            return _Source(owner.begin, "attribute", each.argval, (owner,))
+        if each.opname == "BINARY_SUBSCR" or each.argrepr == "[]":
+            key = self.source_before(index)
+            owner = self.source_before(key.begin)
+            return _Source(owner.begin, "item", None, (owner, key))
+        return _Source(_begin_of_value(self.own, index + 1))
+
+    def call_at(self, index: int) -> _Call:
+        """What the call at an instruction is made of."""
+        found = self._calls.get(index)
+        if found is None:
+            place, given = index, []
+            for _ in range(min(self.own[index].arg or 0, _MOST_ARGUMENTS)):
+                given.append(self.source_before(place))
+                place = given[-1].begin
+            function = self.source_before(place) if place >= 0 else _Source(-1)
+            found = self._calls[index] = _Call(function, given)
+        return found
+
+
+@functools.lru_cache(_MOST_CODES)
 def _places_of(code: types.CodeType) -> _Places:
-    found = _instructions.get(code)
-    if found is None:
-        if len(_instructions) >= _MOST_CODES:
-            _instructions.clear()
-        own = list(dis.get_instructions(code))
-        indices = {each.offset: index for index, each in enumerate(own)}
-        found = _instructions[code] = own, indices
-    return found
+    return _Places(code)
 
 
-def _instructions_of(code: types.CodeType) -> list[dis.Instruction]:
-    return _places_of(code)[0]
-
-
+@functools.lru_cache(_MOST_CODES)
 def places_in(code: types.CodeType) -> tuple[int, ...]:
     """The offsets where a code may wait, or take from an iterator, unseen.
 
@@ -66,8 +142,7 @@ def places_in(code: types.CodeType) -> tuple[int, ...]:
     if not is_programs and _WITH_CODES.isdisjoint(code.co_code[::2]):
         return ()
     names = _WITH | _TAKES | _CALLS if is_programs else _WITH
-    own = _instructions_of(code)
-    return tuple(each.offset for each in own if each.opname in names)
+    return tuple(each.offset for each in _places_of(code).own if each.opname in names)
 
 
 def looked_at(frame: types.FrameType) -> tuple[list[Any], Any]:
@@ -76,33 +151,19 @@ def looked_at(frame: types.FrameType) -> tuple[list[Any], Any]:
     Returns:
         It, and the function that the instruction calls; UNSEEN for none.
     """
-    own, index = _instructions_of(frame.f_code), index_of(frame)
-    if own[index].opname not in _CALLS:
-        return [value_before(frame, index)[0]], UNSEEN
-    given, index = arguments(frame)
-    function = value_before(frame, index)[0] if index >= 0 else UNSEEN
+    places, index = _at(frame)
+    if places.own[index].opname not in _CALLS:
+        return [places.source_before(index).value(frame)], UNSEEN
+    call = places.call_at(index)
+    function = call.function.value(frame)
     is_taker = any(function is each for each in _TAKERS)  # calls no `__eq__`
-    return [value for value, _ in given] if is_taker else [], function
+    return [each.value(frame) for each in call.given] if is_taker else [], function
 
 
-def arguments(frame: types.FrameType) -> tuple[list[tuple[Any, int]], int]:
-    """The arguments of the call that a frame is about to make, last first.
-
-    Returns:
-        Some of the last, each with where it begins; and where all of these do.
-    """
-    index = index_of(frame)
-    found = []
-    count = _instructions_of(frame.f_code)[index].arg or 0
-    for _ in range(min(count, _MOST_ARGUMENTS)):
-        value, index = value_before(frame, index)
-        found.append((value, index))
-    return found, index
-
-
-def index_of(frame: types.FrameType) -> int:
-    """The place of the instruction that a frame has come to."""
-    return _places_of(frame.f_code)[1].get(frame.f_lasti, 0)
+def arguments(frame: types.FrameType) -> list[Any]:
+    """Some of the last arguments of the call that a frame is about to make."""
+    places, index = _at(frame)
+    return [each.value(frame) for each in places.call_at(index).given]
 
 
 def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
@@ -111,20 +172,28 @@ def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
     Returns:
         It, and whether it is a local variable of the frame.
     """
-    given, _ = arguments(frame)
+    places, index = _at(frame)
+    given = places.call_at(index).given
     if not given:
         return UNSEEN, False
-    value, place = given[-1]
-    first = _instructions_of(frame.f_code)[max(place, 0)]
+    first = places.own[max(given[-1].begin, 0)]
+    value = given[-1].value(frame)
     is_fast = first.opname.startswith("LOAD_FAST")
     return value, is_fast and frame.f_locals.get(first.argval) is value
 
 
+def _at(frame: types.FrameType) -> tuple[_Places, int]:
+    """The instruction that a frame has come to."""
+    places = _places_of(frame.f_code)
+    return places, places.indices.get(frame.f_lasti, 0)
+
+
 def keyword(frame: types.FrameType, name: str) -> Any:
     """The value that a call is about to get by a keyword; None if there is none."""
-    own, index = _instructions_of(frame.f_code), index_of(frame)
+    places, index = _at(frame)
+    own = places.own
     if own[index].opname == "CALL_FUNCTION_EX":
-        return _keyword_beside_star(frame, index, name)
+        return _keyword_beside_star(frame, name)
     names: Any = ()
     for each in own[max(0, index - 3) : index + 1]:
         is_names = each.opname in ("KW_NAMES", "LOAD_CONST")
@@ -135,33 +204,38 @@ def keyword(frame: types.FrameType, name: str) -> Any:
         if is_names and isinstance(value, tuple):
             names, index = value, own.index(each)
     for each in reversed(names):
-        value, index = value_before(frame, index)
+        source = places.source_before(index)
         if each == name:
-            return value
+            return source.value(frame)
+        index = source.begin
     return None
 
 
-def _keyword_beside_star(frame: types.FrameType, index: int, name: str) -> Any:
+def _keyword_beside_star(frame: types.FrameType, name: str) -> Any:
     """The same of a call with `*` or `**`; UNSEEN where it may be in a dict."""
-    own = _instructions_of(frame.f_code)
+    places, index = _at(frame)
+    own = places.own
     if not (own[index].arg or 0) & 1:
         return None
     made = own[index - 1]
     if made.opname == "BUILD_CONST_KEY_MAP":
         names, place = own[index - 2].argval, index - 2
         for each in reversed(names):
-            value, place = value_before(frame, place)
+            source = places.source_before(place)
             if each == name:
-                return value
+                return source.value(frame)
+            place = source.begin
         return None
     if made.opname != "BUILD_MAP":
         return UNSEEN
     place = index - 1
     for _ in range(made.arg or 0):
-        value, place = value_before(frame, place)
-        key, place = value_before(frame, place)
+        given = places.source_before(place)
+        named = places.source_before(given.begin)
+        key = named.value(frame)
         if key is UNSEEN or key == name:
-            return value
+            return given.value(frame)
+        place = named.begin
     return None
 
 
@@ -176,36 +250,6 @@ def _begin_of_value(own: list[dis.Instruction], index: int) -> int:
         arg = each.arg if each.opcode >= dis.HAVE_ARGUMENT else None
         wanted -= dis.stack_effect(each.opcode, arg)
     return index if wanted == 0 else -1
-
-
-def value_before(frame: types.FrameType, index: int) -> tuple[Any, int]:
-    """The value that instructions before one have made last, and where they begin."""
-    own, index = _instructions_of(frame.f_code), index - 1
-    while index >= 0 and own[index].opname in _IGNORED:
-        index -= 1
-    if index < 0:
-        return UNSEEN, -1
-    each = own[index]
-    if each.opname == "LOAD_CONST":
-        return each.argval, index
-    if each.opname.startswith("LOAD_GLOBAL"):
-        around = frame.f_builtins | frame.f_globals
-        return around.get(each.argval, UNSEEN), index
-    if each.opname.startswith(_LOCAL):
-        held = frame.f_locals
-        if each.argval in held or not each.opname.startswith("LOAD_NAME"):
-            return held.get(each.argval, UNSEEN), index
-        around = frame.f_builtins | frame.f_globals
-        return around.get(each.argval, UNSEEN), index
-    if each.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
-        owner, start = value_before(frame, index)
-        return _attribute(owner, each.argval), start
-    is_item = each.opname == "BINARY_SUBSCR" or each.argrepr == "[]"
-    if is_item:
-        key, start = value_before(frame, index)
-        owner, start = value_before(frame, start)
-        return _item(owner, key), start
-    return UNSEEN, _begin_of_value(own, index + 1)
 
 
 def _attribute(owner: Any, name: str) -> Any:

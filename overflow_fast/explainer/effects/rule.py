@@ -245,7 +245,7 @@ class _Policy:
             is_torchs = not is_of_user(frame.f_code.co_filename)
             return self._words_of_lock(owner, name, is_torchs or _is_tried(frame))
         if kind in kinds.GENERATORS:
-            return kinds.ITERATOR if self.before.has(owner) else ""
+            return kinds.ITERATOR if self._was_there(owner) else ""
         if kind.__module__ == "_queue":
             is_taken = name in ("get", "put", "get_nowait", "put_nowait")
             return kinds.QUEUE if is_taken else ""
@@ -283,7 +283,13 @@ class _Policy:
             return ""
         # The collector does not know all: what another object holds was there before.
         is_held = type(iterator) in kinds.UNKNOWN_ITERATORS and not is_local
-        return kinds.ITERATOR if is_held or self.before.has(iterator) else ""
+        return kinds.ITERATOR if is_held or self._was_there(iterator) else ""
+
+    def _was_there(self, iterator: Any) -> bool:
+        """True if it was there before, and is not this package's own."""
+        code: Any = getattr(iterator, "gi_code", None)
+        is_ours = type(iterator) is types.GeneratorType and is_own(code.co_filename)
+        return not is_ours and self.before.has(iterator)
 
     def _words_of_lock(self, lock: Any, name: str, is_tried: bool) -> str:
         if name in kinds.ACQUIRES:
@@ -319,8 +325,7 @@ class _Policy:
 
     def _words_of_given(self, frame: types.FrameType, name: str) -> str:
         """Of a function of C that is given a file, or the path of one."""
-        given = [value for value, _ in arguments(frame)[0]]
-        found = [each for each in given if isinstance(each, io.IOBase)]
+        found = [each for each in arguments(frame) if isinstance(each, io.IOBase)]
         is_written = name in kinds.OTHER_WRITES
         if found or not is_written:
             return self._words_of_files(found, "write" if is_written else "read")
@@ -338,11 +343,19 @@ class _Policy:
             return kinds.WRITES
         return self._words_of_file(file, "write") if is_file else ""
 
-    def asks_at(self, code: types.CodeType) -> tuple[int, ...]:
-        """Where to ask in a code: -1 for its call, and places of `with` and `for`."""
-        places = places_in(code)
+    def asks_at(
+        self, code: types.CodeType
+    ) -> tuple[bool, bool, tuple[int, ...]] | None:
+        """Tells where to ask in a code; None for this package's own.
+
+        Returns:
+            Whether to look at the time at each of its lines, as in the program's own
+            loops; whether to ask at its call; and before which instructions.
+        """
+        if is_own(code.co_filename):
+            return None
         is_asked = code in self._codes or code in self._collectives
-        return (-1, *places) if is_asked else places
+        return is_of_program(code.co_filename), is_asked, places_in(code)
 
     def on_code(self, frame: types.FrameType) -> None:
         """Raises Effect where a call of Python code is one."""
