@@ -25,9 +25,9 @@ from torch import nn
 
 from ...base.modules import Handles, modules_in
 from ...torch_internals.module_internals import BUFFERS, PARAMETERS
+from .kept_place import Slot
 from .model_restore_point import ModelRestorePoint
 from .tensors import KeptTensor
-from .weights import Slot
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ class _Loan:
     @torch.no_grad()
     def begin(self) -> None:
         """Notes what the model holds. Copies what the step has copies of."""
-        self._start.settle()
+        self._start.note_forward()
         copied = {id(tensor) for tensor, _ in self._start.pairs()}
         self._kept = {
             slot: KeptTensor(tensor, is_copied=id(tensor) in copied)
