@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ... import _C
 from ...base.text import drop_own_frames
 from ..report.report import NonFiniteError
-from ..undo.optimizer import OptimizerSnapshot
+from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
 from .engine_scaler import LossScaler, engine_scaler
 from .engine_steps import leave_out, overflow_flag, shape_of
 from .found_inf import FoundInf
@@ -33,7 +33,6 @@ from .judged_closure import (
 )
 from .scaler_hook import scaler_of
 from .stray_steps import Call, StraySteps, others_hooks
-from .undoable import UndoableStep
 from .wrapped import innermost, stepper_of
 
 _MAX_WRAPPED = 100  # a mock's attributes have no end
@@ -56,7 +55,7 @@ class StepJudge(Protocol):
 
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
-    ) -> UndoableStep | None:
+    ) -> OptimizerSnapshot | NoSnapshot | None:
         """The way to undo a step that may overflow though its gradients are finite."""
 
     def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
@@ -126,7 +125,8 @@ class OptimizerHook:
         self._waits = False  # to be judged behind the step's pre-hooks
         self._is_behind_hooks = False  # while it is
         self._before: OptimizerSnapshot | None = None  # a step with a closure
-        self._doubted: UndoableStep | None = None  # a step that may overflow
+        # Before a step that may overflow.
+        self._doubted: OptimizerSnapshot | NoSnapshot | None = None
         self._last: Any = None  # what the last step returned, without values
         self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(
@@ -413,7 +413,7 @@ class OptimizerHook:
             return False
         self.has_snapshot = kept.can_restore
         try:
-            is_skipped = self._judge.skips_update(self, kept.is_finite)
+            is_skipped = self._judge.skips_update(self, kept.was_finite)
         except Exception:  # also an error of the policy's
             kept.restore()
             raise

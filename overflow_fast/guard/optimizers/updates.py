@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from ...base.modules import stepped_by
 from ...base.tensors import is_number
-from ..undo.optimizer import OptimizerSnapshot
+from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
 from .optimizer_hook import OptimizerHook
-from .undoable import UndoableStep
 
 _MARGIN = 16.0  # of weights that are near the maximum, and of roundings
 _ACCUMULATED = 1024.0  # steps that a sum may have without a decay
@@ -89,7 +88,9 @@ def _is_tuple(value: object) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def kept_step(hook: OptimizerHook, before: OptimizerSnapshot | None) -> UndoableStep:
+def kept_step(
+    hook: OptimizerHook, before: OptimizerSnapshot | None
+) -> OptimizerSnapshot | NoSnapshot:
     """Keeps what a step may make non-finite.
 
     Args:
@@ -98,8 +99,8 @@ def kept_step(hook: OptimizerHook, before: OptimizerSnapshot | None) -> Undoable
     """
     optimizer = hook.layers[1]
     if hook.is_of_engine:
-        return UndoableStep(hook.optimizer, None)
+        return NoSnapshot(hook.optimizer)
     try:
-        return UndoableStep(optimizer, before or OptimizerSnapshot(optimizer))
+        return before or OptimizerSnapshot(optimizer)
     except torch.OutOfMemoryError:
-        return UndoableStep(optimizer, None)
+        return NoSnapshot(optimizer)

@@ -3,9 +3,9 @@
 Most steps change nothing but the values of buffers. So all versions are read, and all
 copies made, in single expressions, for the places that `KeptPlace` describes:
 
-1. `list_tensors()` lists the tensors of places that have begun. `take()` begins a further step
-   with the same tensors: it copies what is copied in each step. It returns False where
-   a place has to be looked at by itself, and `list_tensors()` has to follow.
+1. `list_tensors()` lists the tensors of places that have begun. `take()` begins a
+   further step with the same tensors: it copies what is copied in each step. It returns
+   False where a place has to be looked at by itself: `list_tensors()` has to follow.
 2. `begin_forward()` and `end_forward()` read the versions of the weights. One whose
    version has risen in between was written to by the forward, and is copied from then
    on. A copy also shows a write that torch does not count, as by `.data`. What other
