@@ -81,17 +81,15 @@ class ModelRestorePoint:
     def __init__(self, watch: Watched) -> None:
         self._watch = watch
         self._model: weakref.ref[nn.Module] | None = None  # whose tensors these are
-        # The tables of submodules, buffers and parameters, and what they hold: if that
-        # is the same, and the same parameters are trained, nothing is looked for.
+        # The tables of submodules, buffers and parameters, and what they held when the
+        # step began: if that is the same, and the same parameters are trained, nothing
+        # is looked for. And what they were seen to hold last, to find who has replaced
+        # a tensor.
         self._tables: list[dict[str, Any]] = []
         self._held: list[Any] = []
+        self._seen: list[Any] = []
         self._parameters: list[nn.Parameter] = []
         self._are_trained: list[bool] = []
-        # Of these the tables of kept tensors: what they held when the step began, and
-        # what they were seen to hold last, to find who has replaced a tensor.
-        self._own_tables: list[dict[str, Any]] = []
-        self._own_held: list[Any] = []
-        self._placed: list[Any] = []
         self._is_in_forward = False
         self._has_ended_forward = False  # in this step
         self._known: dict[Slot, KeptPlace] = {}  # from step to step
@@ -117,7 +115,7 @@ class ModelRestorePoint:
         if is_full or not (self._is_same_model(model) and self.tensors.take()):
             self._walk(model, is_full)
         self.tensors.begin()
-        self._placed = self._own_held
+        self._seen = self._held
         self._has_ended_forward = self._is_in_forward = False
         modules = modules_in(model) if is_full else list(self._changing)
         kept = filter(KeptAttributes.are_kept, modules)
@@ -137,9 +135,6 @@ class ModelRestorePoint:
             self._model = weakref.ref(model, self._forget_if_running)
         places, self._tables = _places(model)
         self._held = _values(self._tables)
-        tables = (module.__dict__[table] for module, table, *_ in places)
-        self._own_tables = list({id(table): table for table in tables}.values())
-        self._own_held = _values(self._own_tables)
         self._parameters = [t for t in self._held if isinstance(t, nn.Parameter)]
         self._are_trained = _C.require_grad(self._parameters)
         self._places = [self._place(*each) for each in places]
@@ -163,8 +158,8 @@ class ModelRestorePoint:
             self._forget()
 
     def _forget(self) -> None:
-        self._tables, self._held, self._parameters, self._places = [], [], [], []
-        self._own_tables, self._own_held, self._placed = [], [], []
+        self._tables, self._held, self._seen = [], [], []
+        self._parameters, self._places = [], []
         self.attributes, self._known, self.tensors = [], {}, StepTensors()
         self.is_taken = self.is_firm = False
 
@@ -181,9 +176,9 @@ class ModelRestorePoint:
         That is a forward where one has not ended, or none was announced by a hook.
         """
         by_forward = self._is_in_forward or not self._has_ended_forward
-        if _C.hold(self._own_tables, self._placed):
+        if _C.hold(self._tables, self._seen):
             return
-        self._placed = _values(self._own_tables)
+        self._seen = _values(self._tables)
         for place in self._places:
             place.note_placed(by_forward)
 
@@ -205,11 +200,11 @@ class ModelRestorePoint:
     def keep(self, compares: bool) -> None:
         """Ends the step, which was made."""
         self.tensors.note_changes(compares)
-        if not _C.hold(self._own_tables, self._own_held):
+        if not _C.hold(self._tables, self._held):
             self._note_placed()
             for place in self._places:
                 place.end()
-            self._places, self._held, self._parameters = [], [], []
+            self._places, self._parameters, self._held, self._seen = [], [], [], []
             self.tensors = StepTensors()
         self.is_taken = self.is_firm = False
         self.prepare()
