@@ -119,12 +119,11 @@ class KeptPlace:
         self._copied, self.version = weakref.ref(tensor), version
         if self.is_trained:
             is_copied = self.changes or (is_full and 0 < num_bytes(tensor) <= SMALL)
-        elif self.is_certain:
-            is_copied = True
-        elif is_known:
-            return False
+        elif is_known and not self.is_certain:
+            return False  # there is a copy, if it is to have one
         else:
-            is_copied = self.table == BUFFERS or num_bytes(tensor) <= _MAX_FROZEN
+            is_large = num_bytes(tensor) > _MAX_FROZEN
+            is_copied = self.is_certain or self.table == BUFFERS or not is_large
         if not is_copied:
             self.copy = None
         return is_copied
@@ -159,9 +158,9 @@ class KeptPlace:
     @property
     def is_certain(self) -> bool:
         """True if the copy is of this step, False if it may be older."""
-        if self.tensor is None or self.is_trained:
-            return self.is_trained
-        return self.changes or num_bytes(self.tensor) <= SMALL
+        if self.is_trained or self.changes:
+            return True
+        return self.tensor is not None and num_bytes(self.tensor) <= SMALL
 
     def is_same(self) -> bool:
         """True if its tensor holds what it held. Incurs a CPU-GPU sync."""

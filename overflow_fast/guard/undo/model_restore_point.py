@@ -338,8 +338,6 @@ _Found = tuple[
 def _places(model: nn.Module) -> tuple[list[_Found], list[dict[str, Any]]]:
     """Finds the places of a model's tensors, those of weights last, each weight once.
 
-    `named_modules()` would take several times as long.
-
     Returns:
         The places, and the tables of all modules. Weights are left out that are shards
         of others: their wrapper gathers and frees them.
@@ -347,9 +345,7 @@ def _places(model: nn.Module) -> tuple[list[_Found], list[dict[str, Any]]]:
     places: list[_Found] = []
     tables: list[dict[str, Any]] = []
     weights: dict[int, _Found] = {}
-    waiting, seen = [model], {id(model)}
-    while waiting:
-        module = waiting.pop()
+    for module in modules_in(model):
         if isinstance(module, torch.jit.ScriptModule):
             continue  # TorchScript owns its tensors
         own = module.__dict__
@@ -362,10 +358,6 @@ def _places(model: nn.Module) -> tuple[list[_Found], list[dict[str, Any]]]:
                 places.append((module, PARAMETERS, name, False))
             elif not (is_lazy(parameter) or parameter.is_inference()):
                 weights[id(parameter)] = module, PARAMETERS, name, True
-        for child in own[MODULES].values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
     found = [] if is_sharded(model) else list(weights.values())
     return [*places, *found], tables
 
