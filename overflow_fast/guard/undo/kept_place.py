@@ -181,14 +181,15 @@ class KeptPlace:
             return ""
         if self.was_lazy:
             return _reset(module)
+        is_others = self.is_trained and not self.is_written
         if self._is_of_others and not (now is before or self._is_at_home(now)):
-            return "" if self.is_same() else _REPLACED
+            return "" if is_others or self.is_same() else _REPLACED
         was_moved = self.put_in_place()
         if before is None or before.is_meta:
             return ""
-        is_foreign = self._is_replaced or now is not before
-        if (self.is_trained or (is_foreign and not was_moved)) and not self.is_written:
-            return ""  # other code owns its contents: a batch, say
+        is_foreign = self._is_replaced or now is not before  # a batch, say
+        if is_others or (is_foreign and not (was_moved or self.is_written)):
+            return ""  # its contents are other code's
         is_written = _C.version_of(before) != self.version
         if self.copy is None and self.is_trained:
             return "the forward wrote to it, and what it held before is not known"
