@@ -266,6 +266,15 @@ class ModelRestorePoint:
         """The model, or None if it is gone."""
         return self._watch.model
 
+    def held(self) -> dict[Slot, torch.Tensor]:
+        """The tensors that the model holds now."""
+        found = [] if self.model is None else _places(self.model)[0]
+        return {
+            (id(module), table, name): tensor
+            for module, table, name, _ in found
+            if (tensor := module.__dict__[table][name]) is not None
+        }
+
     def note_forward(self) -> None:
         """Takes what was written to the model so far for the forward's."""
         self.tensors.end_forward()
