@@ -92,8 +92,7 @@ class ModelRestorePoint:
         self._are_trained: list[bool] = []
         self._is_in_forward = False
         self._has_ended_forward = False  # in this step
-        self._known: dict[Slot, KeptPlace] = {}  # from step to step
-        self._places: list[KeptPlace] = []  # of this step
+        self._places: dict[Slot, KeptPlace] = {}  # from step to step
         self.tensors = StepTensors()
         self.attributes: list[KeptAttributes] = []
         self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -133,19 +132,19 @@ class ModelRestorePoint:
         if self._model is None or self._model() is not model:
             # Tables hold submodules, which are to go with the model.
             self._model = weakref.ref(model, self._forget_if_running)
-        places, self._tables = _places(model)
+        found, self._tables = _places(model)
         self._held = _values(self._tables)
         self._parameters = [t for t in self._held if isinstance(t, nn.Parameter)]
         self._are_trained = _C.require_grad(self._parameters)
-        self._places = [self._place(*each) for each in places]
-        self._known = {place.slot: place for place in self._places}
-        _copy([place for place in self._places if place.begin(is_full)])
-        self.tensors.list_tensors(self._places, is_full)
+        places = [self._place(*each) for each in found]
+        self._places = {place.slot: place for place in places}
+        _copy([place for place in places if place.begin(is_full)])
+        self.tensors.list_tensors(places, is_full)
 
     def _place(
         self, module: nn.Module, table: str, name: str, is_trained: bool
     ) -> KeptPlace:
-        known = self._known.get((id(module), table, name))
+        known = self._places.get((id(module), table, name))
         is_same = known is not None and known.module() is module
         if known is None or not is_same or known.is_trained != is_trained:
             return KeptPlace(module, table, name, is_trained)
@@ -158,9 +157,8 @@ class ModelRestorePoint:
             self._forget()
 
     def _forget(self) -> None:
-        self._tables, self._held, self._seen = [], [], []
-        self._parameters, self._places = [], []
-        self.attributes, self._known, self.tensors = [], {}, StepTensors()
+        self._tables, self._held, self._seen, self._parameters = [], [], [], []
+        self.attributes, self._places, self.tensors = [], {}, StepTensors()
         self.is_taken = self.is_firm = False
 
     def begin_forward(self) -> None:
@@ -179,7 +177,7 @@ class ModelRestorePoint:
         if _C.hold(self._tables, self._seen):
             return
         self._seen = _values(self._tables)
-        for place in self._places:
+        for place in self._places.values():
             place.note_placed(by_forward)
 
     def end_forward(self) -> None:
@@ -202,9 +200,9 @@ class ModelRestorePoint:
         self.tensors.note_changes(compares)
         if not _C.hold(self._tables, self._held):
             self._note_placed()
-            for place in self._places:
+            for place in self._places.values():
                 place.end()
-            self._places, self._parameters, self._held, self._seen = [], [], [], []
+            self._held, self._seen, self._parameters = [], [], []
             self.tensors = StepTensors()
         self.is_taken = self.is_firm = False
         self.prepare()
@@ -230,17 +228,16 @@ class ModelRestorePoint:
         if not self.is_taken:
             return
         self._remove_new()
-        self.tensors.settle()
         self._note_placed()
-        for place in self._places:
+        # A flag such as `is_initialized` belongs to the weights.
+        written = {place.module() for place in self._places_written()}
+        for place in self._places.values():
             try:
                 why = place.restore()
             except Exception as error:  # a layout that cannot be written to
                 why = f"{type(error).__name__}: {error}"
             if why:
                 yield self._sentence(place, why)
-        # A flag such as `is_initialized` belongs to the weights.
-        written = {p.module() for p in self._places if p.is_trained and p.is_written}
         for kept in self.attributes:
             if kept.module() in written:
                 kept.restore()
@@ -248,9 +245,9 @@ class ModelRestorePoint:
     def _remove_new(self) -> None:
         """Removes buffers that the forward has registered."""
         model = self._watch.model
-        known = {place.slot for place in self._places}
         for module, table, name, _ in [] if model is None else _places(model)[0]:
-            if table == BUFFERS and (id(module), table, name) not in known:
+            is_new = (id(module), table, name) not in self._places
+            if table == BUFFERS and is_new:
                 del module.__dict__[table][name]
 
     @torch.no_grad()
@@ -283,16 +280,13 @@ class ModelRestorePoint:
     @torch.no_grad()
     def renew(self, changed: Set[Slot]) -> None:
         """Makes what some of the model's places hold now their beginning."""
-        model, kept = self.model, {place.slot: place for place in self._places}
-        for each in [] if model is None else _places(model)[0]:
-            place = KeptPlace(*each)
+        for found in [] if self.model is None else _places(self.model)[0]:
+            place = KeptPlace(*found)
             if place.slot in changed:
-                kept[place.slot] = place
+                self._places[place.slot] = place
                 # A forward may follow that writes to a small weight.
                 _copy([place] if place.begin(is_full=True) else [])
-        self._places = list(kept.values())
-        self._known = kept
-        self.tensors.list_tensors(self._places, is_full=True)
+        self.tensors.list_tensors(list(self._places.values()), is_full=True)
         self.tensors.begin_forward()
 
     # What is known of the beginning.
@@ -301,16 +295,17 @@ class ModelRestorePoint:
     def buffers(self) -> list[KeptPlace]:
         """The places of buffers and frozen parameters."""
         self.tensors.settle()
-        return [place for place in self._places if not place.is_trained]
+        return [place for place in self._places.values() if not place.is_trained]
 
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors that are copied, and what was in them."""
-        places = self._places if self.is_taken else []
+        places = self._places.values() if self.is_taken else ()
         return [pair for place in places if (pair := place.pair()) is not None]
 
     def is_known(self, weight: torch.Tensor) -> bool:
         """True for a weight that a forward was seen to write to, in any step."""
-        return any(e.tensor is weight and e.changes for e in self._known.values())
+        places = self._places.values()
+        return any(e.tensor is weight and e.changes for e in places)
 
     def is_written(self, weight: torch.Tensor) -> bool:
         """True for a weight that this step's forward has written to."""
@@ -325,9 +320,8 @@ class ModelRestorePoint:
 
     def _places_written(self) -> list[KeptPlace]:
         self.tensors.settle()
-        return [
-            place for place in self._places if place.is_trained and place.is_written
-        ]
+        weights = (place for place in self._places.values() if place.is_trained)
+        return [place for place in weights if place.is_written]
 
     def _sentence(self, place: KeptPlace, why: str) -> str:
         watch, model = self._watch, self._watch.model
