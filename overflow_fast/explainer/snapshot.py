@@ -28,7 +28,7 @@ from ..base.modules import (
 )
 from ..base.tensors import devices_of, is_whole
 from ..guard.undo.attributes import KeptAttributes
-from ..guard.undo.buffers import KeptBuffer
+from ..guard.undo.kept_place import KeptPlace
 from ..guard.undo.random import RandomStates
 from ..guard.undo.restore_point import RestorePoint
 from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
@@ -295,7 +295,7 @@ class Snapshot:
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """True for a weight that a forward was seen to write to, in any step."""
         starts = () if self._start is None else self._start.starts
-        return any(each.weights.is_known(tensor) for each in starts)
+        return any(each.is_known(tensor) for each in starts)
 
     def _set_gradient_aside(self, leaf: torch.Tensor) -> None:
         held = self._leaves[id(leaf)] = weakref.ref(leaf)
@@ -342,11 +342,11 @@ def rewind(start: RestorePoint) -> None:
             attributes.restore()
         for buffer in each.buffers:
             _rewind_buffer(buffer)
-        for weight, copy in each.weights.written():
+        for weight, copy in each.written():
             write(weight, copy)
 
 
-def _rewind_buffer(buffer: KeptBuffer) -> None:
+def _rewind_buffer(buffer: KeptPlace) -> None:
     """Writes to it whoever owns its contents now: a snapshot has these."""
     tensor, is_gone = buffer.tensor, buffer.module() is None
     if is_gone or tensor is None or buffer.was_lazy or tensor.is_meta:

@@ -42,8 +42,7 @@ class LaggedSteps:
         self._doubted: set[OptimizerHook] = set()
         self._flags: DeviceFlags | None = None
         if config.verdicts_are_late:
-            self._flags = DeviceFlags(config, collector.watches)
-            self._flags.request(hooks)
+            self._flags = DeviceFlags(config, collector.watches, hooks)
 
     def holds(self, hook: OptimizerHook) -> bool:
         """True if an optimizer's step is made before its verdict is there."""

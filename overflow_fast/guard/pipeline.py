@@ -45,7 +45,6 @@ from .optimizers.loss_scaling import (
     without_gradients,
 )
 from .optimizers.optimizer_hook import OptimizerHook, living
-from .optimizers.undoable import UndoableStep
 from .optimizers.updated import see_update
 from .optimizers.updates import kept_step
 from .raised import RaisedSteps
@@ -53,7 +52,7 @@ from .ranks.agreement import Agreement
 from .report.coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
 from .step import StepClock
-from .undo.optimizer import OptimizerSnapshot
+from .undo.optimizer import NoSnapshot, OptimizerSnapshot
 from .undo.restore_point import RestorePoint
 from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit
 from .verdict.bad_frames import take_evaluated
@@ -143,7 +142,7 @@ class Pipeline:
             lambda seen_by: self._coverage(seen_by, []),
         )
         self._lagged = LaggedSteps(config, hooks, start, self.collector)
-        self._doubts = Doubts(watches, hooks, clock, isolation)
+        self._doubts = Doubts(watches, clock, isolation)
         self._is_doubted = False  # a rank doubts the step that all have judged last
         self._raised = RaisedSteps(self.collector, self.judge, self._explaining, keeper)
         self.evaluation: Evaluation | None = None
@@ -226,7 +225,7 @@ class Pipeline:
 
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
-    ) -> UndoableStep | None:
+    ) -> OptimizerSnapshot | NoSnapshot | None:
         """The way to undo a step that may overflow though its gradients are finite."""
         is_doubted, self._is_doubted = self._is_doubted, False
         if not self.agreement.is_needed:
@@ -433,7 +432,6 @@ class Pipeline:
             collector.scan(hook, () if scaler else others)
             collector.ask_flags(scaler)
         self._lagged.scan_doubted(hook)
-        self._doubts.note(hook)
         collector.send(is_lagged)
         unit = collector.begun(STEP, hook, scaler)
         if is_lagged:

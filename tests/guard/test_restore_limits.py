@@ -10,7 +10,7 @@ from overflow_fast import NonFiniteError, OverflowGuard
 
 
 def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch, as_kept):
-    from overflow_fast.guard.undo import buffers
+    from overflow_fast.guard.undo import kept_place
 
     def fail(*_):
         raise NotImplementedError("no such kernel")
@@ -20,8 +20,7 @@ def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch, a
     with guard:
         step(model, optimizer)
         weight = model[0].weight.detach().clone()
-        monkeypatch.setattr(buffers, "write", fail)
-        monkeypatch.setattr(buffers, "_like", fail)
+        monkeypatch.setattr(kept_place, "write", fail)
         step(model, optimizer, BAD)
         assert weight.equal(model[0].weight)
         assert guard.last_step_skipped
@@ -29,9 +28,9 @@ def test_what_cannot_be_put_back_is_said_and_the_step_is_not_made(monkeypatch, a
 
 
 def test_large_frozen_parameters_are_not_copied(monkeypatch, as_kept):
-    from overflow_fast.guard.undo import buffers
+    from overflow_fast.guard.undo import kept_place
 
-    monkeypatch.setattr(buffers, "_MAX_FROZEN", 2**16)
+    monkeypatch.setattr(kept_place, "_MAX_FROZEN", 2**16)
     frozen = nn.Parameter(torch.zeros(LARGE), requires_grad=False)
     model = Stateful(lambda self, x: None, kept=frozen)
     optimizer, guard = watched(model)
@@ -39,7 +38,7 @@ def test_large_frozen_parameters_are_not_copied(monkeypatch, as_kept):
         for _ in range(3):
             step(model, optimizer)
         starts = guard._parts._start.starts
-        assert all(k.copy is None for s in starts for k in s._known.values())
+        assert all(k.copy is None for s in starts for k in s.buffers)
         model.write = lambda self, x: self.kept.add_(x.sum())
         step(model, optimizer, BAD)
         as_kept(guard.last_report.notes)

@@ -125,9 +125,7 @@ def _skipped_result(optimizer: Any, last: Any) -> Any:
         return known
     if has_base(type(optimizer), {"MegatronOptimizer"}):
         return False, None, None
-    if type(last) is tuple:
-        return tuple(map(_without_value, last))
-    return _without_value(last)
+    return shape_of(last)
 
 
 _UNKNOWN = object()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -17,22 +16,10 @@ _NUMBERS = (float, int, tuple, list)
 
 
 class _LastStep(NamedTuple):
-    names: tuple[str, ...]
-    settings: list[tuple[Any, ...]]
+    settings: list[dict[str, Any]]
     versions: list[int]
     weights: list[weakref.ref[torch.Tensor]]
     shapes: list[torch.Size]
-
-
-def _are_same(references: list[Any], others: list[Any]) -> bool:
-    """True if two lists hold the same objects; `==` would compare their tensors."""
-    is_as_long = len(references) == len(others)
-    return is_as_long and all(map(operator.is_, references, others))
-
-
-def _names_of_numbers(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The settings to keep: what holds a model, or an optimizer, keeps it alive."""
-    return tuple(k for k, v in group.items() if type(v) in _NUMBERS and k != "params")
 
 
 class LastSteps:
@@ -47,23 +34,13 @@ class LastSteps:
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes in a step that was made. Does not incur a CPU-GPU sync."""
-        groups, stepped = optimizer.param_groups, stepped_by(optimizer)
-        versions = _C.versions_of(stepped)
-        known = self._of.get(optimizer)
-        weights = list(map(weakref.ref, stepped))  # one object for each that lives
-        if known is not None and _are_same(weights, known.weights):
-            shapes = known.shapes
-        else:
-            shapes = [each.shape for each in stepped]
-        names = known.names if known is not None else _names_of_numbers(groups[0])
-        try:
-            settings = [tuple(map(group.__getitem__, names)) for group in groups]
-        except KeyError:  # others than the first step had
-            names = tuple(
-                set.intersection(*(set(_names_of_numbers(g)) for g in groups))
-            )
-            settings = [tuple(map(group.__getitem__, names)) for group in groups]
-        self._of[optimizer] = _LastStep(names, settings, versions, weights, shapes)
+        stepped = stepped_by(optimizer)
+        self._of[optimizer] = _LastStep(
+            [_numbers_of(group) for group in optimizer.param_groups],
+            _C.versions_of(stepped),
+            list(map(weakref.ref, stepped)),
+            [each.shape for each in stepped],
+        )
 
     def settings(
         self, optimizer: torch.optim.Optimizer, place: int
@@ -72,8 +49,7 @@ class LastSteps:
         last = self._of.get(optimizer)
         if last is None or place >= len(last.settings):
             return {}
-        pairs = zip(last.names, last.settings[place], strict=True)
-        return {name: value for name, value in pairs if type(value) in _NUMBERS}
+        return last.settings[place]
 
     def writes_since(
         self, optimizer: torch.optim.Optimizer, weight: torch.Tensor
@@ -100,3 +76,8 @@ class LastSteps:
         if not places or last.weights[places[0]]() is weight:
             return None
         return last.shapes[places[0]]
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings to keep: what holds a model, or an optimizer, keeps it alive."""
+    return {k: v for k, v in group.items() if type(v) in _NUMBERS and k != "params"}

@@ -1,6 +1,25 @@
 """Hooks an optimizer's `step`, so that it can be judged first, and skipped.
 
-Steps come by wrappers, closures, GradScalers, and by ways that pass a hook by.
+The flow:
+
+1. `attach()` puts a function in the place of `step`, on the object whose `step` the
+   training loop calls: the optimizer, or a wrapper or an engine's optimizer around it.
+   `cover()` does so again where other code has set another one. `detach()` puts back
+   what was there.
+2. A call of that function comes to `_run()`. Without a closure the step is judged, and
+   called if it is to be made: `engine_steps.py` leaves it out. With a closure, it is
+   judged inside of it, after each evaluation, and left from there: `judged_closure.py`.
+3. Where other code has registered step pre-hooks, the step is called, and judged behind
+   them: by a pre-hook of `stray_steps.py`, which is moved behind all others.
+4. A step that was made, and may have overflowed although its gradients were finite, is
+   judged once more, by what it has made, and undone if that is bad: `_is_undone()`.
+5. The judge is told that the step was made or skipped. A skipped one does not reach the
+   hooks of other guards, whose functions lie beneath: these are told, too.
+6. A step that does not come through the function is judged by `stray_steps.py` alone.
+
+The state of a call: `_is_running`, until it ends; `_waits`, until it is judged behind
+pre-hooks; `_is_behind_hooks`, since then; `_before` and `_doubted`, the snapshots to
+undo a step with a closure, and one that may overflow. All else stays from step to step.
 """
 
 from __future__ import annotations
@@ -19,7 +38,7 @@ from torch.optim import Optimizer
 from ... import _C
 from ...base.text import drop_own_frames
 from ..report.report import NonFiniteError
-from ..undo.optimizer import OptimizerSnapshot
+from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
 from .engine_scaler import LossScaler, engine_scaler
 from .engine_steps import leave_out, overflow_flag, shape_of
 from .found_inf import FoundInf
@@ -33,7 +52,6 @@ from .judged_closure import (
 )
 from .scaler_hook import scaler_of
 from .stray_steps import Call, StraySteps, others_hooks
-from .undoable import UndoableStep
 from .wrapped import innermost, stepper_of
 
 _MAX_WRAPPED = 100  # a mock's attributes have no end
@@ -56,7 +74,7 @@ class StepJudge(Protocol):
 
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
-    ) -> UndoableStep | None:
+    ) -> OptimizerSnapshot | NoSnapshot | None:
         """The way to undo a step that may overflow though its gradients are finite."""
 
     def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
@@ -122,11 +140,9 @@ class OptimizerHook:
         self._may_skip = may_skip
         self._is_attached = False
         self._step: Any = None
-        self._is_running = False
-        self._waits = False  # to be judged behind the step's pre-hooks
-        self._is_behind_hooks = False  # while it is
-        self._before: OptimizerSnapshot | None = None  # a step with a closure
-        self._doubted: UndoableStep | None = None  # a step that may overflow
+        self._is_running = self._waits = self._is_behind_hooks = False
+        self._before: OptimizerSnapshot | None = None
+        self._doubted: OptimizerSnapshot | NoSnapshot | None = None
         self._last: Any = None  # what the last step returned, without values
         self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(
@@ -239,20 +255,6 @@ class OptimizerHook:
         wrapper: Any = self._wrapper()
         if hasattr(wrapper, "_is_overflow"):
             wrapper._is_overflow = is_skipped
-        if is_skipped and self._is_behind_hooks:
-            self._take_back_call(wrapper)
-
-    def _take_back_call(self, wrapper: Any) -> None:
-        """Makes Accelerate's wrapper forget that its `step` was called.
-
-        Pre-hooks are called by that. It holds the wrapper, and this hook may not.
-        """
-        known = [wrapper]
-        with contextlib.suppress(TypeError, ValueError):
-            known += inspect.getclosurevars(self.replaced).nonlocals.values()
-        for each in known:
-            if hasattr(each, "_accelerate_step_called"):
-                each._accelerate_step_called = False
 
     def judge_skipped_elsewhere(self) -> None:
         """Judges a step that another guard has skipped; nothing once it is detached."""
@@ -413,7 +415,7 @@ class OptimizerHook:
             return False
         self.has_snapshot = kept.can_restore
         try:
-            is_skipped = self._judge.skips_update(self, kept.is_finite)
+            is_skipped = self._judge.skips_update(self, kept.was_finite)
         except Exception:  # also an error of the policy's
             kept.restore()
             raise

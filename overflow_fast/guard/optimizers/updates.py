@@ -6,7 +6,6 @@ it becomes inf, and its weight never moves again.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,8 @@ from torch.optim import Optimizer
 
 from ...base.modules import stepped_by
 from ...base.tensors import is_number
-from ..undo.optimizer import OptimizerSnapshot
+from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
 from .optimizer_hook import OptimizerHook
-from .undoable import UndoableStep
 
 _MARGIN = 16.0  # of weights that are near the maximum, and of roundings
 _ACCUMULATED = 1024.0  # steps that a sum may have without a decay
@@ -25,10 +23,6 @@ _WIDE = torch.finfo(torch.float32).max  # what kernels of narrow dtypes compute 
 _LINEAR = (torch.optim.SGD, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adamax)
 # The settings that say how much of a state a step keeps.
 _DECAYS = ("betas", "momentum", "alpha", "rho")
-
-_limits: weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], float]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def may_overflow(optimizer: Optimizer, largest: float, rate: float) -> bool:
@@ -60,14 +54,9 @@ def may_overflow(optimizer: Optimizer, largest: float, rate: float) -> bool:
 
 
 def _limit_of(optimizer: Optimizer) -> float:
-    groups = optimizer.param_groups
-    now = [(len(own), own[0].dtype) for g in groups if (own := g["params"])]
-    known, limit = _limits.get(optimizer, ([], _WIDE))
-    if known != now:  # weights may be converted, and groups added
-        dtypes = {p.dtype for p in stepped_by(optimizer) if p.is_floating_point()}
-        limit = min((torch.finfo(each).max for each in dtypes), default=_WIDE)
-        _limits[optimizer] = now, (limit := min(limit, _WIDE))
-    return limit
+    """The least maximum of the weights' dtypes."""
+    dtypes = {p.dtype for p in stepped_by(optimizer) if p.is_floating_point()}
+    return min([_WIDE, *(torch.finfo(each).max for each in dtypes)])
 
 
 def _steps_of(group: Mapping[str, Any], is_torchs: bool) -> float:
@@ -89,7 +78,9 @@ def _is_tuple(value: object) -> bool:
     return isinstance(value, (tuple, list))
 
 
-def kept_step(hook: OptimizerHook, before: OptimizerSnapshot | None) -> UndoableStep:
+def kept_step(
+    hook: OptimizerHook, before: OptimizerSnapshot | None
+) -> OptimizerSnapshot | NoSnapshot:
     """Keeps what a step may make non-finite.
 
     Args:
@@ -98,8 +89,8 @@ def kept_step(hook: OptimizerHook, before: OptimizerSnapshot | None) -> Undoable
     """
     optimizer = hook.layers[1]
     if hook.is_of_engine:
-        return UndoableStep(hook.optimizer, None)
+        return NoSnapshot(hook.optimizer)
     try:
-        return UndoableStep(optimizer, before or OptimizerSnapshot(optimizer))
+        return before or OptimizerSnapshot(optimizer)
     except torch.OutOfMemoryError:
-        return UndoableStep(optimizer, None)
+        return NoSnapshot(optimizer)

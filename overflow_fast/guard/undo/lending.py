@@ -23,11 +23,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from ...base.modules import Handles, modules_in
-from ...torch_internals.module_internals import BUFFERS, PARAMETERS
+from ...base.modules import Handles
 from .model_restore_point import ModelRestorePoint
 from .tensors import KeptTensor
-from .weights import Slot
 
 
 @contextlib.contextmanager
@@ -40,13 +38,11 @@ def lent(starts: Sequence[ModelRestorePoint]) -> Iterator[None]:
         starts: The beginning of the step of each model.
     """
     with Handles() as handles:
-        loans = [
-            _Loan(start, model)
-            for start in starts
-            if (model := start.model) is not None and start.is_taken
-        ]
-        for loan in loans:
-            handles += loan.hooks()
+        loans = []
+        for start in starts:
+            if (model := start.model) is not None and start.is_taken:
+                loans.append(_Loan(start))
+                handles += loans[-1].hooks(model)
         try:
             yield
         finally:
@@ -59,29 +55,26 @@ class _Loan:
 
     Args:
         start: The beginning of its step.
-        model: The model.
     """
 
-    def __init__(self, start: ModelRestorePoint, model: nn.Module) -> None:
-        self._start, self._model = start, model
+    def __init__(self, start: ModelRestorePoint) -> None:
+        self._start = start
         self.begin()
 
-    def hooks(self) -> Handles:
+    def hooks(self, model: nn.Module) -> Handles:
         """Ends the loan before each forward of the model, and begins one behind it."""
-        before = self._model.register_forward_pre_hook(lambda *_: self.end())
-        after = self._model.register_forward_hook(
-            lambda *_: self.begin(), always_call=True
-        )
+        before = model.register_forward_pre_hook(lambda *_: self.end())
+        after = model.register_forward_hook(lambda *_: self.begin(), always_call=True)
         return Handles([before, after])
 
     @torch.no_grad()
     def begin(self) -> None:
         """Notes what the model holds. Copies what the step has copies of."""
-        self._start.settle()
+        self._start.note_forward()
         copied = {id(tensor) for tensor, _ in self._start.pairs()}
         self._kept = {
             slot: KeptTensor(tensor, is_copied=id(tensor) in copied)
-            for slot, tensor in _held_by(self._model).items()
+            for slot, tensor in self._start.held().items()
         }
 
     @torch.no_grad()
@@ -89,7 +82,7 @@ class _Loan:
         """Makes what was written the beginning of the step. Incurs a CPU-GPU sync."""
         changed = {
             slot
-            for slot, tensor in _held_by(self._model).items()
+            for slot, tensor in self._start.held().items()
             if (kept := self._kept.get(slot)) is None
             or kept.tensor is not tensor
             or kept.was_moved()
@@ -97,15 +90,3 @@ class _Loan:
             or kept.has_changed()
         }
         self._start.renew(changed)
-
-
-def _held_by(model: nn.Module) -> dict[Slot, torch.Tensor]:
-    """The tensors in the tables of buffers and parameters of a model's modules."""
-    return {
-        (id(module), table, name): tensor
-        for module in modules_in(model)
-        if not isinstance(module, torch.jit.ScriptModule)
-        for table in (BUFFERS, PARAMETERS)
-        for name, tensor in module.__dict__[table].items()
-        if tensor is not None
-    }

@@ -4,24 +4,23 @@ The course of a step:
 
 1. `take()`, before the step's first forward. Mostly the model holds the same tensors as
    in the last step, and those that are copied in each step are copied at once. Else,
-   and in steps 1, 2, 4, 8, ..., the model is walked through. A forward without autograd
-   may be none of the step: what it has taken is not firm, and the next one takes anew.
+   and in steps 1, 2, 4, 8, ..., which are full, the model is walked through. A forward
+   without autograd may be none of the step: what it has taken is not firm, and the next
+   one takes anew.
 2. `begin_forward()` and `end_forward()`, around each outermost forward: what was
-   written or replaced between them is the forward's, all else is other code's. A large
-   tensor that a forward has changed is copied from the next step on.
+   written or replaced between them is the forward's, all else is other code's.
 3. `restore()`, if the step is skipped or raises: what forwards have written or replaced
    is put back, what other code has is left. Then `release()`: the next forward begins a
    step. Or `keep()`, if the step was made.
 4. `prepare()`, at the end of both, takes at once where no hook announces a forward.
 
-`renew()` is for code of the program that writes to the model in between, and whose
-writes stay: see `lending.py`.
+`note_forward()` and `renew()` are for code of the program that writes to the model in
+between, and whose writes stay: see `lending.py`.
 
-The state of a model has three owners: a `KeptBuffer` for each place of a buffer or
-frozen parameter, from step to step, with its copy; one `KeptWeights`; and
-`KeptAttributes` of modules, of this step alone. A `SteadyBuffers` owns nothing: it does
-the work of all buffers of this step at once, and is made anew whenever one of them is
-looked at by itself, or holds another tensor.
+The state: a `KeptPlace` for each place of a tensor, from step to step, with its copy;
+one `StepTensors`, which looks at the tensors of all places at once; and the
+`KeptAttributes` of modules, of this step alone. Those are kept in full steps, and from
+then on in each step for the modules that a forward was seen to change.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ from ...base.modules import is_sharded, modules_in, walk
 from ...base.tensors import copy_tensors
 from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from .attributes import KeptAttributes
-from .buffers import KeptBuffer
-from .steady_buffers import SteadyBuffers
-from .weights import KeptWeights, Slot
+from .kept_place import KeptPlace, Slot
+from .step_tensors import StepTensors
 
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
 
@@ -74,8 +72,7 @@ class ModelRestorePoint:
         watch: The model.
 
     Attributes:
-        buffers: The buffers and frozen parameters of this step.
-        weights: Its trained weights.
+        tensors: Its kept tensors, looked at together.
         attributes: The attributes that are kept in this step.
         is_taken: It is complete.
         is_firm: No further forward of this step replaces it.
@@ -84,33 +81,26 @@ class ModelRestorePoint:
     def __init__(self, watch: Watched) -> None:
         self._watch = watch
         self._model: weakref.ref[nn.Module] | None = None  # whose tensors these are
-        # The tables of submodules, buffers and parameters, and what they hold: if that
-        # is the same, and the same parameters are trained, nothing is looked for.
+        # The tables of submodules, buffers and parameters, and what they held when the
+        # step began: if that is the same, and the same parameters are trained, nothing
+        # is looked for. And what they were seen to hold last, to find who has replaced
+        # a tensor.
         self._tables: list[dict[str, Any]] = []
         self._held: list[Any] = []
+        self._seen: list[Any] = []
         self._parameters: list[nn.Parameter] = []
         self._are_trained: list[bool] = []
-        # Of these the tables of kept tensors: what they held when the step began, and
-        # what they were seen to hold last, to find who has replaced a tensor.
-        self._own_tables: list[dict[str, Any]] = []
-        self._own_held: list[Any] = []
-        self._placed: list[Any] = []
         self._is_in_forward = False
         self._has_ended_forward = False  # in this step
-        # From step to step, by the module's id and the name.
-        self._known: dict[tuple[int, str], KeptBuffer] = {}
-        self.buffers: list[KeptBuffer] = []
-        self._steady = SteadyBuffers([])
-        self.weights = KeptWeights()
+        self._places: dict[Slot, KeptPlace] = {}  # from step to step
+        self.tensors = StepTensors()
         self.attributes: list[KeptAttributes] = []
-        # Modules whose attributes are kept in each step; those seen to change since.
         self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._changed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._was_firm = False  # one since the last full one
         self._num_taken = 0
-        self._is_full = False  # small weights and all attributes are kept, too
         self.is_taken = False
         self.is_firm = False
+
+    # The course of a step.
 
     def take(self, is_firm: bool) -> None:
         """Makes the current state the beginning of the step."""
@@ -120,81 +110,45 @@ class ModelRestorePoint:
             self._forget()
             return
         self._num_taken += 1
-        self._is_full = self._num_taken & (self._num_taken - 1) == 0
-        if not self._is_full and self._holds_same() and self._is_same_model(model):
-            self._retake()
-        else:
-            self._walk(model)
-        self.weights.take(self._is_full)
-        self._placed = self._own_held
+        is_full = self._num_taken & (self._num_taken - 1) == 0
+        if is_full or not (self._is_same_model(model) and self.tensors.take()):
+            self._walk(model, is_full)
+        self.tensors.begin()
+        self._seen = self._held
         self._has_ended_forward = self._is_in_forward = False
-        self.attributes = []
-        if self._is_full and self._was_firm:  # without autograd it may not change
-            self._changing, self._changed = self._changed, weakref.WeakSet()
-            self._was_firm = False
-        if self._is_full or len(self._changing):
-            modules = modules_in(model) if self._is_full else list(self._changing)
-            kept = filter(KeptAttributes.are_kept, modules)
-            self.attributes = list(map(KeptAttributes, kept))
+        modules = modules_in(model) if is_full else list(self._changing)
+        kept = filter(KeptAttributes.are_kept, modules)
+        self.attributes = list(map(KeptAttributes, kept))
         self.is_taken, self.is_firm = True, is_firm
-        self._was_firm |= is_firm
-
-    def _holds_same(self) -> bool:
-        return _C.hold(self._tables, self._held)
 
     def _is_same_model(self, model: nn.Module) -> bool:
         is_same = self._model is not None and self._model() is model
-        return is_same and self._are_trained == self._read_trained()
-
-    def _read_trained(self) -> list[bool]:
-        return _C.require_grad(self._parameters)
-
-    def _retake(self) -> None:
-        """Copies what is copied in each step: the model holds the same tensors."""
-        if self._steady.take():
-            return
-        self._steady.settle()
-        with torch.no_grad():
-            for buffer in self.buffers:
-                buffer.begin(buffer.current())
-            self._copy()
+        is_same = is_same and _C.hold(self._tables, self._held)
+        return is_same and self._are_trained == _C.require_grad(self._parameters)
 
     @torch.no_grad()
-    def _walk(self, model: nn.Module) -> None:
-        """Looks for the tensors of the model."""
+    def _walk(self, model: nn.Module, is_full: bool) -> None:
+        """Looks for the tensors of the model, and copies those that have to be."""
         if self._model is None or self._model() is not model:
             # Tables hold submodules, which are to go with the model.
             self._model = weakref.ref(model, self._forget_if_running)
-        slots, self._tables, weights = _slots(model)
-        weights = [] if is_sharded(model) else weights
+        found, self._tables = _places(model)
         self._held = _values(self._tables)
-        places = [*slots, *((module, PARAMETERS, name) for module, name, _ in weights)]
-        tables = {id(t): t for m, n, _ in places if (t := m.__dict__[n]) is not None}
-        self._own_tables = list(tables.values())
-        self._own_held = _values(self._own_tables)
         self._parameters = [t for t in self._held if isinstance(t, nn.Parameter)]
-        self._are_trained = self._read_trained()
-        self.buffers = [self._begin(*slot) for slot in slots]
-        if len(self._known) > len(self.buffers):
-            self._known = {buffer.slot: buffer for buffer in self.buffers}
-        self._copy()
-        self.weights.set(weights)
+        self._are_trained = _C.require_grad(self._parameters)
+        places = [self._place(*each) for each in found]
+        self._places = {place.slot: place for place in places}
+        _copy([place for place in places if place.begin(is_full)])
+        self.tensors.list_tensors(places, is_full)
 
-    def _begin(self, module: nn.Module, table: str, name: str) -> KeptBuffer:
-        buffer = self._known.get((id(module), name))
-        if buffer is None or buffer.module() is not module or buffer.table != table:
-            buffer = self._known[id(module), name] = KeptBuffer(module, table, name)
-        buffer.begin(module.__dict__[table][name])
-        return buffer
-
-    def _copy(self) -> None:
-        """Copies contents into the copies that there are."""
-        wanted = [e for e in self.buffers if e.needs_copy()]
-        tensors = [e.tensor for e in wanted if e.tensor is not None]
-        copies = copy_tensors(tensors, [e.copy for e in wanted])
-        for buffer, copy in zip(wanted, copies, strict=True):
-            buffer.copy = copy
-        self._steady = SteadyBuffers(self.buffers)
+    def _place(
+        self, module: nn.Module, table: str, name: str, is_trained: bool
+    ) -> KeptPlace:
+        known = self._places.get((id(module), table, name))
+        is_same = known is not None and known.module() is module
+        if known is None or not is_same or known.is_trained != is_trained:
+            return KeptPlace(module, table, name, is_trained)
+        return known
 
     def _forget_if_running(
         self, _: object, is_finalizing: Callable[[], bool] = sys.is_finalizing
@@ -203,11 +157,8 @@ class ModelRestorePoint:
             self._forget()
 
     def _forget(self) -> None:
-        self._tables, self._held, self._parameters, self.buffers = [], [], [], []
-        self._own_tables, self._own_held, self._placed = [], [], []
-        self._steady, self.attributes = SteadyBuffers([]), []
-        self._known.clear()
-        self.weights.set([])
+        self._tables, self._held, self._seen, self._parameters = [], [], [], []
+        self.attributes, self._places, self.tensors = [], {}, StepTensors()
         self.is_taken = self.is_firm = False
 
     def begin_forward(self) -> None:
@@ -215,7 +166,7 @@ class ModelRestorePoint:
         if self._has_ended_forward:
             self._note_placed()
         self._is_in_forward = True
-        self.weights.begin_forward()
+        self.tensors.begin_forward()
 
     def _note_placed(self) -> None:
         """Notes who has replaced tensors, where the model holds others than before.
@@ -223,12 +174,11 @@ class ModelRestorePoint:
         That is a forward where one has not ended, or none was announced by a hook.
         """
         by_forward = self._is_in_forward or not self._has_ended_forward
-        if _C.hold(self._own_tables, self._placed):
+        if _C.hold(self._tables, self._seen):
             return
-        self._placed = _values(self._own_tables)
-        self.weights.note_placed(by_forward)
-        for buffer in self.buffers:
-            buffer.note_placed(by_forward)
+        self._seen = _values(self._tables)
+        for place in self._places.values():
+            place.note_placed(by_forward)
 
     def end_forward(self) -> None:
         """Notes what a forward has written to, or replaced."""
@@ -237,54 +187,23 @@ class ModelRestorePoint:
         self._is_in_forward = True  # also where no hook has announced it
         self._note_placed()
         self._has_ended_forward, self._is_in_forward = True, False
-        self._steady.note_writes()
-        self.weights.end_forward()
+        self.tensors.end_forward()
         for kept in self.attributes:
             module = kept.module()
-            if module is None or module in self._changed or not kept.has_changed():
-                continue
-            self._changed.add(module)
-            self._changing.add(module)
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The model, or None if it is gone."""
-        return self._watch.model
-
-    def settle(self) -> None:
-        """Takes what was written to the model so far for the forward's."""
-        self._steady.settle()
-        # What the model holds is looked up again, in the next step at the latest.
-        self._steady, self._held, self._parameters = SteadyBuffers([]), [], []
-        for buffer in self.buffers:
-            buffer.end_forward()
-        self.weights.end_forward()
-
-    def renew(self, changed: Set[Slot]) -> None:
-        """Makes what some of the model's tensors hold now their beginning."""
-        self.weights.take_over(changed)
-        for module, table, name in [] if self.model is None else _slots(self.model)[0]:
-            if (id(module), table, name) not in changed:
-                continue
-            self._known.pop((id(module), name), None)
-            own = [e for e in self.buffers if e.slot != (id(module), name)]
-            buffer = self._begin(module, table, name)
-            if buffer.needs_copy() and buffer.tensor is not None:
-                (buffer.copy,) = copy_tensors([buffer.tensor], [None])
-            self.buffers = [*own, buffer]
+            is_known = module is None or module in self._changing
+            if module is not None and not is_known and kept.has_changed():
+                self._changing.add(module)
 
     @torch.no_grad()
     def keep(self, compares: bool) -> None:
         """Ends the step, which was made."""
-        if _C.hold(self._own_tables, self._own_held):
-            self._steady.note_changes(compares)
-        else:
-            self._steady.settle()
+        self.tensors.note_changes(compares)
+        if not _C.hold(self._tables, self._held):
             self._note_placed()
-            for buffer in self.buffers:
-                buffer.end(compares)
-            self.buffers, self._held, self._parameters = [], [], []
-            self._steady = SteadyBuffers([])
+            for place in self._places.values():
+                place.end()
+            self._held, self._seen, self._parameters = [], [], []
+            self.tensors = StepTensors()
         self.is_taken = self.is_firm = False
         self.prepare()
 
@@ -301,103 +220,158 @@ class ModelRestorePoint:
         if not (self.is_taken or is_announced):
             self.take(is_firm=False)
 
+    # A step that is undone.
+
     @torch.no_grad()
     def restore(self) -> Iterator[str]:
         """Restores the tensors; yields a sentence for each that stays changed."""
         if not self.is_taken:
             return
         self._remove_new()
-        self._steady.settle()
         self._note_placed()
-        for buffer in self.buffers:
+        # A flag such as `is_initialized` belongs to the weights.
+        written = {place.module() for place in self._places_written()}
+        for place in self._places.values():
             try:
-                why = buffer.restore()
-            except Exception as error:
+                why = place.restore()
+            except Exception as error:  # a layout that cannot be written to
                 why = f"{type(error).__name__}: {error}"
             if why:
-                kind = "buffer" if buffer.table == BUFFERS else "frozen parameter"
-                yield self._sentence(kind, buffer.module(), buffer.name, why)
-        restored = set()
-        for module, name, why in self.weights.restore():
-            restored.add(module)
-            if why:
-                yield self._sentence("weight", module, name, why)
+                yield self._sentence(place, why)
         for kept in self.attributes:
-            # A flag such as `is_initialized` belongs to the weights.
-            if kept.module() in restored:
+            if kept.module() in written:
                 kept.restore()
 
     def _remove_new(self) -> None:
         """Removes buffers that the forward has registered."""
         model = self._watch.model
-        known = {buffer.slot for buffer in self.buffers}
-        for module, table, name in [] if model is None else _slots(model)[0]:
-            if table == BUFFERS and (id(module), name) not in known:
+        for module, table, name, _ in [] if model is None else _places(model)[0]:
+            is_new = (id(module), table, name) not in self._places
+            if table == BUFFERS and is_new:
                 del module.__dict__[table][name]
 
     @torch.no_grad()
     def restore_where(self, flag: torch.Tensor) -> None:
         """Restores the buffers where a flag on the device is not 0."""
-        self._steady.settle()
         for buffer in self.buffers if self.is_taken else []:
             buffer.restore_where(flag)
 
+    # Code of the program between two forwards, whose writes stay.
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, or None if it is gone."""
+        return self._watch.model
+
+    def held(self) -> dict[Slot, torch.Tensor]:
+        """The tensors that the model holds now."""
+        found = [] if self.model is None else _places(self.model)[0]
+        return {
+            (id(module), table, name): tensor
+            for module, table, name, _ in found
+            if (tensor := module.__dict__[table][name]) is not None
+        }
+
+    def note_forward(self) -> None:
+        """Takes what was written to the model so far for the forward's."""
+        self.tensors.end_forward()
+        self.tensors.settle()
+
+    @torch.no_grad()
+    def renew(self, changed: Set[Slot]) -> None:
+        """Makes what some of the model's places hold now their beginning."""
+        for found in [] if self.model is None else _places(self.model)[0]:
+            place = KeptPlace(*found)
+            if place.slot in changed:
+                self._places[place.slot] = place
+                # A forward may follow that writes to a small weight.
+                _copy([place] if place.begin(is_full=True) else [])
+        self.tensors.list_tensors(list(self._places.values()), is_full=True)
+        self.tensors.begin_forward()
+
+    # What is known of the beginning.
+
+    @property
+    def buffers(self) -> list[KeptPlace]:
+        """The places of buffers and frozen parameters."""
+        self.tensors.settle()
+        return [place for place in self._places.values() if not place.is_trained]
+
     def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors that are copied, and what was in them."""
-        if not self.is_taken:
-            return []
-        return [*filter(None, (e.pair() for e in self.buffers)), *self.weights.pairs()]
+        places = self._places.values() if self.is_taken else ()
+        return [pair for place in places if (pair := place.pair()) is not None]
 
-    def _sentence(
-        self, kind: str, module: nn.Module | None, name: str, why: str
-    ) -> str:
+    def is_known(self, weight: torch.Tensor) -> bool:
+        """True for a weight that a forward was seen to write to, in any step."""
+        places = self._places.values()
+        return any(e.tensor is weight and e.changes for e in places)
+
+    def is_written(self, weight: torch.Tensor) -> bool:
+        """True for a weight that this step's forward has written to."""
+        return any(place.tensor is weight for place in self._places_written())
+
+    def written(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The weights that this step's forward has written to, with what was in them.
+
+        Incurs a CPU-GPU sync for each that is copied, where it has not ended.
+        """
+        return [pair for place in self._places_written() if (pair := place.pair())]
+
+    def _places_written(self) -> list[KeptPlace]:
+        self.tensors.settle()
+        weights = (place for place in self._places.values() if place.is_trained)
+        return [place for place in weights if place.is_written]
+
+    def _sentence(self, place: KeptPlace, why: str) -> str:
         watch, model = self._watch, self._watch.model
+        module, name = place.module(), place.name
         for fqn, each in [] if model is None else walk(model):
             if each is module:
                 name = f"{watch.prefix}{fqn}{'.' * bool(fqn)}{name}"
                 break
-        return f"The {kind} {name} could not be put back ({why})."
+        return f"The {place.kind} {name} could not be put back ({why})."
 
 
-_Slot = tuple[nn.Module, str, str]
+_Found = tuple[
+    nn.Module, str, str, bool
+]  # a module, its table, the name there, trained
 
 
-def _slots(
-    model: nn.Module,
-) -> tuple[
-    list[_Slot], list[dict[str, Any]], list[tuple[nn.Module, str, torch.Tensor]]
-]:
-    """Finds the places of a model's buffers and frozen parameters, each once.
-
-    `named_modules()` would take several times as long.
+def _places(model: nn.Module) -> tuple[list[_Found], list[dict[str, Any]]]:
+    """Finds the places of a model's tensors, those of weights last, each weight once.
 
     Returns:
-        The places, the dicts of all modules, and the trained weights.
+        The places, and the tables of all modules. Weights are left out that are shards
+        of others: their wrapper gathers and frees them.
     """
-    slots: list[_Slot] = []
+    places: list[_Found] = []
     tables: list[dict[str, Any]] = []
-    weights: dict[int, tuple[nn.Module, str, torch.Tensor]] = {}
-    waiting, seen = [model], {id(model)}
-    while waiting:
-        module = waiting.pop()
+    weights: dict[int, _Found] = {}
+    for module in modules_in(model):
         if isinstance(module, torch.jit.ScriptModule):
             continue  # TorchScript owns its tensors
         own = module.__dict__
         tables += [own[table] for table in _TABLES]
-        slots += [(module, BUFFERS, name) for name in own[BUFFERS]]
+        places += [(module, BUFFERS, name, False) for name in own[BUFFERS]]
         for name, parameter in own[PARAMETERS].items():
             if parameter is None:
                 continue
             if not parameter.requires_grad:
-                slots.append((module, PARAMETERS, name))
+                places.append((module, PARAMETERS, name, False))
             elif not (is_lazy(parameter) or parameter.is_inference()):
-                weights[id(parameter)] = module, name, parameter
-        for child in own[MODULES].values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return slots, tables, list(weights.values())
+                weights[id(parameter)] = module, PARAMETERS, name, True
+    found = [] if is_sharded(model) else list(weights.values())
+    return [*places, *found], tables
 
 
 def _values(tables: list[dict[str, Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(map(dict.values, tables)))
+
+
+def _copy(places: list[KeptPlace]) -> None:
+    """Copies the contents of places, into the copies that there are."""
+    tensors = [place.tensor for place in places if place.tensor is not None]
+    copies = copy_tensors(tensors, [place.copy for place in places])
+    for place, copy in zip(places, copies, strict=True):
+        place.copy = copy

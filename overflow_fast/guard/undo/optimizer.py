@@ -25,7 +25,12 @@ class OptimizerSnapshot:
 
     Args:
         optimizer: The optimizer.
+
+    Attributes:
+        can_restore: It can undo a step.
     """
+
+    can_restore = True
 
     def __init__(self, optimizer: Any) -> None:
         self._objects = _objects_of(optimizer)
@@ -35,7 +40,7 @@ class OptimizerSnapshot:
                 for name, tensor in self._objects.tensors.values()
             ]
 
-    def is_finite(self) -> bool:
+    def was_finite(self) -> bool:
         """True if weights and state were finite. Incurs a CPU-GPU sync."""
         copies = [(name, each.copied) for name, each in self._tensors]
         return _are_finite([(n, each) for n, each in copies if each is not None])
@@ -48,9 +53,27 @@ class OptimizerSnapshot:
                 kept.restore(is_write=True)
 
 
-def is_finite(optimizer: Any) -> bool:
-    """True if weights and state are finite. Incurs a CPU-GPU sync."""
-    return _are_finite(list(_objects_of(optimizer).tensors.values()))
+class NoSnapshot:
+    """In the place of a snapshot where a step cannot be undone.
+
+    That of an engine cannot: its gradients are used up, and its counters have risen.
+    Incurs a CPU-GPU sync.
+
+    Args:
+        optimizer: The optimizer, which is looked at and not copied.
+    """
+
+    can_restore = False
+
+    def __init__(self, optimizer: Any) -> None:
+        self._was_finite = _are_finite(list(_objects_of(optimizer).tensors.values()))
+
+    def was_finite(self) -> bool:
+        """True if weights and state were finite."""
+        return self._was_finite
+
+    def restore(self) -> None:
+        """Does nothing."""
 
 
 def _objects_of(optimizer: Any) -> KeptObjects:

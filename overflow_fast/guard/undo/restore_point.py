@@ -10,7 +10,7 @@ What is kept, so that a clean step stays cheap:
 2. Trained weights: their versions are noted. One that a forward writes to, as an
    embedding with `max_norm` does, is copied from the next step on.
 3. Small weights, and the plain attributes of modules: in steps 1, 2, 4, 8, ..., and in
-   each step if a forward was seen to change them since the last of these but one.
+   each step once a forward was seen to change them.
 
 `model_restore_point.py` does this for one model.
 """
@@ -109,7 +109,7 @@ class RestorePoint:
         A closure may be judged several times in one.
         """
         for start in self.starts:
-            start.weights.end_judgement()
+            start.tensors.end_judgement()
         if not self._has_optimizers:
             self.end()
 
@@ -166,7 +166,7 @@ class RestorePoint:
 
         Incurs a CPU-GPU sync if the weight is copied, and the forward has not ended.
         """
-        return any(start.weights.is_written(tensor) for start in self.starts)
+        return any(start.is_written(tensor) for start in self.starts)
 
     def were_weights_rewritten(self) -> bool:
         """True if other code than a forward was seen to write to a trained weight.
@@ -174,4 +174,4 @@ class RestorePoint:
         That is since the first forward of the step began. Incurs a CPU-GPU sync for
         each weight that is copied.
         """
-        return any(start.weights.were_rewritten() for start in self.starts)
+        return any(start.tensors.were_rewritten() for start in self.starts)

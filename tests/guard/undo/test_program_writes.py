@@ -35,7 +35,7 @@ def train(model, write, moment, last, policy="skip", **options):
         for step in range(last + 1):
             optimizer.zero_grad()
             for place in range(3):
-                x = torch.randn(6, 4)
+                x = torch.randn(6, model[0].in_features)
                 is_bad = step == last and place == 1
                 if is_bad and moment == "before":
                     write(weight)
@@ -63,6 +63,13 @@ def test_a_skip_leaves_it(write, moment, last):
     assert report.action == "skip"
     assert model[0].weight.equal(before)
     assert model[1].running_mean.isfinite().all()
+
+
+def test_a_write_behind_the_forwards_is_not_taken_for_theirs_when_a_policy_is_asked():
+    model = model_of(256)  # too large to be copied
+    before, report = train(model, counted, "judged", 2, lambda _: "skip", explain=False)
+    assert report.action == "skip" and report.notes == []
+    assert model[0].weight.equal(before)
 
 
 class Squared(nn.Module):
