@@ -11,6 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+from msgspec import Struct
+
 # The version of all that is written as JSON: the log, report.json, evidence.
 SCHEMA = 1
 
@@ -18,7 +21,8 @@ SCHEMA = 1
 def to_plain(value: Any) -> Any:
     """Converts any nesting to dicts, lists, strings and finite numbers.
 
-    A number that is not finite becomes the string "inf", "-inf" or "nan".
+    A number that is not finite becomes the string "inf", "-inf" or "nan", a Struct a
+    dict, with bytes in base64.
     """
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
@@ -26,6 +30,8 @@ def to_plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(float(value))
     if value is None or isinstance(value, (bool, int)):
         return value
+    if isinstance(value, Struct):
+        return to_plain(msgspec.to_builtins(value))
     if isinstance(value, Mapping):
         return {to_plain(str(key)): to_plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
