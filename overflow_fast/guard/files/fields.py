@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -73,12 +72,6 @@ def default_of(field: FieldInfo) -> Any:
     if field.default_factory is not NODEFAULT:
         return field.default_factory()
     return None if field.default in (NODEFAULT, UNSET) else field.default
-
-
-def value_in(line: Mapping[str, Any], field: FieldInfo) -> Any:
-    """The value of a field in a line, or its default."""
-    name = field.encode_name
-    return line[name] if name in line else default_of(field)
 
 
 def tag_of(kind: type[Struct]) -> str:

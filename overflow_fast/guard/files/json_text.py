@@ -50,9 +50,9 @@ def dumps(value: Any, indent: int | None = None) -> str:
     return text.replace("\x7f", "\\u007f")  # the one that json leaves as it is
 
 
-def line_bytes(plain: Mapping[str, Any]) -> bytes:
-    """Writes a line of what `to_plain()` has returned; see `dumps()`."""
-    text = json.dumps(plain, allow_nan=False)
+def line_bytes(line: Any) -> bytes:
+    """Writes a line of Structs, or dicts, whose values are plain; see `dumps()`."""
+    text = json.dumps(msgspec.to_builtins(line), allow_nan=False)
     return f"{text}\n".replace("\x7f", "\\u007f").encode()
 
 

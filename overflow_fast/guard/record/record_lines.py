@@ -37,8 +37,6 @@ RECORD_SCHEMA = 1
 KIND = "flight_record"  # of the first line
 BEGINNING = b'{"kind": "flight_record"'
 
-Line = dict[str, Any]
-
 
 class RecordError(FileError):
     """A file that cannot be read as a flight record; says why."""
@@ -174,7 +172,7 @@ def _given(columns: Columns, names: Sequence[str]) -> list[bytes]:
     return [each for each in found if isinstance(each, bytes)]
 
 
-class StepsLine(OfSteps, frozen=True, tag_field="kind", tag="steps", kw_only=True):
+class StepsLine(OfSteps, tag_field="kind", tag="steps", kw_only=True):
     """A step, or several that are folded."""
 
     level: Annotated[Count, meaning("how often it was folded")] = 0
