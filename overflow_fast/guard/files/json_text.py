@@ -31,7 +31,7 @@ def to_plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, Struct):
-        return to_plain(msgspec.to_builtins(value))
+        return to_plain(_fields_of(value))
     if isinstance(value, Mapping):
         return {to_plain(str(key)): to_plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -52,8 +52,22 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 def line_bytes(line: Any) -> bytes:
     """Writes a line of Structs, or dicts, whose values are plain; see `dumps()`."""
-    text = json.dumps(msgspec.to_builtins(line), allow_nan=False)
+    text = json.dumps(_fields_of(line), allow_nan=False)
     return f"{text}\n".replace("\x7f", "\\u007f").encode()
+
+
+def _fields_of(value: Any) -> Any:
+    """Structs as dicts by the names that their fields have in files, at any depth."""
+    return msgspec.to_builtins(value, enc_hook=_as_builtin)
+
+
+def _as_builtin(value: Any) -> Any:
+    """A number or a text of a subclass as one of Python's own, without its code."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    return int.__int__(value) if isinstance(value, int) else str(value)
 
 
 def parse_object(data: str | bytes) -> dict[str, Any] | None:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...base.tensors import devices_of
-from ...guard.files.fields import line_of
 from ...guard.files.json_text import dumps
 from ...guard.files.writing import open_appending, write_all, write_new
 from ...guard.undo.random import RandomStates
@@ -91,8 +90,7 @@ class Recording:
             _log.warning("Recording to %s ended: %s", self.folder, self._failure)
 
     def _begin_run(self) -> None:
-        line = line_of(
-            HeadLine,
+        line = HeadLine(
             schema=SCHEMA,
             time=time.time(),
             tensors=self._has_tensors,
@@ -165,8 +163,7 @@ class Recording:
         settings = {**self._modes.pop("settings"), **hooks.arguments}
         changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
         self._settings |= changed
-        end = line_of(
-            RecordedStepLine,
+        end = RecordedStepLine(
             step=self._step,
             **self._modes,
             settings=changed,
