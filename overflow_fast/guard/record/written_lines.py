@@ -13,12 +13,10 @@ from torch.optim import Optimizer
 from ... import _C
 from ...base.modules import class_name_of, parameters_of
 from ...base.text import shortened
-from ...base.tree import entry_label
-from ...base.types import TensorPath
 from ..files.json_text import to_plain
 from ..report.cost import Cost
 from ..report.run_identity import RunIdentity
-from ..verdict.roles import kind_of
+from ..verdict.entry_headroom import path_of
 from ..watching.watch import ModelWatch, models_of
 from .record_lines import (
     COLUMNS,
@@ -91,20 +89,15 @@ def entries_line(watch: ModelWatch, model: int, first: int) -> EntriesLine:
 
 
 def _entry(watch: ModelWatch, column: _C.RowColumn) -> EntryName:
-    label, module, class_name = entry_label(column.place), "", ""
-    kind = kind_of(column.place.label.role)
+    path, class_name = path_of(watch, column.place), ""
     if column.place.kind in _OF_CALLS:
-        module = watch.name_at(column.place.module)
         own = watch.module_at(column.place.module)
         class_name = "" if own is None else class_name_of(type(own))
-    elif column.place.kind != _C.FrameKind.RECORDED:
-        path = TensorPath.from_fqn(kind, label)
-        module, label = path.module, path.path
     return EntryName(
-        module=to_plain(shortened(module)),
+        module=to_plain(shortened(path.module)),
         class_name=to_plain(shortened(class_name)),
-        kind=kind,
-        label=to_plain(shortened(label)),
+        kind=path.role,
+        label=to_plain(shortened(path.label)),
         dtype=column.dtype,
         limit=to_plain(column.limit),
         numel=column.numel,
