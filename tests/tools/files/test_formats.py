@@ -55,8 +55,9 @@ PARTS = {
     record_lines.EntriesLine: ("entries", record_lines.EntryName),
     record_lines.StepsLine: ("models", record_lines.Columns),
 }
-# Of tensors that ranks share, that cannot be read, or for which there is no room.
-RARE = {"part", "local", "why", "left_out"}
+# Of tensors that ranks share, that cannot be read, or for which there is no room; of
+# later calls of a module; of non-finite values.
+RARE = {"part", "local", "why", "left_out", "call", "num_nan", "num_inf"}
 EVERY = [
     pytest.param(name, kind, field, id=f"{name}-{tag_of(kind)}-{field}")
     for name, module in FORMATS.items()
