@@ -26,7 +26,6 @@ from ..files.fields import (
     documented,
     fields_of,
     meaning,
-    said_of,
 )
 from ..files.reading import FileError
 from ..report.log_lines import OfRun
@@ -113,29 +112,21 @@ class EntriesLine(Struct, tag_field="kind", tag="entries", kw_only=True):
     ]
 
 
+_Column = bytes | UnsetType
+
+
 class Columns(Struct, kw_only=True):
     """The columns of one model, as packed numbers in base64."""
 
     num: Annotated[Index, meaning("how many entries they have")]
-    abs_min: Annotated[
-        bytes | UnsetType, meaning("the smallest magnitude of each", is_count=False)
-    ] = UNSET
-    abs_max: Annotated[
-        bytes | UnsetType, meaning("the largest magnitude of each", is_count=False)
-    ] = UNSET
-    num_nan: Annotated[
-        bytes | UnsetType, meaning("how many elements are nan", is_count=True)
-    ] = UNSET
-    num_inf: Annotated[
-        bytes | UnsetType, meaning("how many are inf or -inf", is_count=True)
-    ] = UNSET
+    abs_min: Annotated[_Column, meaning("the smallest magnitude of each")] = UNSET
+    abs_max: Annotated[_Column, meaning("the largest magnitude of each")] = UNSET
+    num_nan: Annotated[_Column, meaning("how many elements are nan")] = UNSET
+    num_inf: Annotated[_Column, meaning("how many are inf or -inf")] = UNSET
     num_saturated: Annotated[
-        bytes | UnsetType,
-        meaning("how many are the dtype's largest number", is_count=True),
+        _Column, meaning("how many are the dtype's largest number")
     ] = UNSET
-    num_zero: Annotated[bytes | UnsetType, meaning("how many are 0", is_count=True)] = (
-        UNSET
-    )
+    num_zero: Annotated[_Column, meaning("how many are 0")] = UNSET
     left_out: Annotated[
         Count | UnsetType,
         meaning(
@@ -158,12 +149,8 @@ class Columns(Struct, kw_only=True):
             raise ValueError(f"{self.num} entries, and no number of any")
 
 
-def _columns(is_count: bool) -> tuple[str, ...]:
-    declared = fields_of(Columns).items()
-    return tuple(n for n, each in declared if said_of(each, "is_count") is is_count)
-
-
-EXTREMES, COUNTS = _columns(False), _columns(True)
+EXTREMES = tuple(name for name in fields_of(Columns) if name.startswith("abs_"))
+COUNTS = tuple(name for name in fields_of(Columns) if name.startswith("num_"))
 COLUMNS = EXTREMES + COUNTS
 
 
