@@ -1,7 +1,7 @@
 """JSON that every reader takes: no `NaN`, no `Infinity`.
 
-Written by Python's `json`, whose spaces readers of older releases ask for: they tell a
-file by its first bytes.
+Written by Python's `json`, whose spaces readers ask for: they tell a file by its first
+bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from msgspec import Struct
 
 # The version of all that is written as JSON: the log, report.json, evidence.
 SCHEMA = 1
+_LINE = json.JSONEncoder(allow_nan=False)
 
 
 def to_plain(value: Any) -> Any:
@@ -52,7 +53,7 @@ def dumps(value: Any, indent: int | None = None) -> str:
 
 def line_bytes(line: Any) -> bytes:
     """Writes a line of Structs, or dicts, whose values are plain; see `dumps()`."""
-    text = json.dumps(_fields_of(line), allow_nan=False)
+    text = _LINE.encode(_fields_of(line))
     return f"{text}\n".replace("\x7f", "\\u007f").encode()
 
 

@@ -12,7 +12,6 @@ JSON Lines needs nothing. Parquet and safetensors write a file once, as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -137,26 +136,22 @@ class Columns(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         """Checks that `num` is what the columns hold, before anything has that size."""
-        extremes = _given(self, EXTREMES)
-        counts = _given(self, COUNTS)
-        for column in extremes:
-            if len(column) not in (4 * self.num, 8 * self.num):
-                raise ValueError(f"{len(column)} bytes of {self.num} magnitudes")
-        for column in counts:
-            if len(column) not in (0, 8 * self.num):
-                raise ValueError(f"{len(column)} bytes of {self.num} counts")
-        if self.num and not any((*extremes, *counts)):
-            raise ValueError(f"{self.num} entries, and no number of any")
+        num, has_numbers = self.num, False
+        for names, narrow, what in (EXTREMES, 4, "magnitudes"), (COUNTS, 0, "counts"):
+            for name in names:
+                column = getattr(self, name)
+                if column is UNSET:
+                    continue
+                if len(column) not in (narrow * num, 8 * num):
+                    raise ValueError(f"{len(column)} bytes of {num} {what}")
+                has_numbers |= bool(column)
+        if num and not has_numbers:
+            raise ValueError(f"{num} entries, and no number of any")
 
 
 EXTREMES = tuple(name for name in fields_of(Columns) if name.startswith("abs_"))
 COUNTS = tuple(name for name in fields_of(Columns) if name.startswith("num_"))
 COLUMNS = EXTREMES + COUNTS
-
-
-def _given(columns: Columns, names: Sequence[str]) -> list[bytes]:
-    found = (getattr(columns, name) for name in names)
-    return [each for each in found if isinstance(each, bytes)]
 
 
 class StepsLine(OfSteps, tag_field="kind", tag="steps", kw_only=True):
