@@ -198,7 +198,9 @@ assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
 import contextlib, io, json, pathlib, tempfile
 import torch, overflow_fast
 from overflow_fast.__main__ import main
+from overflow_fast.guard.files.schema import decode
 from overflow_fast.guard.record.folding import fold
+from overflow_fast.guard.record.record_lines import StepsLine
 folder = pathlib.Path(tempfile.mkdtemp())
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
@@ -209,8 +211,8 @@ with overflow_fast.OverflowGuard(model, optimizer, record=folder / "run.ofr"):
 record = overflow_fast.read_record(folder / "run.ofr")
 assert [step.momentum for step in record.steps] == [0.5] * 3
 assert "momentum: The momentum of the first group" in type(record.steps[0]).__doc__
-lines = [json.loads(line) for line in open(folder / "run.ofr")]
-assert fold([x for x in lines if x["kind"] == "steps"], 1)["momentum"] == 0.5
+lines = [line for line in open(folder / "run.ofr") if '"kind": "steps"' in line]
+assert fold([decode(line, StepsLine) for line in lines], 1).momentum == 0.5
 with contextlib.redirect_stdout(io.StringIO()) as out:
     main(["watch", "--once", "--json", str(folder / "run.ofr")])
 assert json.loads(out.getvalue())["ranks"][0]["momentum"] == 0.5

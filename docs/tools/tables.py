@@ -135,10 +135,13 @@ def _meaning(field: FieldInfo) -> str:
 
 @functools.cache
 def _attributes(cls: type[Any]) -> dict[str, str]:
-    """The attributes that the docstring of a class lists."""
+    """The attributes that the docstrings of a class and its bases list."""
     return {
         each.name: each.description.rstrip(".")
-        for section in griffe.Docstring(inspect.getdoc(cls) or "").parse("google")
+        for base in reversed(cls.__mro__)
+        for section in griffe.Docstring(inspect.cleandoc(base.__doc__ or "")).parse(
+            "google"
+        )
         if section.kind is griffe.DocstringSectionKind.attributes
         for each in section.value
     }

@@ -314,6 +314,11 @@ def kinds_in(values: torch.Tensor) -> int:
     return _C.NAN * nan | _C.POSITIVE_INF * positive | _C.NEGATIVE_INF * negative
 
 
+def signs_of(kinds: int) -> str:
+    """Returns the signs of the infs among kinds: "+", "-", "+-", or ""."""
+    return "+" * bool(kinds & _C.POSITIVE_INF) + "-" * bool(kinds & _C.NEGATIVE_INF)
+
+
 def is_whole(tensor: torch.Tensor) -> bool:
     """True if a tensor has an element for all of its memory."""
     size = tensor.numel() * tensor.element_size()

@@ -138,21 +138,6 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def nonfinite_text(num_nan: int, num_inf: int, signs: str, numel: int = 0) -> str:
-    """Writes how many values are not finite: `1 nan and 24 -inf of 32 values`.
-
-    Args:
-        num_nan: How many are nan.
-        num_inf: How many are infinite.
-        signs: Those of the infs: "+", "-" or "+-".
-        numel: How many values there are; 0 to leave that out.
-    """
-    both = "infinite" if numel else "infinite values"
-    infs = {"-": "-inf", "+-": both}.get(signs, "inf")
-    counts = [f"{n} {kind}" for n, kind in ((num_nan, "nan"), (num_inf, infs)) if n]
-    return f"{' and '.join(counts)}{f' of {numel} values' * (numel > 0)}"
-
-
 def as_lines(sentences: Iterable[str]) -> str:
     """Writes a message: one sentence a line, a long one continued in the next line."""
     return "\n".join(line for each in sentences for line in wrapped(each))

@@ -1,4 +1,4 @@
-"""Types that several rooms share: where a tensor is."""
+"""Types that several rooms share: where a tensor is, and how many values it has."""
 
 from __future__ import annotations
 
@@ -79,3 +79,36 @@ class TensorPath:
         """The tensor's name in lists, such as `h.0.attn: output[0]`."""
         module = self.module or "the model" * self.is_of_call
         return f"{module}: {self.in_module}" if module else self.in_module
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueCounts:
+    """The number of a tensor's values, and of those that are not finite.
+
+    Attributes:
+        dtype: The tensor's dtype, such as "float16".
+        numel: How many elements it has.
+        num_nan: How many of its elements are nan.
+        num_inf: How many are inf or -inf.
+        signs: Those of its infs: "+", "-", "+-", or "" if there are none.
+    """
+
+    dtype: str = ""
+    numel: int = 0
+    num_nan: int = 0
+    num_inf: int = 0
+    signs: str = ""
+
+    @property
+    def is_finite(self) -> bool:
+        """True if none of its elements is nan, inf or -inf."""
+        return not (self.num_nan or self.num_inf)
+
+    def nonfinite_text(self, has_numel: bool = True) -> str:
+        """Writes how many values are not finite: `1 nan and 24 -inf of 32 values`."""
+        numel = self.numel if has_numel else 0
+        both = "infinite" if numel else "infinite values"
+        infs = {"-": "-inf", "+-": both}.get(self.signs, "inf")
+        kinds = (self.num_nan, "nan"), (self.num_inf, infs)
+        counts = " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+        return f"{counts}{f' of {numel} values' * (numel > 0)}"

@@ -245,35 +245,31 @@ def _cause_of(details: Details, is_backward: bool) -> str:
 
 
 def _op_of(named: Row, ran: Row) -> Op:
-    op = op_at(named.name, named.sites)
+    details = ran.details
+    op = op_at(named.name, named.sites, None if details is None else details.op)
     op.derivative = ran.name if named is not ran else ""
-    if ran.details is not None:
-        details = ran.details
-        op.inputs, op.outputs = details.inputs, details.outputs
-        op.first_index = details.first_index
-        op.operands, op.outside = details.operands, details.outside
-        op.true_value, op.limit = details.true_value, details.limit
     return op
 
 
 def _evidence(details: Details, op: Op) -> tuple[str, str]:
     """Describes what an operation made of what, and what float64 makes of it."""
-    output = details.outputs[0]
+    output = op.outputs[0]
     columns = numbered("column", details.columns) if details.columns else ""
     ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
     made = f"{ran}{output.nonfinite_text()}{f' (all in {columns})' * bool(columns)}"
-    inputs = ", ".join(_range_text(each) for each in details.inputs[:3])
+    inputs = ", ".join(_range_text(each) for each in op.inputs[:3])
     if inputs and not details.has_bad_inputs:
         made += f"; inputs finite: {inputs}"
     elif inputs:
         made += f"; inputs: {inputs}"
-    if details.outside:
-        made += f"; {details.outside}"
-    return made, _why_text(details, output.dtype)
+    if op.outside:
+        made += f"; {op.outside}"
+    return made, _why_text(details)
 
 
-def _why_text(details: Details, dtype: str) -> str:
-    value, limit = details.true_value, details.limit
+def _why_text(details: Details) -> str:
+    value, limit = details.op.true_value, details.op.limit
+    dtype = details.op.outputs[0].dtype
     computed = f"computed in float64{details.part}"
     if details.why == RANGE and value is not None:
         is_beyond = value in (float("inf"), float("-inf"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..guard.report.op import TensorSummary
+from ..guard.report.op import Op
 from ..torch_internals.replaying import autograd_node, next_sequence, sequence_of
 from .op_trace import ModuleStack, OpCall
 from .tensor_kinds import NAN, NEGATIVE_INF, Index, kinds_of
@@ -25,44 +25,32 @@ class Details:
     """Facts about an operation that made a non-finite value.
 
     Attributes:
+        op: What it was given and returned, without the line that called it.
         why: RANGE, INTERMEDIATE, UNDEFINED, EMPTY, SINGULAR or NOT_TRIED.
         reason: In a sentence.
-        inputs: The float tensors that it was given.
-        outputs: Those that it returned.
-        first_index: Where the first non-finite value is in the first bad one.
-        last_index: Where the last one is.
+        last_index: Where the last non-finite value is in the first bad output.
         columns: The columns that hold them all, where these are few of many.
-        operands: The numbers that an elementwise operation was given there.
-        outside: Which input is outside of the operation's domain, and where, or "".
-        true_value: The result in float64 at the worst place, or None.
-        limit: The largest number of the output's dtype.
         divides_by_number: Whether it divides by a number of Python, and no tensor.
         part: Where it was computed again, in words, if not as a whole; or "".
     """
 
+    op: Op
     why: str = NOT_TRIED
     reason: str = ""
-    inputs: list[TensorSummary] = field(default_factory=list)
-    outputs: list[TensorSummary] = field(default_factory=list)
-    first_index: Index | None = None
     last_index: Index | None = None
     columns: list[int] = field(default_factory=list)
-    operands: list[float] = field(default_factory=list)
-    outside: str = ""
-    true_value: float | None = None
-    limit: float | None = None
     divides_by_number: bool = False
     part: str = ""
 
     @property
     def has_bad_inputs(self) -> bool:
         """True if it was given non-finite values, which were meant."""
-        return not all(each.is_finite for each in self.inputs)
+        return not all(each.is_finite for each in self.op.inputs)
 
     @property
     def is_overflow(self) -> bool:
         """True if its true result is a finite number."""
-        return self.why in (RANGE, INTERMEDIATE) and self.true_value is not None
+        return self.why in (RANGE, INTERMEDIATE) and self.op.true_value is not None
 
 
 _CONSTANTS = ("buffer", "attribute", "weight")  # of models and other modules

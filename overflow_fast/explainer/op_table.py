@@ -292,11 +292,12 @@ class OpTable:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
             row.details = details = self._details_of(op, bad, output, self._mask_counts)
-            details.inputs = [
+            details.op.inputs = [
                 replace(summary, name=self._name_of(tensor))
-                for summary, tensor in zip(details.inputs, op.read(), strict=True)
+                for summary, tensor in zip(details.op.inputs, op.read(), strict=True)
             ]
-            is_undefined = details.why == UNDEFINED and details.true_value is not None
+            has_value = details.op.true_value is not None
+            is_undefined = details.why == UNDEFINED and has_value
             if is_undefined and self._tape is not None:
                 self.undefined[row] = self._tape.before(row)
                 if len(self.undefined) > _MOST_UNDEFINED:

@@ -250,8 +250,9 @@ def _bad_settings(group: Mapping[str, Any]) -> dict[str, float]:
 def _op_of(row: Row) -> Op:
     op = op_at(row.name, row.sites)
     if row.details is not None and row.details.why != NOT_TRIED:
-        op.inputs, op.outputs = row.details.inputs, row.details.outputs
-        op.first_index, op.limit = row.details.first_index, row.details.limit
+        ran = row.details.op
+        op.inputs, op.outputs = ran.inputs, ran.outputs
+        op.first_index, op.limit = ran.first_index, ran.limit
     return op
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -30,13 +30,14 @@ from ..base.modules import (
     named_parameters,
     without_reduction,
 )
-from ..base.tree import entry_label
 from ..base.types import TensorPath
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
+from ..guard.record.columns import unpacked
+from ..guard.record.record_lines import EXTREMES
 from ..guard.undo.restore_point import RestorePoint
 from ..guard.verdict.bad_frames import collect
-from ..guard.verdict.roles import kind_of
+from ..guard.verdict.entry_headroom import path_of
 from ..guard.watching.watch import ModelWatch
 from ..torch_internals.replaying import no_dispatch, uncompiled_calls
 from ..torch_internals.tensor_internals import local_part, sparse_values
@@ -709,9 +710,8 @@ def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]
 # Compares a run with the step itself: the first value that differs.
 
 
-@dataclass(frozen=True)
-class Extremes:
-    """The extremes of an entry in a step.
+class Extremes(NamedTuple):
+    """The extremes of an entry in a step, named as the columns of a row are.
 
     Attributes:
         num_tensors: How many tensors they are of.
@@ -850,50 +850,22 @@ def _stats_of(
     """The extremes that recorders have noted, by their place, in execution order."""
     found = {}
     for watch in watches:
-        names: dict[int, str] = {}
         row = watch.recorder.running_row()
         columns = watch.recorder.row_columns(0)[: row.num_entries]
         for column, stats in zip(columns, _rows(row), strict=True):
             if column.place.kind == kind and stats.num_tensors:
-                module = column.place.module
-                if module not in names:
-                    names[module] = watch.name_at(module)
-                role, label = (
-                    kind_of(column.place.label.role),
-                    entry_label(column.place),
-                )
-                path = TensorPath.from_label(names[module], role, label)
-                found[path, column.dtype] = stats
+                found[path_of(watch, column.place), column.dtype] = stats
     return found
 
 
 def _rows(row: _C.StepRow) -> Iterator[Extremes]:
-    num = row.num_entries
-    columns = [
-        _numbers(row.num_tensors, num),
-        *(_magnitudes(each, num) for each in (row.abs_min, row.abs_max)),
-        *(_numbers(each, num) for each in (row.num_nan, row.num_inf)),
+    columns: list[Any] = [
+        unpacked(getattr(row, name), row.num_entries, name not in EXTREMES)
+        for name in Extremes._fields
     ]
-    for values in zip(*columns, strict=True):
-        yield Extremes(*values)
-
-
-def _numbers(packed: bytes, num: int) -> list[int]:
-    if not packed:
-        return [0] * num
-    return torch.frombuffer(bytearray(packed), dtype=torch.int64).tolist()
-
-
-def _magnitudes(packed: bytes, num: int) -> list[float]:
-    if not packed:
-        return [math.nan] * num
-    dtype = torch.float32 if len(packed) == 4 * num else torch.float64
-    return torch.frombuffer(bytearray(packed), dtype=dtype).tolist()
+    return map(Extremes, *columns)
 
 
 def _are_same(one: Extremes, other: Extremes) -> bool:
-    counts = [(each.num_nan, each.num_inf) for each in (one, other)]
-    if counts[0] != counts[1]:
-        return False
-    pairs = (one.abs_min, other.abs_min), (one.abs_max, other.abs_max)
+    pairs = zip(one, other, strict=True)
     return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)

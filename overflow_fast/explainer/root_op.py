@@ -12,6 +12,7 @@ from ..base.tensors import PLAIN, real_parts, widened
 from ..base.text import error_line
 from ..base.torch_ops import draws, has, op_of
 from ..base.tree import mapped, tensors_in
+from ..guard.report.op import Op
 from ..torch_internals.replaying import attention_by_definition, schema_names
 from .mask_counts import MaskCounts, has_no_label
 from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
@@ -239,18 +240,18 @@ def details_of(
         output: What it returned.
         mask_counts: Knows which of its inputs count the elements of a mask.
     """
-    found = Details()
+    found = Details(Op(op.name))
     before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
-    found.inputs = [summary_of(tensor) for tensor in before]
-    found.outputs = [summary_of(tensor) for tensor in bad]
+    found.op.inputs = [summary_of(tensor) for tensor in before]
+    found.op.outputs = [summary_of(tensor) for tensor in bad]
     places = new_places(bad[0], before)
-    found.first_index, found.last_index = places or (None, None)
-    found.limit = torch.finfo(bad[0].dtype).max
+    found.op.first_index, found.last_index = places or (None, None)
+    found.op.limit = torch.finfo(bad[0].dtype).max
     is_quotient = has(op.base, "divides") and bool(op.args)
     found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
     try:
-        found.outside = _outside_of_domain(op, found.first_index)
-        found.operands = _operands(op, found.first_index)
+        found.op.outside = _outside_of_domain(op, found.op.first_index)
+        found.op.operands = _operands(op, found.op.first_index)
         found.columns = bad_columns(bad[0])
         _classify(op, found, bad, output, mask_counts)
     except Exception as error:
@@ -292,11 +293,11 @@ def _classify(
         if not op.is_constant:
             found.reason = _needed_by_caller(op) or _GIVEN.format(op.numbers[0])
         return
-    made, index = bad[0], found.first_index
+    made, index = bad[0], found.op.first_index
     assert index is not None
     if _is_large(op):
         op, output, made, index = _part_of(op, output, made, index)
-        found.part = f" at {list(found.first_index or ())} alone"
+        found.part = f" at {list(found.op.first_index or ())} alone"
     reference, written = in_float64(op)
     results = [t for t in tensors_in(output) if is_float(t)]
     references = [t for t in tensors_in(reference) if is_float(t)]
@@ -319,30 +320,30 @@ def _compare(
     """Adds the result in float64 where the operation's own is not finite."""
     values = reference.detach()[~widened(bad).isfinite()]
     values = real_parts(values)
-    assert found.limit is not None
+    assert found.op.limit is not None
     first = float(reference[index].real)
     finite = values[values.isfinite()]
     if math.isfinite(first) or (found.has_bad_inputs and finite.numel()):
-        found.true_value = float(finite[finite.abs().argmax()])
-        is_beyond = abs(found.true_value) > found.limit
+        found.op.true_value = float(finite[finite.abs().argmax()])
+        is_beyond = abs(found.op.true_value) > found.op.limit
         within = SINGULAR if _divides_by_pivots(op, found) else INTERMEDIATE
         found.why = RANGE if is_beyond else within
     elif has(op.base, "nan_of_overflow") and not found.has_bad_inputs:
-        found.why, found.true_value = RANGE, math.inf
+        found.why, found.op.true_value = RANGE, math.inf
     elif math.isinf(first) and not found.has_bad_inputs and not _is_at_pole(op, index):
         found.why = RANGE
-        found.true_value = first
+        found.op.true_value = first
     else:
         found.why = UNDEFINED
-        found.true_value = first
+        found.op.true_value = first
 
 
 def _divides_by_pivots(op: OpCall, found: Details) -> bool:
     """True if an infinite result is that of a pivot of 0: no product overflowed."""
-    largest = max((each.abs_max or 0.0 for each in found.inputs), default=0.0)
-    assert found.limit is not None
+    largest = max((each.abs_max or 0.0 for each in found.op.inputs), default=0.0)
+    assert found.op.limit is not None
     # So no product of four entries overflows.
-    return largest < found.limit**0.25 and has(op.base, "pivots")
+    return largest < found.op.limit**0.25 and has(op.base, "pivots")
 
 
 def _needed_by_caller(op: OpCall) -> str:

@@ -153,13 +153,13 @@ def _halved(
 def _guesses(source: Row, size: int) -> tuple[int, int] | None:
     """The samples that the indices of the first and last bad value point to."""
     details = source.details
-    if details is None or not details.first_index or not details.outputs:
+    if details is None or not details.op.first_index or not details.op.outputs:
         return None
-    length = details.outputs[0].shape[0]
+    length = details.op.outputs[0].shape[0]
     if length % size or not details.last_index:
         return None
     each = length // size
-    return details.first_index[0] // each, details.last_index[0] // each
+    return details.op.first_index[0] // each, details.last_index[0] // each
 
 
 def _reads_bad(source: Row) -> bool:

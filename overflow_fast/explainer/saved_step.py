@@ -94,7 +94,7 @@ class SavedStep:
     def differences(self, models: Mapping[str, nn.Module]) -> list[str]:
         """The names of weights and buffers that are not those of the step."""
         own = state_by_name(models)
-        wanted = {name: list(each) for name, each in self._step.weights.items()}
+        wanted = self._step.weights
         missing = [name for name in wanted if name not in own]
         changed = [n for n in wanted if n in own and identity_of(own[n]) != wanted[n]]
         return missing + changed

@@ -13,6 +13,7 @@ from torch import nn
 from .. import _C
 from ..base.modules import gradient_taker, why_not
 from ..base.tensors import loss_in
+from ..base.types import ValueCounts
 from ..guard.config import GuardConfig
 from ..guard.explaining import ReplayOffer, gradients_of, with_note
 from ..guard.kept_calls.call_keeper import CallKeeper
@@ -137,7 +138,7 @@ class StepExplainer:
         Args:
             moment: See `Report.moment`.
         """
-        unknown = BadEntry("value", "", "", "", "", 0, 0, 0)
+        unknown = BadEntry("value", "", "", "")
         found = self.explain(Verdict(first=unknown, reaches_loss=True), moment)
         entry = self._entry_of(found) if found.names_maker else None
         if entry is None:
@@ -159,8 +160,9 @@ class StepExplainer:
             summary = summary_of(named[name]) if name in named else None
         if summary is None:
             return None
-        counts = summary.num_nan, summary.num_inf, summary.numel, summary.signs
-        return BadEntry("value", name, "", name, summary.dtype, *counts)
+        names = (each.name for each in dataclasses.fields(ValueCounts))
+        counts = {each: getattr(summary, each) for each in names}
+        return BadEntry("value", name, "", name, **counts)
 
     def offer(self, is_due: bool, joins: bool) -> ReplayOffer:
         """This rank's part in a replay of all ranks.

@@ -11,7 +11,7 @@ from ..guard.files.fields import Index, Number, meaning
 _Word = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
-class SavedValue(Struct, kw_only=True):
+class SavedValue(Struct, kw_only=True, omit_defaults=True):
     """A value of a batch: one field is set, besides `requires_grad` and `was`."""
 
     tensor: Annotated[

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import _C
-from ..base.tensors import PLAIN, is_whole, kinds_in, real_parts, widened
+from ..base.tensors import PLAIN, is_whole, kinds_in, real_parts, signs_of, widened
 from ..base.text import dtype_name
 from ..base.tree import tensors_in
 from ..guard.report.op import TensorSummary
@@ -72,24 +73,21 @@ def as_wide(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
     """Counts the non-finite values of a tensor. Incurs a CPU-GPU sync."""
-    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    dtype, numel = dtype_name(tensor.dtype), tensor.numel()
+    summary = TensorSummary(tuple(tensor.shape), name=name, dtype=dtype, numel=numel)
     values = as_wide(tensor)
     if values is None or not is_float(tensor):
-        return TensorSummary(dtype, shape, None, None, 0, 0, name)
+        return summary
     values = real_parts(values)
     finite = values[values.isfinite()].abs()
-    least = float(finite.min()) if finite.numel() else None
-    most = float(finite.max()) if finite.numel() else None
-    num_nan, num_inf = int(values.isnan().sum()), int(values.isinf().sum())
-    signs = _inf_signs(values)
-    return TensorSummary(dtype, shape, least, most, num_nan, num_inf, name, signs)
-
-
-def _inf_signs(values: torch.Tensor) -> str:
-    """The signs of the infs: "+", "-", "+-", or "". Incurs a CPU-GPU sync."""
-    values = real_parts(values)
-    infs = {"+": values.isposinf(), "-": values.isneginf()}
-    return "".join(sign for sign, are in infs.items() if are.any())
+    return replace(
+        summary,
+        abs_min=float(finite.min()) if finite.numel() else None,
+        abs_max=float(finite.max()) if finite.numel() else None,
+        num_nan=int(values.isnan().sum()),
+        num_inf=int(values.isinf().sum()),
+        signs=signs_of(kinds_in(values)),
+    )
 
 
 Index = tuple[int, ...]

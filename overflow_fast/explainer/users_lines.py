@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -230,10 +231,24 @@ def programs_line(sites: Sites, called_at: tuple[str, int]) -> str:
     return f"{short_name(file)}:{line}{': ' * bool(text)}{text}" if file else ""
 
 
-def op_at(name: str, sites: Sites) -> Op:
-    """An operation with the line that called it, and those that led there."""
-    columns = _columns_in_line(sites)
-    return Op(name, *code_at(sites), stack_of(sites), columns=columns)
+def op_at(name: str, sites: Sites, ran: Op | None = None) -> Op:
+    """An operation with the line that called it, and those that led there.
+
+    Args:
+        name: Its name.
+        sites: The user's lines that led to it, the innermost first.
+        ran: What it was given and returned, where that is known.
+    """
+    file, line, code = code_at(sites)
+    return replace(
+        ran or Op(name),
+        name=name,
+        file=file,
+        line=line,
+        code=code,
+        stack=stack_of(sites),
+        columns=_columns_in_line(sites),
+    )
 
 
 def _columns_in_line(sites: Sites) -> tuple[int, int] | None:

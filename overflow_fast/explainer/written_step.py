@@ -12,7 +12,6 @@ from torch import nn
 
 from ..base.tensors import digest_of, has_memory, host_copy, is_readable
 from ..base.text import dtype_name
-from ..guard.files.fields import line_of
 from ..guard.files.json_text import SCHEMA, dumps
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.report.findings import Artifact
@@ -42,8 +41,7 @@ def saved_step(
     """
     before = {id(buffer): value for buffer, value in start}
     tensors: dict[str, torch.Tensor] = {}
-    step = line_of(
-        SavedStepFile,
+    step = SavedStepFile(
         schema=SCHEMA,
         torch=torch.__version__,
         python=platform.python_version(),
@@ -59,14 +57,13 @@ def saved_step(
     return [Artifact(STEP, dumps(step)), Artifact(TENSORS, tensors=tensors)]
 
 
-def _call(call: Call, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _call(call: Call, tensors: dict[str, torch.Tensor]) -> SavedCall:
     def put(tensor: torch.Tensor) -> str:
         name = f"tensor{len(tensors)}"
         tensors[name] = host_copy(tensor)
         return name
 
-    return line_of(
-        SavedCall,
+    return SavedCall(
         is_of_model=isinstance(call, ModelCall),
         batch=_plain(call.batch, put),
         ambient=_ambient(call.ambient, put),
@@ -76,25 +73,24 @@ def _call(call: Call, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     )
 
 
-def _ambient(ambient: Ambient, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
-    return line_of(
-        SavedAmbient,
+def _ambient(ambient: Ambient, put: Callable[[torch.Tensor], str]) -> SavedAmbient:
+    return SavedAmbient(
         **plain_states(ambient.random, put),
         training=ambient.training,
         autocast=[
-            [type, is_on, dtype_name(dtype)] for type, is_on, dtype in ambient.autocast
+            (type, is_on, dtype_name(dtype)) for type, is_on, dtype in ambient.autocast
         ],
         caches=ambient.caches,
     )
 
 
-def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
+def _plain(value: Any, put: Callable[[torch.Tensor], str]) -> SavedValue:
     """A batch as JSON; of a tensor its name, of what cannot be saved its type.
 
     No code of the value's type runs when it is read: what comes back as another type
     has the name of its own one.
     """
-    return line_of(SavedValue, **_fields_of(value, put))
+    return SavedValue(**_fields_of(value, put))
 
 
 def _fields_of(value: Any, put: Callable[[torch.Tensor], str]) -> dict[str, Any]:
@@ -138,7 +134,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def identity_of(tensor: torch.Tensor) -> list[Any]:
+def identity_of(tensor: torch.Tensor) -> tuple[str, list[int], int]:
     """Identifies a weight: dtype, shape, digest."""
     digest = int(digest_of(tensor)) if has_memory(tensor) and tensor.numel() else 0
-    return [dtype_name(tensor.dtype), list(tensor.shape), digest]
+    return dtype_name(tensor.dtype), list(tensor.shape), digest

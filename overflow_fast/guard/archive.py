@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from .config import GuardConfig
-from .files.fields import line_of
 from .measurements import Measurements
 from .monitors.monitor import Notice
 from .outer import outer
 from .ranks.rank_info import RankInfo
 from .report.evidence import EvidenceFolder
 from .report.json_log import JsonLog
-from .report.log_lines import LogLine, StepLine
+from .report.log_lines import StepLine
 from .report.logged_incidents import read_incidents
 from .report.report import Report
 from .report.run_identity import RunIdentity
@@ -162,7 +161,7 @@ class Archive:
         if self._log is None:
             return
         line: dict[str, Any] = {
-            **self._line_of(step),
+            **self._line("step", step),
             "is_clean": verdict.is_clean,
             "action": action,
             "num_skipped": num_skipped,
@@ -183,10 +182,12 @@ class Archive:
             line["maker"] = verdict.origin.maker
         if report is not None:
             line.update(self._blame(report))
-        self._log.write(line_of(StepLine, **line))
+        self._log.write(line)
 
-    def _line_of(self, step: int) -> dict[str, Any]:
-        return line_of(LogLine, run=self._run.id, time=round(time.time(), 3), step=step)
+    def _line(self, kind: str, step: int) -> dict[str, Any]:
+        """Begins a line; what it may hold is declared in `report/log_lines.py`."""
+        now = round(time.time(), 3)
+        return {"kind": kind, "run": self._run.id, "time": now, "step": step}
 
     def log_notices(
         self, step: int, notices: Sequence[Notice], is_skipped: bool
@@ -194,11 +195,11 @@ class Archive:
         """Writes a line for each notice of a step."""
         if self._log is None:
             return
-        line = self._line_of(step)
         action = "skip" if is_skipped else None
         for each in notices:
             said = each.fields or {"monitor": each.monitor, "text": each.text}
-            self._log.write({"kind": each.kind, **line, "action": action, **said})
+            line = self._line(each.kind, step)
+            self._log.write({**line, "action": action, **said})
 
     def _blame(self, report: Report) -> dict[str, Any]:
         """Where it was found, and what its replay says."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..base.modules import named_modules
-from ..base.tensors import kinds_in, widened
+from ..base.tensors import kinds_in, signs_of, widened
 from ..base.text import dtype_name, some
 from ..base.types import TensorPath
 from ..detector.selection import Named, Selection, full_name
@@ -20,7 +20,6 @@ from ..scanner.ops import Scanned, scan_values
 from .models import Models, named_models
 from .optimizers.wrapped import innermost, optimizers_of
 from .report.report import NonFiniteError, Report
-from .verdict.attribution import signs_of
 from .verdict.roles import kind_of
 from .verdict.rules import Allow, Rules, state_path
 from .verdict.state_origin import never_finite
@@ -163,11 +162,11 @@ class _StateTensor(NamedTuple):
             self.name,
             "",
             self.name,
-            dtype_name(tensor.dtype),
-            stat.num_nan,
-            stat.num_inf,
-            tensor.numel(),
-            signs_of(self.kinds()),
+            dtype=dtype_name(tensor.dtype),
+            numel=tensor.numel(),
+            num_nan=stat.num_nan,
+            num_inf=stat.num_inf,
+            signs=signs_of(self.kinds()),
         )
 
 

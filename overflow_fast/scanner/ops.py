@@ -87,6 +87,11 @@ def scan(tensors: Iterable[torch.Tensor], *, backend: str = "auto") -> list[Stat
     return scan_with(tensors, _BACKENDS[backend])
 
 
+def are_nonfinite(tensors: Iterable[torch.Tensor]) -> list[bool]:
+    """Scans tensors: True for each that is known to hold a nan or an inf."""
+    return [stat.has_nan or stat.has_inf for stat in scan(tensors)]
+
+
 _BACKENDS = {"auto": _C.ScanBackend.AUTO, "composite": _C.ScanBackend.COMPOSITE}
 
 

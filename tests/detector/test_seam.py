@@ -164,7 +164,7 @@ def test_a_report_that_was_pickled_says_the_same():
 
 
 def test_the_training_loop_is_no_module_of_that_name(as_kept):
-    first = BadEntry("input", "head", "Linear", "input[0]", "float32", 1, 0, 4)
+    first = BadEntry("input", "head", "Linear", "input[0]", numel=4, num_nan=1)
     name = "the training loop"
     origin = Origin("passed_on", "caller", name, [NonModuleOrigin(name)])
     of_loop = Verdict(first=first, origin=origin)

@@ -67,9 +67,12 @@ def invented(monkeypatch):
 
 
 def report_with(cause):
-    made = TensorSummary("float16", (2,), 1.0, 2.0, 0, 1)
+    made = TensorSummary((2,), 1.0, 2.0, dtype="float16", numel=2, num_inf=1)
     found = Explanation("forward", cause.name, "fc", Op("aten.mm", outputs=[made]))
-    first = BadEntry("output", "fc", "Linear", "output", "float16", 0, 1, 2, "-")
+    first = BadEntry(
+        *("output", "fc", "Linear", "output"),
+        **{"dtype": "float16", "numel": 2, "num_inf": 1, "signs": "-"},
+    )
     return Report(3, "skip", Verdict(first=first), explanation=found)
 
 

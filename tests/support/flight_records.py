@@ -5,9 +5,11 @@ import base64
 import sys
 
 from overflow_fast.guard.files.json_text import line_bytes
-from overflow_fast.guard.record.record_lines import KIND, RECORD_SCHEMA
+from overflow_fast.guard.files.schema import Lines
+from overflow_fast.guard.record.record_lines import KIND, KINDS, RECORD_SCHEMA
 
 NUM_ENTRIES = 4
+LINES = Lines(*KINDS)
 
 
 def head_lines(**run):
@@ -40,7 +42,7 @@ def step_line(number, low=None, high=None, **columns):
     step = {"first": number, "last": number, "count": 1, "level": 0, "time": 1e9}
     cost = {"seconds": 0.5, "guard_seconds": 0.125, "learning_rate": 1e-3}
     done = {"actions": {}, "skipped": 0, "models": [model]}
-    return {"kind": "steps", **step, **cost, **done}
+    return LINES.decode(line_bytes({"kind": "steps", **step, **cost, **done}))
 
 
 def append_step(file, number):

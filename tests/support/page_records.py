@@ -8,7 +8,9 @@ import zlib
 from pathlib import Path
 
 import torch
+from flight_records import LINES
 
+from overflow_fast.guard.files.json_text import dumps
 from overflow_fast.guard.record.record_lines import KIND, RECORD_SCHEMA
 from overflow_fast.tools.page.render import page_of
 from overflow_fast.tools.record.table import FlightRecord
@@ -74,7 +76,8 @@ def record_of(high, entries=None, nans=None, path="run.ofr", spans=None, **run):
                 **{"skipped": 0, "models": [columns]},
             }
         )
-    return FlightRecord(Path(path), lines, False, 0)
+    decoded = [LINES.decode(dumps(line).encode()) for line in lines]
+    return FlightRecord(Path(path), decoded, False, 0)
 
 
 class Parsed(html.parser.HTMLParser):

@@ -1,11 +1,11 @@
-"""The fields of files: their types, what is said of them, the lines that they make.
+"""The fields of files: their types, and what is said of them.
 
 A format is declared once, as Structs of msgspec, each field with its `meaning()`. From
-that follow the line that is written (`line_of()`), what a reader takes for one
+that follow what is written (`json_text`), what a reader takes for a line
 (`files.schema`), the tables of docs/formats.md, and tests of files of older releases.
 
 A field without a default is required: a line that lacks it is damaged. One whose
-default is `UNSET` is missing in what is read, too. Fields that a later release has
+default is `UNSET` is written only if it is given. Fields that a later release has
 added have a default, and say since when.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -75,40 +74,10 @@ def default_of(field: FieldInfo) -> Any:
     return None if field.default in (NODEFAULT, UNSET) else field.default
 
 
-def value_in(line: Mapping[str, Any], field: FieldInfo) -> Any:
-    """The value of a field in a line, or its default."""
-    name = field.encode_name
-    return line[name] if name in line else default_of(field)
-
-
 def tag_of(kind: type[Struct]) -> str:
     """The `kind` that the lines of a Struct have; "" for a part of a line."""
     tag = kind.__struct_config__.tag
     return "" if tag is None else str(tag)
-
-
-def line_of(kind: type[Struct], /, **values: Any) -> dict[str, Any]:
-    """Makes what is written: its kind in front, then the fields that are given.
-
-    A field that is not given is left out of the line, also where it has a default.
-
-    Args:
-        kind: The Struct that declares the line, or the part of one.
-        **values: The fields, by their attributes.
-
-    Raises:
-        TypeError: If there is no such field, or one that is required is not given.
-    """
-    known = fields_of(kind)
-    if not values.keys() <= known.keys():
-        raise TypeError(f"{kind.__name__} has no {values.keys() - known.keys()}")
-    found: dict[str, Any] = {"kind": tag} if (tag := tag_of(kind)) else {}
-    for name, each in known.items():
-        if name in values:
-            found[each.encode_name] = values[name]
-        elif each.required:
-            raise TypeError(f"{kind.__name__} needs {name}")
-    return found
 
 
 def documented(cls: _Class) -> _Class:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import sys
 from array import array
 from typing import TYPE_CHECKING
 
-from .record_lines import COUNTS, Line
+from msgspec import UNSET
+
+from .record_lines import COUNTS, Columns
 
 if TYPE_CHECKING:
     import torch
@@ -15,20 +16,26 @@ if TYPE_CHECKING:
     Numbers = array[float] | array[int]
 
 
-def read_numbers(columns: Line, name: str, byteorder: str) -> Numbers | None:
+def read_numbers(columns: Columns, name: str, byteorder: str) -> Numbers | None:
     """A column of a line: floats, or whole numbers for counts.
 
     Returns:
-        An array of `columns["num"]` numbers; None where nothing counted them. In
-        extremes nan stands for an entry that was not looked at, or held a nan; in
-        counts -1 for one that was not counted.
+        An array of `columns.num` numbers; None where nothing counted them. In extremes
+        nan stands for an entry that was not looked at, or held a nan; in counts -1 for
+        one that was not counted.
     """
-    if name not in columns:
+    packed = getattr(columns, name)
+    if packed is UNSET:
         return None
-    num, data = columns["num"], columns[name]  # bytes, where a reader has decoded them
-    packed = data if isinstance(data, bytes) else base64.b64decode(data)
-    code = "q" if name in COUNTS else "d"
-    if not packed:
+    return unpacked(packed, columns.num, name in COUNTS, byteorder)
+
+
+def unpacked(
+    packed: bytes, num: int, are_counts: bool, byteorder: str = sys.byteorder
+) -> Numbers:
+    """The numbers of a column, of a line or of a row of the recorder."""
+    code = "q" if are_counts else "d"
+    if not packed:  # all are 0
         return array(code, bytes(8 * num))
     numbers: Numbers = array(code if len(packed) // num == 8 else "f", packed)
     if byteorder != sys.byteorder:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch.optim import Optimizer
 
 from ... import _C
@@ -38,8 +39,8 @@ from ..report.report import Report
 from ..report.run_identity import RunIdentity
 from ..watching.watch import ModelWatch
 from .record_file import RecordFile
-from .record_lines import Line
-from .written_lines import columns_of, entry_lines, run_line, step_line
+from .record_lines import EntriesLine, StepsLine
+from .written_lines import columns_of, entries_line, run_line, step_line
 
 _log = logging.getLogger("overflow_fast")
 
@@ -49,13 +50,13 @@ class _Step:
     """A step whose stats may still be on their way."""
 
     number: int  # counts the steps of the record
-    line: Line
+    line: StepsLine
 
 
 _EMPTY_LINE = 80  # bytes of a line of entries that has none
 
 
-def _size_of(line: Line) -> int:
+def _size_of(line: Struct) -> int:
     return len(line_bytes(line)) + 1
 
 
@@ -147,14 +148,14 @@ class FlightRecorder:
         for watch in self._watches:
             watch.recorder.end_row(self._num_steps)
         line = step_line(step, cost, optimizers)
-        line["actions"] = {"spike": 1} if has_spike else {}
-        line["skipped"] = int(is_skipped and not self._is_lagged)
+        line.actions = {"spike": 1} if has_spike else {}
+        line.num_skipped = int(is_skipped and not self._is_lagged)
         self._steps.append(_Step(self._num_steps, line))
         self._num_steps += 1
         self._note(report)
         self._write_known(int(self._is_lagged))
 
-    def lines_of(self, report: Report) -> list[Line]:
+    def lines_of(self, report: Report) -> list[Struct]:
         """Returns the lines of the step that a report stops, before it is written.
 
         Args:
@@ -163,11 +164,11 @@ class FlightRecorder:
         if report.moment != "before" or report.is_of_state:
             return []
         line = step_line(report.step, None, [])
-        line["actions"] = {report.action: 1}
-        line["skipped"] = int(report.action == "skip")
+        line.actions = {report.action: 1}
+        line.num_skipped = int(report.action == "skip")
         rows = [watch.recorder.running_row() for watch in self._watches]
         heads, counts = self._new_heads()
-        line["models"] = list(map(columns_of, rows, counts))
+        line.models = list(map(columns_of, rows, counts))
         return [*heads, line]
 
     def _note(self, report: Report | None) -> None:
@@ -176,10 +177,10 @@ class FlightRecorder:
             return
         self._last_report = report
         for each in self._steps:
-            if each.line["first"] == report.step:
-                each.line["actions"] = {report.action: 1}
+            if each.line.first == report.step:
+                each.line.actions = {report.action: 1}
                 if report.action == "skip" or report.skipped_by:
-                    each.line["skipped"] = 1
+                    each.line.num_skipped = 1
 
     def _write_known(self, num_left: int) -> None:
         recorders = [watch.recorder for watch in self._watches]
@@ -217,40 +218,40 @@ class FlightRecorder:
                     error,
                 )
 
-    def _write(self, line: Line, rows: Sequence[_C.StepRow]) -> None:
+    def _write(self, line: StepsLine, rows: Sequence[_C.StepRow]) -> None:
         file = self._opened()
         heads, counts = self._new_heads()
         names = b"".join(map(line_bytes, heads))
-        line["models"] = list(map(columns_of, rows, counts))
+        line.models = list(map(columns_of, rows, counts))
         file.append(names, line_bytes(line))
         self._num_entries, self._is_begun, self._is_told = counts, True, False
         self._name_bytes += len(names)
 
-    def _new_heads(self) -> tuple[list[Line], list[int]]:
+    def _new_heads(self) -> tuple[list[Struct], list[int]]:
         """The lines of the run and its entries that are not in the file; all counts."""
         counts = list(self._num_entries)
-        heads = list[Line]()
+        heads = list[Struct]()
         if not self._is_begun:
             run = self._run or self._run_of()
             heads.append(run_line(run, self._watches, self._policy))
         for i, watch in enumerate(self._watches):
             if self._is_full:
                 break
-            for line in entry_lines(watch, i, counts[i]):
-                self._cut(line, sum(counts), heads)
-                counts[i] += len(line["entries"])
-                heads += [line] if line["entries"] else []
+            line = entries_line(watch, i, counts[i])
+            self._cut(line, sum(counts), heads)
+            counts[i] += len(line.entries)
+            heads += [line] if line.entries else []
         return heads, counts
 
-    def _cut(self, line: Line, num_before: int, heads: Sequence[Line]) -> None:
+    def _cut(self, line: EntriesLine, num_before: int, heads: Sequence[Struct]) -> None:
         """Leaves out of a line the entries for which the file has no room."""
-        entries = line["entries"]
+        entries = line.entries
         room = self._max_names - self._name_bytes - sum(map(_size_of, heads))
         sizes = itertools.accumulate(map(_size_of, entries), initial=_EMPTY_LINE)
         fits = [size <= room for size in sizes][1:]
         num = min(sum(fits), max(0, self._max_entries - num_before))
         if num < len(entries):
-            line["entries"] = entries[:num]
+            line.entries = entries[:num]
             self._is_full = True
             _log.warning(
                 "The flight record %s has room for the names of %d entries: others, "

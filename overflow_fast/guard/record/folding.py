@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from msgspec import UNSET
 
-from ..files.fields import line_of
 from .columns import as_tensor, read_numbers
-from .record_lines import COLUMNS, COUNTS, Columns, Line, StepsLine
+from .record_lines import COLUMNS, COUNTS, Columns, StepsLine
 from .record_step import folded_numbers
 
 
-def fold(lines: Sequence[Line], level: int) -> Line:
+def fold(lines: Sequence[StepsLine], level: int) -> StepsLine:
     """One line for several of a run, the oldest first, as their fields are folded.
 
     Extremes and counts of entries are those over their steps.
     """
-    return line_of(
-        StepsLine,
-        level=level,
-        **folded_numbers(lines),
-        models=[
-            _fold_columns([line["models"][i] for line in lines])
-            for i in range(len(lines[0]["models"]))
-        ],
-    )
+    models = [
+        _fold_columns([line.models[i] for line in lines])
+        for i in range(len(lines[0].models))
+    ]
+    return StepsLine(**folded_numbers(lines), level=level, models=models)
 
 
-def _fold_columns(several: Sequence[Line]) -> Line:
-    num = max(columns["num"] for columns in several)
-    folded: dict[str, Any] = {"num": num}
+def _fold_columns(several: Sequence[Columns]) -> Columns:
+    num = max(columns.num for columns in several)
+    folded = dict[str, bytes]()
     for name in COLUMNS:
         read = [read_numbers(each, name, sys.byteorder) for each in several]
         found = [as_tensor(numbers) for numbers in read if numbers is not None]
         if found:
             folded[name] = _pack(_extremes(name, found, num), name)
-    left_out = max(columns.get("left_out", 0) for columns in several)
-    return line_of(Columns, **folded, **({"left_out": left_out} if left_out else {}))
+    left_out = max(columns.left_out or 0 for columns in several)
+    return Columns(num=num, **folded, left_out=left_out or UNSET)
 
 
 def _extremes(name: str, columns: Sequence[torch.Tensor], num: int) -> torch.Tensor:
@@ -61,7 +55,7 @@ def _extremes(name: str, columns: Sequence[torch.Tensor], num: int) -> torch.Ten
     return folded.masked_fill(is_absent.all(0), absent)
 
 
-def _pack(column: torch.Tensor, name: str) -> str:
+def _pack(column: torch.Tensor, name: str) -> bytes:
     if name in COUNTS:
         packed = column if column.any() else column[:0]
     else:
@@ -69,5 +63,4 @@ def _pack(column: torch.Tensor, name: str) -> str:
         is_exact = bool(((narrow.double() == column) | column.isnan()).all())
         packed = narrow if is_exact else column
     packed = packed.contiguous()
-    raw = ctypes.string_at(packed.data_ptr(), packed.nbytes) if packed.nbytes else b""
-    return base64.b64encode(raw).decode()
+    return ctypes.string_at(packed.data_ptr(), packed.nbytes) if packed.nbytes else b""

@@ -12,7 +12,6 @@ JSON Lines needs nothing. Parquet and safetensors write a file once, as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -26,7 +25,6 @@ from ..files.fields import (
     documented,
     fields_of,
     meaning,
-    said_of,
 )
 from ..files.reading import FileError
 from ..report.log_lines import OfRun
@@ -36,8 +34,6 @@ from .record_step import OfSteps
 RECORD_SCHEMA = 1
 KIND = "flight_record"  # of the first line
 BEGINNING = b'{"kind": "flight_record"'
-
-Line = dict[str, Any]
 
 
 class RecordError(FileError):
@@ -115,29 +111,21 @@ class EntriesLine(Struct, tag_field="kind", tag="entries", kw_only=True):
     ]
 
 
+_Column = bytes | UnsetType
+
+
 class Columns(Struct, kw_only=True):
     """The columns of one model, as packed numbers in base64."""
 
     num: Annotated[Index, meaning("how many entries they have")]
-    abs_min: Annotated[
-        bytes | UnsetType, meaning("the smallest magnitude of each", is_count=False)
-    ] = UNSET
-    abs_max: Annotated[
-        bytes | UnsetType, meaning("the largest magnitude of each", is_count=False)
-    ] = UNSET
-    num_nan: Annotated[
-        bytes | UnsetType, meaning("how many elements are nan", is_count=True)
-    ] = UNSET
-    num_inf: Annotated[
-        bytes | UnsetType, meaning("how many are inf or -inf", is_count=True)
-    ] = UNSET
+    abs_min: Annotated[_Column, meaning("the smallest magnitude of each")] = UNSET
+    abs_max: Annotated[_Column, meaning("the largest magnitude of each")] = UNSET
+    num_nan: Annotated[_Column, meaning("how many elements are nan")] = UNSET
+    num_inf: Annotated[_Column, meaning("how many are inf or -inf")] = UNSET
     num_saturated: Annotated[
-        bytes | UnsetType,
-        meaning("how many are the dtype's largest number", is_count=True),
+        _Column, meaning("how many are the dtype's largest number")
     ] = UNSET
-    num_zero: Annotated[bytes | UnsetType, meaning("how many are 0", is_count=True)] = (
-        UNSET
-    )
+    num_zero: Annotated[_Column, meaning("how many are 0")] = UNSET
     left_out: Annotated[
         Count | UnsetType,
         meaning(
@@ -148,33 +136,25 @@ class Columns(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         """Checks that `num` is what the columns hold, before anything has that size."""
-        extremes = _given(self, EXTREMES)
-        counts = _given(self, COUNTS)
-        for column in extremes:
-            if len(column) not in (4 * self.num, 8 * self.num):
-                raise ValueError(f"{len(column)} bytes of {self.num} magnitudes")
-        for column in counts:
-            if len(column) not in (0, 8 * self.num):
-                raise ValueError(f"{len(column)} bytes of {self.num} counts")
-        if self.num and not any((*extremes, *counts)):
-            raise ValueError(f"{self.num} entries, and no number of any")
+        num, has_numbers = self.num, False
+        for names, narrow, what in (EXTREMES, 4, "magnitudes"), (COUNTS, 0, "counts"):
+            for name in names:
+                column = getattr(self, name)
+                if column is UNSET:
+                    continue
+                if len(column) not in (narrow * num, 8 * num):
+                    raise ValueError(f"{len(column)} bytes of {num} {what}")
+                has_numbers |= bool(column)
+        if num and not has_numbers:
+            raise ValueError(f"{num} entries, and no number of any")
 
 
-def _columns(is_count: bool) -> tuple[str, ...]:
-    declared = fields_of(Columns).items()
-    return tuple(n for n, each in declared if said_of(each, "is_count") is is_count)
-
-
-EXTREMES, COUNTS = _columns(False), _columns(True)
+EXTREMES = tuple(name for name in fields_of(Columns) if name.startswith("abs_"))
+COUNTS = tuple(name for name in fields_of(Columns) if name.startswith("num_"))
 COLUMNS = EXTREMES + COUNTS
 
 
-def _given(columns: Columns, names: Sequence[str]) -> list[bytes]:
-    found = (getattr(columns, name) for name in names)
-    return [each for each in found if isinstance(each, bytes)]
-
-
-class StepsLine(OfSteps, frozen=True, tag_field="kind", tag="steps", kw_only=True):
+class StepsLine(OfSteps, tag_field="kind", tag="steps", kw_only=True):
     """A step, or several that are folded."""
 
     level: Annotated[Count, meaning("how often it was folded")] = 0

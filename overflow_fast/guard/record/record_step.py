@@ -6,7 +6,7 @@ What is declared here of a number is all that reading, folding, pages, `watch` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
@@ -21,7 +21,6 @@ from ..files.fields import (
     fields_of,
     meaning,
     said_of,
-    value_in,
 )
 from ..files.json_text import to_plain
 
@@ -64,7 +63,7 @@ def _of_step(text: str, folded: Callable[[Sequence[Any]], Any], **more: Any) -> 
     return meaning(text, folded=folded, **more)
 
 
-class OfSteps(Struct, frozen=True, kw_only=True):
+class OfSteps(Struct, kw_only=True):
     """The numbers of a step in its line, or of several older ones that share one."""
 
     first: Annotated[StepNumber, _of_step("the number of the first step", _oldest)]
@@ -101,10 +100,10 @@ class OfSteps(Struct, frozen=True, kw_only=True):
     ] = field(name="skipped", default=0)
 
 
-def folded_numbers(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def folded_numbers(lines: Sequence[OfSteps]) -> dict[str, Any]:
     """The numbers of a line that stands for several, the oldest first."""
     return {
-        name: said_of(each, "folded")([value_in(line, each) for line in lines])
+        name: said_of(each, "folded")([getattr(line, name) for line in lines])
         for name, each in fields_of(OfSteps).items()
     }
 
@@ -114,7 +113,7 @@ _ACTIONS = ("raise", "skip", "warn", "spike")
 
 
 @documented
-class RecordStep(OfSteps, frozen=True, kw_only=True):
+class RecordStep(OfSteps, kw_only=True):
     """A step, or several older ones that share a line."""
 
     loss: Annotated[

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from io import FileIO
 from typing import BinaryIO, NamedTuple, TypeVar
 
-from ..files.json_text import line_bytes, parse_object
+from ..files.json_text import line_bytes
+from ..files.schema import decode
 from ..files.writing import write_all
 from .folding import fold
-from .record_lines import Line, LineSpan
+from .record_lines import LineSpan, StepsLine
 
 # So many lines of a level are folded into one of the next. With more of them a step
 # that has no line of its own shares one with more others; with fewer a line of the top
@@ -128,10 +129,7 @@ def _write(old: BinaryIO, new: FileIO, line: LineSpan | Folded) -> LineSpan:
     return _append(new, line_bytes(_folded(old, line)), line.level)
 
 
-def _folded(old: BinaryIO, line: LineSpan | Folded) -> Line:
+def _folded(old: BinaryIO, line: LineSpan | Folded) -> StepsLine:
     if isinstance(line, LineSpan):
-        found = parse_object(_line_at(old, line))
-        if found is None:
-            raise OSError("a line is not as it was written")
-        return found
+        return decode(_line_at(old, line), StepsLine)
     return fold([_folded(old, part) for part in line.parts], line.level)

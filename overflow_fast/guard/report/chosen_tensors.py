@@ -61,10 +61,9 @@ def _by_need(named: list[tuple[str, Any]], room: int) -> Iterator[tuple[str, Any
 
 def _is_bad(tensor: torch.Tensor) -> bool:
     try:
-        stat = ops.scan([tensor])[0]
+        return ops.are_nonfinite([tensor])[0]
     except Exception:
         return False
-    return bool(stat.has_nan or stat.has_inf)
 
 
 def _is_plain(value: Any) -> bool:

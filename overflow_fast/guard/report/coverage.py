@@ -16,12 +16,9 @@ from ..watching.watch import ModelWatch
 class GuardCoverage(Coverage):
     """The tensors and steps that a guard's clean verdicts cover, and the gaps.
 
+    It has the attributes of `Coverage`, too.
+
     Attributes:
-        tensors_listed: How many tensors the frames list.
-        tensors_scanned: How many scans that took.
-        bytes_scanned: How many bytes the scanned tensors have.
-        not_scanned: How many listed tensors were not scanned, by the reason.
-        opaque: How many values may hold tensors and were not looked into, by type.
         modules: How many modules the models have.
         modules_watched: How many of them are watched.
         steps: How many steps there were.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...base.text import nonfinite_text
 from ..verdict.verdict import BadEntry
 
 
@@ -10,7 +9,7 @@ def what_of(entry: BadEntry) -> str:
     """Writes how many bad values an entry holds, and which entry it is."""
     if entry.not_scanned:
         return f"{_name_of(entry)} could not be scanned ({entry.not_scanned})"
-    values = nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)
+    values = entry.nonfinite_text(has_numel=False)
     if entry.numel == 1 and not entry.is_finite_now:
         is_loss = entry.kind == "recorded" and entry.label == "loss"
         name = "the loss" if is_loss else _name_of(entry)
@@ -24,7 +23,7 @@ def what_of(entry: BadEntry) -> str:
 
 
 def written_by_update(entry: BadEntry) -> str:
-    values = nonfinite_text(entry.num_nan, entry.num_inf, entry.signs)
+    values = entry.nonfinite_text(has_numel=False)
     return f"the optimizer's step wrote {values} to {_name_of(entry)}"
 
 

@@ -51,7 +51,7 @@ class JsonLog:
         self,
         path: str | os.PathLike[str],
         name: str,
-        header: Callable[[], dict[str, Any]],
+        header: Callable[[], Any],
         max_bytes: int,
         keep: int,
         is_told: bool = False,

@@ -4,51 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...base.text import nonfinite_text, short_name
+from ...base.text import short_name
+from ...base.types import ValueCounts
 
 
 @dataclass(frozen=True)
-class TensorSummary:
+class TensorSummary(ValueCounts):
     """The values of one tensor in numbers.
 
     Attributes:
-        dtype: Its dtype, such as "float16".
         shape: Its shape.
         abs_min: The smallest magnitude of its finite values, or None if there is none.
         abs_max: The largest one.
-        num_nan: How many of its elements are nan.
-        num_inf: How many are inf or -inf.
-        signs: Those of the infs: "+", "-", "+-", or "" if there are none.
         name: What it was of before the step: "`fc.weight`" for a weight, a buffer or an
             input, "part of `fc.weight`"; or "".
     """
 
-    dtype: str
     shape: tuple[int, ...]
-    abs_min: float | None
-    abs_max: float | None
-    num_nan: int
-    num_inf: int
+    abs_min: float | None = None
+    abs_max: float | None = None
     name: str = ""
-    signs: str = ""
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
-    def is_finite(self) -> bool:
-        """True if none of its elements is nan, inf or -inf."""
-        return not (self.num_nan or self.num_inf)
-
-    def nonfinite_text(self, has_numel: bool = True) -> str:
-        """Writes how many of its elements are non-finite, of how many."""
-        numel = self.numel if has_numel else 0
-        return nonfinite_text(self.num_nan, self.num_inf, self.signs, numel)
 
 
 @dataclass

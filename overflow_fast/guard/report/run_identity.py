@@ -20,7 +20,6 @@ from torch import nn
 from ... import __version__
 from ...base.modules import parameters_of
 from ...base.text import dtype_name, notebook_shell, shortened
-from ..files.fields import line_of
 from ..files.json_text import SCHEMA
 from ..process import own_rank, world_size
 from ..watching.watch import ModelWatch, models_of
@@ -74,9 +73,9 @@ class RunIdentity:
             return whole
         return whole.with_name(f"{whole.stem}.rank{self.rank}{whole.suffix}")
 
-    def header(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
+    def header(self, watches: Sequence[ModelWatch], policy: object) -> RunLine:
         """Makes the line that a run begins with in a log; see `fields()`."""
-        return line_of(RunLine, **self.fields(watches, policy))
+        return RunLine(**self.fields(watches, policy))
 
     def fields(self, watches: Sequence[ModelWatch], policy: object) -> dict[str, Any]:
         """The fields of a run in the first line of a log or of a record.

@@ -7,6 +7,7 @@ of the arguments as they were is made where a forward is run again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from ... import _C
 from ...base.modules import buffers_of, modules_in
 from ...base.tree import CALL_DEPTH, mapped, solid_base, tensors
-from ...scanner.ops import scan
+from ...scanner.ops import are_nonfinite
 from ..kept_calls.ambient import Ambient
 from ..kept_calls.kept_call import KeptCall
 from ..undo.attributes import KeptAttributes
@@ -188,8 +189,7 @@ class HeldCall:
         written = list(self.written(self._tensors[len(self._given()) :]))
         written += [] if self.state is None else self.state.written_buffers()
         plain = [e for e in written if is_plain(e) and e.is_floating_point()]
-        stats = zip(plain, scan(plain), strict=True)
-        bad = [each for each, stat in stats if stat.has_nan or stat.has_inf]
+        bad = itertools.compress(plain, are_nonfinite(plain))
         with torch.inference_mode(False), torch.no_grad():
             return [(each, each.nan_to_num(0.0, 0.0, 0.0)) for each in bad]
 

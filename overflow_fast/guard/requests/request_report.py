@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from ...base.modules import named_buffers
 from ...base.tensors import widened
 from ...base.tree import Path, path_text, tensors
-from ...scanner.ops import scan
+from ...scanner.ops import are_nonfinite
 from ..report.causes import BAD_DATA
 from ..report.report import Report
 from ..verdict.remarks import FillRemark, limit_of
@@ -219,16 +220,15 @@ def left_in_state(
                 for name, each in buffers
                 if id(each) in own
             ]
-    plain = [(name, each) for name, each in named if is_plain(each)]
-    stats = scan([each for _, each in plain])
-    for (name, tensor), stat in zip(plain, stats, strict=True):
-        if (stat.has_nan or stat.has_inf) and name not in known:
-            bad = _is_nan_or_inf(widened(tensor))
-            if not bool(bad.any()):
-                continue
-            rows = bad.reshape(len(tensor), -1).any(1) if tensor.dim() else bad
-            places = rows.nonzero().flatten().tolist() if tensor.dim() else []
-            yield name, None if len(places) == rows.numel() else places
+    new = [pair for pair in named if is_plain(pair[1]) and pair[0] not in known]
+    are_bad = are_nonfinite(tensor for _, tensor in new)
+    for name, tensor in itertools.compress(new, are_bad):
+        bad = _is_nan_or_inf(widened(tensor))
+        if not bool(bad.any()):
+            continue
+        rows = bad.reshape(len(tensor), -1).any(1) if tensor.dim() else bad
+        places = rows.nonzero().flatten().tolist() if tensor.dim() else []
+        yield name, None if len(places) == rows.numel() else places
 
 
 def _label(path: Path, call: HeldCall) -> str:

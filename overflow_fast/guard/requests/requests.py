@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 import sys
 import threading
@@ -40,7 +41,7 @@ from ...base.tensors import devices_of
 from ...base.text import counted, short_name
 from ...base.tree import is_container, path_text, tensors
 from ...detector.hooks import move_hook_to_front
-from ...scanner.ops import scan
+from ...scanner.ops import are_nonfinite
 from ...torch_internals.module_internals import (
     forward_pre_hooks,
     share_called_key,
@@ -486,16 +487,14 @@ class Requests:
     def _look_at_buffers(self) -> None:
         """Notes the buffers that are bad before the first forward."""
         self._has_looked = True
-        named = [
-            (f"{watch.prefix}{name}", each)
+        named = {
+            f"{watch.prefix}{name}": each
             for watch in self._watches
             if watch.model is not None
             for name, each in named_buffers(watch.model)
-        ]
-        stats = scan([each for _, each in named])
-        for (name, _), stat in zip(named, stats, strict=True):
-            if stat.has_nan or stat.has_inf:
-                self.poisoned[name] = ""
+        }
+        bad = itertools.compress(named, are_nonfinite(named.values()))
+        self.poisoned |= dict.fromkeys(bad, "")
 
     def _is_left_out(self, request: Request) -> bool:
         schedule = self._schedule

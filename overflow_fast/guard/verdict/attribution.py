@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 
 from ... import _C
+from ...base.tensors import signs_of
 from ...base.tree import entry_label
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame, first_bad, headroom_before, is_finite_now, reach_loss
@@ -72,22 +73,13 @@ def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
         fqn if is_of_call else label,
         bad.frame.class_name if is_of_call else "",
         label,
-        entry.dtype,
-        0 if stat is None else stat.num_nan,
-        0 if stat is None else stat.num_inf,
-        entry.numel,
-        signs_of(entry.nonfinite_kinds),
         is_weight and is_finite_now(bad, entry),
         str(entry.reason or "") if entry.is_unseen else "",
-    )
-
-
-def signs_of(kinds: int) -> str:
-    """Returns the signs of the infs among kinds of values: see `BadEntry.signs`."""
-    return "".join(
-        sign
-        for sign, kind in (("+", _C.POSITIVE_INF), ("-", _C.NEGATIVE_INF))
-        if kinds & kind
+        dtype=entry.dtype,
+        numel=entry.numel,
+        num_nan=0 if stat is None else stat.num_nan,
+        num_inf=0 if stat is None else stat.num_inf,
+        signs=signs_of(entry.nonfinite_kinds),
     )
 
 

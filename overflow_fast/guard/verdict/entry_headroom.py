@@ -12,6 +12,8 @@ from ...base.types import TensorPath
 from ..watching.watch import ModelWatch
 from .roles import FORWARDS, kind_of
 
+_CALLS = (*FORWARDS, _C.FrameKind.BACKWARD)
+
 
 @dataclass(frozen=True)
 class EntryHeadroom:
@@ -61,9 +63,15 @@ def least_headroom(watches: Sequence[ModelWatch]) -> EntryHeadroom | None:
 
 def where_of(watch: ModelWatch, place: _C.Place) -> str:
     """Names the place of an entry: see `EntryHeadroom.where`."""
+    path = path_of(watch, place)
+    return path.of_module() if place.kind in _CALLS else path.in_words()
+
+
+def path_of(watch: ModelWatch, place: _C.Place) -> TensorPath:
+    """Returns the path of an entry of a watch's recorder."""
     role, label = kind_of(place.label.role), entry_label(place)
-    if place.kind in (*FORWARDS, _C.FrameKind.BACKWARD):
-        return TensorPath.from_label(
-            watch.name_at(place.module), role, label
-        ).of_module()
-    return TensorPath.from_fqn(role, label).in_words()
+    if place.kind in _CALLS:
+        return TensorPath.from_label(watch.name_at(place.module), role, label)
+    if place.kind == _C.FrameKind.RECORDED:
+        return TensorPath("", role, label)
+    return TensorPath.from_fqn(role, label)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from ... import _C
 from ...base.modules import is_layer_of_torch, module_of_parameter
 from ...base.tree import tensors_in
-from ...scanner.ops import scan
+from ...scanner.ops import are_nonfinite, scan
 from ...torch_internals.module_internals import is_batch_norm
 from ..watching.inputs import is_plain
 from ..watching.watch import ModelWatch
@@ -135,17 +136,14 @@ def _unchecked(calls: Calls, owners: _Owners) -> Iterator[str]:
         if (model := watch.model) is None:
             continue
         is_checked = checks_weights(watch, calls)
-        asked = [
-            (name, weight)
+        asked = {
+            name: weight
             for name, weight in zip(*watch.tensors.parameters(model, True), strict=True)
             if not is_checked
             or (owner := owners.get(module_of_parameter(name))) is None
             or not watch.modules.is_selected(owner[1])
-        ]
-        stats = scan([weight for _, weight in asked])
-        for (name, _), stat in zip(asked, stats, strict=True):
-            if stat.has_nan or stat.has_inf:
-                yield name
+        }
+        yield from itertools.compress(asked, are_nonfinite(asked.values()))
 
 
 def _buffers(bad: Bad, calls: Calls) -> Iterator[KeptValue]:

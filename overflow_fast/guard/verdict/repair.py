@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 
 from ...base.modules import parameters_of
-from ...scanner.ops import scan
+from ...scanner.ops import are_nonfinite
 from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch
 from .verdict import Verdict
@@ -38,9 +39,8 @@ def is_beyond_repair(
         for weight in parameters_of(model)
     ]
     return any(
-        (stat.has_nan or stat.has_inf)
-        and not (start is not None and _makes_finite(start, weight))
-        for weight, stat in zip(weights, scan(weights), strict=True)
+        start is None or not _makes_finite(start, weight)
+        for weight in itertools.compress(weights, are_nonfinite(weights))
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...base.types import TensorPath
+from ...base.types import TensorPath, ValueCounts
 from ...flags import is_label
 from .entry_headroom import EntryHeadroom
 
@@ -74,7 +74,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class BadEntry:
+class BadEntry(ValueCounts):
     """A tensor that holds a nan or an inf.
 
     Attributes:
@@ -85,11 +85,6 @@ class BadEntry:
             no call.
         class_name: The module's class, or "".
         label: The entry of the call, such as `output[0]`, or the tensor's name.
-        dtype: The tensor's dtype, such as "float16".
-        num_nan: How many of its elements are nan.
-        num_inf: How many are inf or -inf.
-        numel: How many it has.
-        signs: Those of its infs: "+", "-", "+-", or "" if there are none.
         is_finite_now: True for a weight that is finite: another tensor stood in for it
             in the call, as in `functional_call()`, or it has changed since.
         not_scanned: Why its values are not known, where it could not be scanned; or "".
@@ -99,11 +94,6 @@ class BadEntry:
     fqn: str
     class_name: str
     label: str
-    dtype: str
-    num_nan: int
-    num_inf: int
-    numel: int
-    signs: str = ""
     is_finite_now: bool = False
     not_scanned: str = ""
 

@@ -150,21 +150,21 @@ def left_out_remarks(
 
 def _tie_remarks(mine: RankStep, its: RankStep) -> Iterator[str]:
     """Names parameters that are one tensor with another in one run alone."""
-    ties, others = (_ties([s.row for s in side.sources]) for side in (mine, its))
+    ties, others = (_ties(s.row for s in side.sources) for side in (mine, its))
     for found, rest, whose in ((ties, others, "first"), (others, ties, "reference")):
         names = [f"{name} = {found[name]}" for name in found if name not in rest]
         if names:
             yield f"tied in the {whose} run alone: {_some(names)}"
 
 
-def _ties(tensors: Sequence[RecordedTensor | StepTensor]) -> dict[str, str]:
+def _ties(rows: Iterable[RecordedTensor]) -> dict[str, str]:
     """The parameters of one rank that are one tensor with an earlier one: its name."""
-    rows = [each for each in tensors if each.place.role == "parameter"]
-    names = {row.order: row.place.fqn for row in rows}
+    found = [(r.line, r.place.fqn) for r in rows if r.place.role == "parameter"]
+    names = {line.order: name for line, name in found}
     return {
-        row.place.fqn: names[row.same]
-        for row in rows
-        if row.same is not None and row.same in names and 0 not in row.shape
+        name: names[line.same]
+        for line, name in found
+        if line.same is not None and line.same in names and 0 not in line.shape
     }
 
 
@@ -601,7 +601,7 @@ def _in_backward(
 
 def ties_of(*runs: Sequence[StepTensor]) -> list[dict[str, str]]:
     """The ties of the first rank of both runs."""
-    return [_ties([each for each in run if each.rank == run[0].rank]) for run in runs]
+    return [_ties(e.row for e in run if e.rank == run[0].rank) for run in runs]
 
 
 def _describe_tie(fqn: str, known: StepContext) -> str:

@@ -56,7 +56,7 @@ from .judged_rows import (
     judge_all,
 )
 from .matching import Matched, Pair, StepTensor, mapped_name, match
-from .recordings import RankStep, RecordedTensor, Source
+from .recordings import RankStep, RecordedTensor, Source, row_line
 from .run_settings import modes
 from .summary import (
     Measures,
@@ -399,13 +399,9 @@ class Lockstep:
     def _entry(
         self, side: int, place: StepPath, tensor: torch.Tensor, same: int | None
     ) -> tuple[StepTensor, torch.Tensor | None]:
-        order = self._numbers[side]
+        line = row_line(place, tensor, 0, self._numbers[side], same)
         self._numbers[side] += 1
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        row = RecordedTensor(place, order, dtype, shape, same=same)
-        row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
-        entry = StepTensor(place, order, None, dtype, shape, None, "", [Source(0, row)])
-        entry.same = same
+        entry = StepTensor.of(Source(0, RecordedTensor(line, place)), None)
         values = values_of(tensor)
         if isinstance(values, str):
             entry.why = str(values)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .recordings import RankStep, Source
+from .recordings import RankStep, RecordedTensor, Source
 from .summary import Summary, estimated
 from .tensor_hooks import STATE, StepPath
 
@@ -27,33 +27,55 @@ class StepTensor:
     """A tensor of a step.
 
     Attributes:
-        place: Where it was.
-        order: Its number in the step, of the first rank that has it.
+        sources: The rows that it is made of; the first one has its place and dtype.
         rank: The rank whose it is; None if it is of all of them together.
-        dtype: Its dtype.
         shape: Its shape.
         summary: Its numbers, or None.
         why: Why it has none, or "".
-        sources: The rows that it is made of.
-        same: The order of an earlier entry with the same tensor, or None.
     """
 
-    place: StepPath
-    order: int
+    sources: list[Source]
     rank: int | None
-    dtype: str
     shape: tuple[int, ...]
     summary: Summary | None
     why: str
-    sources: list[Source]
-    same: int | None = None
+
+    @classmethod
+    def of(cls, source: Source, rank: int | None) -> StepTensor:
+        """Makes the tensor of one row."""
+        row, line = source.row, source.row.line
+        shape = line.shape if row.part is None else tuple(row.part.shape)
+        return cls([source], rank, shape, row.summary, line.why)
+
+    @property
+    def row(self) -> RecordedTensor:
+        """The row of the first rank that has it."""
+        return self.sources[0].row
+
+    @property
+    def place(self) -> StepPath:
+        """Where it was."""
+        return self.row.place
+
+    @property
+    def order(self) -> int:
+        """Its number in the step, of the first rank that has it."""
+        return self.row.line.order
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype."""
+        return self.row.line.dtype
+
+    @property
+    def same(self) -> int | None:
+        """The order of an earlier entry with the same tensor, or None."""
+        return self.row.line.same
 
     @property
     def requires_grad(self) -> bool | None:
         """True if it required gradients on any rank; None if that is not known."""
-        if len(self.sources) == 1:
-            return self.sources[0].row.requires_grad
-        known = [source.row.requires_grad for source in self.sources]
+        known = [source.row.line.requires_grad for source in self.sources]
         return None if None in known else any(known)
 
     def load(self) -> torch.Tensor | None:
@@ -78,35 +100,19 @@ class StepTensor:
 
 def entries_of_rank(step: RankStep) -> list[StepTensor]:
     """The tensors of one rank, its parts as they are."""
-    return [_entry_of(source, source.rank) for source in step.sources]
+    return [StepTensor.of(source, source.rank) for source in step.sources]
 
 
 def entries_of_ranks(ranks: Sequence[RankStep]) -> list[StepTensor]:
     """The tensors of all ranks: parts put together, equal ones once."""
     if len(ranks) == 1 and all(s.row.part is None for s in ranks[0].sources):
-        return [_entry_of(source, None) for source in ranks[0].sources]
+        return [StepTensor.of(source, None) for source in ranks[0].sources]
     groups: dict[Key, list[Source]] = {}
     for step in ranks:
         for source in step.sources:
             groups.setdefault(source.row.place.key, []).append(source)
     found = [entry for group in groups.values() for entry in _combined(group)]
     return sorted(found, key=lambda entry: entry.order)
-
-
-def _entry_of(source: Source, rank: int | None) -> StepTensor:
-    row = source.row
-    shape = row.shape if row.part is None else tuple(row.part.shape)
-    return StepTensor(
-        row.place,
-        row.order,
-        rank,
-        row.dtype,
-        shape,
-        row.summary,
-        row.why,
-        [source],
-        row.same,
-    )
 
 
 def _combined(group: list[Source]) -> Iterable[StepTensor]:
@@ -118,9 +124,9 @@ def _combined(group: list[Source]) -> Iterable[StepTensor]:
     is_equal = first is not None and all(
         p is not None and torch.equal(p.sums, first.sums) for p in prints
     )
-    if is_equal or (first is None and len({row.why for row in rows}) == 1):
-        return [_entry_of(group[0], None)]
-    return [_entry_of(source, source.rank) for source in group]
+    if is_equal or (first is None and len({row.line.why for row in rows}) == 1):
+        return [StepTensor.of(group[0], None)]
+    return [StepTensor.of(source, source.rank) for source in group]
 
 
 def _joined(group: list[Source]) -> StepTensor:
@@ -130,7 +136,7 @@ def _joined(group: list[Source]) -> StepTensor:
         part = source.row.part
         assert part is not None
         parts.setdefault((part.offset, part.partial), source)
-    entry = _entry_of(group[0], None)
+    entry = StepTensor.of(group[0], None)
     entry.sources = list(parts.values())
     rows = [source.row for source in entry.sources]
     found = [row.summary for row in rows if row.summary is not None]
@@ -138,7 +144,7 @@ def _joined(group: list[Source]) -> StepTensor:
         entry.summary, entry.why = None, entry.why or "a part was not recorded"
         return entry
     if not any(row.part is not None and row.part.is_partial for row in rows):
-        held = sum(row.local_numel for row in rows)
+        held = sum(math.prod(row.local) for row in rows)
         if held != math.prod(entry.shape):
             entry.why = f"parts of {held} of {math.prod(entry.shape)} elements"
             entry.summary = None

@@ -14,16 +14,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...base.tensors import devices_of
-from ...base.text import dtype_name
-from ...guard.files.fields import line_of
 from ...guard.files.json_text import dumps
 from ...guard.files.writing import open_appending, write_all, write_new
 from ...guard.undo.random import RandomStates
 from .recording_schema import HeadLine, RecordedStepLine, RowLine
-from .recordings import SCHEMA, RecordedTensor
+from .recordings import SCHEMA, add_numbers, row_line
 from .run_settings import modes, process, settings_of_optimizer, versions
 from .summary import fetch, magnitudes, part_of, summarize, values_of
-from .tensor_hooks import BACKWARD, StepPath, TensorHooks
+from .tensor_hooks import StepPath, TensorHooks
 
 _log = logging.getLogger("overflow_fast")
 MAX_HELD = 2**28  # bytes of copies that wait for their file
@@ -92,8 +90,7 @@ class Recording:
             _log.warning("Recording to %s ended: %s", self.folder, self._failure)
 
     def _begin_run(self) -> None:
-        line = line_of(
-            HeadLine,
+        line = HeadLine(
             schema=SCHEMA,
             time=time.time(),
             tensors=self._has_tensors,
@@ -106,7 +103,7 @@ class Recording:
     def _begin(self) -> None:
         if self._steps is not None and self._step not in self._steps:
             return
-        self._rows: list[tuple[RecordedTensor, torch.Tensor | None]] = []
+        self._rows: list[tuple[RowLine, torch.Tensor | None]] = []
         self._held: dict[str, torch.Tensor] = {}
         self._num_held = self._num_files = 0
         self._has_gradients = False
@@ -159,15 +156,14 @@ class Recording:
         summaries = iter(fetch([n for _, n in self._rows if n is not None]))
         lines = []
         for row, numbers in self._rows:
-            row.summary = next(summaries) if numbers is not None else None
-            line = line_of(RowLine, step=self._step, **row.to_plain())
-            lines.append(f"{dumps(line)}\n")
+            if numbers is not None:
+                add_numbers(row, next(summaries))
+            lines.append(f"{dumps(row)}\n")
         drawn = self._random.drawn()
         settings = {**self._modes.pop("settings"), **hooks.arguments}
         changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
         self._settings |= changed
-        end = line_of(
-            RecordedStepLine,
+        end = RecordedStepLine(
             step=self._step,
             **self._modes,
             settings=changed,
@@ -184,16 +180,15 @@ class Recording:
         self._rows, self._held = [], {}
 
     def _add(self, place: StepPath, tensor: torch.Tensor, same: int | None) -> None:
-        order, dtype = len(self._rows), dtype_name(tensor.dtype)
-        row = RecordedTensor(place, order, dtype, tuple(tensor.shape), same=same)
-        row.requires_grad = None if place.phase == BACKWARD else tensor.requires_grad
+        row = row_line(place, tensor, self._step, len(self._rows), same)
         self._rows.append((row, None))  # also if it cannot be read
         part = part_of(tensor)
         values = values_of(tensor)
         if isinstance(part, str) or isinstance(values, str):
             row.why = part if isinstance(part, str) else str(values)
             return
-        row.part, row.local = part, tuple(values.shape)
+        if part is not None:
+            row.part, row.local = part.to_plain(), tuple(values.shape)
         if same is None:
             numbers = summarize(values, part)
             if place.role in ("accumulated_gradient", "parameter_gradient"):
@@ -202,7 +197,7 @@ class Recording:
             if self._has_tensors:
                 self._hold(row, values)
 
-    def _hold(self, row: RecordedTensor, values: torch.Tensor) -> None:
+    def _hold(self, row: RowLine, values: torch.Tensor) -> None:
         row.file = self._name()
         self._held[str(row.order)] = values.cpu().contiguous().clone()
         self._num_held += values.nbytes

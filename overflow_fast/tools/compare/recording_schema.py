@@ -35,8 +35,8 @@ class HeadLine(Struct, tag_field="kind", tag="recording", kw_only=True):
     versions: Annotated[dict[str, str], meaning("releases of torch and others")] = {}
 
 
-class RowLine(Struct, tag_field="kind", tag="row", kw_only=True):
-    """A tensor at its place in a step; fields that are empty are left out."""
+class RowLine(Struct, tag_field="kind", tag="row", kw_only=True, omit_defaults=True):
+    """A tensor at its place in a step; fields that have their default are left out."""
 
     step: Annotated[Count, meaning("the number of the step")]
     order: Annotated[Count, meaning("its number in the step, from 0")]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -35,80 +34,57 @@ from ...guard.files.schema import decode, head_of, plain
 from ...guard.files.tensor_files import open_tensors
 from .recording_schema import HeadLine, RecordedStepLine, RowLine, decoder
 from .summary import Shard, Summary, sums_of
-from .tensor_hooks import StepPath
+from .tensor_hooks import BACKWARD, StepPath
 
 SCHEMA = 1  # of recordings
 
 
-# In the order of a line's fields.
-_PLACE = ("phase", "module", "class_name", "call", "role", "path", "caller", "is_leaf")
-
-
 @dataclass
 class RecordedTensor:
-    """A tensor at its place in a step.
+    """A row of a recording.
 
     Attributes:
-        place: Where it was.
-        order: Its number in the step, from 0.
-        dtype: Its dtype, such as "bfloat16".
-        shape: Its shape; of a part that ranks share, that of the whole.
+        line: Its line.
+        place: Where the tensor was.
         summary: Its numbers; None if it has those of `same`, or was not read.
-        same: The order of an earlier row with the same tensor, or None.
-        part: Its place in a tensor that ranks share, or None.
-        why: Why there are no numbers, or "".
-        file: The file that has the tensor, or "".
-        local: The shape of this rank's part.
-        requires_grad: Whether it required gradients; None for gradients.
     """
 
+    line: RowLine
     place: StepPath
-    order: int
-    dtype: str
-    shape: tuple[int, ...]
     summary: Summary | None = None
-    same: int | None = None
-    part: Shard | None = None
-    why: str = ""
-    file: str = ""
-    local: tuple[int, ...] = ()
-    requires_grad: bool | None = None
 
     @property
-    def local_numel(self) -> int:
-        """The number of elements of this rank's part."""
-        return math.prod(self.local)
+    def local(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return self.line.shape if self.line.local is None else self.line.local
 
-    def to_plain(self) -> dict[str, Any]:
-        """The row as JSON, without what is empty."""
-        plain: dict[str, Any] = {"order": self.order}
-        plain |= {name: getattr(self.place, name) for name in _PLACE}
-        plain |= {"dtype": self.dtype, "shape": list(self.shape)}
-        plain["local"] = None if self.part is None else list(self.local)
-        plain["requires_grad"] = self.requires_grad
-        plain |= {"same": self.same, "why": self.why, "file": self.file}
-        plain["part"] = None if self.part is None else self.part.to_plain()
-        if self.summary is not None:
-            plain |= self.summary.to_plain()
-        empty = (None, "")
-        return {k: v for k, v in plain.items() if k == "module" or v not in empty}
+    @functools.cached_property
+    def part(self) -> Shard | None:
+        """Its place in a tensor that ranks share, or None."""
+        return None if self.line.part is None else Shard(*self.line.part)
 
-    @classmethod
-    def from_line(cls, line: RowLine, summary: Summary | None) -> RecordedTensor:
-        """Makes one of a line of a recording, and of the numbers in it."""
-        return cls(
-            _place_of(*_place_fields(line)),
-            line.order,
-            line.dtype,
-            line.shape,
-            summary,
-            line.same,
-            None if line.part is None else Shard(*line.part),
-            line.why,
-            line.file,
-            line.shape if line.local is None else line.local,
-            line.requires_grad,
-        )
+
+def row_line(
+    place: StepPath, tensor: torch.Tensor, step: int, order: int, same: int | None
+) -> RowLine:
+    """Makes the line of a tensor, without its numbers.
+
+    Args:
+        place: Where it is.
+        tensor: The tensor.
+        step: The number of the step.
+        order: Its number in the step, from 0.
+        same: The order of an earlier row with the same tensor, or None.
+    """
+    return RowLine(
+        step=step,
+        order=order,
+        **vars(place),
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        requires_grad=None if place.phase == BACKWARD else tensor.requires_grad,
+        same=same,
+    )
 
 
 # Each step has the same places: they are made once. Bounded, as any file may be read.
@@ -138,21 +114,23 @@ class Source:
 
     def load(self) -> torch.Tensor | None:
         """Reads the tensor; None if its fingerprint is all there is."""
-        if self.folder is None or not self.row.file:
+        line = self.row.line
+        if self.folder is None or not line.file:
             return None
-        path = self.folder / self.row.file
+        path = self.folder / line.file
         try:
             tensor = self._read(path)
         except (OSError, FileError, ImportError) as error:
             self.unread.setdefault(str(path), why_unreadable(error))
             return None
-        if tensor.shape != self.row.local or dtype_name(tensor.dtype) != self.row.dtype:
+        if tensor.shape != self.row.local or dtype_name(tensor.dtype) != line.dtype:
             self.unread.setdefault(str(path), "its tensors are not those of the rows")
             return None
         return tensor
 
     def _read(self, path: Path) -> torch.Tensor:
-        name = str(self.row.order if self.row.same is None else self.row.same)
+        line = self.row.line
+        name = str(line.order if line.same is None else line.same)
         with open_tensors(path) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
@@ -262,7 +240,8 @@ def _rows_of(data: bytes, step: int) -> tuple[list[RecordedTensor], int]:
     for line in lines:
         has_numbers = line.fingerprint is not None
         summary = _summary_of(line, next(prints)) if has_numbers else None
-        rows.append(RecordedTensor.from_line(line, summary))
+        line.fingerprint = None  # the summary has it
+        rows.append(RecordedTensor(line, _place_of(*_place_fields(line)), summary))
     return rows, len(texts) - len(rows)
 
 
@@ -271,6 +250,13 @@ def _summary_of(line: RowLine, sums: torch.Tensor) -> Summary:
     low, high, squares = map(float, (line.low, line.high, line.squares))
     counts = line.num_nan, line.num_inf
     return Summary(low, high, squares, *counts, sums, line.magnitudes)
+
+
+def add_numbers(line: RowLine, summary: Summary) -> None:
+    """Adds the numbers of its tensor to a line; what `_summary_of()` reads."""
+    line.low, line.high, line.squares = summary.low, summary.high, summary.squares
+    line.num_nan, line.num_inf = summary.num_nan, summary.num_inf
+    line.fingerprint, line.magnitudes = summary.fingerprint, summary.magnitudes
 
 
 _DAMAGED = object()
@@ -502,11 +488,14 @@ def _head_of(text: bytes | None, file: Path) -> HeadLine:
 
 def _share_summaries(rows: Sequence[RecordedTensor]) -> None:
     """Gives rows of a tensor that an earlier row has the numbers of that row."""
-    by_order = {row.order: row for row in rows}
+    by_order = {row.line.order: row for row in rows}
     # From the first on: what a row shares has no further one to look for then.
-    for row in sorted(rows, key=lambda row: row.order):
-        shared = by_order.get(row.same) if row.same is not None else None
-        while shared is not None and shared.same is not None:
-            shared = by_order.get(shared.same)
+    for row in sorted(rows, key=lambda row: row.line.order):
+        line, shared = row.line, None
+        if line.same is not None:
+            shared = by_order.get(line.same)
+        while shared is not None and shared.line.same is not None:
+            shared = by_order.get(shared.line.same)
         if shared is not None:
-            row.summary, row.file, row.same = shared.summary, shared.file, shared.order
+            row.summary = shared.summary
+            line.file, line.same = shared.line.file, shared.line.order

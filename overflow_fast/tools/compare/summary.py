@@ -19,7 +19,6 @@ sign of its own.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import functools
 import math
@@ -184,9 +183,9 @@ class Shard:
         """True if the whole is a sum of parts like this one."""
         return bool(self.partial)
 
-    def to_plain(self) -> list[list[int]]:
-        """The part as lists of integers."""
-        return [list(self.shape), list(self.offset), list(self.partial)]
+    def to_plain(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """The part as numbers alone."""
+        return self.shape, self.offset, self.partial
 
 
 def part_of(tensor: torch.Tensor) -> Shard | str | None:
@@ -279,23 +278,14 @@ class Summary:
         """The L2 norm of the finite values."""
         return math.sqrt(self.squares)
 
-    def to_plain(self) -> dict[str, Any]:
-        """The summary as JSON; the fingerprint as 251 float32 (float64) in base64."""
+    @property
+    def fingerprint(self) -> bytes:
+        """The fingerprint as 251 float32, or float64 where one is too large."""
         sums = self.sums.tolist()
         try:
-            data = struct.pack(f"<{WIDTH}f", *sums)
+            return struct.pack(f"<{WIDTH}f", *sums)
         except OverflowError:  # masks have the lowest number of their dtype many times
-            data = struct.pack(f"<{WIDTH}d", *sums)
-        magnitudes = {"magnitudes": list(self.magnitudes)} if self.magnitudes else {}
-        return {
-            "low": self.low,
-            "high": self.high,
-            "squares": self.squares,
-            "num_nan": self.num_nan,
-            "num_inf": self.num_inf,
-            **magnitudes,
-            "fingerprint": base64.b64encode(data).decode(),
-        }
+            return struct.pack(f"<{WIDTH}d", *sums)
 
 
 def sums_of(prints: Sequence[bytes]) -> Iterator[torch.Tensor]:

@@ -9,24 +9,22 @@ from pathlib import Path
 import torch
 
 from ...base.text import dtype_name
+from ...base.types import ValueCounts
 from ...guard.files.reading import FileError
 from ...guard.files.tensor_files import open_tensors
 from .incidents import Incident
 
 
 @dataclass(frozen=True)
-class Histogram:
+class Histogram(ValueCounts):
     """The magnitudes of one tensor, counted by their exponents of 2.
 
     Attributes:
         name: The tensor's name, as reports have it.
-        dtype: Its dtype, such as "float16".
         shape: Its shape.
         bins: Exponents and counts: `2**exponent <= |x| < 2**(exponent + 1)`.
         lowest: The exponent of the dtype's smallest normal number.
         highest: That of its largest number.
-        num_nan: How many elements are nan.
-        num_inf: How many are inf or -inf.
         num_zero: How many are 0.
         places: The places of the first non-finite elements.
         rows: How many non-finite elements each index of the first dimension has.
@@ -34,13 +32,10 @@ class Histogram:
     """
 
     name: str
-    dtype: str
     shape: tuple[int, ...]
     bins: list[tuple[int, int]]
     lowest: int
     highest: int
-    num_nan: int
-    num_inf: int
     num_zero: int
     places: list[tuple[int, ...]]
     rows: list[tuple[int, int]]
@@ -109,16 +104,17 @@ def _counted(name: str, tensor: torch.Tensor) -> Histogram:
     rows = bad[:, 0].bincount().tolist() if values.dim() else []
     return Histogram(
         _plain(name),
-        dtype_name(tensor.dtype),
         tuple(tensor.shape),
         _bins(own),
         math.frexp(info.smallest_normal)[1] - 1,
         math.frexp(info.max)[1] - 1,
-        int(values.isnan().sum()),
-        int(values.isinf().sum()),
         int((values == 0).sum()),
         [tuple(place) for place in bad[:_FEW].tolist()],
         [(i, count) for i, count in enumerate(rows) if count][:_FEW],
+        dtype=dtype_name(tensor.dtype),
+        numel=tensor.numel(),
+        num_nan=int(values.isnan().sum()),
+        num_inf=int(values.isinf().sum()),
     )
 
 

@@ -26,7 +26,7 @@ from ...guard.verdict.attribution import attribute
 from ...guard.verdict.bad_frames import BadFrame, collect, in_order
 from ...guard.verdict.call_order import Calls
 from ...guard.watching.watch import ModelWatch
-from ...scanner.ops import scan
+from ...scanner.ops import are_nonfinite
 from ...torch_internals.module_internals import is_dropout
 from ...torch_internals.replaying import uncompiled_calls
 from .half import HalfLists, onnx_scopes
@@ -580,8 +580,7 @@ class RunResult:
     @property
     def is_finite(self) -> bool:
         """True if losses, gradients and, without a loss, outputs are finite."""
-        stats = scan([*self.outputs, *self.gradients.values()])
-        is_bad = any(each.has_nan or each.has_inf for each in stats)
+        is_bad = any(are_nonfinite([*self.outputs, *self.gradients.values()]))
         return all(map(math.isfinite, self.losses)) and not is_bad
 
     def difference(self, reference: RunResult) -> float:

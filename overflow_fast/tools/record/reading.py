@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...guard.files.reading import FileError, lines_of, open_regular
-from ...guard.files.schema import Lines, head_of, plain
+from ...guard.files.schema import Lines, head_of
 from ...guard.record.record_lines import (
     BEGINNING,
     KIND,
     KINDS,
     RECORD_SCHEMA,
-    Line,
     RecordError,
+    StepsLine,
 )
-
-if TYPE_CHECKING:
-    pass
-
 from .table import FlightRecord, num_cells
 
 _LINES = Lines(*KINDS)
@@ -50,7 +46,7 @@ def read_record(path: str | os.PathLike[str]) -> FlightRecord:
         >>> record.to_dataframe().query("num_nan > 0")  # doctest: +SKIP
     """
     where = Path(path)
-    lines, num_damaged, rest = list[Line](), 0, b""
+    lines, num_damaged, rest = list[Any](), 0, b""
     with open_regular(where) as file:
         for i, text in enumerate(lines_of(file)):
             if text is not None and not text.endswith(b"\n"):
@@ -59,7 +55,7 @@ def read_record(path: str | os.PathLike[str]) -> FlightRecord:
                 lines.append(_run_of(text, where))
             else:
                 try:
-                    line = None if text is None else _parsed(text)
+                    line = None if text is None else _LINES.decode(text)
                     num_damaged += text is None
                 except FileError:
                     num_damaged += 1
@@ -67,21 +63,11 @@ def read_record(path: str | os.PathLike[str]) -> FlightRecord:
                     lines += [] if line is None else [line]
     if not lines and not (rest.startswith(BEGINNING) or BEGINNING.startswith(rest)):
         raise _no_record(where)
-    _check_size(where, [line for line in lines if line["kind"] == "steps"])
+    _check_size(where, [line for line in lines if isinstance(line, StepsLine)])
     return FlightRecord(where, lines, bool(rest), num_damaged)
 
 
-def _parsed(text: bytes) -> Line | None:
-    """A line; None for one of a kind that this version does not know.
-
-    Raises:
-        FileError: If it is damaged.
-    """
-    found = _LINES.decode(text)
-    return None if found is None else plain(found)
-
-
-def _run_of(text: bytes | None, path: Path) -> Line:
+def _run_of(text: bytes | None, path: Path) -> Any:
     """The first line of a record.
 
     Raises:
@@ -92,16 +78,14 @@ def _run_of(text: bytes | None, path: Path) -> Line:
         raise _no_record(path)
     try:
         head.check_schema(RECORD_SCHEMA)
-        run = _parsed(text)
+        return _LINES.decode(text)
     except FileError as error:
         raise RecordError(f"{path} cannot be read: {error}.") from error
-    assert run is not None
-    return run
 
 
-def _check_size(path: Path, steps: Sequence[Line]) -> None:
+def _check_size(path: Path, steps: Sequence[StepsLine]) -> None:
     """Raises RecordError where a table of the steps would be mostly empty."""
-    held = sum(columns["num"] for line in steps for columns in line["models"])
+    held = sum(columns.num for line in steps for columns in line.models)
     cells = num_cells(steps)
     if cells > _FREE_CELLS + _MAX_SPARSE * held:
         raise RecordError(

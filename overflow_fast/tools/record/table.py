@@ -24,15 +24,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET, Struct
+from msgspec.structs import asdict
+
 from ...base.text import bits_left, printable
-from ...guard.files.fields import fields_of, said_of, value_in
+from ...guard.files.fields import fields_of, said_of
+from ...guard.files.schema import plain
 from ...guard.record.columns import as_tensor, read_numbers
 from ...guard.record.record_lines import (
     COLUMNS,
     COUNTS,
+    EntriesLine,
     EntryName,
-    Line,
     RecordEntry,
+    StepsLine,
 )
 from ...guard.record.record_step import OfSteps, RecordStep
 
@@ -49,26 +54,28 @@ _OF_ENTRY = ("model", *fields_of(EntryName))
 _LOSSES = ("output.loss", "output['loss']")
 
 
-def widths_of(steps: Sequence[Line]) -> list[int]:
+def widths_of(steps: Sequence[StepsLine]) -> list[int]:
     """The number of entries of each model, by the widest of its lines."""
-    models = max((len(line["models"]) for line in steps), default=0)
+    models = max((len(line.models) for line in steps), default=0)
     widths = [0] * models
     for line in steps:
-        for i, columns in enumerate(line["models"]):
-            widths[i] = max(widths[i], columns["num"])
+        for i, columns in enumerate(line.models):
+            widths[i] = max(widths[i], columns.num)
     return widths
 
 
-def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry]:
+def entries_of(
+    heads: Sequence[EntriesLine], widths: Sequence[int]
+) -> list[RecordEntry]:
     """The entries of all models; those whose line was damaged are of no known kind.
 
     Args:
         heads: The lines of entries.
         widths: How many entries each model has; of further ones no step tells.
     """
-    by_model = collections.defaultdict[int, list[Line]](list)
+    by_model = collections.defaultdict[int, list[EntriesLine]](list)
     for line in heads:
-        by_model[line["model"]].append(line)
+        by_model[line.model].append(line)
     return [
         each
         for model, width in enumerate(widths)
@@ -76,7 +83,9 @@ def entries_of(heads: Sequence[Line], widths: Sequence[int]) -> list[RecordEntry
     ]
 
 
-def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordEntry]:
+def _read_entries(
+    heads: Sequence[EntriesLine], model: int, width: int
+) -> list[RecordEntry]:
     found = [
         RecordEntry(
             model=model,
@@ -91,18 +100,14 @@ def _read_entries(heads: Sequence[Line], model: int, width: int) -> list[RecordE
         for i in range(width)
     ]
     for line in heads:
-        room = max(0, width - line["first"])  # its step may be missing
-        for i, each in enumerate(line["entries"][:room]):
-            found[line["first"] + i] = _entry_of(model, each)
+        room = max(0, width - line.first)  # its step may be missing
+        for i, each in enumerate(line.entries[:room]):
+            own = {**asdict(each), "limit": float(each.limit)}
+            found[line.first + i] = RecordEntry(model=model, **own)
     return found
 
 
-def _entry_of(model: int, line: Line) -> RecordEntry:
-    own = {n: value_in(line, each) for n, each in fields_of(EntryName).items()}
-    return RecordEntry(model=model, **{**own, "limit": float(own["limit"])})
-
-
-def num_cells(steps: Sequence[Line]) -> int:
+def num_cells(steps: Sequence[StepsLine]) -> int:
     """The number of values in each column of a record: its lines by its entries."""
     return len(steps) * sum(widths_of(steps))
 
@@ -123,14 +128,14 @@ class FlightRecord:
     """
 
     def __init__(
-        self, path: Path, lines: list[Line], is_truncated: bool, num_damaged: int
+        self, path: Path, lines: list[Any], is_truncated: bool, num_damaged: int
     ) -> None:
         self.path = path
-        self.run: dict[str, Any] = lines[0] if lines else {}
+        self.run: dict[str, Any] = plain(lines[0]) if lines else {}
         self.is_truncated = is_truncated
         self.num_damaged = num_damaged
-        self._lines = [line for line in lines if line.get("kind") == "steps"]
-        self._heads = heads = [x for x in lines if x.get("kind") == "entries"]
+        self._lines = [line for line in lines if isinstance(line, StepsLine)]
+        self._heads = heads = [x for x in lines if isinstance(x, EntriesLine)]
         widths = widths_of(self._lines)
         self._begins = [0, *itertools.accumulate(widths)]
         self.entries: list[RecordEntry] = entries_of(heads, widths)
@@ -141,7 +146,7 @@ class FlightRecord:
 
     def __repr__(self) -> str:
         """Writes the file, and how many steps of how many entries it has."""
-        steps = sum(line["count"] for line in self._lines)
+        steps = sum(line.count for line in self._lines)
         of = ", ".join(self.run.get("models", [])) or "a run"
         num = len(self.entries)
         return printable(f"{self.path}: {of}, {steps} steps of {num} entries")
@@ -151,7 +156,7 @@ class FlightRecord:
         lines = [self.run, *self._heads, *self._lines[-num:]]
         return FlightRecord(self.path, lines, self.is_truncated, self.num_damaged)
 
-    def followed_by(self, lines: list[Line]) -> FlightRecord:
+    def followed_by(self, lines: Sequence[Struct]) -> FlightRecord:
         """The record with further lines."""
         whole = [self.run, *self._heads, *self._lines, *lines]
         return FlightRecord(self.path, whole, self.is_truncated, self.num_damaged)
@@ -162,7 +167,7 @@ class FlightRecord:
         own, found = fields_of(OfSteps), fields_of(RecordStep)
         scalars = {n: self._entries_named(n) for n in found if n not in own}
         values: Iterator[dict[str, Any]] = (
-            {name: _plain(value_in(line, each)) for name, each in own.items()}
+            {name: _plain(getattr(line, name)) for name in own}
             | {name: self._scalar(line, where) for name, where in scalars.items()}
             for line in self._lines
         )
@@ -280,13 +285,15 @@ class FlightRecord:
         """True if a column was ever counted; the others are always there."""
         may_lack = name in ("num_saturated", "num_zero")
         return not may_lack or any(
-            name in columns for line in self._lines for columns in line["models"]
+            getattr(columns, name) is not UNSET
+            for line in self._lines
+            for columns in line.models
         )
 
-    def _numbers(self, name: str, line: Line) -> Iterator[tuple[int, Numbers]]:
+    def _numbers(self, name: str, line: StepsLine) -> Iterator[tuple[int, Numbers]]:
         """The numbers of each model, and the index of its first entry."""
         byteorder = self.run.get("byteorder", "little")
-        for begin, columns in zip(self._begins, line["models"], strict=False):
+        for begin, columns in zip(self._begins, line.models, strict=False):
             numbers = read_numbers(columns, name, byteorder)
             if numbers is not None:
                 yield begin, numbers
@@ -330,7 +337,7 @@ class FlightRecord:
             if each.kind == "recorded" and each.label == label
         ]
 
-    def _scalar(self, line: Line, indices: list[int]) -> float | None:
+    def _scalar(self, line: StepsLine, indices: list[int]) -> float | None:
         """The largest magnitude of some entries; nan if one held a nan."""
         if not indices:
             return None
@@ -339,7 +346,7 @@ class FlightRecord:
         found = self._some("abs_max", line, indices)
         return max((number for number in found if number >= 0), default=None)
 
-    def _some(self, name: str, line: Line, indices: list[int]) -> Iterator[float]:
+    def _some(self, name: str, line: StepsLine, indices: list[int]) -> Iterator[float]:
         for begin, numbers in self._numbers(name, line):
             end = begin + len(numbers)
             yield from (numbers[i - begin] for i in indices if begin <= i < end)

@@ -9,7 +9,8 @@ from flight_records import head_lines, packed, step_line
 from overflow_fast import read_record
 from overflow_fast.base.text import bits_left
 from overflow_fast.guard.files.json_text import line_bytes
-from overflow_fast.guard.record.record_lines import COLUMNS
+from overflow_fast.guard.files.schema import convert
+from overflow_fast.guard.record.record_lines import COLUMNS, Columns
 
 NAN, INF = math.nan, math.inf
 LIMIT = 65504.0
@@ -30,7 +31,7 @@ def record(tmp_path):
         step_line(1, high=[INF, NAN, 3e38, 1.0], num_nan=packed("q", [0, 3, 0, 0])),
         step_line(2, num_zero=packed("q", [7, 0, -1, 2])),
     ]
-    lines[2]["models"].append(wide)
+    lines[2].models.append(convert(wide, Columns))
     path = tmp_path / "run.ofr"
     path.write_bytes(head_lines() + b"".join(map(line_bytes, lines)))
     return read_record(path)

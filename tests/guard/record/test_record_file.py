@@ -6,6 +6,7 @@ import random
 import resource
 import signal
 import threading
+from array import array
 
 import pytest
 from flight_records import append_step, head_lines, packed, step_line
@@ -15,6 +16,7 @@ from overflow_fast.guard.files.json_text import line_bytes
 from overflow_fast.guard.record.columns import read_numbers
 from overflow_fast.guard.record.folding import fold
 from overflow_fast.guard.record.record_file import RecordFile
+from overflow_fast.guard.record.record_lines import COLUMNS, Columns
 
 SMALL = 30_000  # bytes: about 100 steps
 NAN, INF = math.nan, math.inf
@@ -251,9 +253,9 @@ def test_lines_larger_than_the_file_do_not_have_it_thinned_for_ever(tmp_path):
 
 
 def columns_of(line):
-    (columns,) = line["models"]
-    names = [name for name in columns if name != "num"]
-    return {name: read_numbers(columns, name, "little").tolist() for name in names}
+    (columns,) = line.models
+    numbers = {name: read_numbers(columns, name, "little") for name in COLUMNS}
+    return {name: each.tolist() for name, each in numbers.items() if each is not None}
 
 
 def test_folded_columns_are_extremes_over_the_steps():
@@ -262,7 +264,7 @@ def test_folded_columns_are_extremes_over_the_steps():
         step_line(0, [1, NAN, NAN, 5], [2, NAN, NAN, 6], num_nan=nans),
         step_line(1, [0, 3, NAN, INF], [9, 4, NAN, INF], num_inf=infs),
     ]
-    lines[1]["actions"], lines[1]["skipped"] = {"skip": 1}, 1
+    lines[1].actions, lines[1].num_skipped = {"skip": 1}, 1
     folded = fold(lines, 1)
     assert repr(columns_of(folded)) == repr(
         {
@@ -272,13 +274,13 @@ def test_folded_columns_are_extremes_over_the_steps():
             "num_inf": [0, 0, 0, 2],
         }
     )
-    assert (folded["first"], folded["last"], folded["count"]) == (0, 1, 2)
-    assert (folded["actions"], folded["skipped"]) == ({"skip": 1}, 1)
+    assert (folded.first, folded.last, folded.count) == (0, 1, 2)
+    assert (folded.actions, folded.num_skipped) == ({"skip": 1}, 1)
 
 
 def test_an_entry_that_came_later_has_no_number_before():
     narrow = step_line(0)
-    narrow["models"][0] = {"num": 2, "abs_min": packed("f", [8, 8])}
+    narrow.models[0] = Columns(num=2, abs_min=array("f", [8, 8]).tobytes())
     columns = columns_of(fold([narrow, step_line(1)], 1))
     assert columns["abs_min"] == columns["abs_max"] == [1, 1, 1, 1]
 

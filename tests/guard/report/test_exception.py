@@ -136,7 +136,9 @@ def test_a_pickled_error_has_its_report():
 
 
 def bad_entry():
-    return BadEntry("output", "1", "Linear", "output", "float16", 0, 8, 32)
+    return BadEntry(
+        "output", "1", "Linear", "output", dtype="float16", numel=32, num_inf=8
+    )
 
 
 FAILED = Remedy("1 in float32", 'overflow_fast.keep_in_fp32(model, ["1"])')
@@ -170,7 +172,10 @@ def test_the_text_ends_with_the_remedy(num_notes, as_kept):
 @pytest.mark.explains
 def test_one_cause_has_one_name():
     op = Op("aten.mul.Tensor", outputs=[])
-    for outputs in ([], [TensorSummary("float16", (2,), 0.0, 1.0, 0, 1)]):
+    for outputs in (
+        [],
+        [TensorSummary((2,), 0.0, 1.0, dtype="float16", numel=2, num_inf=1)],
+    ):
         op.outputs = outputs
         found = Explanation("forward", "range overflow", "1", op)
         assert f"\ncause     {found.cause}" in str(found)

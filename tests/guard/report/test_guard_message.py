@@ -127,7 +127,10 @@ def test_a_state_is_no_step():
 
 
 def report_of(fqn, label="output", **arguments):
-    first = BadEntry("output", fqn, "Linear", label, "float16", 3, 8, 262144)
+    first = BadEntry(
+        *("output", fqn, "Linear", label),
+        **{"dtype": "float16", "numel": 262144, "num_nan": 3, "num_inf": 8},
+    )
     origin = Origin("made", maker=fqn)
     verdict = Verdict(first=first, origin=origin, num_bad_frames=1)
     return Report(12, "skip", verdict, moment="before", **arguments)
@@ -259,7 +262,7 @@ def test_where_nothing_is_trained_nothing_is_said(caplog):
 @pytest.mark.explains
 def test_no_origin_is_called_unknown_where_the_replay_names_it(cause, op):
     made_by = "code after the model"
-    first = BadEntry("loss", "", "", "loss", "float32", num_nan=1, num_inf=0, numel=1)
+    first = BadEntry("loss", "", "", "loss", dtype="float32", num_nan=1, numel=1)
     verdict = Verdict(first=first, origin=Origin("unclear", maker=made_by))
     found = Explanation("forward", cause, op=op)
     text = str(Report(0, "warn", verdict, explanation=found))

@@ -17,7 +17,7 @@ RUN = {"models": ["Net"], "host": "a", "policy": "skip"}
 def write_record(path, steps=3, high=4.0, **run):
     lines = [step_line(i, high=[high * 2**i] * 4) for i in range(steps)]
     for line in lines[1:2]:
-        line.update(actions={"skip": 1}, skipped=1)
+        line.actions, line.num_skipped = {"skip": 1}, 1
     heads = head_lines(**{**RUN, **run})
     path.write_bytes(heads + b"".join(map(line_bytes, lines)))
     return str(path)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from overflow_fast.guard.files.json_text import dumps
-from overflow_fast.tools.compare.recording_schema import decoder
+from overflow_fast.tools.compare.recording_schema import RowLine, decoder
+from overflow_fast.tools.compare.recordings import add_numbers
 from overflow_fast.tools.compare.summary import (
     Shard,
     estimated,
@@ -127,8 +128,9 @@ def test_the_lowest_numbers_do_not_break_it():
     found = fetch([summarize(lowest)])[0]
     assert found.num_inf == 0 and found.low == lowest[0].item()
     place = {"phase": "forward", "module": "", "role": "output", "dtype": "float32"}
-    row = {"kind": "row", "step": 0, "order": 0, **place, "shape": [1000]}
-    line = decoder().decode(dumps({**row, **found.to_plain()}).encode())
+    row = RowLine(step=0, order=0, **place, shape=(1000,))
+    add_numbers(row, found)
+    line = decoder().decode(dumps(row).encode())
     (sums,) = sums_of([line.fingerprint])
     assert torch.equal(sums, found.sums) and sums.isfinite().all()
 

@@ -316,8 +316,8 @@ def test_a_chain_of_shared_tensors_is_followed_once(whole, tmp_path):
     (step,) = read_run(tmp_path / "a").steps.values()
     sources = step[0].read().sources
     assert len(sources) == num + 1
-    assert all(source.row.same in (None, 0) for source in sources)
-    assert all(source.row.file == "" for source in sources)
+    assert all(source.row.line.same in (None, 0) for source in sources)
+    assert all(source.row.line.file == "" for source in sources)
 
 
 def test_a_module_within_thousands_is_drawn(whole, tmp_path):
