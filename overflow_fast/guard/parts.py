@@ -54,7 +54,7 @@ from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
 from .requests.requests import Requests
-from .step import StepClock, WatchSchedule
+from .step import StepClock
 from .undo.restore_point import RestorePoint
 from .verdict.rules import Rules
 from .watching.missed_steps import ENOUGH
@@ -140,12 +140,7 @@ class GuardParts:
         looks = not config.verdicts_are_late
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         overflow_flags = OverflowFlags(watches)
-        self.clock = StepClock(
-            WatchSchedule(**vars(config.schedule)),
-            watches,
-            start,
-            overflow_flags,
-        )
+        self.clock = StepClock(config.schedule, watches, start, overflow_flags)
         self.pipeline = Pipeline(
             config,
             watches,
