@@ -69,8 +69,7 @@ class Archive:
         if evidence is None:
             return None
         most = int(evidence.mib * _MIB)
-        is_told = "evidence" in self._measurements.told
-        return EvidenceFolder(evidence.path, self._run, most, evidence.keep, is_told)
+        return EvidenceFolder(evidence.path, self._run, most, evidence.keep)
 
     @functools.cached_property
     def _log(self) -> JsonLog | None:
@@ -83,7 +82,6 @@ class Archive:
             lambda: self._run.header(self._watches, config.on_overflow),
             int(log.mib * _MIB),
             log.keep,
-            "log" in self._measurements.told,
         )
 
     def begin_report(

@@ -102,19 +102,13 @@ def warn_foreign_parameters(
             )
 
 
-def warn_of_idle_arguments(
-    config: GuardConfig, watches: Sequence[ModelWatch]
-) -> set[str]:
+def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
     """Logs a warning for each argument that can do nothing.
 
     Args:
         config: The guard's.
         watches: The watched models.
-
-    Returns:
-        The names of those whose path cannot be written to.
     """
-    told = set[str]()
     if not any(w.modules.is_selected(i) for w in watches for i in w.modules.order):
         _log.warning(
             "include= and exclude= leave no module to check. What is recorded is "
@@ -135,5 +129,3 @@ def warn_of_idle_arguments(
         why = why_not_writable(asked_for.path, is_folder=asked_for is evidence)
         if why:
             _log.warning("%s=%s cannot be written: %s.", name, asked_for.path, why)
-            told.add(name)
-    return told

@@ -109,7 +109,7 @@ class GuardParts:
         self.rules.check(
             name for watch in watches for name in watch.modules.all_names()
         )
-        told = warn_of_idle_arguments(config, watches)
+        warn_of_idle_arguments(config, watches)
         trained = list(models.values())
         for model in trained:
             warn_of_scripted(model)
@@ -124,7 +124,7 @@ class GuardParts:
         if start is not None and config.may_replay:
             self.keeper = make_keeper(watches, start)
         self.timer = OverheadTimer(watches)
-        self.measurements = Measurements(config, watches, self.timer, told)
+        self.measurements = Measurements(config, watches, self.timer)
         self.headroom = self.measurements.headroom
         find_optimizers = functools.partial(living, hooks)
         agreement = Agreement(
