@@ -23,10 +23,10 @@ from contextlib import AbstractContextManager
 from .. import _C
 from ..base.text import error_line
 from .config import GuardConfig
-from .explaining import Explaining, gradients_of
+from .explaining import Explaining
 from .isolation import ErrorIsolation, OverheadTimer
 from .kept_calls.call_keeper import CallKeeper
-from .kept_calls.left_gradients import LeftGradients
+from .kept_calls.left_gradients import LeftGradients, gradients_of
 from .ledger import CLEAN, Ledger
 from .monitors.running import clauses_of
 from .monitors.spikes import SPIKE
