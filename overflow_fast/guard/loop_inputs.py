@@ -15,10 +15,9 @@ from ..base.tensors import loss_in
 from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper
-from .optimizers.optimizer_hook import OptimizerHook, living
 from .requests.requests import Requests
 from .step import StepClock
-from .watching.judged_tensors import NORM, JudgedTensors
+from .watching.judged_tensors import JudgedTensors
 from .watching.loop_batches import LoopBatch
 from .watching.watch import ModelWatch, models_of
 
@@ -55,7 +54,6 @@ class LoopInputs:
         clock: Tells whether the step is watched.
         tensors: Scans what stands in no module's call.
         isolation: Isolates the guard's own errors.
-        hooks: The optimizers' hooks.
 
     Attributes:
         on_left: Called with the exception that has left the outermost function.
@@ -69,7 +67,6 @@ class LoopInputs:
         clock: StepClock,
         tensors: JudgedTensors,
         isolation: ErrorIsolation,
-        hooks: Sequence[OptimizerHook],
     ) -> None:
         self._config = config
         self._watches = watches
@@ -77,7 +74,6 @@ class LoopInputs:
         self._clock = clock
         self._tensors = tensors
         self._isolation = isolation
-        self._hooks = hooks
         self._num_running = 0
         self._strangers: _Strangers | None = None
         self._is_warned = False
@@ -174,8 +170,6 @@ class LoopInputs:
             return
         watch.has_seen_loss |= "loss" in tensors
         watch.has_loss_of_step |= "loss" in tensors
-        if self._config.is_tripwire and NORM in tensors:
-            self._tensors.note_norm(living(self._hooks), tensors[NORM])
         names = [self._kept_name(name) for name in tensors]
         watch.record(_C.FrameKind.RECORDED, (names, list(tensors.values())))
 
@@ -207,4 +201,4 @@ class LoopInputs:
             with self._isolation.measured():
                 # Of float16 it is counted how many stand at its largest number.
                 wider = [p for p in parameters if p.dtype is not torch.float16]
-                self._tensors.note_clipping(wider, norm)
+                self._tensors.clippings.note(wider, norm)

@@ -158,7 +158,7 @@ class GuardParts:
         )
         tensors = self.pipeline.tensors
         self.inputs = LoopInputs(
-            *(config, watches, self.keeper, self.clock, tensors, isolation, hooks)
+            *(config, watches, self.keeper, self.clock, tensors, isolation)
         )
         self.inputs.on_left = functools.partial(self.on_raised, ends=False)
         for watch in watches:
