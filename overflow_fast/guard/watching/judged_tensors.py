@@ -9,17 +9,14 @@ Modules' calls show the rest. In a step:
 3. `scan()`, before an optimizer's step, records weights and buffers, then the gradients
    of its parameters, then its state. It waits for the device only to read a norm that
    clipping has computed.
-4. `scan_sums()`, when the stats have arrived, scans the sums of sparse gradients, whose
-   finite rows an optimizer adds up.
-5. `scan_update()`, behind an optimizer's step, scans what that has written.
-6. `forget()` releases all tensors.
+4. `scan_update()`, behind an optimizer's step, scans what that has written.
+5. `forget()` releases all tensors.
 
 The state between these calls:
 
 - `_scanned`: the names and tensors that were recorded, for `find()`.
 - `_last_gradients`: the gradient of each parameter that was scanned last, weakly, and
   its version then: with several optimizers only new ones are scanned.
-- `_sparse`: the sparse gradients of the step, for `scan_sums()`.
 - `_has_scanned_weights`: the weights of this round were scanned.
 - `_num_rounds`: the number of rounds, since weights may be due in one of several only.
 """
@@ -27,7 +24,6 @@ The state between these calls:
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,7 +36,7 @@ from ... import _C
 from ...base import tree
 from ...base.modules import stepped_by
 from ...detector.selection import Named
-from ...torch_internals.tensor_internals import is_wrapper, local_tensor, sparse_values
+from ...torch_internals.tensor_internals import is_wrapper, local_tensor
 from ..optimizers.engine_gradients import engine_gradients
 from ..optimizers.held_optimizers import optimizers_in
 from .clippings import Clippings
@@ -74,7 +70,6 @@ class JudgedTensors:
         self._has_scanned_weights = False
         self._scanned: list[tuple[_C.FrameKind, Named]] = []
         self._last_gradients: dict[int, _Seen] = {}
-        self._sparse: list[tuple[ModelWatch, str, torch.Tensor]] = []
         self.clippings = Clippings()
         self.without_gradient = self.num_gradients = 0
         self._weights_every = weights_every
@@ -90,29 +85,7 @@ class JudgedTensors:
     def forget(self) -> None:
         """Releases the tensors."""
         self._scanned = []
-        self._sparse = []
         self.clippings.clear()
-
-    def scan_sums(self) -> list[str]:
-        """Scans the sums of sparse gradients whose finite rows may add up to an inf.
-
-        A sparse gradient has a row for each use of an index, and an optimizer adds up
-        those of one index. Called when the stats of the rows have arrived. Incurs a
-        CPU-GPU sync where the largest of them may overflow.
-
-        Returns:
-            The names of the gradients that were scanned.
-        """
-        found = []
-        for watch, name, gradient in self._sparse:
-            largest = watch.recorder.largest_gradient
-            most = torch.finfo(gradient.dtype).max
-            if math.isfinite(largest) and largest * len(sparse_values(gradient)) > most:
-                values = gradient.coalesce().values()
-                self._record(watch, _C.FrameKind.GRADIENTS, ([name], [values]))
-                found.append(name)
-        self._sparse = []
-        return found
 
     def find(self, kind: _C.FrameKind, name: str) -> torch.Tensor | None:
         """Returns a tensor of the last scan, until `forget()`."""
@@ -233,23 +206,12 @@ class JudgedTensors:
                 names = list(itertools.compress(names, is_own))
                 parameters = list(itertools.compress(parameters, is_own))
             named = self._gradients(names, parameters, covered)
-            self._record_gradients(watch, named)
+            self._record(watch, _C.FrameKind.GRADIENTS, named)
         if optimizer is not None and owned:
             named = self._gradients(*self._foreign(optimizer, set(owned)), covered)
-            self._record_gradients(self._watches[0], named)
+            self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
         if num_kept:  # here, or in the part of another rank
             self.without_gradient = 0
-
-    def _record_gradients(self, watch: ModelWatch, named: Named) -> None:
-        self._record(watch, _C.FrameKind.GRADIENTS, named)
-        sparse = [each.is_sparse for each in named[1]]
-        if any(sparse):
-            both = zip(*named, strict=True)
-            self._sparse += [
-                (watch, name, gradient)
-                for name, gradient in itertools.compress(both, sparse)
-                if not gradient.is_coalesced() and gradient.is_floating_point()
-            ]
 
     def _covered(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Returns the identities of parameters whose gradients a norm stands for.
@@ -298,9 +260,7 @@ class JudgedTensors:
         self.num_gradients += len(gradients) - len(missing)
         self.without_gradient += sum(missing)
         both = zip(parameters, gradients, strict=True)
-        is_taken = [
-            g is not None and (id(p) not in covered or g.is_sparse) for p, g in both
-        ]
+        is_taken = [g is not None and id(p) not in covered for p, g in both]
         found = itertools.compress(gradients, is_taken)
         taken = [gradient for gradient in found if gradient is not None]
         return list(itertools.compress(names, is_taken)), taken
