@@ -69,3 +69,15 @@ def _place_in_loop(frame: BadFrame, entry: _C.Entry) -> str:
         return ""
     are_samples = is_batch_first(frame.watch.model)
     return loop.place_of(held(frame, entry.label).tensor(), are_samples)
+
+
+def batch_remarks(first: BadFrame) -> list[str]:
+    """Writes where the batch that a trainer has noted is non-finite, in sentences.
+
+    Incurs a CPU-GPU sync for each tensor of the batch.
+    """
+    noted = first.watch.inputs.loop_batches.of(first.frame.batch)
+    if noted is None:
+        return []
+    places = noted.bad_places(is_batch_first(first.watch.model))
+    return [f"The batch is non-finite: {', '.join(places)}."] if places else []

@@ -825,31 +825,6 @@ def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up(as_kept):
     assert not verdict_of(model, lambda m: m(inputs()).sum(), optimizer).origin.remarks
 
 
-# What else was seen.
-
-
-def test_a_negative_running_variance_is_mentioned(as_kept):
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).eval()
-    model[1].running_var[0] = -1.0
-    verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    assert verdict.origin.maker == "1"
-    as_kept(verdict.origin.remarks)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_fill_value_at_the_end_of_the_dtype_is_mentioned(dtype):
-    class Scores(nn.Module):
-        def forward(self, x, mask):
-            return x + mask + mask
-
-    model = nn.ModuleDict({"a": Scores(), "b": nn.Linear(3, 3)}).to(dtype)
-    model.forward = lambda x, mask: model["a"](model["b"](x), mask)
-    mask = torch.full((4, 3), torch.finfo(dtype).min, dtype=dtype)
-    verdict = verdict_of(model, lambda m: m(inputs().to(dtype), mask).float().sum())
-    assert verdict.origin.maker == "a"
-    assert "finfo.min" in " ".join(verdict.origin.remarks)
-
-
 # What cannot be seen.
 
 
