@@ -196,12 +196,8 @@ class ErrorIsolation:
         """Returns a function that measures another, and isolates its errors."""
 
         def call(argument: _Argument) -> None:
-            try:
-                with self._timer:
-                    function(argument)
-            except Exception as error:
-                if not self.suppresses(error):
-                    raise
+            with self.measured():
+                function(argument)
 
         return call
 

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.modules import named_modules, parameters_of, tensors_of
+from ..base.modules import named_modules, parameters_of
 from ..detector.selection import check_patterns, full_name
 from .config import GuardConfig
 from .files.writing import why_not_writable
-from .monitors.magnitudes import Headroom, Underflow
 from .optimizers.wrapped import innermost, stepper_of
 from .watching.watch import ModelWatch, models_of
 
@@ -113,14 +112,6 @@ def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -
         _log.warning(
             "include= and exclude= leave no module to check. What is recorded is "
             "checked all the same: `guard.record()`, the loss of `guard.run()`."
-        )
-    tensors = (t for each in models_of(watches).values() for t in tensors_of(each))
-    asked = [each for each in (Headroom, Underflow) if config.monitor(each) is not None]
-    if asked and not any(each.is_floating_point() for each in tensors):
-        _log.warning(
-            "%s may have nothing to look at: the model has no floating-point "
-            "parameters and buffers.",
-            " and ".join(f"{each.__name__}()" for each in asked),
         )
     log, record, evidence = config.log, config.record, config.evidence
     for name, asked_for in (("log", log), ("record", record), ("evidence", evidence)):

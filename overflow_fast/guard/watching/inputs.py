@@ -106,10 +106,18 @@ class Given:
             label: The input's label.
             model: The model that was given it.
         """
-        are_samples = is_batch_first(model) and share_first(
+        own = self.find(label).unchanged()
+        return f"`{label}`{samples(own, self.are_samples(model))}"
+
+    def are_samples(self, model: torch.nn.Module | None) -> bool:
+        """True if dimension 0 of the tensors is the batch, as far as that shows.
+
+        Args:
+            model: The model that was given them; None if it is not known.
+        """
+        return is_batch_first(model) and share_first(
             held.tensor() for held in self.tensors.values()
         )
-        return f"`{label}`{samples(self.find(label).unchanged(), are_samples)}"
 
 
 def numpy_types() -> tuple[type, ...]:
