@@ -16,10 +16,10 @@ import torch
 
 from ..base.text import error_line
 from .config import GuardConfig
-from .isolation import OverheadTimer
 from .kept_calls.call_keeper import CallKeeper
 from .optimizers.last_steps import LastSteps
 from .outer import outer
+from .overhead import OverheadTimer
 from .process import world_size
 from .ranks.agreement import Agreed
 from .ranks.replay_offer import ReplayOffer, why_not_together

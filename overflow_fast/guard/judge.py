@@ -24,13 +24,14 @@ from .. import _C
 from ..base.text import error_line
 from .config import GuardConfig
 from .explaining import Explaining
-from .isolation import ErrorIsolation, OverheadTimer
+from .isolation import ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper
 from .kept_calls.left_gradients import LeftGradients, gradients_of
 from .ledger import CLEAN, Ledger
 from .monitors.running import clauses_of
 from .monitors.spikes import SPIKE
 from .optimizers.optimizer_hook import OptimizerHook, living
+from .overhead import OverheadTimer
 from .policy import Situation, checked_action, choose
 from .ranks.agreement import Agreed, Agreement, Wishes
 from .report.coverage import GuardCoverage

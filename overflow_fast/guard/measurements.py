@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .. import _C
 from .config import GuardConfig
-from .isolation import OverheadTimer
 from .kinds import exporters_of
 from .monitors.magnitudes import Headroom, Saturation, Underflow
+from .overhead import OverheadTimer
 from .record.flight import FlightRecorder
 from .report.run_identity import RunIdentity
 from .verdict.headroom import HeadroomTracker

@@ -42,7 +42,7 @@ from ..torch_internals import clipping
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught
 from .config import EVERYTHING, GuardConfig, wanted_of
-from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
+from .isolation import SWITCHING, ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper, make_keeper
 from .loop_inputs import LoopInputs
 from .measurements import Measurements
@@ -50,6 +50,7 @@ from .models import check_names, living_models, warn_of_idle_arguments
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers.optimizer_hook import OptimizerHook, living, outermost
+from .overhead import OverheadTimer
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
