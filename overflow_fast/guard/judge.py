@@ -224,11 +224,8 @@ class Judge:
         verdict = attribute(unit.frames, watches, unit.kind.moment == "check")
         if verdict.origin.source not in ("weight", "optimizer_state"):
             return verdict
-        had_finite = all(w.wanted.gradients for w in watches)
         with self._isolation.isolated():
-            settings = bad_settings(
-                living(self._hooks), had_finite and not self._ledger.num_bad_in_row
-            )
+            settings = bad_settings(living(self._hooks))
             verdict = verdict.with_remarks([*verdict.origin.remarks, *settings])
         return verdict
 

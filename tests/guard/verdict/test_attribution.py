@@ -807,18 +807,6 @@ def test_a_bad_setting_of_the_optimizer_is_looked_up(as_kept):
     as_kept(verdict.origin.maker, verdict.origin.remarks)
 
 
-def test_an_epsilon_that_vanishes_in_the_weights_dtype_is_looked_up(as_kept):
-    model = nn.Linear(3, 1).half()
-    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8, foreach=False)
-    model.weight.data[0, 0] = INF
-    verdict = verdict_of(model, lambda m: m(torch.ones(2, 3).half()).sum(), optimizer)
-    as_kept(verdict.origin.remarks)
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.Adam(model.parameters(), eps=1e-8)
-    model.weight.data[0, 0] = INF
-    assert not verdict_of(model, lambda m: m(inputs()).sum(), optimizer).origin.remarks
-
-
 # What cannot be seen.
 
 
