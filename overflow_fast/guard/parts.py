@@ -149,7 +149,7 @@ class GuardParts:
             self.rules,
             start,
             self.keeper,
-            functools.partial(self.new_watches, wanted_of(EVERYTHING)),
+            self._full_watches,
             agreement,
             isolation,
             self.clock,
@@ -178,10 +178,9 @@ class GuardParts:
     def judge_requests(self) -> Requests:
         """Judges forwards without autograd as requests from now on."""
         if self.requests is None:
-            full_watches = functools.partial(self.new_watches, wanted_of(EVERYTHING))
             self.requests = self.inputs.requests = Requests(
                 *(self.config, self.watches, bool(self.hooks), self.keeper),
-                *(self.pipeline, self.measurements, self.isolation, full_watches),
+                *(self.pipeline, self.measurements, self.isolation, self._full_watches),
             )
             if self.is_enabled:
                 self.requests.attach()
@@ -307,20 +306,18 @@ class GuardParts:
                 watch.leave()
         self.pipeline.judge_raised(error, ends)
 
-    def new_watches(
-        self, wanted: Wanted | None = None, captures_tensors: bool = True
-    ) -> list[ModelWatch]:
-        """Makes watches like the guard's, which nothing judges.
+    def new_watches(self) -> list[ModelWatch]:
+        """Makes watches like the guard's, which nothing judges."""
+        return self._new_watches(self.config.wanted, captures_tensors=False)
 
-        Args:
-            wanted: The tensors to scan; None for those of the guard.
-            captures_tensors: Capture what the evidence is to hold.
-        """
-        config, models = self.config, living_models(self.watches)
-        captures_tensors = captures_tensors and config.evidence is not None
-        made = self._make_watches(
-            models, wanted or config.wanted, captures_tensors, lambda *_: None
-        )
+    def _full_watches(self) -> list[ModelWatch]:
+        """Makes watches of the models that look at everything, for a replay."""
+        captures_tensors = self.config.evidence is not None
+        return self._new_watches(wanted_of(EVERYTHING), captures_tensors)
+
+    def _new_watches(self, wanted: Wanted, captures_tensors: bool) -> list[ModelWatch]:
+        models = living_models(self.watches)
+        made = self._make_watches(models, wanted, captures_tensors, lambda *_: None)
         for watch in made:
             watch.warnings.is_quiet = True
         return made
