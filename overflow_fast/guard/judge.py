@@ -255,9 +255,6 @@ class Judge:
         report.num_skipped = self._ledger.rounds.num_skipped
         tensors = self._tensors if unit.kind.is_scanned else None
         self._ledger.archive.begin_report(report, unit.frames, tensors)
-        if report.repeats:
-            again = f"Run {report.repeats} came to the same in this step."
-            report.notes.append(again)
         if unit.explains is not None and not self._explaining.is_off:
             report.explanation = unit.explains(verdict)
         return report
