@@ -1,4 +1,4 @@
-"""What each rank brings to a replay: all of them replay a step together, or none does.
+"""The part of each rank in a replay: all of them replay a step together, or none does.
 
 They decide by what all have offered when they agreed on the step's verdict.
 """
