@@ -231,7 +231,6 @@ class Seen:
     Attributes:
         headline: That of its last report, or "".
         cause: The cause that the replay named, or "".
-        repeats: The earlier run with the same incident, or "".
         num_skipped: How many steps it skipped.
         weights: Its weights' sum in the end.
         error: The text of the error that ended it, or "".
@@ -241,7 +240,6 @@ class Seen:
 
     headline: str = ""
     cause: str = ""
-    repeats: str = ""
     num_skipped: int = 0
     weights: float = 0.0
     error: str = ""
@@ -280,7 +278,7 @@ def play(script: Script, network: Network, folder: Path) -> list[Seen | Exceptio
         guard.remove()
         report = guard.last_report
         if report is not None:
-            seen.headline, seen.repeats = report.headline(), report.repeats
+            seen.headline = report.headline()
             if report.explanation is not None:
                 seen.cause = report.explanation.cause
         seen.num_skipped = guard.num_skipped

@@ -358,10 +358,6 @@ _NORMALIZATIONS = (
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_BOUNDED = (
-    *(nn.Identity, nn.Flatten, nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Tanh, nn.Sigmoid),
-    *(nn.Hardsigmoid, nn.Softsign, nn.GELU, nn.SiLU, nn.LogSigmoid, nn.Softmax),
-)
 _NORMALIZATION_NAME = re.compile(r"(Layer|RMS|Group)_?Norm(\w*[a-z0-9])?$")
 
 
@@ -369,11 +365,6 @@ def is_linear(module: nn.Module) -> bool:
     """True if a module only multiplies its input by its weights, and adds."""
     forwards = [each.forward for each in _LINEAR]
     return type(module).forward in forwards and _is_plain(module)
-
-
-def is_bounded(module: nn.Module) -> bool:
-    """True if a layer of torch has a finite output for any finite input."""
-    return type(module) in _BOUNDED and _is_plain(module)
 
 
 def is_normalization(module: nn.Module) -> bool:

@@ -706,21 +706,19 @@ class Walk:
         """
         return [(_path_of(spot), kind) for spot, kind in self._unknown]
 
-    def unknown_roots(self, harmless: tuple[type, ...]) -> list[tuple[Path, type]]:
-        """The first of `unknown` in each of the values visited.
+    def unknown_roots(self, harmless: tuple[type, ...]) -> list[Path]:
+        """The path of the first of `unknown` in each of the values visited.
 
         Args:
-            harmless: Types that are left out. Each function is listed.
+            harmless: Types that are left out.
         """
-        found: list[tuple[Path, type]] = []
+        found: list[Path] = []
         last: object = None
         for spot, kind in self._unknown:
-            if kind is types.FunctionType:
-                found.append((_path_of(spot), kind))
-            elif not issubclass(kind, harmless):
+            if not issubclass(kind, harmless):
                 root = _root_of(spot)
                 if root is not last:
-                    found.append((_path_of(spot), kind))
+                    found.append(_path_of(spot))
                 last = root
         return found
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from ..base.modules import (
@@ -30,7 +29,7 @@ from ..base.modules import (
     reduces,
 )
 from ..base.tensors import place_of
-from ..base.text import counted, dtype_name, error_line
+from ..base.text import counted, error_line
 from ..guard.explaining import USE_RUN
 from ..guard.kept_calls.call_keeper import GRAPH
 from ..guard.process import world_size
@@ -38,7 +37,6 @@ from ..guard.report.causes import (
     LEFT_OVER_GRADIENTS,
     NOT_REPRODUCIBLE,
     ONLY_COMPILED,
-    RANGE_OVERFLOW,
 )
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import NOT_REDUCED, NOT_REPLAYED
@@ -46,7 +44,6 @@ from ..guard.report.remedy import Remedy
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes
-from ..torch_internals.tensor_internals import sparse_indices, sparse_values
 from . import bad_step as notes
 from .calls import Call, name_outside
 from .effects.rule import StoppedError
@@ -100,34 +97,6 @@ def _of_gradient(search: Search) -> bool:
 
 
 # Without a replay.
-
-
-def _sum_of_rows(search: Search) -> Explanation | None:
-    named = search.incident.gradients.items()
-    sums = (_explain_sum(name, gradient) for name, gradient in named)
-    return next(filter(None, sums), None)
-
-
-def _explain_sum(name: str, gradient: torch.Tensor) -> Explanation | None:
-    if gradient.layout is not torch.sparse_coo or gradient.is_coalesced():
-        return None
-    rows, total = sparse_values(gradient), gradient.coalesce()
-    bad = ~total.values().isfinite().reshape(len(total.values()), -1).all(1)
-    if not bool(rows.isfinite().all()) or not bool(bad.any()):
-        return None
-    index = total.indices()[:, bad][:, 0]
-    of_index = (sparse_indices(gradient) == index[:, None]).all(0)
-    place = ", ".join(map(str, index.tolist()))
-    dtype, largest = rows.dtype, float(rows[of_index].abs().max())
-    text = (
-        f"{int(of_index.sum())} rows of the index {place} are finite, up to "
-        f"{largest:.3g} in magnitude; their sum is not: "
-        f"{dtype_name(dtype)}'s maximum is {torch.finfo(dtype).max:.5g}"
-    )
-    module = module_of_parameter(name)
-    return Explanation(
-        "backward", RANGE_OVERFLOW.name, module, tensor=name, evidence=[text]
-    )
 
 
 def _weight_before(search: Search) -> Explanation | None:
@@ -447,11 +416,6 @@ def _differs(search: Search) -> Explanation:
 
 
 BEFORE: tuple[Question, ...] = (
-    Question(
-        "Are the rows of a sparse gradient finite, and their sum is not?",
-        _of_gradient,
-        _sum_of_rows,
-    ),
     Question(
         "Was a weight or the optimizer's state bad before, whatever the step does?",
         lambda search: search.incident.kind in ("weight", "optimizer_state"),

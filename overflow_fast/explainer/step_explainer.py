@@ -15,12 +15,13 @@ from ..base.modules import gradient_taker, why_not
 from ..base.tensors import loss_in
 from ..base.types import ValueCounts
 from ..guard.config import GuardConfig
-from ..guard.explaining import ReplayOffer, gradients_of, with_note
 from ..guard.kept_calls.call_keeper import CallKeeper
+from ..guard.kept_calls.left_gradients import gradients_of
 from ..guard.optimizers.last_steps import LastSteps
 from ..guard.options import Schedule
 from ..guard.process import world_size
 from ..guard.ranks.agreement import Agreed
+from ..guard.ranks.replay_offer import ReplayOffer
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, plain_name
 from ..guard.unit import Unit
@@ -262,14 +263,14 @@ class StepExplainer:
             found: What the tripwire saw, with at least one bad frame.
         """
         if not self._calls():
-            return with_note(found, _NOTHING)
+            return found.with_note(_NOTHING)
         if world_size() > 1:
-            return with_note(found, _NOT_ALONE)
+            return found.with_note(_NOT_ALONE)
         seen, error = self._replayed(found, RankCoordinator())
         if error is not None:
-            return with_note(found, f"The step was run again, and raised {error}.")
+            return found.with_note(f"The step was run again, and raised {error}.")
         if not seen.frames:
-            return with_note(found, self.finite_note())
+            return found.with_note(self.finite_note())
         return seen
 
     def finite_note(self) -> str:

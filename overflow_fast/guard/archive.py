@@ -17,7 +17,6 @@ from .ranks.rank_info import RankInfo
 from .report.evidence import EvidenceFolder
 from .report.json_log import JsonLog
 from .report.log_lines import StepLine
-from .report.logged_incidents import read_incidents
 from .report.report import Report
 from .report.run_identity import RunIdentity
 from .verdict.bad_frames import BadFrame, leading_frame
@@ -68,8 +67,7 @@ class Archive:
         if evidence is None:
             return None
         most = int(evidence.mib * _MIB)
-        is_told = "evidence" in self._measurements.told
-        return EvidenceFolder(evidence.path, self._run, most, evidence.keep, is_told)
+        return EvidenceFolder(evidence.path, self._run, most, evidence.keep)
 
     @functools.cached_property
     def _log(self) -> JsonLog | None:
@@ -82,37 +80,26 @@ class Archive:
             lambda: self._run.header(self._watches, config.on_overflow),
             int(log.mib * _MIB),
             log.keep,
-            "log" in self._measurements.told,
         )
 
     def begin_report(
         self, report: Report, frames: Sequence[BadFrame], tensors: JudgedTensors | None
     ) -> None:
-        """Keeps a step's offending tensors and its batch; finds the run it repeats.
+        """Keeps a step's offending tensors and its batch.
 
         Args:
-            report: The step's, which names both then.
+            report: The step's, which names the folder then.
             frames: The step's bad frames; none where a replay alone has found it.
             tensors: Has the scanned tensors that stand in no module's call.
         """
-        if self._evidence is not None:
-            offending, batch = {}, None
-            if frames:
-                leading = leading_frame(frames)
-                batch = leading.watch.inputs.batches.get(leading.frame.batch)
-                offending = _offending(leading, frames, tensors)
-            report.evidence = self._evidence.keep(report.step, offending, batch)
-        first = report.verdict.first
-        if first is not None and self._earlier:
-            what = report.step, f"{first.place}: {first.label}"
-            found = [each for each in self._earlier if (each.step, each.first) == what]
-            report.repeats = found[0].run if found else ""
-            report.has_ended_runs = any(map(self._has_ended, found))
-
-    def _has_ended(self, incident: StepLine) -> bool:
-        """True for the last incident of its run, which the guard has raised for."""
-        own = [each.step for each in self._earlier if each.run == incident.run]
-        return incident.action == "raise" and incident.step == max(own)
+        if self._evidence is None:
+            return
+        offending, batch = {}, None
+        if frames:
+            leading = leading_frame(frames)
+            batch = leading.watch.inputs.batches.get(leading.frame.batch)
+            offending = _offending(leading, frames, tensors)
+        report.evidence = self._evidence.keep(report.step, offending, batch)
 
     def end_report(
         self, report: Report, step: int, num_left_out: int, is_own: bool
@@ -211,17 +198,6 @@ class Archive:
         explanation = report.explanation
         cause = {} if explanation is None else {"cause": explanation.cause}
         return {"rank": place.rank, "host": place.host, "device": place.device, **cause}
-
-    @functools.cached_property
-    def _earlier(self) -> list[StepLine]:
-        if self._config.log is None:
-            return []
-        began = self._run.started.timestamp()
-        try:
-            found = read_incidents(self._config.log.path)
-        except Exception:  # an alarm must not fail over its repetition
-            return []
-        return [each for each in found if each.time < began]
 
     def close(self) -> None:
         """Closes the log."""

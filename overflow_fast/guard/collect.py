@@ -21,10 +21,6 @@ from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
-_SUMS = (
-    "The rows of the sparse gradient `{}` that have one index were added up, as its "
-    "optimizer does."
-)
 
 
 class Collector:
@@ -135,14 +131,8 @@ class Collector:
         if self._clock.is_watched:
             self._overflow_flags.ask(scaler)
 
-    def scan_rest(self) -> list[str]:
-        """Scans what depends on the stats that have arrived.
-
-        That is in another way what could not be scanned, and the sums of sparse
-        gradients.
-
-        Returns:
-            A sentence for each of these.
+    def scan_failed(self) -> None:
+        """Scans in another way what could not be scanned: the stats have arrived.
 
         Raises:
             Exception: A device's own error, which this wait has met for the program.
@@ -157,11 +147,6 @@ class Collector:
         if lost:
             self._isolation.programs_error = lost[0]
             raise lost[0]
-        names = self.tensors.scan_sums()
-        if names:
-            self.send()
-            self.receive()
-        return [_SUMS.format(name) for name in names]
 
     def note_scaler(self, scaler: LossScaler | None) -> None:
         """Adds a scaler's scale to the step's record. Does not incur a sync."""

@@ -7,26 +7,22 @@ policy, the log and the evidence are what they are without an explanation.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Protocol
 
 import torch
 
-from ..base.modules import named_parameters
 from ..base.text import error_line
-from ..torch_internals.tensor_internals import local_part
 from .config import GuardConfig
-from .isolation import OverheadTimer
 from .kept_calls.call_keeper import CallKeeper
 from .optimizers.last_steps import LastSteps
 from .outer import outer
+from .overhead import OverheadTimer
 from .process import world_size
 from .ranks.agreement import Agreed
+from .ranks.replay_offer import ReplayOffer, why_not_together
 from .report.explanation import Explanation
 from .unit import Unit
 from .verdict.verdict import Verdict
@@ -74,38 +70,6 @@ class Explainer(Protocol):
 
     def finite_note(self) -> str:
         """Writes what follows if the step is finite when it is run again."""
-
-
-# All ranks replay a step together, or none does, as they agree on its verdict.
-
-
-@dataclass(frozen=True)
-class ReplayOffer:
-    """The part of a rank in a replay, as it reports it.
-
-    Attributes:
-        is_due: Whether it wants one, if the report is its own.
-        why_not: Why it cannot take part, or "".
-        calls: For each kept call, whether it has a backward, and a loss.
-        sizes: The sizes of their batches, or None.
-        session: A name for the replay.
-    """
-
-    is_due: bool
-    why_not: str
-    calls: tuple[tuple[bool, bool], ...] = ()
-    sizes: tuple[int | None, ...] = ()
-    session: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-
-def why_not_together(offers: Mapping[int, ReplayOffer]) -> str:
-    """Why the ranks cannot replay the step, the same on all of them, or ""."""
-    for rank, offer in sorted(offers.items()):
-        if offer.why_not:
-            return f"The step was not replayed: rank {rank} {offer.why_not}."
-    if len({offer.calls for offer in offers.values()}) == 1:
-        return ""
-    return "The step was not replayed: the ranks kept different forwards of it."
 
 
 class Explaining:
@@ -257,12 +221,12 @@ class Explaining:
             The same with the bad frames of the replay; with a note if there are none.
         """
         if found.kind.moment == "after":
-            return with_note(found, _TOO_LATE)
+            return found.with_note(_TOO_LATE)
         try:
             with self._timer.left_out():
                 return self._loaded().look_again(found)
         except Exception as error:
-            return with_note(found, f"The step was not run again: {error_line(error)}.")
+            return found.with_note(f"The step was not run again: {error_line(error)}.")
 
     def look_together(self, found: Unit, agreed: Agreed) -> tuple[Unit, str, bool]:
         """Runs the step again on all ranks that agreed on it.
@@ -318,22 +282,3 @@ def _without_explainer(moment: str) -> Explanation | None:
 def _noting(text: str) -> Explanation:
     """An explanation that says why there is none."""
     return Explanation(notes=[text])
-
-
-def with_note(found: Unit, note: str) -> Unit:
-    """The same step with one more note."""
-    return dataclasses.replace(found, notes=[*found.notes, note])
-
-
-def gradients_of(
-    watches: Sequence[ModelWatch], names: Sequence[str]
-) -> dict[str, torch.Tensor]:
-    """The gradients of parameters with these names, of DTensors this rank's part."""
-    wanted = set(names)
-    return {
-        f"{watch.prefix}{name}": local_part(parameter.grad)
-        for watch in watches
-        if watch.model is not None
-        for name, parameter in named_parameters(watch.model)
-        if f"{watch.prefix}{name}" in wanted and parameter.grad is not None
-    }

@@ -557,7 +557,7 @@ class OverflowGuard:
             )
         patterns = reusable(layers)
         check_names("layers", patterns, optional=True)
-        watches = self._parts.new_watches(captures_tensors=False)
+        watches = self._parts.new_watches()
         gather = self._parts.pipeline.agreement.gather
         test = outer("self_test")(watches, batch, loss, patterns, max_layers, gather)
         with self._parts.suspended():

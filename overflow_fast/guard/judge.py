@@ -23,14 +23,15 @@ from contextlib import AbstractContextManager
 from .. import _C
 from ..base.text import error_line
 from .config import GuardConfig
-from .explaining import Explaining, gradients_of
-from .isolation import ErrorIsolation, OverheadTimer
+from .explaining import Explaining
+from .isolation import ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper
-from .kept_calls.left_gradients import LeftGradients
+from .kept_calls.left_gradients import LeftGradients, gradients_of
 from .ledger import CLEAN, Ledger
 from .monitors.running import clauses_of
 from .monitors.spikes import SPIKE
 from .optimizers.optimizer_hook import OptimizerHook, living
+from .overhead import OverheadTimer
 from .policy import Situation, checked_action, choose
 from .ranks.agreement import Agreed, Agreement, Wishes
 from .report.coverage import GuardCoverage
@@ -223,11 +224,8 @@ class Judge:
         verdict = attribute(unit.frames, watches, unit.kind.moment == "check")
         if verdict.origin.source not in ("weight", "optimizer_state"):
             return verdict
-        had_finite = all(w.wanted.gradients for w in watches)
         with self._isolation.isolated():
-            settings = bad_settings(
-                living(self._hooks), had_finite and not self._ledger.num_bad_in_row
-            )
+            settings = bad_settings(living(self._hooks))
             verdict = verdict.with_remarks([*verdict.origin.remarks, *settings])
         return verdict
 
@@ -257,9 +255,6 @@ class Judge:
         report.num_skipped = self._ledger.rounds.num_skipped
         tensors = self._tensors if unit.kind.is_scanned else None
         self._ledger.archive.begin_report(report, unit.frames, tensors)
-        if report.repeats:
-            again = f"Run {report.repeats} came to the same in this step."
-            report.notes.append(again)
         if unit.explains is not None and not self._explaining.is_off:
             report.explanation = unit.explains(verdict)
         return report

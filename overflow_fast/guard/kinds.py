@@ -157,21 +157,6 @@ def check_watch(name: str, watch: Any) -> None:
         )
 
 
-def check_ranges(name: str, ranges: Any) -> None:
-    """Raises ValueError if `ranges` holds anything but half-open ranges of steps."""
-    if ranges is None:
-        return
-    try:
-        is_right = all(0 <= begin < end for begin, end in ranges)
-    except (TypeError, ValueError):
-        is_right = False
-    if not is_right:
-        raise ValueError(
-            f"{name} must hold pairs (first step, step after the last), such as "
-            f"[(0, 100)], got {ranges!r}"
-        )
-
-
 def check_group(name: str, group: Any) -> None:
     """Raises TypeError or ValueError if `process_group` cannot be used."""
     if group is None or group is False:
@@ -273,7 +258,6 @@ WATCH = Kind(
     "tripwire|KIND,...",
     note="; or the kinds of tensors to check, separated by commas",
 )
-RANGES = Kind(check_ranges)
 GROUP = Kind(check_group)
 ALLOW = Kind(check_allow)
 METRICS = Kind(check_metrics)

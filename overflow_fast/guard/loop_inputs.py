@@ -5,44 +5,26 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import _C
-from ..base.modules import parameters_of
 from ..base.tensors import loss_in
 from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper
-from .optimizers.optimizer_hook import OptimizerHook, living
 from .requests.requests import Requests
 from .step import StepClock
-from .watching.judged_tensors import NORM, JudgedTensors
+from .unwatched_runs import UnwatchedRuns
+from .watching.judged_tensors import JudgedTensors
 from .watching.loop_batches import LoopBatch
-from .watching.watch import ModelWatch, models_of
+from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
 # Names of recorded tensors, each of which takes 2 KiB for good. Tensors beyond share a
 # name with a star in place of digits.
 _MAX_NAMES = 1000
-# Calls of `guard.run()` without a step, before it is said that they run another model.
-# With fewer, a program that first runs another model a few times is warned in vain.
-_MANY_RUNS = 8
-
-
-class _Strangers(NamedTuple):
-    """Calls of `guard.run()` in a row that ran nothing which is watched.
-
-    Attributes:
-        num_steps: The steps that were over at the first one.
-        gradients: The gradients of the watched models then.
-        num: How many they are.
-    """
-
-    num_steps: int
-    gradients: list[tuple[int, int]]
-    num: int = 0
 
 
 class LoopInputs:
@@ -55,7 +37,6 @@ class LoopInputs:
         clock: Tells whether the step is watched.
         tensors: Scans what stands in no module's call.
         isolation: Isolates the guard's own errors.
-        hooks: The optimizers' hooks.
 
     Attributes:
         on_left: Called with the exception that has left the outermost function.
@@ -69,7 +50,6 @@ class LoopInputs:
         clock: StepClock,
         tensors: JudgedTensors,
         isolation: ErrorIsolation,
-        hooks: Sequence[OptimizerHook],
     ) -> None:
         self._config = config
         self._watches = watches
@@ -77,10 +57,8 @@ class LoopInputs:
         self._clock = clock
         self._tensors = tensors
         self._isolation = isolation
-        self._hooks = hooks
         self._num_running = 0
-        self._strangers: _Strangers | None = None
-        self._is_warned = False
+        self._unwatched_runs = UnwatchedRuns(watches, clock)
         self.on_left: Callable[[Exception], None] = lambda error: None
         self.requests: Requests | None = None
         self._names: set[str] = set()
@@ -107,7 +85,7 @@ class LoopInputs:
         models = [watch.model for watch in self._watches]
         if self.requests is not None and self.requests.takes(models):
             return self.requests.run(function)
-        model, seen = self._watches[0].model, self._seen()
+        model, seen = self._watches[0].model, self._unwatched_runs.seen()
         is_watched = self._clock.is_watched
         self._num_running += 1
         try:
@@ -124,44 +102,10 @@ class LoopInputs:
         with self._isolation.isolated():
             loss = loss_in(output)
             if is_watched and loss is not None and loss.requires_grad:
-                self._note_run(is_of_others=seen == self._seen())
+                self._unwatched_runs.note(seen)
             if loss is not None and self._config.wanted.loss and records_loss:
                 self.record({"loss": loss})
         return output
-
-    def _seen(self) -> list[tuple[int, int]]:
-        """The numbers of forwards, and of calls, that watches have seen."""
-        return [(each.batch_number, each.total_calls) for each in self._watches]
-
-    def _note_run(self, is_of_others: bool) -> None:
-        """Logs, once, that the function ran modules which are not watched alone.
-
-        A tripwire does not see a model whose forward is not called: its gradients tell.
-        """
-        is_unseen = is_of_others and any(each.is_attached for each in self._watches)
-        if self._is_warned or not is_unseen:
-            self._strangers = None
-            return
-        before = self._strangers
-        if before is None or before.num_steps != self._clock.num_steps:
-            before = _Strangers(self._clock.num_steps, self._gradients())
-        self._strangers = before._replace(num=before.num + 1)
-        if before.num + 1 < _MANY_RUNS or before.gradients != self._gradients():
-            return
-        self._is_warned = True
-        _log.warning(
-            "guard.run() was called %d times, and nothing of the model that the guard "
-            "watches ran in it.\nWhere a cell has made the model anew, make the guard "
-            "anew as well, of the model and the optimizer that run now. Logged once.",
-            _MANY_RUNS,
-        )
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """The gradients of the models, as far as writes to them are counted."""
-        models = models_of(self._watches).values()
-        each = (p.grad for model in models for p in parameters_of(model))
-        found = [gradient for gradient in each if gradient is not None]
-        return list(zip(map(id, found), _C.versions_of(found), strict=False))
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Adds tensors that no module returns to the step, if it is watched."""
@@ -174,8 +118,6 @@ class LoopInputs:
             return
         watch.has_seen_loss |= "loss" in tensors
         watch.has_loss_of_step |= "loss" in tensors
-        if self._config.is_tripwire and NORM in tensors:
-            self._tensors.note_norm(living(self._hooks), tensors[NORM])
         names = [self._kept_name(name) for name in tensors]
         watch.record(_C.FrameKind.RECORDED, (names, list(tensors.values())))
 
@@ -207,4 +149,4 @@ class LoopInputs:
             with self._isolation.measured():
                 # Of float16 it is counted how many stand at its largest number.
                 wider = [p for p in parameters if p.dtype is not torch.float16]
-                self._tensors.note_clipping(wider, norm)
+                self._tensors.clippings.note(wider, norm)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .. import _C
 from .config import GuardConfig
-from .isolation import OverheadTimer
 from .kinds import exporters_of
 from .monitors.magnitudes import Headroom, Saturation, Underflow
+from .overhead import OverheadTimer
 from .record.flight import FlightRecorder
 from .report.run_identity import RunIdentity
 from .verdict.headroom import HeadroomTracker
@@ -26,10 +26,9 @@ class Measurements:
         config: The guard's.
         watches: The watched models.
         timer: Measures the guard's own cost.
-        told: The arguments of which a warning says that their path cannot be used.
 
     Attributes:
-        timer, told: The same.
+        timer: The same.
         headroom: Tracks how far values are from the end of their dtype.
         record: Keeps the flight record, or None.
     """
@@ -39,9 +38,7 @@ class Measurements:
         config: GuardConfig,
         watches: Sequence[ModelWatch],
         timer: OverheadTimer,
-        told: Container[str] = (),
     ) -> None:
-        self.told = told
         self._watches = watches
         self._exporters = exporters_of(config.metrics)
         self._failed: set[int] = set()  # exporters whose failure was logged
@@ -55,7 +52,7 @@ class Measurements:
             None if saturation is None else saturation.share,
             config.verdicts_are_late,
         )
-        self.record = _recorder_of(config, watches, lambda: self.run, "record" in told)
+        self.record = _recorder_of(config, watches, lambda: self.run)
 
     @functools.cached_property
     def run(self) -> RunIdentity:
@@ -103,7 +100,6 @@ def _recorder_of(
     config: GuardConfig,
     watches: Sequence[ModelWatch],
     run: Callable[[], RunIdentity],
-    is_told: bool,
 ) -> FlightRecorder | None:
     record = config.record
     if record is None or not RunIdentity.begin().collects(record.ranks):
@@ -116,5 +112,4 @@ def _recorder_of(
         config.on_overflow,
         config.verdicts_are_late,
         run,
-        is_told,
     )

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.modules import named_modules, parameters_of, tensors_of
+from ..base.modules import named_modules, parameters_of
 from ..detector.selection import check_patterns, full_name
 from .config import GuardConfig
 from .files.writing import why_not_writable
-from .monitors.magnitudes import Headroom, Underflow
 from .optimizers.wrapped import innermost, stepper_of
 from .watching.watch import ModelWatch, models_of
 
@@ -102,31 +101,17 @@ def warn_foreign_parameters(
             )
 
 
-def warn_of_idle_arguments(
-    config: GuardConfig, watches: Sequence[ModelWatch]
-) -> set[str]:
+def warn_of_idle_arguments(config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
     """Logs a warning for each argument that can do nothing.
 
     Args:
         config: The guard's.
         watches: The watched models.
-
-    Returns:
-        The names of those whose path cannot be written to.
     """
-    told = set[str]()
     if not any(w.modules.is_selected(i) for w in watches for i in w.modules.order):
         _log.warning(
             "include= and exclude= leave no module to check. What is recorded is "
             "checked all the same: `guard.record()`, the loss of `guard.run()`."
-        )
-    tensors = (t for each in models_of(watches).values() for t in tensors_of(each))
-    asked = [each for each in (Headroom, Underflow) if config.monitor(each) is not None]
-    if asked and not any(each.is_floating_point() for each in tensors):
-        _log.warning(
-            "%s may have nothing to look at: the model has no floating-point "
-            "parameters and buffers.",
-            " and ".join(f"{each.__name__}()" for each in asked),
         )
     log, record, evidence = config.log, config.record, config.evidence
     for name, asked_for in (("log", log), ("record", record), ("evidence", evidence)):
@@ -135,5 +120,3 @@ def warn_of_idle_arguments(
         why = why_not_writable(asked_for.path, is_folder=asked_for is evidence)
         if why:
             _log.warning("%s=%s cannot be written: %s.", name, asked_for.path, why)
-            told.add(name)
-    return told

@@ -29,7 +29,6 @@ from .kinds import (
     PATH,
     PATHS,
     POSITIVE,
-    RANGES,
     Kind,
     Path,
     one_of,
@@ -309,9 +308,9 @@ class Schedule(Options):
             "The number of first steps that are not watched.", whole(0), typed="warmup"
         ),
     )
-    ranges: Sequence[tuple[int, int]] | None = field(
-        default=None,
-        metadata=option(
-            "Watch only steps in one of these half-open ranges; None for all.", RANGES
-        ),
-    )
+
+    def left_out_by(self, step: int) -> str:
+        """The field that leaves a step out, or ""."""
+        if step < self.warmup:
+            return "warmup"
+        return "every" if (step - self.warmup) % self.every else ""

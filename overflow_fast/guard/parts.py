@@ -42,7 +42,7 @@ from ..torch_internals import clipping
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught
 from .config import EVERYTHING, GuardConfig, wanted_of
-from .isolation import SWITCHING, ErrorIsolation, OverheadTimer
+from .isolation import SWITCHING, ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper, make_keeper
 from .loop_inputs import LoopInputs
 from .measurements import Measurements
@@ -50,11 +50,12 @@ from .models import check_names, living_models, warn_of_idle_arguments
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers.optimizer_hook import OptimizerHook, living, outermost
+from .overhead import OverheadTimer
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
 from .requests.requests import Requests
-from .step import StepClock, WatchSchedule
+from .step import StepClock
 from .undo.restore_point import RestorePoint
 from .verdict.rules import Rules
 from .watching.missed_steps import ENOUGH
@@ -109,7 +110,7 @@ class GuardParts:
         self.rules.check(
             name for watch in watches for name in watch.modules.all_names()
         )
-        told = warn_of_idle_arguments(config, watches)
+        warn_of_idle_arguments(config, watches)
         trained = list(models.values())
         for model in trained:
             warn_of_scripted(model)
@@ -124,7 +125,7 @@ class GuardParts:
         if start is not None and config.may_replay:
             self.keeper = make_keeper(watches, start)
         self.timer = OverheadTimer(watches)
-        self.measurements = Measurements(config, watches, self.timer, told)
+        self.measurements = Measurements(config, watches, self.timer)
         self.headroom = self.measurements.headroom
         find_optimizers = functools.partial(living, hooks)
         agreement = Agreement(
@@ -140,12 +141,7 @@ class GuardParts:
         looks = not config.verdicts_are_late
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         overflow_flags = OverflowFlags(watches)
-        self.clock = StepClock(
-            WatchSchedule(**vars(config.schedule)),
-            watches,
-            start,
-            overflow_flags,
-        )
+        self.clock = StepClock(config.schedule, watches, start, overflow_flags)
         self.pipeline = Pipeline(
             config,
             watches,
@@ -153,7 +149,7 @@ class GuardParts:
             self.rules,
             start,
             self.keeper,
-            functools.partial(self.new_watches, wanted_of(EVERYTHING)),
+            self._full_watches,
             agreement,
             isolation,
             self.clock,
@@ -163,7 +159,7 @@ class GuardParts:
         )
         tensors = self.pipeline.tensors
         self.inputs = LoopInputs(
-            *(config, watches, self.keeper, self.clock, tensors, isolation, hooks)
+            *(config, watches, self.keeper, self.clock, tensors, isolation)
         )
         self.inputs.on_left = functools.partial(self.on_raised, ends=False)
         for watch in watches:
@@ -182,10 +178,9 @@ class GuardParts:
     def judge_requests(self) -> Requests:
         """Judges forwards without autograd as requests from now on."""
         if self.requests is None:
-            full_watches = functools.partial(self.new_watches, wanted_of(EVERYTHING))
             self.requests = self.inputs.requests = Requests(
                 *(self.config, self.watches, bool(self.hooks), self.keeper),
-                *(self.pipeline, self.measurements, self.isolation, full_watches),
+                *(self.pipeline, self.measurements, self.isolation, self._full_watches),
             )
             if self.is_enabled:
                 self.requests.attach()
@@ -311,20 +306,18 @@ class GuardParts:
                 watch.leave()
         self.pipeline.judge_raised(error, ends)
 
-    def new_watches(
-        self, wanted: Wanted | None = None, captures_tensors: bool = True
-    ) -> list[ModelWatch]:
-        """Makes watches like the guard's, which nothing judges.
+    def new_watches(self) -> list[ModelWatch]:
+        """Makes watches like the guard's, which nothing judges."""
+        return self._new_watches(self.config.wanted, captures_tensors=False)
 
-        Args:
-            wanted: The tensors to scan; None for those of the guard.
-            captures_tensors: Capture what the evidence is to hold.
-        """
-        config, models = self.config, living_models(self.watches)
-        captures_tensors = captures_tensors and config.evidence is not None
-        made = self._make_watches(
-            models, wanted or config.wanted, captures_tensors, lambda *_: None
-        )
+    def _full_watches(self) -> list[ModelWatch]:
+        """Makes watches of the models that look at everything, for a replay."""
+        captures_tensors = self.config.evidence is not None
+        return self._new_watches(wanted_of(EVERYTHING), captures_tensors)
+
+    def _new_watches(self, wanted: Wanted, captures_tensors: bool) -> list[ModelWatch]:
+        models = living_models(self.watches)
+        made = self._make_watches(models, wanted, captures_tensors, lambda *_: None)
         for watch in made:
             watch.warnings.is_quiet = True
         return made

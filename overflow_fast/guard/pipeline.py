@@ -367,9 +367,8 @@ class Pipeline:
         collector.send()
         try:
             self.judge_late()
-            notes = collector.scan_rest()
+            collector.scan_failed()
             unit = collector.begun(CHECK)
-            unit.notes += notes
             unit.frames = collector.take(unit.last_frame, with_evaluated=True)
             return self.judge.judge(unit)
         finally:
@@ -440,7 +439,7 @@ class Pipeline:
             self.judge_late(is_lagged)
             if is_lagged:
                 return self._judge_lagged(unit, hook, has_batch)
-            unit.notes += collector.scan_rest()
+            collector.scan_failed()
             unit.last_frame = _C.Recorder.num_frames()
             unit.frames = collector.take(unit.last_frame)
             if unit.frames and has_batch:
@@ -528,7 +527,7 @@ class Pipeline:
         collector.send()
         try:
             self.judge_late()
-            collector.scan_rest()
+            collector.scan_failed()
             unit = collector.begun(STEP, hook)
             unit.skipped_by = SCALER
             unit.frames = collector.take(unit.last_frame)

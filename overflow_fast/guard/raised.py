@@ -12,9 +12,10 @@ import torch
 
 from .collect import Collector
 from .error_notes import added_to
-from .explaining import Explaining, gradients_of
+from .explaining import Explaining
 from .judge import Judge
 from .kept_calls.call_keeper import CallKeeper
+from .kept_calls.left_gradients import gradients_of
 from .optimizers.loss_scaling import without_gradients
 from .optimizers.optimizer_hook import OptimizerHook
 from .optimizers.updated import of_update

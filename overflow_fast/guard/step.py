@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .options import Schedule
 from .undo.restore_point import RestorePoint
 from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
@@ -17,13 +18,13 @@ class LeftOut:
 
     Attributes:
         num_steps: How many they are since the last step that was checked in full.
-        by: The fields of the guard's schedule that left these out.
+        by: The field of the guard's schedule that left the last of these out.
         total: How many they are in all.
         follows_check: A step was checked in full before these.
     """
 
     num_steps: int = 0
-    by: tuple[str, ...] = ()
+    by: str = ""
     total: int = 0
     follows_check: bool = False
 
@@ -36,48 +37,17 @@ class LeftOut:
         if not left_out_by:
             is_same = self.follows_check and not self.num_steps
             return self if is_same else LeftOut(total=self.total, follows_check=True)
-        by = self.by if left_out_by in self.by else (*self.by, left_out_by)
-        return LeftOut(self.num_steps + 1, by, self.total + 1, self.follows_check)
+        counts = self.num_steps + 1, left_out_by, self.total + 1
+        return LeftOut(*counts, self.follows_check)
 
     def __str__(self) -> str:
         """Writes how many there are, and what that may have hidden."""
         steps = "1 step was" if self.num_steps == 1 else f"{self.num_steps} steps were"
         since = "since the last full check" if self.follows_check else "so far"
-        by = " and ".join(f"`schedule.{argument}`" for argument in self.by)
         return (
-            f"{steps} not judged {since}, because of {by}: a non-finite update there "
-            "would not have been noticed."
+            f"{steps} not judged {since}, because of `schedule.{self.by}`: a "
+            "non-finite update there would not have been noticed."
         )
-
-
-class WatchSchedule:
-    """Chooses the steps that are watched.
-
-    Args:
-        every: Watch every N-th step, from `warmup` on.
-        warmup: How many steps are left out at first.
-        ranges: Only steps in one of these half-open ranges; None for all.
-    """
-
-    def __init__(
-        self,
-        every: int = 1,
-        warmup: int = 0,
-        ranges: Sequence[tuple[int, int]] | None = None,
-    ) -> None:
-        self._every = every
-        self._warmup = warmup
-        self._ranges = ranges
-
-    def left_out_by(self, step: int) -> str:
-        """The field that leaves a step out, or ""."""
-        if step < self._warmup:
-            return "warmup"
-        if (step - self._warmup) % self._every:
-            return "every"
-        if self._ranges is not None and not any(a <= step < b for a, b in self._ranges):
-            return "ranges"
-        return ""
 
 
 class StepClock:
@@ -98,7 +68,7 @@ class StepClock:
 
     def __init__(
         self,
-        schedule: WatchSchedule,
+        schedule: Schedule,
         watches: Sequence[ModelWatch],
         start: RestorePoint | None,
         overflow_flags: OverflowFlags,

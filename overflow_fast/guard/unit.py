@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from .. import _C
@@ -159,6 +159,10 @@ class Unit:
     def is_bad(self) -> bool:
         """True if something bad was seen in it, or found by a search."""
         return bool(self.frames) or self.known is not None
+
+    def with_note(self, note: str) -> Unit:
+        """Returns the same with one more note."""
+        return replace(self, notes=[*self.notes, note])
 
     def forget_frames(self) -> None:
         """Leaves out what was seen: it is no part of the unit."""

@@ -344,7 +344,7 @@ def test_arguments_may_be_generators():
         watch=(name for name in ("activations", "weights", "loss")),
         include=(name for name in ("0", "1")),
         exclude=(name for name in ()),
-        schedule=Schedule(ranges=((begin, begin + 3) for begin in (0, 10))),
+        schedule=Schedule(every=2),
         allow={"1:output": (kind for kind in ("nan", "inf"))},
         metrics=(exporter for exporter in (lambda *each: told.append(each),)),
     )

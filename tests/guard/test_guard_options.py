@@ -7,7 +7,6 @@ from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
-from overflow_fast.guard.step import WatchSchedule
 from overflow_fast.guard.watching import unjudged_frames
 
 
@@ -162,10 +161,9 @@ def watched(schedule, count=12):
 
 
 def test_steps_are_chosen():
-    assert watched(WatchSchedule(), 3) == [1, 1, 1]
-    assert watched(WatchSchedule(every=3), 7) == [1, 0, 0, 1, 0, 0, 1]
-    assert watched(WatchSchedule(every=2, warmup=3), 8) == [0, 0, 0, 1, 0, 1, 0, 1]
-    assert watched(WatchSchedule(ranges=[(1, 3), (5, 6)]), 7) == [0, 1, 1, 0, 0, 1, 0]
+    assert watched(Schedule(), 3) == [1, 1, 1]
+    assert watched(Schedule(every=3), 7) == [1, 0, 0, 1, 0, 0, 1]
+    assert watched(Schedule(every=2, warmup=3), 8) == [0, 0, 0, 1, 0, 1, 0, 1]
 
 
 def test_between_watched_steps_no_module_has_a_hook():
@@ -339,23 +337,22 @@ def test_arguments_that_can_do_nothing_are_logged(tmp_path, caplog, as_kept):
     file.write_text("")
     model, optimizer = make()
 
-    def said(watched=model, **arguments):
+    def said(**arguments):
         caplog.clear()
-        OverflowGuard(watched, optimizer, **arguments).remove()
+        OverflowGuard(model, optimizer, **arguments).remove()
         return "\n".join(record.getMessage() for record in caplog.records)
 
     assert "leave no module" in said(exclude=["*"])
     as_kept(said(log=file / "log"))
     as_kept(said(record=file / "record"))
     as_kept(said(evidence=file))
-    assert "Headroom()" in said(nn.ReLU(), monitors=[Headroom()])
 
 
 @pytest.mark.parametrize("name", ["log", "record", "evidence"])
 @pytest.mark.parametrize(
     "where", ["file/x", "", "file", "n" * 300, "a\0b", "/proc/no/x"]
 )
-def test_a_path_that_cannot_be_used_is_one_warning(where, name, tmp_path, caplog):
+def test_a_path_that_cannot_be_used_ends_nothing(where, name, tmp_path, caplog):
     (tmp_path / "file").write_text("something else")
     model, optimizer = make()
     path = where if where.startswith(("a", "/")) else tmp_path / where
@@ -366,7 +363,10 @@ def test_a_path_that_cannot_be_used_is_one_warning(where, name, tmp_path, caplog
             optimizer.step()
     usual = ("The optimizer step was skipped", "steps watched")
     said = [each for each in caplog.messages if not any(u in each for u in usual)]
-    assert len(said) == ((name, where) != ("evidence", ""))  # that is a folder
+    if (name, where) == ("evidence", ""):  # that is a folder
+        assert not said
+    else:  # at once, and where something is lost
+        assert 1 <= len(said) <= 2
 
 
 def test_arguments_that_do_something_are_not_logged(tmp_path, caplog):

@@ -111,7 +111,6 @@ def test_iterators_are_read_once():
     config = config_of(include=iter(["0"]), monitors=iter([Spikes()]))
     assert config.include == ("0",) and config.monitors == (Spikes(),)
     assert Explain(checkpoints=iter(["a.pt"])).checkpoints == ("a.pt",)
-    assert Schedule(ranges=iter([iter([0, 3])])).ranges == ((0, 3),)
 
 
 def test_monitors_replace_the_default():
@@ -152,8 +151,6 @@ def test_a_wrong_value_of_a_field_is_named(as_kept):
                 lambda: Record("r", ranks=0),
                 lambda: Schedule(0),
                 lambda: Schedule(warmup=-1),
-                lambda: Schedule(ranges=5),
-                lambda: Schedule(ranges=[(3, 2)]),
                 lambda: Spikes("raise"),
                 lambda: Spikes(None),
                 lambda: Saturation(1.5),

@@ -249,33 +249,15 @@ def test_what_no_hook_sees_in_a_forward_is_not_called_finite(as_kept):
     as_kept(notes)
 
 
-def scanned_in_a_step(**recorded):
-    model, optimizer = make()
-    with OverflowGuard(model, optimizer, watch="tripwire") as guard:
-        for _ in range(2):  # weights are scanned in the first
-            before = guard.coverage().bytes_scanned
-            optimizer.zero_grad()
-            guard.run(lambda: model(torch.ones(6, 4)).mean()).backward()
-            guard.record(**recorded)
-            optimizer.step()
-        return guard.coverage().bytes_scanned - before
-
-
-def test_the_norm_stands_for_the_gradients():
-    size = 4 * sum(p.numel() for p in make()[0].parameters())
-    assert scanned_in_a_step() == size + 4  # and the loss
-    assert scanned_in_a_step(grad_norm=torch.ones(())) == 8
-
-
 def a_backward(model, scale=1.0):
     (model(torch.ones(6, 4)).mean() * scale).backward()
 
 
-def record_norm(guard, model, *names):
-    """Clips gradients, of modules of some names or all, and records their norm."""
+def clip(model, *names):
+    """Clips gradients, of modules of some names or all."""
     chosen = [getattr(model, name) for name in names] or [model]
     parameters = [p for module in chosen for p in module.parameters()]
-    guard.record(grad_norm=nn.utils.clip_grad_norm_(parameters, 1.0))
+    nn.utils.clip_grad_norm_(parameters, 1.0)
 
 
 def another_backward(model, optimizer):
@@ -329,7 +311,7 @@ AFTER_THE_NORM = [
 @pytest.mark.parametrize("spoil", AFTER_THE_NORM)
 @pytest.mark.parametrize("explain", [False, "auto"])
 @pytest.mark.explains
-def test_a_norm_stands_for_gradients_as_they_were_when_it_was_recorded(spoil, explain):
+def test_a_norm_stands_for_gradients_as_they_were_when_it_was_computed(spoil, explain):
     model, optimizer = make()
     model.frozen = nn.Parameter(torch.zeros(4))
     optimizer.add_param_group({"params": [model.frozen]})
@@ -338,8 +320,8 @@ def test_a_norm_stands_for_gradients_as_they_were_when_it_was_recorded(spoil, ex
     ) as guard:
         a_backward(model)
         if spoil in (a_later_step, a_later_step_in_place):
-            optimizer.step()  # a log takes the norm behind the step
-        record_norm(guard, model)
+            optimizer.step()  # a loop clips behind the step
+        clip(model)
         spoil(model, optimizer)
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.step()
@@ -347,26 +329,12 @@ def test_a_norm_stands_for_gradients_as_they_were_when_it_was_recorded(spoil, ex
     assert_same(before, [p.detach() for p in model.parameters()])
 
 
-def test_only_what_changed_after_the_norm_is_scanned():
-    model, optimizer = make()
-    with OverflowGuard(model, optimizer, watch="tripwire") as guard:
-        for _ in range(2):  # weights are scanned in the first
-            before = guard.coverage().bytes_scanned
-            optimizer.zero_grad()
-            a_backward(model)
-            record_norm(guard, model)
-            model.last(torch.ones(1, 4)).sum().backward()
-            optimizer.step()
-        last = sum(p.numel() for p in model.last.parameters())
-        assert guard.coverage().bytes_scanned - before == 4 * (last + 1)  # and the norm
-
-
 def test_a_norm_holds_for_one_judgement():
     """Without a second norm, the gradients are read in the next step."""
     model, optimizer = make()
     with OverflowGuard(model, optimizer, "skip", watch="tripwire") as guard:
         a_backward(model)
-        record_norm(guard, model)
+        clip(model)
         optimizer.step()
         model.last.weight.grad.data.fill_(NAN)  # past the count of writes
         optimizer.step()
@@ -377,9 +345,9 @@ def test_a_norm_stands_in_a_check_without_optimizers():
     model, _ = make()
     with OverflowGuard(model, None, "warn", watch="tripwire", explain=False) as guard:
         a_backward(model)
-        record_norm(guard, model)
+        clip(model)
         assert guard.check() is None
-        record_norm(guard, model)
+        clip(model)
         a_backward(model, NAN)
         assert guard.check() is not None
 
@@ -389,7 +357,7 @@ def test_the_second_of_two_optimizers_has_its_own_gradients_read():
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
     with OverflowGuard(models, optimizers, "skip", watch="tripwire") as guard:
         models[1](models[0](torch.ones(2, 4))).sum().backward()
-        record_norm(guard, models[0])
+        clip(models[0])
         models[1].weight.grad.fill_(NAN)
         for optimizer in optimizers:
             optimizer.step()
@@ -403,7 +371,6 @@ def test_gradients_of_no_counted_writes_are_always_scanned():
         a_backward(model)
         with torch.inference_mode():
             model.last.bias.grad = torch.full_like(model.last.bias, NAN)
-        guard.record(grad_norm=torch.ones(()))
         optimizer.step()
     assert guard.num_skipped == 1
     assert guard.coverage().failures == 0
@@ -413,8 +380,7 @@ def test_a_norm_that_is_not_finite_names_the_gradients():
     model, optimizer = make()
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:
         guard.run(lambda: model(torch.ones(6, 4), "backward").mean()).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        guard.record(grad_norm=norm)
+        clip(model)
         with pytest.raises(NonFiniteError) as error:
             optimizer.step()
     verdict = error.value.report.verdict

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
 from ... import _C
+from ...base.modules import named_parameters
+from ...torch_internals.tensor_internals import local_part
+from ..watching.watch import ModelWatch
 
 
 class LeftGradients:
@@ -59,3 +62,17 @@ class LeftGradients:
     def clear(self) -> None:
         """Forgets them: a step since then was finite."""
         self._held.clear()
+
+
+def gradients_of(
+    watches: Sequence[ModelWatch], names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The gradients of parameters with these names, of DTensors this rank's part."""
+    wanted = set(names)
+    return {
+        f"{watch.prefix}{name}": local_part(parameter.grad)
+        for watch in watches
+        if watch.model is not None
+        for name, parameter in named_parameters(watch.model)
+        if f"{watch.prefix}{name}" in wanted and parameter.grad is not None
+    }

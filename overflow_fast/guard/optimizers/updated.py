@@ -70,9 +70,8 @@ def _bad_rates(optimizer: Optimizer) -> list[SettingRemark]:
 
     Whether another setting that is none had a part in the update is not known.
     """
-    wrong = bad_settings([optimizer], had_finite_gradients=False)
-    settings = [each for each in wrong if isinstance(each, SettingRemark)]
-    return [each for each in settings if each.setting.startswith("lr ")]
+    wrong = bad_settings([optimizer])
+    return [each for each in wrong if each.setting.startswith("lr ")]
 
 
 def explain_update(

@@ -71,8 +71,6 @@ class FlightRecorder:
         policy: The guard's `on_overflow`.
         is_lagged: Whether a step's verdict comes with the next one.
         run: Returns the run that the guard's other files name, too.
-        is_told: It was said that the path cannot be used: a first step that is lost is
-            not said again.
 
     Attributes:
         path: Where it was asked to be.
@@ -88,10 +86,8 @@ class FlightRecorder:
         policy: object,
         is_lagged: bool,
         run: Callable[[], RunIdentity] = RunIdentity.begin,
-        is_told: bool = False,
     ) -> None:
         self.path = Path(path)
-        self._is_told = is_told
         self._watches = watches
         self._policy = policy
         self._is_lagged = is_lagged
@@ -210,7 +206,7 @@ class FlightRecorder:
         try:
             function()
         except Exception as error:
-            if not (self._has_warned or self._is_told):
+            if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
                     "Steps of the flight record %s are lost: %s. This is logged once.",
@@ -224,7 +220,7 @@ class FlightRecorder:
         names = b"".join(map(line_bytes, heads))
         line.models = list(map(columns_of, rows, counts))
         file.append(names, line_bytes(line))
-        self._num_entries, self._is_begun, self._is_told = counts, True, False
+        self._num_entries, self._is_begun = counts, True
         self._name_bytes += len(names)
 
     def _new_heads(self) -> tuple[list[Struct], list[int]]:

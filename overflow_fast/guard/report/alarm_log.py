@@ -17,8 +17,7 @@ class AlarmLog:
     """Logs the reports of bad steps (logger `overflow_fast`).
 
     An alarm of a new place is logged in full; of its repetitions, and of bad steps in a
-    row, the 2nd, 4th, 8th and so on in short. One that an earlier run came to, from the
-    same checkpoint, is logged in short.
+    row, the 2nd, 4th, 8th and so on in short.
     """
 
     def __init__(self) -> None:
@@ -37,10 +36,6 @@ class AlarmLog:
         if len(self._places) < _MAX_PLACES or place in self._places:
             self._places[place] += 1
         of_place = self._places[place]
-        if report.repeats:
-            earlier = f"Run {report.repeats} came to the same in this step."
-            _log.warning("%s", report.short_text(earlier))
-            return
         if num_in_row == 1 and of_place == 1:
             _log.warning("%s", report)
             return

@@ -32,15 +32,9 @@ class ExplanationText:
 
     def text(self) -> str:
         """The answer in a line, and all rows, the remedies last."""
-        return "\n".join(self.lines())
-
-    def lines(self) -> list[str]:
-        """The answer in a line, and all rows, the remedies last."""
-        return [printable(each) for each in [*self._first_line(), *self.rows()]]
-
-    def _first_line(self) -> list[str]:
         gist = self.gist()
-        return [f"{gist}."] if gist else []
+        first = [printable(f"{gist}.")] if gist else []
+        return "\n".join([*first, *self.rows()])
 
     def gist(self) -> str:
         """The cause in a clause, with its place; "" where it is not known."""

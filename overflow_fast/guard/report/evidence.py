@@ -45,8 +45,6 @@ class EvidenceFolder:
         run: The run.
         max_bytes: How many bytes of tensors a step may leave.
         keep: How many of this run's steps are kept; older ones are removed.
-        is_told: It was said that the path cannot be used: a first step that is lost is
-            not said again.
     """
 
     def __init__(
@@ -55,9 +53,7 @@ class EvidenceFolder:
         run: RunIdentity,
         max_bytes: int,
         keep: int,
-        is_told: bool = False,
     ) -> None:
-        self._is_told = is_told
         self._path = Path(path) / _SUBFOLDER / run.id
         self._run = run
         self._max_bytes = max_bytes
@@ -81,7 +77,6 @@ class EvidenceFolder:
         folder: _StepFolder | None = None
         try:
             folder = _StepFolder(self._path, self._run, step)
-            self._is_told = False
             self._steps.append(folder)
             room, left_out = self._max_bytes, list[str]()
             for name, values in (("tensors", tensors), ("batch", batch)):
@@ -136,7 +131,7 @@ class EvidenceFolder:
             self._tell(report.step, error)
 
     def _tell(self, step: int, error: Exception) -> None:
-        if not (self._has_warned or self._is_told):
+        if not self._has_warned:
             self._has_warned = True
             _log.warning(
                 "Not all evidence of step %d was kept: %s. Logged once.",

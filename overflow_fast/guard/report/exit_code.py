@@ -10,19 +10,17 @@ from .findings import Findings
 DETERMINISTIC, TRANSIENT, OTHERWISE = 16, 17, 1
 
 
-def exit_code_of(explanation: Findings | None, is_repeated: bool) -> int:
+def exit_code_of(explanation: Findings | None) -> int:
     """Chooses the exit status for an incident.
 
     Args:
         explanation: The findings of the replay, or None.
-        is_repeated: An earlier run ended with the same step and place: a restart does
-            not help, and no launcher must be told to try one more.
 
     Returns:
         16 if the replay gave it again, 17 if the whole step was replayed and finite,
         else 1.
     """
-    if is_repeated or explanation is None:
+    if explanation is None:
         return OTHERWISE
     if explanation.is_transient:
         return TRANSIENT

@@ -43,8 +43,6 @@ class JsonLog:
         header: Makes the header of the run.
         max_bytes: When a new file is begun.
         keep: How many older files are kept; 0: no new file is ever begun.
-        is_told: It was said that the path cannot be used: a first line that is lost is
-            not said again.
     """
 
     def __init__(
@@ -54,9 +52,7 @@ class JsonLog:
         header: Callable[[], Any],
         max_bytes: int,
         keep: int,
-        is_told: bool = False,
     ) -> None:
-        self._is_told = is_told
         self._given: Path | None = Path(path)
         self._path = self._given
         self._name = name
@@ -74,10 +70,7 @@ class JsonLog:
             if self._is_full(file, len(data)) and self._rotate(file):
                 file, data = self._prepared(line)
             self._append(file, data)
-            self._is_told = False
         except Exception as error:
-            if self._is_told:
-                return
             self._warn_once("Lines of the log %s are lost: %s.", self._path, error)
 
     def close(self) -> None:

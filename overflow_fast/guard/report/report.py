@@ -24,7 +24,7 @@ class NonFiniteError(FloatingPointError):
     def __init__(self, report: Report) -> None:
         super().__init__(report.answer())
         self.report = report
-        self.exit_code = exit_code_of(report.explanation, report.has_ended_runs)
+        self.exit_code = exit_code_of(report.explanation)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NonFiniteError, (self.report,)
@@ -58,16 +58,11 @@ class Report(ReportData):
         skipped_by: What has skipped the step instead of the guard: "GradScaler", or the
             optimizer's kernel on a device.
         explanation: The findings of a replay of the step; None if there was none.
-        repeats: The earlier run that the log has the same step and entry of, or "".
         raised: The type of the exception that the program's own code has raised in the
             step, or "".
         is_beyond_repair: A weight or an optimizer's state stays non-finite, whatever
             becomes of the step: a checkpoint helps.
     """
-
-    # An earlier run ended with the same step and entry. No field: it is for
-    # `NonFiniteError.exit_code` alone.
-    has_ended_runs = False
 
     @property
     def _text(self) -> ReportText:

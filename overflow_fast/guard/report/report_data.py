@@ -30,6 +30,5 @@ class ReportData:
     moment: str = ""
     skipped_by: str = ""
     explanation: Explanation | None = None
-    repeats: str = ""
     raised: str = ""
     is_beyond_repair: bool = False

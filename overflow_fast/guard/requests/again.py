@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from ...base.text import error_line
 from ..config import GuardConfig
-from ..explaining import FREE_SECONDS, SHARE, with_note
+from ..explaining import FREE_SECONDS, SHARE
 from ..kept_calls.kept_call import KeptCall
 from ..optimizers.last_steps import LastSteps
 from ..outer import outer
@@ -133,7 +133,7 @@ class RequestAgain:
         try:
             with self._explainer(list(self._replays.watches)) as explainer:
                 if explainer is None:
-                    return with_note(unit, _BUSY)
+                    return unit.with_note(_BUSY)
                 seen: Unit = explainer.look_again(unit)
             is_same = seen.frames == unit.frames
             if request.zeroed and is_same:
@@ -143,7 +143,7 @@ class RequestAgain:
             is_outside = is_same and request.function is not None
             return unit if is_outside else seen
         except Exception as error:
-            return with_note(unit, f"The step was not run again: {error_line(error)}.")
+            return unit.with_note(f"The step was not run again: {error_line(error)}.")
 
     def explain(self, unit: Unit, verdict: Verdict, ends: bool) -> Explanation | None:
         """Explains it, unless explanations take too long."""

@@ -16,7 +16,6 @@ from ...base.tree import Path, path_text, tensors
 from ...scanner.ops import are_nonfinite
 from ..report.causes import BAD_DATA
 from ..report.report import Report
-from ..verdict.remarks import FillRemark, limit_of
 from ..watching.inputs import is_batch_first, is_plain
 from ..watching.watch import ModelWatch
 from .held_call import HeldCall
@@ -96,18 +95,8 @@ class RequestReport(RequestData, Report):
         return made
 
     def note_explained(self) -> None:
-        """Takes in what a replay has found.
-
-        The sample is the row, where none is known. A fill value that the operation
-        which failed was not given has nothing to do with it.
-        """
+        """Takes in what a replay has found: the sample is the row, if none is known."""
         found, ids = self.explanation, self.ids
-        if found is not None and found.op is not None:
-            given = ((each.abs_max or 0.0, each.dtype) for each in found.op.inputs)
-            if not any(most >= 0.999 * (limit_of(of) or 1.0) for most, of in given):
-                remarks = self.verdict.origin.remarks
-                left = [e for e in remarks if not isinstance(e, FillRemark)]
-                self.verdict = self.verdict.with_remarks(left)
         if found is not None and found.cause == BAD_DATA.name:  # it was so before
             path = _ARGUMENT.sub("", found.tensor)
             for name in list(self.poisoned):

@@ -60,7 +60,6 @@ from ..pipeline import Pipeline
 from ..report.coverage import GuardCoverage
 from ..report.explanation import Explanation
 from ..report.report import Report
-from ..step import WatchSchedule
 from ..unit import REQUEST, Unit
 from ..value_errors import says_values
 from ..verdict.verdict import Verdict
@@ -167,10 +166,8 @@ class Requests:
         self._has_looked = False
         self.num_requests = self.num_forwards = self.num_tokens = 0
         self.poisoned: dict[str, str] = {}
-        asked = config.schedule
-        self._schedule: WatchSchedule | None = None
-        if asked != Schedule():
-            self._schedule = WatchSchedule(**vars(asked))
+        is_asked = config.schedule != Schedule()
+        self._schedule = config.schedule if is_asked else None
         for watch in watches:
             watch.judges_requests = True
             watch.inputs.capture = self

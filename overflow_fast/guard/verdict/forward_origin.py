@@ -20,7 +20,7 @@ from .doubts import Doubt, either_of, minus_inf_inputs, minus_infs, unsearched_i
 from .foreign_hooks import has_earlier_hooks, has_later_hooks, has_pre_hooks
 from .given import caller_of, held, origin_of_given
 from .kept_state import Bad
-from .unseen_writes import impossible, never_writes, stale_inputs, written_unseen
+from .unseen_writes import never_writes, stale_inputs, written_unseen
 from .verdict import BATCH, Origin
 
 
@@ -48,8 +48,6 @@ def origin_in_forward(
     if not crossed and (buffer := _read_buffer(first, bad)):
         maker = f"its buffer {buffer}"
         return Origin("given", "buffer", maker, [buffer]), []
-    if not crossed and (origin := impossible(first, called, calls)):
-        return origin, []
     if called is chain[-1] and not crossed and isinstance(module, nn.Linear):
         inputs = minus_inf_inputs(first)
         if inputs and not has_pre_hooks(module):  # no output can be finite then

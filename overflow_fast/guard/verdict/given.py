@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ... import _C
 from ...base.tree import label_text
-from ..watching.inputs import Given, WeakTensor, is_batch_first
+from ..watching.inputs import Given, WeakTensor
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame
 from .call_order import Called, Calls
@@ -67,5 +67,16 @@ def _place_in_loop(frame: BadFrame, entry: _C.Entry) -> str:
     loop = frame.watch.inputs.loop_batches.of(frame.frame.batch)
     if loop is None:
         return ""
-    are_samples = is_batch_first(frame.watch.model)
-    return loop.place_of(held(frame, entry.label).tensor(), are_samples)
+    return loop.place_of(held(frame, entry.label).tensor(), frame.watch.model)
+
+
+def batch_remarks(first: BadFrame) -> list[str]:
+    """Writes where the batch that a trainer has noted is non-finite, in sentences.
+
+    Incurs a CPU-GPU sync for each tensor of the batch.
+    """
+    noted = first.watch.inputs.loop_batches.of(first.frame.batch)
+    if noted is None:
+        return []
+    places = noted.bad_places(first.watch.model)
+    return [f"The batch is non-finite: {', '.join(places)}."] if places else []

@@ -83,11 +83,6 @@ class HeadroomTable:
 
     rows: list[HeadroomHistory]
 
-    @property
-    def fits_float16(self) -> bool:
-        """True if no magnitude so far exceeded float16's largest number."""
-        return all(row.float16_bits >= 0 for row in self.rows)
-
     def _repr_html_(self) -> str:
         names = ("bits", "trend", "float16 bits", "abs max", "entry", "dtype")
         rows = [

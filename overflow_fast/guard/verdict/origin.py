@@ -17,9 +17,9 @@ from .bad_frames import BadFrame
 from .call_order import Calls
 from .doubts import Doubt, either_of
 from .forward_origin import origin_in_forward
+from .given import batch_remarks
 from .gradient_origin import origin_of_gradient, origin_of_gradients
 from .kept_state import Bad, checks_weights, nonfinite_state
-from .remarks import batch_remarks, remarks_on
 from .roles import FORWARDS
 from .state_origin import origin_of_buffer, origin_of_weight
 from .verdict import BATCH, LOSS, OF_FLAG, STAND_IN, Origin
@@ -42,11 +42,9 @@ def origin_of(
     if entry.is_unseen:
         return Origin("unclear", "unclear", "")
     origin = _origin(first, entry, ordered, watches)
-    is_of_call = first.is_of_call and origin.source != "weight"
-    remarks = remarks_on(first) if is_of_call else []
-    if origin.source in ("unclear", "loss", "after_backward"):
-        remarks = [*remarks, *batch_remarks(first)]
-    return replace(origin, remarks=remarks)
+    if origin.source not in ("unclear", "loss", "after_backward"):
+        return origin
+    return replace(origin, remarks=batch_remarks(first))
 
 
 def _origin(

@@ -86,26 +86,24 @@ class ForwardInputs:
         loss: torch.Tensor | None = None,
     ) -> None:
         """Keeps the inputs of a forward that has returned, as those of a batch."""
-        _keep(self.given, number, self._now.given)
-        if self._now.has_stand_ins:
-            self.have_stand_ins.add(number)
-        if self._is_held:
-            _keep(self.batches, number, (args, kwargs))
-            self._now.running = None, None
+        self._keep_inputs(number, (args, kwargs))
         if self.capture is not None:
             self.capture.end(output, loss)
 
     def leave(self, number: int) -> None:
         """Keeps the inputs of a forward that an exception has left."""
+        self._keep_inputs(number, self._now.running)
+        if self.capture is not None:
+            self.capture.leave()
+
+    def _keep_inputs(self, number: int, batch: tuple[object, object]) -> None:
         now = self._now
         _keep(self.given, number, now.given)
         if now.has_stand_ins:
             self.have_stand_ins.add(number)
         if self._is_held:
-            _keep(self.batches, number, now.running)
+            _keep(self.batches, number, batch)
             now.running = None, None
-        if self.capture is not None:
-            self.capture.leave()
 
     def end_step(self, is_over: bool) -> None:
         """Forgets the forwards that are kept for a replay.

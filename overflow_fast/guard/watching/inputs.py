@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cmath
-import contextlib
 import enum
 import functools
 import sys
@@ -23,8 +22,6 @@ from ...base.tree import (
     Part,
     Path,
     Walk,
-    at,
-    layout,
     path_text,
 )
 
@@ -83,11 +80,7 @@ class Given:
         has_numbers = any(issubclass(each, _NUMBERS) for each in walk.leaves)
         hidden = _nonfinite_numbers(args, kwargs) if has_numbers else []
         hidden += [path for path, _ in walk.opaque]
-        hidden += [
-            path
-            for path, of in walk.unknown_roots(_HARMLESS)
-            if not issubclass(of, _HARMLESS) or _is_bound(args, kwargs, path, of)
-        ]
+        hidden += walk.unknown_roots(_HARMLESS)
         for path, found in walk.found:
             if isinstance(found, torch.Tensor):
                 self._held.append((path, hold(found)))
@@ -113,23 +106,18 @@ class Given:
             label: The input's label.
             model: The model that was given it.
         """
-        are_samples = is_batch_first(model) and share_first(
+        own = self.find(label).unchanged()
+        return f"`{label}`{samples(own, self.are_samples(model))}"
+
+    def are_samples(self, model: torch.nn.Module | None) -> bool:
+        """True if dimension 0 of the tensors is the batch, as far as that shows.
+
+        Args:
+            model: The model that was given them; None if it is not known.
+        """
+        return is_batch_first(model) and share_first(
             held.tensor() for held in self.tensors.values()
         )
-        return f"`{label}`{samples(self.find(label).unchanged(), are_samples)}"
-
-
-def _is_bound(args: Any, kwargs: Any, path: Path, kind: type) -> bool:
-    """True for a function that has variables or defaults which may hold tensors."""
-    if kind is not types.FunctionType:
-        return False
-    first, rest = path[0], path[1:]
-    function = at((args if first.style == INDEX else kwargs)[first.value], rest)
-    own = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty
-            own.append(cell.cell_contents)
-    return any(layout(type(each)).may_hide for each in own)
 
 
 def numpy_types() -> tuple[type, ...]:

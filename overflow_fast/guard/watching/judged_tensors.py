@@ -4,24 +4,19 @@ Modules' calls show the rest. In a step:
 
 1. `begin_round()` makes weights and buffers due: they are scanned once for all
    optimizers that step one after the other.
-2. `note_norm()` and `note_clipping()` note norms of gradients that the program has
-   computed anyway. Where a norm is finite, so are the gradients it is of, and reading
-   them again is saved.
+2. `clippings` takes the norms that the program's clipping computes. Where a norm is
+   finite, so are the gradients it is of, and reading them again is saved.
 3. `scan()`, before an optimizer's step, records weights and buffers, then the gradients
    of its parameters, then its state. It waits for the device only to read a norm that
    clipping has computed.
-4. `scan_sums()`, when the stats have arrived, scans the sums of sparse gradients, whose
-   finite rows an optimizer adds up.
-5. `scan_update()`, behind an optimizer's step, scans what that has written.
-6. `forget()` releases all tensors.
+4. `scan_update()`, behind an optimizer's step, scans what that has written.
+5. `forget()` releases all tensors.
 
 The state between these calls:
 
 - `_scanned`: the names and tensors that were recorded, for `find()`.
 - `_last_gradients`: the gradient of each parameter that was scanned last, weakly, and
   its version then: with several optimizers only new ones are scanned.
-- `_norm`, `_clippings`: the norms, each with the gradients that it stands for.
-- `_sparse`: the sparse gradients of the step, for `scan_sums()`.
 - `_has_scanned_weights`: the weights of this round were scanned.
 - `_num_rounds`: the number of rounds, since weights may be due in one of several only.
 """
@@ -29,9 +24,7 @@ The state between these calls:
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
-from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,15 +36,13 @@ from ... import _C
 from ...base import tree
 from ...base.modules import stepped_by
 from ...detector.selection import Named
-from ...torch_internals.tensor_internals import is_wrapper, local_tensor, sparse_values
+from ...torch_internals.tensor_internals import is_wrapper, local_tensor
 from ..optimizers.engine_gradients import engine_gradients
 from ..optimizers.held_optimizers import optimizers_in
+from .clippings import Clippings
 from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
-# Norms that are kept in a step. Of more the first are dropped, and the gradients that
-# they stand for are read. Where nobody judges, a loop would keep them all otherwise.
-_MOST_CLIPPINGS = 1000
 _Listed = list[tuple[ModelWatch, nn.Module, Named]]
 # A gradient that was scanned, and its version then.
 _Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
@@ -66,6 +57,7 @@ class JudgedTensors:
             for never.
 
     Attributes:
+        clippings: The norms of gradients that clipping has computed in the step.
         without_gradient: How many parameters had none at the last scan.
         num_gradients: How many gradients there were.
     """
@@ -78,9 +70,7 @@ class JudgedTensors:
         self._has_scanned_weights = False
         self._scanned: list[tuple[_C.FrameKind, Named]] = []
         self._last_gradients: dict[int, _Seen] = {}
-        self._norm: _Norm | None = None
-        self._clippings: deque[_Clipping] = deque(maxlen=_MOST_CLIPPINGS)
-        self._sparse: list[tuple[ModelWatch, str, torch.Tensor]] = []
+        self.clippings = Clippings()
         self.without_gradient = self.num_gradients = 0
         self._weights_every = weights_every
         self._num_rounds = 0
@@ -95,55 +85,7 @@ class JudgedTensors:
     def forget(self) -> None:
         """Releases the tensors."""
         self._scanned = []
-        self._sparse = []
-        self._norm = None
-        self._clippings.clear()
-
-    def scan_sums(self) -> list[str]:
-        """Scans the sums of sparse gradients whose finite rows may add up to an inf.
-
-        A sparse gradient has a row for each use of an index, and an optimizer adds up
-        those of one index. Called when the stats of the rows have arrived. Incurs a
-        CPU-GPU sync where the largest of them may overflow.
-
-        Returns:
-            The names of the gradients that were scanned.
-        """
-        found = []
-        for watch, name, gradient in self._sparse:
-            largest = watch.recorder.largest_gradient
-            most = torch.finfo(gradient.dtype).max
-            if math.isfinite(largest) and largest * len(sparse_values(gradient)) > most:
-                values = gradient.coalesce().values()
-                self._record(watch, _C.FrameKind.GRADIENTS, ([name], [values]))
-                found.append(name)
-        self._sparse = []
-        return found
-
-    def note_norm(self, optimizers: Sequence[Optimizer], norm: torch.Tensor) -> None:
-        """Notes that the norm of all gradients is known, which need no scan then.
-
-        Args:
-            optimizers: The optimizers that step; without any, of all parameters.
-            norm: The norm, which is recorded.
-        """
-        self._scanned.append((_C.FrameKind.RECORDED, ([NORM], [norm.detach()])))
-        parameters = [p for each in optimizers for p in stepped_by(each)]
-        if not optimizers:
-            parameters = [p for _, _, (_, listed) in self._listed() for p in listed]
-        self._norm = _Norm(parameters)
-
-    def note_clipping(
-        self, parameters: Sequence[torch.Tensor], norm: torch.Tensor
-    ) -> None:
-        """Notes a norm that was computed. The scan looks at it.
-
-        Args:
-            parameters: The parameters whose gradients were clipped.
-            norm: The norm that they had.
-        """
-        if type(norm) is torch.Tensor and not norm.is_inference():
-            self._clippings.append(_Clipping(parameters, norm))
+        self.clippings.clear()
 
     def find(self, kind: _C.FrameKind, name: str) -> torch.Tensor | None:
         """Returns a tensor of the last scan, until `forget()`."""
@@ -264,45 +206,29 @@ class JudgedTensors:
                 names = list(itertools.compress(names, is_own))
                 parameters = list(itertools.compress(parameters, is_own))
             named = self._gradients(names, parameters, covered)
-            self._record_gradients(watch, named)
+            self._record(watch, _C.FrameKind.GRADIENTS, named)
         if optimizer is not None and owned:
             named = self._gradients(*self._foreign(optimizer, set(owned)), covered)
-            self._record_gradients(self._watches[0], named)
+            self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
         if num_kept:  # here, or in the part of another rank
             self.without_gradient = 0
-
-    def _record_gradients(self, watch: ModelWatch, named: Named) -> None:
-        self._record(watch, _C.FrameKind.GRADIENTS, named)
-        sparse = [each.is_sparse for each in named[1]]
-        if any(sparse):
-            both = zip(*named, strict=True)
-            self._sparse += [
-                (watch, name, gradient)
-                for name, gradient in itertools.compress(both, sparse)
-                if not gradient.is_coalesced() and gradient.is_floating_point()
-            ]
 
     def _covered(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """Returns the identities of parameters whose gradients a norm stands for.
 
-        Norms of clipping count where they stand for all that is to be scanned: they
-        are recorded, and spikes are looked for in them then.
+        Such norms are recorded: spikes are looked for in them then.
 
         Args:
             parameters: Those whose gradients are to be scanned.
         """
-        covered = set() if self._norm is None else self._norm.covered()
-        if not self._clippings:  # most guards
-            return covered
-        rest = {id(p) for p in parameters if _gradient_of(p) is not None} - covered
-        clipped = [(c.norm, c.covered() & rest) for c in self._clippings]
-        if not rest or not rest <= set().union(*(found for _, found in clipped)):
-            return covered
-        for norm, found in clipped:
-            if found:
-                named = [NORM], [norm]
-                self._record(self._watches[0], _C.FrameKind.RECORDED, named)
-        return covered | rest
+        if not self.clippings:  # most guards
+            return set()
+        wanted = {id(p) for p in parameters if _gradient_of(p) is not None}
+        covered, norms = self.clippings.standing_for(wanted)
+        for norm in norms:
+            named = [NORM], [norm]
+            self._record(self._watches[0], _C.FrameKind.RECORDED, named)
+        return covered
 
     def _scan_kept(self, engine: Sequence[Any]) -> int:
         """Scans the gradients that an engine's optimizer keeps; returns how many."""
@@ -334,9 +260,7 @@ class JudgedTensors:
         self.num_gradients += len(gradients) - len(missing)
         self.without_gradient += sum(missing)
         both = zip(parameters, gradients, strict=True)
-        is_taken = [
-            g is not None and (id(p) not in covered or g.is_sparse) for p, g in both
-        ]
+        is_taken = [g is not None and id(p) not in covered for p, g in both]
         found = itertools.compress(gradients, is_taken)
         taken = [gradient for gradient in found if gradient is not None]
         return list(itertools.compress(names, is_taken)), taken
@@ -373,78 +297,6 @@ def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
         return gradient
     main = getattr(parameter, "main_grad", None)
     return main if isinstance(main, torch.Tensor) else None
-
-
-class _Norm:
-    """The gradients that a norm stands for: those that were there, as they were.
-
-    It takes 1 microsecond for each parameter, and saves the read of its gradient.
-
-    Args:
-        parameters: The parameters whose gradients it is of.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        found = [(p, g) for p in parameters if (g := _memory_of(p.grad)) is not None]
-        self._seen = [
-            (parameter, weakref.ref(gradient), version)
-            for (parameter, gradient), version in zip(
-                found, _C.versions_of([gradient for _, gradient in found]), strict=False
-            )
-        ]
-
-    def covered(self) -> set[int]:
-        """Returns the identities of the parameters whose gradients are as they were.
-
-        A later backward writes to a gradient, or puts another in its place.
-        """
-        same = [
-            (parameter, version, gradient)
-            for parameter, reference, version in self._seen
-            if (gradient := reference()) is not None
-            and gradient is _memory_of(parameter.grad)
-        ]
-        versions = _C.versions_of([gradient for _, _, gradient in same])
-        return {
-            id(parameter)
-            for (parameter, before, _), now in zip(same, versions, strict=False)
-            if before == now
-        }
-
-
-class _Clipping:
-    """A norm that clipping has computed, and the gradients that it has clipped.
-
-    Args:
-        parameters: The parameters whose gradients they are.
-        norm: The norm of all of them before.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor], norm: torch.Tensor) -> None:
-        self.norm = norm
-        self._version = _C.version_of(norm)
-        self._clipped = _Norm(parameters)
-
-    def covered(self) -> set[int]:
-        """Returns what the norm stands for; nothing if it is not finite.
-
-        Incurs a CPU-GPU sync.
-        """
-        # A replay of a graph that is captured would not look again.
-        is_captured = self.norm.is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_captured or _C.version_of(self.norm) != self._version:
-            return set()
-        return self._clipped.covered() if math.isfinite(self.norm.item()) else set()
-
-
-def _memory_of(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the tensor that writes to a gradient are counted in, or None.
-
-    fully_shard() adds to the local part of a DTensor, past the DTensor itself.
-    """
-    if type(gradient) is not torch.Tensor:
-        return local_tensor(gradient)
-    return None if gradient.is_inference() else gradient
 
 
 def state_of(optimizer: Optimizer, known: dict[int, str]) -> Named:

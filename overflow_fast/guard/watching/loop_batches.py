@@ -9,7 +9,7 @@ import operator
 
 import torch
 
-from .inputs import Given, finite_places, is_plain, samples, share_first
+from .inputs import Given, finite_places, is_plain, samples
 
 _MAX_BATCHES = 8  # the last ones; chosen. An older batch is not named in a report
 
@@ -22,40 +22,39 @@ class LoopBatch:
     """
 
     def __init__(self, batch: object) -> None:
-        given = Given((batch,))
-        self._is_whole = not given.unseen
+        self._given = Given((batch,))
         self._tensors = {
             f"batch{label.removeprefix('input[0]')}": held
-            for label, held in given.tensors.items()
+            for label, held in self._given.tensors.items()
         }
 
-    def place_of(self, tensor: torch.Tensor | None, is_batch_first: bool = True) -> str:
+    def place_of(
+        self, tensor: torch.Tensor | None, model: torch.nn.Module | None = None
+    ) -> str:
         """Finds the place of a tensor, or of its base, in the batch; "" if it has none.
 
         Incurs a CPU-GPU sync if it is there.
 
         Args:
             tensor: The tensor; None for none.
-            is_batch_first: Whether no module has another dimension for the batch.
+            model: The model that is trained with it.
         """
-        are_samples = is_batch_first and self._share_first()
         for is_same in (operator.is_, _shares_memory):
             for place, held in self._tensors.items():
                 own = held.unchanged()
                 if own is not None and is_same(own, tensor):
-                    return f"`{place}`{samples(own, are_samples)}"
+                    return f"`{place}`{samples(own, self._given.are_samples(model))}"
         return ""
 
-    def bad_places(self, is_batch_first: bool = True) -> list[str] | None:
+    def bad_places(self, model: torch.nn.Module | None = None) -> list[str] | None:
         """Lists the non-finite places of the batch; None if some cannot be checked.
 
         Incurs a CPU-GPU sync for each tensor on a device.
 
         Args:
-            is_batch_first: Whether no module has another dimension for the batch.
+            model: The model that is trained with it.
         """
         places = []
-        are_samples = is_batch_first and self._share_first()
         for place, held in self._tensors.items():
             tensor = held.unchanged()
             if tensor is None:
@@ -64,11 +63,9 @@ class LoopBatch:
                 if tensor.is_floating_point() or tensor.is_complex():
                     return None
             elif not bool(finite_places(tensor).all()):
-                places.append(f"`{place}`{samples(tensor, are_samples)}")
-        return places if places or self._is_whole else None
-
-    def _share_first(self) -> bool:
-        return share_first(held.tensor() for held in self._tensors.values())
+                found = samples(tensor, self._given.are_samples(model))
+                places.append(f"`{place}`{found}")
+        return places if places or not self._given.unseen else None
 
 
 class LoopBatches:

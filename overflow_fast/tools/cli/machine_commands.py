@@ -139,7 +139,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     from ... import __version__
-    from ...guard.process import settings_of_torch
+    from ..torch_settings import settings_of_torch
 
     return {
         "overflow_fast": __version__,

@@ -27,7 +27,7 @@ from ...guard.record.record_lines import EXTREMES, RecordEntry
 from ...guard.record.record_lines import KIND as RECORD
 from ...guard.record.record_step import RecordStep
 from ...guard.report.log_lines import RunLine
-from ...guard.report.log_reading import decoder
+from .log_reading import decoder
 from .subcommand import (
     Commands,
     add_command,

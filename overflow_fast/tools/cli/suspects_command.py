@@ -14,7 +14,7 @@ from ...base.text import aligned, printable
 from ...guard.files.json_text import dumps
 from ...guard.report.causes import NOT_REPRODUCIBLE
 from ...guard.report.log_lines import StepLine
-from ...guard.report.logged_incidents import files_of_log, read_incidents
+from .logged_incidents import files_of_log, read_incidents
 from .subcommand import Commands, add_command, command, fail
 
 

@@ -17,10 +17,11 @@ from ... import __version__
 from ...base.modules import named_modules, stepped_by
 from ...base.tensors import devices_of
 from ...base.text import dtype_name
-from ...guard.process import own_rank, settings_of_torch, world_size
+from ...guard.process import own_rank, world_size
 from ...guard.undo.random import RandomStates
 from ...torch_internals.compiler import uncompiled
 from ...torch_internals.module_internals import is_dropout
+from ..torch_settings import settings_of_torch
 from .tensor_hooks import is_compiled, scalars_in
 
 _LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "numpy")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...base.text import capitalized, counted, numbered
-from ...guard.process import settings_of_torch
+from ..torch_settings import settings_of_torch
 from .stage import (
     BROKEN,
     WARNING,

@@ -4,7 +4,7 @@ import logging
 import re
 
 import pytest
-from simulated_ranks import SCENARIOS, Network, Script, files_of, play
+from simulated_ranks import SCENARIOS, Network, files_of, play
 
 WORLD = 8
 
@@ -73,15 +73,3 @@ def test_a_rank_that_is_a_step_behind_is_a_failure_on_all_and_ends_none(tmp_path
         ("", 2, 0)
     }
     assert network.joined == [3] * WORLD
-
-
-@pytest.mark.slow
-@pytest.mark.explains
-def test_a_restart_with_other_ranks_does_not_tell_again(tmp_path, as_kept):
-    first, _ = played("one bad rank", tmp_path)
-    assert {each.repeats for each in first} == {""}
-    network = Network(WORLD // 2)
-    again = play(Script(bad={3}), network, tmp_path)
-    (earlier,) = {each.repeats for each in again}
-    assert "-rank0-" in earlier and network.joined[0] > 3
-    as_kept(again[0].headline)

@@ -314,7 +314,7 @@ def test_a_second_run_has_a_file_of_its_own_and_says_so(path, caplog, as_kept):
     assert len(read_record(other)) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog, as_kept):
+def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path, caplog, as_kept):
     (tmp_path / "file").touch()
     model, optimizer = make()
     with OverflowGuard(model, optimizer, record=tmp_path / "file" / "run.ofr"):

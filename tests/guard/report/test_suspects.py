@@ -1,6 +1,5 @@
 """Incidents across restarts: who produces them, which are told, how a run ends."""
 
-import contextlib
 import json
 import math
 import tempfile
@@ -19,8 +18,8 @@ from overflow_fast.guard.report.exit_code import exit_code_of
 from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.findings import NOT_REPLAYED
 from overflow_fast.guard.report.log_lines import StepLine
-from overflow_fast.guard.report.logged_incidents import read_incidents
 from overflow_fast.guard.report.op import Op
+from overflow_fast.tools.cli.logged_incidents import read_incidents
 from overflow_fast.tools.cli.suspects_command import suspects_of
 
 pytestmark = [pytest.mark.explains, pytest.mark.xdist_group("processes")]
@@ -107,60 +106,25 @@ def a_run(path, bad_step=None, first=0, **options):
     return guard, error
 
 
-def test_an_incident_that_comes_again_is_told_in_short(tmp_path, caplog, as_kept):
+def test_an_incident_that_runs_come_to_again_counts_once(tmp_path):
     path = tmp_path / "guard.jsonl"
-    a_run(path, bad_step=11, first=10, on_overflow="skip", explain=False)
-    assert "Detected inf/nan" in caplog.text
-    caplog.clear()
-    guard, _ = a_run(path, bad_step=11, first=11, on_overflow="skip", explain=False)
-    (line,) = [r.message for r in caplog.records if "Step 11: " in r.message]
-    earlier = json.loads(path.read_text().splitlines()[0])["run"]
-    assert guard.last_report.repeats == earlier
-    as_kept(line)
+    for first in (10, 11):
+        a_run(path, bad_step=11, first=first, on_overflow="skip", explain=False)
     (row,) = suspects_of(read_incidents(path)).rows
     assert (row.incidents, row.steps, row.device) == (1, [11], "cpu")
-    caplog.clear()
-    guard, _ = a_run(path, bad_step=12, first=11, on_overflow="skip", explain=False)
-    assert guard.last_report.repeats == "" and "Detected inf/nan" in caplog.text
+    a_run(path, bad_step=12, first=11, on_overflow="skip", explain=False)
     found = suspects_of(read_incidents(path))
     assert found.rows[0].steps == [11, 12] and found.runs == 3
 
 
-@pytest.mark.slow
-def test_a_launcher_learns_to_restart_once(tmp_path):
-    path = tmp_path / "guard.jsonl"
-    for expected in (16, 1, 1):
-        model, optimizer = make()
-        guard = OverflowGuard(model, optimizer, log=path)
-        with pytest.raises(NonFiniteError) as caught:
-            model.blocks[0].factor = math.inf
-            train_step(model, optimizer, batches(1)[0])
-        guard.remove()
-        assert caught.value.report.explanation.op is not None
-        assert caught.value.exit_code == expected
-
-
-@pytest.mark.parametrize("on_overflow", ["skip", "warn", "raise"])
-def test_a_run_that_went_on_behind_the_step_is_none_that_ended_there(
-    tmp_path, on_overflow
-):
-    """Of the last policy, by a program that catches the error and fails later."""
-    path = tmp_path / "guard.jsonl"
-
-    def fail(guard, step):
-        guard.step, model.blocks[0].factor = step, math.inf
-        with contextlib.suppress(NonFiniteError):
-            train_step(model, optimizer, batches(1)[0])
-
+def test_what_a_replay_gives_again_is_deterministic(tmp_path):
     model, optimizer = make()
-    with OverflowGuard(model, optimizer, on_overflow, log=path, explain=False) as guard:
-        fail(guard, 0)
-        fail(guard, 1)
-    model, optimizer = make()
-    with OverflowGuard(model, optimizer, log=path) as guard:
-        fail(guard, 0)
-    assert guard.last_report.repeats
-    assert NonFiniteError(guard.last_report).exit_code == 16
+    OverflowGuard(model, optimizer)
+    with pytest.raises(NonFiniteError) as caught:
+        model.blocks[0].factor = math.inf
+        train_step(model, optimizer, batches(1)[0])
+    assert caught.value.report.explanation.op is not None
+    assert caught.value.exit_code == 16
 
 
 def test_a_fault_that_no_replay_gives_is_transient():
@@ -189,14 +153,13 @@ def test_a_gradient_changed_after_its_backward_is_no_fault_of_a_device():
 
 def test_exit_codes():
     op = Op("aten.exp")
-    assert exit_code_of(Explanation("forward", "range overflow", op=op), False) == 16
-    assert exit_code_of(Explanation("data", "bad data"), False) == 16
-    assert exit_code_of(Explanation("forward", "not reproducible"), False) == 17
+    assert exit_code_of(Explanation("forward", "range overflow", op=op)) == 16
+    assert exit_code_of(Explanation("data", "bad data")) == 16
+    assert exit_code_of(Explanation("forward", "not reproducible")) == 17
     partly = Explanation("backward", "not reproducible", notes=[NOT_REPLAYED])
-    assert exit_code_of(partly, False) == 1  # clipping of one's own may have made it
-    assert exit_code_of(Explanation(notes=["not replayed"]), False) == 1
-    assert exit_code_of(None, False) == 1
-    assert exit_code_of(Explanation("forward", "not reproducible"), True) == 1
+    assert exit_code_of(partly) == 1  # clipping of one's own may have made it
+    assert exit_code_of(Explanation(notes=["not replayed"])) == 1
+    assert exit_code_of(None) == 1
 
 
 # What is there to be read.

@@ -137,6 +137,7 @@ def test_a_learning_rate_is_made_finite_before_a_checkpoint_is_loaded(as_kept):
     as_kept(text)
 
 
+@pytest.mark.explains
 @pytest.mark.parametrize("has_bad_gradient", [False, True])
 def test_eps_is_not_blamed_for_gradients_that_were_let_through(has_bad_gradient):
     model = nn.Sequential(nn.Linear(2, 2)).half()

@@ -124,9 +124,9 @@ def test_a_course_begins_anew_in_another_dtype():
 
 
 def test_could_it_run_in_float16(as_kept):
-    assert grown([60000.0], torch.float32).headroom().fits_float16
+    table = grown([60000.0], torch.float32).headroom()
+    assert "All magnitudes so far would fit float16." in str(table)
     table = grown([70000.0, 1.0], torch.float32).headroom()
-    assert not table.fits_float16
     as_kept(table)
     as_kept(grown([1.0]).headroom())
 
@@ -145,7 +145,6 @@ def test_what_has_overflowed_fits_nothing(as_kept):
         table = guard.headroom()
     assert guard.num_skipped == 1
     assert bits[0] > 10 and bits[1] == 0 and bits[2] > 10
-    assert not table.fits_float16
     assert row_of(guard, "output of 0").float16_bits == -INF
     as_kept(table)
 
@@ -386,9 +385,7 @@ def test_it_is_counted_when_it_is_due():
     assert told == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "schedule", [Schedule(10, warmup=5), Schedule(ranges=[(3, 9)])], ids=str
-)
+@pytest.mark.parametrize("schedule", [Schedule(10, warmup=5), Schedule(7)], ids=str)
 def test_watched_steps_count(schedule):
     model, optimizer = make()
     seen = []

@@ -20,7 +20,7 @@ from processes import python
 import overflow_fast
 from overflow_fast import OverflowGuard, RecordError, RecordingError, read_record
 from overflow_fast.__main__ import main
-from overflow_fast.guard.report.logged_incidents import read_incidents
+from overflow_fast.tools.cli.logged_incidents import read_incidents
 from overflow_fast.tools.cli.suspects_command import suspects_of
 from overflow_fast.tools.compare.comparison import check_replaceable
 from overflow_fast.tools.compare.recordings import read_run

@@ -13,7 +13,7 @@ from pages import ROOT
 
 import overflow_fast
 from overflow_fast.__main__ import main
-from overflow_fast.guard.report.logged_incidents import read_incidents
+from overflow_fast.tools.cli.logged_incidents import read_incidents
 from overflow_fast.tools.page.incidents import read_incidents as read_evidence
 
 RELEASES = sorted((ROOT / "tests" / "files").iterdir())

@@ -1,4 +1,4 @@
-"""Whatever is at the path of a log, a record or evidence: one warning, the run goes on.
+"""Whatever is at the path of a log, a record or evidence: a warning, the run goes on.
 
 Nothing hangs either: each case runs in a process that has to end.
 """
@@ -51,7 +51,9 @@ for path in paths:
         print(run(kind, path))
 """
 LOST, KEPT, BESIDE = "[1, 0, 0, 0]", "[0, 1, 0, 0]", "[0, 0, 1, 0]"
-TOLD, FINE = "[0, 0, 0, 1]", "[0, 0, 0, 0]"  # told when the guard is made
+FINE = "[0, 0, 0, 0]"
+# When the guard is made, and once something is lost.
+BOTH, BOTH_KEPT = "[1, 0, 0, 1]", "[0, 1, 0, 1]"
 
 
 def guarded(limit, *paths):
@@ -69,9 +71,9 @@ def test_a_path_that_cannot_be_written_is_one_warning(tmp_path):
     told, impossible = ("n" * 300, "file/below"), ("a\\x00b", "a\\ud800b")
     paths = [f"{tmp_path}/{name}" for name in ("fifo", "folder", *told, *impossible)]
     assert guarded("", *paths) == [
-        *(LOST, BESIDE, TOLD),  # a FIFO: a record lies beside it
-        *(TOLD, BESIDE, FINE),
-        *(TOLD, TOLD, TOLD) * len(told),
+        *(LOST, BESIDE, BOTH_KEPT),  # a FIFO: a record lies beside it
+        *(BOTH, BESIDE, FINE),
+        *(BOTH, BOTH, BOTH_KEPT) * len(told),
         *(LOST, LOST, KEPT) * len(impossible),
     ]
 
@@ -91,7 +93,7 @@ def test_a_folder_without_permission_is_one_warning(tmp_path):
     for parent in (tmp_path, *tmp_path.parents[:3]):
         parent.chmod(parent.stat().st_mode | 0o055)
     (tmp_path / "closed").mkdir(mode=0o700)
-    assert guarded("nobody", tmp_path / "closed" / "x") == [TOLD, TOLD, TOLD]
+    assert guarded("nobody", tmp_path / "closed" / "x") == [BOTH, BOTH, BOTH_KEPT]
 
 
 def test_a_slow_reader_of_a_fifo_costs_lines_and_no_time(tmp_path):

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..files.reading import FileError, lines_of, open_regular
-from .log_lines import RunLine, StepLine
+from ...guard.files.reading import FileError, lines_of, open_regular
+from ...guard.report.log_lines import RunLine, StepLine
 from .log_reading import decoder
 
 # Lines that cannot be of an incident are passed over undecoded.

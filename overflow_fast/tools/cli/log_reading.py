@@ -6,9 +6,9 @@ from typing import Annotated
 
 from msgspec import Struct
 
-from ..files.fields import Index, StepNumber, Time, meaning
-from ..files.schema import Lines
-from .log_lines import KINDS
+from ...guard.files.fields import Index, StepNumber, Time, meaning
+from ...guard.files.schema import Lines
+from ...guard.report.log_lines import KINDS
 
 
 class OtherLine(Struct, kw_only=True):
