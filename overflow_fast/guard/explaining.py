@@ -166,7 +166,7 @@ class Explaining:
         """Explains a step, or returns None if it is not asked for.
 
         Args:
-            unit: The step.
+            unit: The step, or its update.
             verdict: What was found.
             ends: Whether the run ends with it.
         """
@@ -177,6 +177,8 @@ class Explaining:
             return known
         try:
             with self._timer.left_out():
+                if unit.explains is not None:
+                    return unit.explains(verdict)
                 return self._loaded().explain(verdict, unit.kind.moment)
         except Exception as error:  # the alarm matters more than its explanation
             return _noting(f"The step was not explained: {error_line(error)}.")

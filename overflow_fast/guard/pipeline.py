@@ -224,6 +224,7 @@ class Pipeline:
 
     # Updates, forwards alone, exceptions, `check()`, and late verdicts.
 
+    @measured
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
     ) -> UndoableStep | None:
