@@ -412,7 +412,7 @@ class Requests:
         if request.ids:
             request.begun_at = get_ident(), len(stack(frame))
         request.is_left_out = self._is_left_out(request)
-        return Begun(self, request, frame)
+        return Begun(self, request)
 
     def end_request(self, begun: Begun, error: BaseException | None = None) -> None:
         """Ends a request, in whatever context; judges it unless it was interrupted."""
