@@ -279,8 +279,7 @@ class Requests:
         with self._counts:
             self.num_forwards += 1
             self.num_tokens += 0 if call is None else call.num_tokens
-        waits = is_own and not self._config.verdicts_are_late
-        if waits:
+        if is_own:
             watch.frames.receive(is_lagged=False)
         else:
             watch.frames.receive_arrived()
@@ -508,11 +507,10 @@ class Requests:
             NonFiniteError: If it is bad and the policy is to raise, unless the
                 program's own code has raised.
         """
-        is_lagged = self._config.verdicts_are_late
         request.raised = None if error is None else type(error)
         for watch in self._watches:
             if request.num_forwards and not request.frames:
-                watch.frames.receive(is_lagged)
+                watch.frames.receive(is_lagged=False)
                 request.collect(watch)
         request.end()
         with self._lock:

@@ -252,6 +252,22 @@ def test_a_schedule_leaves_requests_out():
         assert guard.metrics()["bad_requests_total"] == 2
 
 
+@pytest.mark.parametrize("sync", ["step", "lagged"])
+def test_a_request_is_judged_at_its_end_where_stats_come_late_from_a_device(
+    emulated, sync
+):
+    emulated.state.holds_events = 1
+    net = make_net()
+    with OverflowGuard(net, sync=sync, explain=False, _defer=True) as guard:
+        assert report_of(lambda: net(rows_bad(1))).step == 0
+        with torch.no_grad(), guard.request(ids=["good"]):
+            net(rows_bad())
+        with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
+            with guard.request(ids=["bad"]):
+                net(rows_bad(0, size=1))
+    assert raised.value.report.requests == ["bad"]
+
+
 # Outputs behind the models.
 
 
