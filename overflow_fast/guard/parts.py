@@ -185,7 +185,7 @@ class GuardParts:
             full_watches = functools.partial(self.new_watches, wanted_of(EVERYTHING))
             self.requests = self.inputs.requests = Requests(
                 *(self.config, self.watches, bool(self.hooks), self.keeper),
-                *(self.pipeline, self.measurements, self.isolation, full_watches),
+                *(self.pipeline, self.isolation, full_watches),
             )
             if self.is_enabled:
                 self.requests.attach()
@@ -382,8 +382,7 @@ class GuardParts:
 
     def metrics(self) -> dict[str, float]:
         """Returns all numbers. Does not incur a CPU-GPU sync."""
-        counts = (self.requests or self.pipeline).counts()
-        return self.measurements.metrics(counts)
+        return self.measurements.metrics(self.pipeline.counts())
 
     # The hooks' calls.
 

@@ -58,6 +58,7 @@ class ProgramGuard(OverflowGuard):
 
     def go_on_from(self, other: ProgramGuard) -> None:
         """Counts requests on from where a guard has ended that this one replaces."""
-        before = other._parts.requests
-        if before is not None:
-            self._parts.judge_requests().go_on_from(before)
+        if other._parts.requests is not None:
+            self._parts.judge_requests()
+            before = other._parts.pipeline.ledger
+            self._parts.pipeline.ledger.go_on_from(before)

@@ -17,7 +17,6 @@ State: for each thread the forward that it runs (`_Now`); the request that code 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import re
 import sys
@@ -53,10 +52,8 @@ from ..isolation import ErrorIsolation
 from ..kept_calls.call_keeper import CallKeeper
 from ..kept_calls.held_function import HeldFunction
 from ..kept_calls.kept_call import KeptCall
-from ..measurements import Measurements
 from ..options import Schedule
 from ..pipeline import Pipeline
-from ..report.coverage import GuardCoverage
 from ..report.explanation import Explanation
 from ..report.report import Report
 from ..step import WatchSchedule
@@ -72,7 +69,6 @@ from .held_call import HeldCall, Layout, SmallState
 from .request import Request
 from .request_report import RequestReport, left_in_state
 
-_KINDS = ("activations", "weights", "buffers")  # that a forward alone has
 _BEHIND = (
     "Nothing that the guard saw in this request ({}) is nan or inf, but for -inf, "
     "which may be a mask: what is wrong came from code between the watched modules or "
@@ -123,12 +119,10 @@ class Requests:
         has_optimizer: The guard has an optimizer: what runs with autograd is its.
         keeper: Keeps a training's calls for an explanation, or None.
         pipeline: Judges them, as it does steps.
-        measurements: Measure their cost, and send their numbers.
         isolation: Isolates the guard's own errors.
         full_watches: Makes watches of the models that look at everything.
 
     Attributes:
-        num_requests, num_forwards, num_tokens: What ran so far.
         poisoned: What bad requests have left non-finite, by name, with their report.
     """
 
@@ -139,7 +133,6 @@ class Requests:
         has_optimizer: bool,
         keeper: CallKeeper | None,
         pipeline: Pipeline,
-        measurements: Measurements,
         isolation: ErrorIsolation,
         full_watches: Callable[[], list[ModelWatch]],
     ) -> None:
@@ -148,7 +141,8 @@ class Requests:
         self._has_optimizer = has_optimizer
         self._keeper = keeper
         self._pipeline = pipeline
-        self._measurements = measurements
+        self._numbers = pipeline.ledger.requests
+        self._numbers.are_judged = True
         self._isolation = isolation
         self._now = _Now()
         self._gate = Gate()
@@ -156,7 +150,6 @@ class Requests:
             config, watches, full_watches, self._gate, self._leave_out
         )
         self._lock = threading.RLock()  # held while a request is judged
-        self._counts = threading.Lock()  # a forward needs it, and a replay waits for it
         self._states: weakref.WeakKeyDictionary[nn.Module, SmallState]
         self._states = weakref.WeakKeyDictionary()
         self._devices: weakref.WeakKeyDictionary[nn.Module, list[torch.device]]
@@ -164,7 +157,6 @@ class Requests:
         self._handles: list[RemovableHandle] = []
         self._on_since = perf_counter()
         self._has_looked = False
-        self.num_requests = self.num_forwards = self.num_tokens = 0
         self.poisoned: dict[str, str] = {}
         asked = config.schedule
         self._schedule: WatchSchedule | None = None
@@ -276,9 +268,7 @@ class Requests:
         self._now.begin = 0.0
         request, is_own = self._added(watch, batch, call)
         request.left = None
-        with self._counts:
-            self.num_forwards += 1
-            self.num_tokens += 0 if call is None else call.num_tokens
+        self._numbers.note_forward(0 if call is None else call.num_tokens)
         if is_own:
             watch.frames.receive(is_lagged=False)
         else:
@@ -370,12 +360,6 @@ class Requests:
         return True
 
     # Requests.
-
-    def go_on_from(self, before: Requests) -> None:
-        """Counts on where the requests of a guard have ended that this one replaces."""
-        self.num_requests = before.num_requests
-        self.num_forwards, self.num_tokens = before.num_forwards, before.num_tokens
-        self._pipeline.ledger.go_on_from(before._pipeline.ledger)
 
     def _request_now(self) -> tuple[Request, bool]:
         """The request that this code is in, or a new one, and whether it is new."""
@@ -477,10 +461,7 @@ class Requests:
         watch.frames.send()
 
     def _new(self, ids: Sequence[object] | None) -> Request:
-        with self._counts:
-            number = self.num_requests
-            self.num_requests += 1
-        return Request(number, ids)
+        return Request(self._numbers.begin(), ids)
 
     def _look_at_buffers(self) -> None:
         """Notes the buffers that are bad before the first forward."""
@@ -527,41 +508,15 @@ class Requests:
 
     def _end_round(self, request: Request) -> None:
         """Measures what the request has cost, and sends its numbers."""
-        number, timer = request.number, self._measurements.timer
-        for watch in self._watches:
-            watch.frames.end_request()
-        timer.add(request.seconds)
         # In this thread: the requests of others overlap with it.
         began = max(self._now.since, self._on_since) if self._now.since else None
-        cost = timer.end_step(is_watched=True, began=began)
         self._now.since = perf_counter()
-        with self._isolation.isolated():
-            self._pipeline.ledger.record_step(number, cost)
-            self._measurements.emit(number, self.counts)
+        is_watched = not request.is_left_out
+        self._pipeline.end_request(request.number, is_watched, request.seconds, began)
 
     def _leave_out(self, seconds: float) -> None:
         """Leaves out what a replay has taken, which is no cost of watching."""
         self._now.since += seconds
-
-    def counts(self) -> dict[str, float]:
-        """The numbers of all, for exporters."""
-        return {
-            **self._pipeline.counts(),
-            "requests_total": self.num_requests,
-            "bad_requests_total": self._pipeline.ledger.num_bad_requests,
-            "forwards_total": self.num_forwards,
-            "tokens_total": self.num_tokens,
-        }
-
-    def coverage(self) -> GuardCoverage:
-        """The checks so far; of gradients and losses there are none."""
-        found = self._pipeline.coverage()
-        if found.steps:
-            return found
-        kinds = [kind for kind in found.not_watched if kind in _KINDS]
-        return dataclasses.replace(
-            found, not_watched=kinds, without_gradient=0, requests=self.num_requests
-        )
 
     # A bad request.
 
@@ -599,7 +554,7 @@ class Requests:
     def _report_of(
         self, request: Request, left: Mapping[str, list[int] | None], plain: Report
     ) -> Report:
-        plain.not_covered = self.coverage().gaps()
+        plain.not_covered = self._pipeline.coverage().gaps()
         return RequestReport.of(plain, request, left, self.poisoned)
 
     def _note(self, report: Report) -> None:
