@@ -140,12 +140,14 @@ class Ledger:
     # A finite one.
 
     def end_finite(self, unit: Unit) -> None:
-        """Ends a finite unit: its line is written with its round's."""
+        """Ends a finite unit: its line is written with its round's, if it has one."""
         skipper = unit.skipped_by or None
         line = _Line(unit.number, skipper, unit.left_out.total)
         is_over = unit.kind.moment == "after"
-        if unit.hook is None or is_over:
-            self.num_bad_in_row = 0
+        if not unit.kind.is_in_row:
+            self._write_line(line)
+        elif unit.hook is None or is_over:
+            self.num_bad_in_row, self._line = 0, None
             self._write_line(line)
         else:  # a round has one line
             before = self._line
@@ -182,11 +184,11 @@ class Ledger:
         """Writes the line of the round that is over."""
         if self.rounds.report is None:
             self.num_bad_in_row = 0
-        if self._line is not None:
-            self._write_line(self._line)
+        line, self._line = self._line, None
+        if line is not None:
+            self._write_line(line)
 
     def _write_line(self, line: _Line) -> None:
-        self._line = None
         left_out = self.rounds.num_skipped, line.num_left_out
         self.archive.log(line.step, CLEAN, line.action, *left_out, None)
 

@@ -54,12 +54,10 @@ from ..kept_calls.held_function import HeldFunction
 from ..kept_calls.kept_call import KeptCall
 from ..options import Schedule
 from ..pipeline import Pipeline
-from ..report.explanation import Explanation
 from ..report.report import Report
-from ..step import WatchSchedule
+from ..step import LeftOut, WatchSchedule
 from ..unit import REQUEST, Unit
 from ..value_errors import says_values
-from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch
 from .again import WAIT, Replays, RequestAgain
 from .begun import Begun, request_of
@@ -394,7 +392,9 @@ class Requests:
         request = self._new(ids)
         if request.ids:
             request.begun_at = get_ident(), len(stack(frame))
-        request.is_left_out = self._is_left_out(request)
+        if self._is_left_out(request):
+            request.is_left_out = True
+            self._numbers.note_left_out()
         return Begun(self, request)
 
     def end_request(self, begun: Begun, error: BaseException | None = None) -> None:
@@ -496,11 +496,7 @@ class Requests:
         request.end()
         with self._lock:
             try:
-                known = RequestAgain(self._replays, request).search(error)
-                if request.frames or known is not None:
-                    self._judge(request, error, known)
-                elif error is not None:
-                    self._say_behind(request, error)
+                self._judge(request, error)
             finally:
                 self._end_round(request)
                 if request.num_forwards > 1:
@@ -525,31 +521,36 @@ class Requests:
             forwards = counted(request.num_forwards, "forward")
             add_note(error, _BEHIND.format(forwards))
 
-    def _judge(
-        self,
-        request: Request,
-        error: Exception | None,
-        known: tuple[Verdict, Explanation] | None = None,
-    ) -> None:
-        """Hands a bad request to the judge.
+    def _judge(self, request: Request, error: Exception | None) -> None:
+        """Hands a request to the judge.
 
         Args:
             request: The request.
             error: The program's exception that has ended it, or None.
-            known: What a search has found where no module showed a bad value.
         """
         unit = Unit(request.number, REQUEST, frames=request.frames, error=error)
-        unit.has_room = not isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        unit.left_out = LeftOut(total=self._numbers.num_left_out)
+        unit.again = again = RequestAgain(self._replays, request)
+        known = again.search(error)
         if known is not None:
             unit.verdict, unit.known = known
+        if unit.is_bad:
+            self._prepare(unit, request)
+        elif error is not None:
+            self._say_behind(request, error)
+        if unit.is_bad or not (request.is_left_out or error is not None):
+            self._pipeline.judge.judge(unit)
+
+    def _prepare(self, unit: Unit, request: Request) -> None:
+        """Notes what a bad request has left, before it is run again."""
+        memory = MemoryError, torch.OutOfMemoryError
+        unit.has_room = not isinstance(unit.error, memory)
         left = dict(left_in_state(request.bad, self._watches, self.poisoned))
         is_kept = self._config.may_replay and request.function is None
         if request.bad is not None and is_kept:
             request.zeroed = request.bad.left_bad()
-        unit.again = RequestAgain(self._replays, request)
         unit.made = functools.partial(self._report_of, request, left)
         unit.noted, unit.line = self._note, _line
-        self._pipeline.judge.judge(unit)
 
     def _report_of(
         self, request: Request, left: Mapping[str, list[int] | None], plain: Report
