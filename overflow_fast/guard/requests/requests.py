@@ -402,7 +402,8 @@ class Requests:
         request = begun.request
         begun.end()
         if request is not None and (error is None or isinstance(error, Exception)):
-            self._end(request, error)
+            with self._isolation.isolated():
+                self._end(request, error)
 
     def run(self, function: Any) -> Any:
         """Runs a function as a request, whose outputs are judged, too."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.requests import requests
 from overflow_fast.guard.watching import watch as watching
 
 pytestmark = pytest.mark.explains
@@ -208,6 +209,19 @@ def test_an_error_of_a_callable_does_not_replace_the_programs_own(raises):
         assert guard.last_report.action == "raise"
         if raises and sys.version_info >= (3, 11):
             assert guard.last_report.headline() in raised.value.__notes__[0]
+
+
+def test_an_error_of_the_guards_own_does_not_reach_the_program(monkeypatch):
+    def fails(*given):
+        raise ValueError("of the guard")
+
+    monkeypatch.setattr(requests, "left_in_state", fails)
+    net = make_net()
+    with OverflowGuard(net, explain=False) as guard, torch.no_grad():
+        with guard.request():
+            net(rows_bad(2))
+        net(rows_bad(2))
+    assert guard.coverage().failures == 2
 
 
 def test_numbers_count_requests_forwards_and_tokens(tmp_path):
