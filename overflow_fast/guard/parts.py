@@ -188,7 +188,7 @@ class GuardParts:
                 *(self.pipeline, self.isolation, full_watches),
             )
             if self.is_enabled:
-                self.requests.attach()
+                self.requests.forwards.attach()
         return self.requests
 
     # Hooks on and off.
@@ -219,7 +219,7 @@ class GuardParts:
         self.clock.start()
         self.pipeline.attach()
         if self.requests is not None:
-            self.requests.attach()
+            self.requests.forwards.attach()
         uncaught.listen(self)
 
     def is_put_off(self, function: Callable[[], None]) -> bool:
@@ -242,7 +242,7 @@ class GuardParts:
                 clipping.stop_listening(self.inputs)
             uncaught.stop_listening(self)
             if self.requests is not None:
-                self.requests.detach()
+                self.requests.forwards.detach()
             self.pipeline.detach()
             self.clock.stop()
             self.pipeline.forget()

@@ -21,8 +21,8 @@ from ..unit import Unit
 from ..value_errors import is_of_values
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch
+from .forward_start import ForwardStart
 from .gate import Gate
-from .held_call import ForwardStart
 from .request import Request
 
 _log = logging.getLogger("overflow_fast")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.guard.requests import requests
+from overflow_fast.guard.requests.left_state import LeftState
 from overflow_fast.guard.watching import watch as watching
 
 pytestmark = pytest.mark.explains
@@ -215,7 +215,7 @@ def test_an_error_of_the_guards_own_does_not_reach_the_program(monkeypatch):
     def fails(*given):
         raise ValueError("of the guard")
 
-    monkeypatch.setattr(requests, "left_in_state", fails)
+    monkeypatch.setattr(LeftState, "by", fails)
     net = make_net()
     with OverflowGuard(net, explain=False) as guard, torch.no_grad():
         with guard.request():
