@@ -27,10 +27,8 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...base.text import counted
 from ...base.tree import path_text, tensors
 from ..config import GuardConfig
-from ..error_notes import add_note
 from ..isolation import ErrorIsolation
 from ..kept_calls.call_keeper import CallKeeper
 from ..kept_calls.held_function import HeldFunction
@@ -39,7 +37,6 @@ from ..pipeline import Pipeline
 from ..report.report import Report
 from ..step import LeftOut, WatchSchedule
 from ..unit import REQUEST, Unit
-from ..value_errors import says_values
 from ..watching.watch import ModelWatch
 from .again import WAIT, Replays, RequestAgain
 from .begun import Begun, request_of
@@ -50,12 +47,6 @@ from .left_state import LeftState
 from .request import Request
 from .request_report import RequestReport
 from .row_order import RowOrder
-
-_BEHIND = (
-    "Nothing that the guard saw in this request ({}) is nan or inf, but for -inf, "
-    "which may be a mask: what is wrong came from code between the watched modules or "
-    "behind them."
-)
 
 
 class Requests:
@@ -269,11 +260,9 @@ class Requests:
             unit.verdict, unit.known = known
         if unit.is_bad:
             self._prepare(unit, request)
-        elif error is not None and request.num_forwards and says_values(error):
-            forwards = counted(request.num_forwards, "forward")
-            add_note(error, _BEHIND.format(forwards))
-        if unit.is_bad or not (request.is_left_out or error is not None):
-            self._pipeline.judge.judge(unit)
+        elif request.is_left_out or error is not None:
+            return
+        self._pipeline.judge.judge(unit)
 
     def _prepare(self, unit: Unit, request: Request) -> None:
         """Notes what a bad request has left, before it is run again."""

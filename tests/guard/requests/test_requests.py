@@ -586,29 +586,6 @@ def test_a_sample_tells_the_request_where_a_forward_has_returned_nothing(as_kept
     as_kept(report.sentences())
 
 
-@pytest.mark.parametrize("is_within", [False, True])
-def test_an_exception_about_values_behind_the_modules_says_that_they_were_finite(
-    as_kept, is_within
-):
-    class Samples(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = make_net()
-
-        def forward(self, x, temperature):
-            return torch.multinomial((self.net(x) / temperature).softmax(-1), 1)
-
-    net, x = Samples(), torch.ones(2, 4)
-    with OverflowGuard(net if is_within else net.net) as guard:
-        with torch.no_grad(), pytest.raises(RuntimeError, match="inf") as raised:
-            with guard.request():
-                net(x, 0.0)
-        as_kept(raised.value.__notes__[0])
-        with torch.no_grad(), pytest.raises(TypeError) as raised, guard.request():
-            net(x)
-    assert not hasattr(raised.value, "__notes__")
-
-
 def test_a_request_without_a_bad_value_keeps_its_own_exception():
     net = make_net()
     with OverflowGuard(net) as guard:
