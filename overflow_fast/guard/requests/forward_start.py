@@ -7,6 +7,7 @@ from torch import nn
 
 from ... import _C
 from ...base.modules import buffers_of, modules_in
+from ...base.tensors import devices_of
 from ..undo.attributes import KeptAttributes
 
 _SMALL = 64  # elements of a buffer: a larger one is not copied before each forward
@@ -77,11 +78,12 @@ class SmallState:
     All attributes are kept before forwards 1, 2, 8, 64, ...; those that were seen to
     change, before each. Small buffers are copied where they were written to.
 
-    Args:
-        model: The model, which the caller holds.
+    Attributes:
+        devices: Those of the model, besides the CPU.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
+        self.devices: list[torch.device] = []
         self._num = 0
         self._all: list[torch.Tensor] = []
         self._changing: dict[int, nn.Module] = {}
@@ -94,6 +96,7 @@ class SmallState:
         self._num += 1
         is_full = self._num in _FULL
         if is_full:
+            self.devices = [d for d in devices_of([model]) if d.type != "cpu"]
             self._all = buffers_of(model)
             self._buffers = [each for each in self._all if each.numel() <= _SMALL]
             self._versions = []

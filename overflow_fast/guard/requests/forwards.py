@@ -12,7 +12,7 @@ It stands where the keeper of a training's calls would, and hands on to that wha
 with autograd.
 
 State: for each thread the forward that it runs, and what the guard has taken of its
-time (`_Now`); for each model the small state that its forwards change, and its devices.
+time (`_Now`); for each model the small state that its forwards change.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import _C
-from ...base.tensors import devices_of
 from ...base.tree import is_container
 from ...detector.hooks import move_hook_to_front
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
@@ -40,7 +39,7 @@ from ..watching.watch import ModelWatch
 from .entries import entries_of
 from .forward_start import SmallState
 from .gate import Gate
-from .held_call import HeldCall, Layout
+from .held_call import HeldCall
 from .request import Request
 
 _LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
@@ -57,7 +56,6 @@ class _Now(threading.local):
         seconds: What the guard has taken since the last forward was handed over.
         begin: When the guard's hooks before or behind the forward began; 0 between.
         since: When the last request ended, or the first forward began; 0 before.
-        layout: The arguments of the one before.
         unwatched: Hides a forward that a schedule leaves out; None for others.
         num_hidden: How many calls it has under way.
     """
@@ -69,7 +67,6 @@ class _Now(threading.local):
     seconds = begin = since = 0.0
     is_in = False
     entry: nn.Module | None = None
-    layout: Layout | None = None
 
 
 class Forwards:
@@ -111,8 +108,6 @@ class Forwards:
         self._now = _Now()
         self._states: weakref.WeakKeyDictionary[nn.Module, SmallState]
         self._states = weakref.WeakKeyDictionary()
-        self._devices: weakref.WeakKeyDictionary[nn.Module, list[torch.device]]
-        self._devices = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
         self._on_since = perf_counter()
         for watch in watches:
@@ -215,17 +210,12 @@ class Forwards:
             before_first()
         if args is None:
             args, kwargs = (), {}  # compiled code hides them
-        devices = self._devices.get(module)
-        if devices is None:
-            found = devices_of([module])
-            devices = self._devices[module] = [d for d in found if d.type != "cpu"]
         now.watch = next((w for w in self._watches if w.model is module), None)
-        now.call = HeldCall(module, args, kwargs, devices, now.layout)
-        now.layout = now.call.layout
         state = self._states.get(module)
         if state is None:
-            state = self._states[module] = SmallState(module)
-        now.call.state = state.before(module)
+            state = self._states[module] = SmallState()
+        start = state.before(module)
+        now.call = HeldCall(module, args, kwargs, start, state.devices)
         now.seconds += perf_counter() - begin
         now.begin = 0.0
 
@@ -242,7 +232,7 @@ class Forwards:
         now.begin = perf_counter()
         now.call.output = output
         state = self._states.get(now.call.module)
-        if state is not None and now.call.state is not None:
+        if state is not None:
             state.after(now.call.state)
         if self._is_tripwire and now.watch is not None:
             now.watch.record(_C.FrameKind.RECORDED, _named_outputs(output))
@@ -282,11 +272,8 @@ class Forwards:
         """Leaves seconds out of the request's time, which are no cost of watching."""
         self._now.since += seconds
 
-    def end_request(self, has_many: bool) -> float | None:
+    def end_request(self) -> float | None:
         """Ends the request of this thread; the requests of others overlap with it.
-
-        Args:
-            has_many: It was of several forwards: the next one is called with others.
 
         Returns:
             When it began; None where that is not known.
@@ -294,8 +281,6 @@ class Forwards:
         now = self._now
         began = max(now.since, self._on_since) if now.since else None
         now.since = perf_counter()
-        if has_many:
-            now.layout = None  # it holds the arguments
         return began
 
     # Hooks on the models, and on what a program may call instead of them.

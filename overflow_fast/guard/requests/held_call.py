@@ -7,7 +7,7 @@ of the arguments as they were is made where a forward is run again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,68 +29,6 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 _NOT_OPENED = (nn.Module, type, torch.Generator)
 
 
-class Layout:
-    """The lists and dicts below a call's arguments, found once for many calls.
-
-    Args:
-        values: The arguments.
-    """
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self.containers: list[Any] = []
-        self.is_whole = True
-        self._known = set[int]()
-        self._tuples: list[Any] = []  # their ids are of them as long as this lives
-        self._waiting = list(values)
-        self._walk()
-
-    def _walk(self) -> None:
-        while self._waiting:
-            value = self._waiting.pop()
-            kind = type(value)
-            if kind in ATOMS or isinstance(value, torch.Tensor):
-                continue
-            if id(value) in self._known:
-                continue
-            if len(self._known) >= _MOST:
-                self.is_whole = False
-                return
-            self._known.add(id(value))
-            self._tuples.append(value)
-            if isinstance(value, dict):
-                self.containers.append(value)
-                self._waiting += value.values()
-            elif isinstance(value, list):
-                self.containers.append(value)
-                self._waiting += value
-            elif isinstance(value, tuple):
-                self._waiting += value
-            elif not isinstance(value, _NOT_OPENED) and not callable(value):
-                self._waiting.append(getattr(value, "__dict__", None))
-
-    def copies(self) -> list[Any] | None:
-        """The contents of the containers now; None if they hold other containers."""
-        found = []
-        for container in self.containers:
-            copy: Any = _items_of(container)
-            found.append(copy)
-            for value in copy if isinstance(copy, list) else copy.values():
-                if type(value) is torch.Tensor or type(value) in ATOMS:
-                    continue
-                if id(value) not in self._known and not isinstance(value, torch.Tensor):
-                    return None
-        return found
-
-    def is_of(self, values: Sequence[Any]) -> bool:
-        """True if it was made of the same arguments, but for tensors and numbers."""
-        return all(
-            type(value) is torch.Tensor
-            or type(value) in ATOMS
-            or id(value) in self._known
-            for value in values
-        )
-
-
 class HeldCall:
     """One outermost forward without autograd, as it was called.
 
@@ -100,15 +38,13 @@ class HeldCall:
         module: The module that is called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+        state: What else the forward begins with.
         devices: Those of the model, besides the CPU.
-        layout: The layout of the call before, or None.
 
     Attributes:
-        module, args, kwargs: The same, by reference.
-        layout: That of the arguments.
+        module, args, kwargs, state: The same, by reference.
         has_autograd: Autograd is on.
         output: What it has returned.
-        state: What else the forward began with.
     """
 
     def __init__(
@@ -116,27 +52,20 @@ class HeldCall:
         module: nn.Module,
         args: Any,
         kwargs: Any,
+        state: ForwardStart,
         devices: Sequence[torch.device],
-        layout: Layout | None,
     ) -> None:
         self.module, self.args, self.kwargs = module, tuple(args), dict(kwargs)
-        values = (*self.args, *self.kwargs.values())
-        copies = None
-        if layout is not None and layout.is_of(values):
-            copies = layout.copies()
-        if layout is None or copies is None:
-            layout = Layout(values)
-            copies = layout.copies() or []
-        self.layout = layout
-        self._copies = copies
+        self.state = state
+        containers = _containers_in((*self.args, *self.kwargs.values()))
+        self._contents = [(each, _items_of(each)) for each in containers]
         self.ambient = Ambient(module, devices)
         self.has_autograd = torch.is_grad_enabled()
         self.output: Any = None
-        self.state: ForwardStart | None = None
         self._tensors = self._given()
-        for copy in copies:
-            items = copy if isinstance(copy, list) else copy.values()
-            self._tensors += [t for t in items if isinstance(t, torch.Tensor)]
+        for _, items in self._contents:
+            values = items if isinstance(items, list) else items.values()
+            self._tensors += [t for t in values if isinstance(t, torch.Tensor)]
         self._versions = _C.versions_of(self._tensors)
         self.counters: _Pairs = [
             (each, each.clone())
@@ -151,19 +80,22 @@ class HeldCall:
         return list(dict.fromkeys(len(each) for _, each in given if each.dim()))
 
     @property
-    def size(self) -> int | None:
-        """The number of rows: of the first tensor that is given; None without one."""
-        given = (*self.args, *self.kwargs.values())
-        sizes = (len(t) for t in given if isinstance(t, torch.Tensor) and t.dim())
-        return next(sizes, None)
-
-    @property
     def num_tokens(self) -> int:
         """The number of tokens of a language model's call; 0 for any other."""
+        rows, columns = self._size_of_ids
+        return rows * columns
+
+    @property
+    def has_one_token(self) -> bool:
+        """True for a language model's call with one token a row."""
+        return self._size_of_ids[1] == 1
+
+    @property
+    def _size_of_ids(self) -> tuple[int, int]:
         ids = self.kwargs.get("input_ids", self.args[0] if self.args else None)
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-            return 0
-        return ids.numel() if ids.dtype in _OF_IDS else 0
+            return 0, 0
+        return (len(ids), ids.shape[1]) if ids.dtype in _OF_IDS else (0, 0)
 
     def written(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yields those that the call was not given, or that were written to since."""
@@ -184,7 +116,7 @@ class HeldCall:
             not there when it began.
         """
         written = list(self.written(self._tensors[len(self._given()) :]))
-        written += [] if self.state is None else self.state.written_buffers()
+        written += self.state.written_buffers()
         plain = [e for e in written if is_plain(e) and e.is_floating_point()]
         stats = zip(plain, scan(plain), strict=True)
         bad = [each for each, stat in stats if stat.has_nan or stat.has_inf]
@@ -214,8 +146,7 @@ class HeldCall:
                 if id(tensor) in written and id(tensor) not in others:
                     others[id(tensor)] = tensor.clone()
         call = self._kept(others)
-        state = ForwardStart([], []) if self.state is None else self.state
-        ids = set(map(id, self._tensors))
+        state, ids = self.state, set(map(id, self._tensors))
         buffers = [pair for pair in zeroed if id(pair[0]) not in ids]
         start = ForwardStart(state.attributes, [*state.pairs(), *counters, *buffers])
         if zeroed:  # that it saw other data is said of these
@@ -227,10 +158,9 @@ class HeldCall:
 
     def _kept(self, others: Mapping[int, torch.Tensor]) -> KeptCall:
         """The call with the arguments as they were, and with other tensors, by ids."""
-        containers = self.layout.containers
-        now = list(map(_items_of, containers))
+        now = [(each, _items_of(each)) for each, _ in self._contents]
         try:
-            for container, items in zip(containers, self._copies, strict=True):
+            for container, items in self._contents:
                 _fill(container, items)
             batch = mapped(
                 (self.args, self.kwargs),
@@ -240,11 +170,32 @@ class HeldCall:
                 has_empty=True,
             )
         finally:
-            for container, items in zip(containers, now, strict=True):
+            for container, items in now:
                 _fill(container, items)
         call = KeptCall(self.module, batch, self.ambient)
         call.has_backward, call.has_autograd = False, self.has_autograd
         return call
+
+
+def _containers_in(values: Iterable[Any]) -> list[Any]:
+    """The lists and dicts below a call's arguments, and those of attributes."""
+    found: list[Any] = []
+    known: dict[int, Any] = {}  # held: an id is of a value as long as that lives
+    waiting = list(values)
+    while waiting and len(known) < _MOST:
+        value = waiting.pop()
+        is_leaf = type(value) in ATOMS or isinstance(value, torch.Tensor)
+        if is_leaf or id(value) in known:
+            continue
+        known[id(value)] = value
+        if isinstance(value, (dict, list)):
+            found.append(value)
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            waiting += value
+        elif not isinstance(value, _NOT_OPENED) and not callable(value):
+            waiting.append(getattr(value, "__dict__", None))
+    return found
 
 
 def _items_of(container: Any) -> Any:

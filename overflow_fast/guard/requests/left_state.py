@@ -81,8 +81,7 @@ class LeftState:
 
     def _written(self, call: HeldCall) -> dict[str, torch.Tensor]:
         """The buffers that were written to since a forward began."""
-        state = call.state
-        own = set(map(id, [] if state is None else state.written_buffers()))
+        own = set(map(id, call.state.written_buffers()))
         if not own:
             return {}
         return {name: each for name, each in self._buffers().items() if id(each) in own}

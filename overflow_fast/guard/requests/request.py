@@ -69,8 +69,8 @@ class Request:
     def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
         """Adds what a forward has shown, whose stats may have yet to arrive."""
         if call is not None:
-            tokens, is_first = call.num_tokens, not self.num_forwards
-            self.is_text &= tokens > 0 and (is_first or tokens == call.size)
+            is_prompt = not self.num_forwards and call.num_tokens > 0
+            self.is_text &= is_prompt or call.has_one_token
         self._recent[id(watch), batch] = self.num_forwards, call
         if len(self._recent) > _MOST_FORWARDS:
             del self._recent[next(iter(self._recent))]

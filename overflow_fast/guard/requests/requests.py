@@ -30,6 +30,7 @@ from ... import _C
 from ...base.tree import path_text, tensors
 from ..config import GuardConfig
 from ..isolation import ErrorIsolation
+from ..kept_calls.ambient import Ambient
 from ..kept_calls.call_keeper import CallKeeper
 from ..kept_calls.held_function import HeldFunction
 from ..kept_calls.kept_call import KeptCall
@@ -164,8 +165,7 @@ class Requests:
         if request.function is None and first is not None:
             with self._isolation.isolated():
                 held = HeldFunction(function)
-                batch, ambient = held.values, HeldCall(first, (), {}, [], None).ambient
-                request.function = KeptCall(held, batch, ambient)
+                request.function = KeptCall(held, held.values, Ambient(first, []))
                 request.function.has_backward = False
                 request.function.has_autograd = torch.is_grad_enabled()
                 request.function.returns_loss = True
@@ -241,9 +241,10 @@ class Requests:
             try:
                 self._judge(request, error)
             finally:
-                began = self.forwards.end_request(has_many=request.num_forwards > 1)
-                how = request.number, not request.is_left_out, request.seconds, began
-                self._pipeline.end_request(*how)
+                self._pipeline.end_request(
+                    *(request.number, not request.is_left_out, request.seconds),
+                    self.forwards.end_request(),
+                )
 
     def _judge(self, request: Request, error: Exception | None) -> None:
         """Hands a request to the judge.
