@@ -104,20 +104,17 @@ class Requests:
 
     # What a request runs: forwards, functions, and tensors that are recorded.
 
-    def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
-        """Judges a forward that has ended, or leaves it to the request it is of."""
-        self._end_forward(watch, batch)
-
     def left(self, watch: ModelWatch, error: Exception) -> None:
         """Judges a forward that an exception has left, with the request it is of."""
         batch = watch.batch_at_hand
         with watch.frames.evaluated(batch):
             watch.frames.send()
-            self._end_forward(watch, batch, error)
+            self.judge_evaluated(watch, batch, error)
 
-    def _end_forward(
+    def judge_evaluated(
         self, watch: ModelWatch, batch: int, error: Exception | None = None
     ) -> None:
+        """Judges a forward that has ended, or leaves it to the request it is of."""
         call = self.forwards.take()
         request, is_own = self._added(watch, batch, call)
         request.left = None if error is None else call
