@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from time import perf_counter
 
+# Chosen, not measured. With more, a program that meets bad values all the time is
+# noticeably slower; with less, the later ones of a few are not explained.
 FREE_SECONDS, SHARE = 30.0, 0.1
 
 
 class TimeShare:
-    """What was spent so far, of some seconds and a share of the time since the first.
-
-    A run that meets bad values again and again would else run its steps twice.
-    """
+    """Limits the time that is spent to some seconds and a share of the run's."""
 
     def __init__(self) -> None:
         self._began, self._seconds = perf_counter(), 0.0

@@ -1,4 +1,4 @@
-"""What a model keeps from forward to forward: counters, flags, small buffers."""
+"""The small state of a model between forwards: counters, flags, small buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bad requests leave non-finite for those that come after them.
+"""The state that bad requests leave non-finite for those that come after them.
 
 That is caches that a forward is given and returns, and the buffers of the models.
 """
@@ -47,7 +47,7 @@ class LeftState:
             self.known.setdefault(name, subject)
 
     def by(self, call: HeldCall | None) -> dict[str, list[int] | None]:
-        """What a forward has left, which nothing has before: its rows by its name.
+        """Finds what a forward has left non-finite, and none before it: rows by name.
 
         Incurs a CPU-GPU sync for each tensor on a device that is looked at.
 
@@ -88,7 +88,7 @@ class LeftState:
 
 
 def _written_to(call: HeldCall) -> dict[str, torch.Tensor]:
-    """What a forward was given and has written to, and what is deep in its output."""
+    """Finds what a forward was given and has written to, and caches in its output."""
     given = [
         (_label(path), tensor) for path, tensor in tensors((call.args, call.kwargs))
     ]
