@@ -8,9 +8,6 @@ program calls where the model itself does not run.
 3. When it ends, it is handed to its request, which takes what was held, and lets it
    pass out. One that an exception has left is handed over by the guard.
 
-It stands where the keeper of a training's calls would, and hands on to that what runs
-with autograd.
-
 State: for each thread the forward that it runs, and what the guard has taken of its
 time (`_Now`); for each model the small state that its forwards change.
 """
@@ -34,7 +31,6 @@ from ...detector.hooks import move_hook_to_front
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..isolation import ErrorIsolation
-from ..kept_calls.call_keeper import CallKeeper
 from ..watching.watch import ModelWatch
 from .entries import entries_of
 from .forward_start import SmallState
@@ -76,7 +72,6 @@ class Forwards:
         watches: The watched models, whose forwards are judged as requests from now on.
         is_tripwire: Of a forward its outputs alone are looked at.
         has_optimizer: The guard has an optimizer: what runs with autograd is its.
-        keeper: Keeps a training's calls for an explanation, or None.
         gate: They pass it.
         isolation: Isolates the guard's own errors.
         request_now: Returns the request that this code is in, or None.
@@ -89,7 +84,6 @@ class Forwards:
         watches: Sequence[ModelWatch],
         is_tripwire: bool,
         has_optimizer: bool,
-        keeper: CallKeeper | None,
         gate: Gate,
         isolation: ErrorIsolation,
         request_now: Callable[[], Request | None],
@@ -99,7 +93,6 @@ class Forwards:
         self._watches = watches
         self._is_tripwire = is_tripwire
         self._has_optimizer = has_optimizer
-        self._keeper = keeper
         self._gate = gate
         self._isolation = isolation
         self._request_now = request_now
@@ -112,7 +105,7 @@ class Forwards:
         self._on_since = perf_counter()
         for watch in watches:
             watch.judges_requests = True
-            watch.inputs.capture = self
+            watch.inputs.captures.append(self)
             watch.is_of_request = self._is_in
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained
             watch.looks_for_loss = has_optimizer  # it is an output, as others are
@@ -195,12 +188,8 @@ class Forwards:
         self, module: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
     ) -> None:
         """Holds what an outermost forward is called with."""
-        if torch.is_grad_enabled():  # `check()` may judge it, too
-            if self._keeper is not None:
-                self._keeper.begin(module, args, kwargs, has_stand_ins)
-            if not self._now.is_in:
-                return
-        self._hold(module, args, kwargs)
+        if self._now.is_in or not torch.is_grad_enabled():
+            self._hold(module, args, kwargs)
 
     def _hold(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
@@ -221,11 +210,6 @@ class Forwards:
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Notes what it has returned, before its frames are judged."""
-        if self._is_kept and self._keeper is not None:
-            self._keeper.end(output, loss)
-        self._note_output(output)
-
-    def _note_output(self, output: Any) -> None:
         now = self._now
         if now.call is None:
             return
@@ -238,19 +222,10 @@ class Forwards:
             now.watch.record(_C.FrameKind.RECORDED, _named_outputs(output))
 
     def leave(self) -> None:
-        """Notes that an exception has left it."""
-        if self._is_kept and self._keeper is not None:
-            self._keeper.leave()
+        """Does nothing: the request takes it as it takes others."""
 
     def clear(self) -> None:
-        """Forgets the step of a training."""
-        if self._keeper is not None:
-            self._keeper.clear()
-
-    @property
-    def _is_kept(self) -> bool:
-        """True if the forward that runs is kept with the calls of a training."""
-        return self._now.call is None or torch.is_grad_enabled()
+        """Does nothing: a step has ended."""
 
     # What the request takes of it.
 
@@ -328,7 +303,7 @@ class Forwards:
         """Ends it, with what it has returned."""
         if self._now.entry is not module:
             return
-        self._note_output(output)
+        self.end(output, None)
         if self._is_tripwire:  # no other hook ends it
             with watch.own_batch() as batch, watch.frames.evaluated(batch):
                 watch.record(_C.FrameKind.RECORDED, _named_outputs(output))

@@ -87,9 +87,9 @@ class Requests:
         self._left = LeftState(watches)
         self._gate = Gate()
         self.forwards = Forwards(
-            *(watches, config.is_tripwire, has_optimizer, keeper),
-            *(self._gate, isolation, functools.partial(request_of, self)),
-            *(self._left.look, self.judge_evaluated),
+            *(watches, config.is_tripwire, has_optimizer, self._gate, isolation),
+            *(functools.partial(request_of, self), self._left.look),
+            self.judge_evaluated,
         )
         leave_out = self.forwards.leave_out
         self._replays = Replays(config, watches, full_watches, self._gate, leave_out)
