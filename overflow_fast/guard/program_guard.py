@@ -46,7 +46,7 @@ class ProgramGuard(OverflowGuard):
     def is_in_forward(self) -> bool:
         """True where this thread runs a forward that is watched as a request's."""
         requests = self._parts.requests
-        return requests is not None and requests.forwards.is_running
+        return requests is not None and requests.forwards.are_running()
 
     def begin_within_forward(self) -> None:
         """Takes the forward that this thread runs for one that is yet to begin.

@@ -106,7 +106,7 @@ class Forwards:
         for watch in watches:
             watch.judges_requests = True
             watch.inputs.captures.append(self)
-            watch.is_of_request = self._is_in
+            watch.is_of_request = self.are_running
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained
             watch.looks_for_loss = has_optimizer  # it is an output, as others are
             if not has_optimizer and watch.on_forward_end is not None:
@@ -114,12 +114,8 @@ class Forwards:
 
     # The forwards that are of requests.
 
-    @property
-    def is_running(self) -> bool:
+    def are_running(self) -> bool:
         """True where this thread runs one."""
-        return self._now.is_in
-
-    def _is_in(self) -> bool:
         return self._now.is_in
 
     def takes(self, models: Iterable[nn.Module | None]) -> bool:

@@ -42,7 +42,7 @@ class RequestReport(RequestData, Report):
         left_by: The earlier request that has left what the first bad value came from.
     """
 
-    _is_sorted = False  # rows may have another order than names
+    may_be_sorted = False  # rows, so that names have another order; no field
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class RequestReport(RequestData, Report):
         made.match_rows()
         if request.sorted_by and len(made.ids or ()) > 1 and made.requests:
             made.requests, made.are_requests_known = made.ids, False
-            made._is_sorted = True
+            made.may_be_sorted = True
             made.notes.append(_SORTED.format(request.sorted_by))
         made.poisoned = dict(poisoned)
         first = report.verdict.first
@@ -119,7 +119,7 @@ class RequestReport(RequestData, Report):
             ]
         if self.rows is not None or found is None or found.sample is None or not ids:
             return
-        if found.num_samples == len(ids) and not self._is_sorted:
+        if found.num_samples == len(ids) and not self.may_be_sorted:
             self.requests = [ids[int(found.sample)]]
             self.are_requests_known = True
 
