@@ -16,7 +16,6 @@ from .outer import outer
 from .ranks.rank_info import RankInfo
 from .report.evidence import EvidenceFolder
 from .report.json_log import JsonLog
-from .report.log_lines import StepLine
 from .report.report import Report
 from .report.run_identity import RunIdentity
 from .verdict.bad_frames import BadFrame, leading_frame

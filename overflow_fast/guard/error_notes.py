@@ -21,24 +21,14 @@ def added_to(error: Exception) -> Iterator[None]:
 
 
 def add_report(error: Exception, report: Report) -> bool:
-    """Adds a report to the program's own exception; see `add_note()`."""
-    return add_note(error, report.answer(), report)
-
-
-def add_note(error: Exception, text: str, whole: object = "") -> bool:
-    """Adds a text to an exception, or logs it where that takes no notes.
-
-    Args:
-        error: The exception.
-        text: The text.
-        whole: Logged in place of the text.
+    """Adds a report to the program's own exception; logs it where that takes no notes.
 
     Returns:
         True if it was added.
     """
     try:  # a class may forbid attributes, or have a method of its own that fails
-        error.add_note(f"[overflow_fast] {text}")  # Python 3.11
+        error.add_note(f"[overflow_fast] {report.answer()}")  # Python 3.11
     except Exception:
-        _log.warning("%s", whole or text)
+        _log.warning("%s", report)
         return False
     return True

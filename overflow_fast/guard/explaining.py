@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -24,14 +23,13 @@ from .process import world_size
 from .ranks.agreement import Agreed
 from .ranks.replay_offer import ReplayOffer, why_not_together
 from .report.explanation import Explanation
+from .time_share import TimeShare
 from .unit import Unit
 from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
 USE_RUN = "guard.run(lambda: loss)"
-# What is run again unasked may take these seconds, and a share of the time.
-FREE_SECONDS, SHARE = 30.0, 0.1
 _STEPS_BETWEEN = 100  # until another place is explained; chosen, not measured
 _LATE = (
     "The step was not replayed: its verdict came when the weights had been stepped "
@@ -119,7 +117,7 @@ class Explaining:
         self._explainer: Explainer | None = None
         self._places: set[tuple[str, str, str]] = set()
         self._last: int | None = None
-        self._began, self._searching_seconds = perf_counter(), 0.0
+        self._searching = TimeShare()
 
     def note_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Takes in that an optimizer has made its step."""
@@ -130,7 +128,7 @@ class Explaining:
         """Explains a step, or returns None if it is not asked for.
 
         Args:
-            unit: The step.
+            unit: The step, or its update.
             verdict: What was found.
             ends: Whether the run ends with it.
         """
@@ -141,6 +139,8 @@ class Explaining:
             return known
         try:
             with self._timer.left_out():
+                if unit.explains is not None:
+                    return unit.explains(verdict)
                 return self._loaded().explain(verdict, unit.kind.moment)
         except Exception as error:  # the alarm matters more than its explanation
             return _noting(f"The step was not explained: {error_line(error)}.")
@@ -151,19 +151,15 @@ class Explaining:
         Returns:
             What the replay has found up to the exception; None for nothing.
         """
-        begin = perf_counter()
-        most = FREE_SECONDS + SHARE * (begin - self._began)
         is_asked = self._asked != "never" and self._keeper is not None
-        if not is_asked or self._searching_seconds > most or world_size() > 1:
+        if not is_asked or self._searching.is_spent or world_size() > 1:
             return None
         try:
-            with self._timer.left_out():
+            with self._timer.left_out(), self._searching.spending():
                 return self._loaded().search(unit.kind.moment)
         except Exception as error:  # nothing is known of it
             _log.debug("A step that has raised was not explained: %s", error)
             return None
-        finally:
-            self._searching_seconds += perf_counter() - begin
 
     def offer(
         self, unit: Unit, verdict: Verdict, ends: bool, joins: bool

@@ -440,7 +440,7 @@ class OverflowGuard:
     def coverage(self) -> GuardCoverage:
         """Returns what was checked so far, and what was not, with the reasons."""
         with self._parts.isolation.isolated():
-            return (self._parts.requests or self._parts.pipeline).coverage()
+            return self._parts.pipeline.coverage()
         return GuardCoverage.unknown(self._parts.isolation.num_failures)
 
     def headroom(self) -> HeadroomTable:

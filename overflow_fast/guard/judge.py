@@ -255,8 +255,10 @@ class Judge:
         report.num_skipped = self._ledger.rounds.num_skipped
         tensors = self._tensors if unit.kind.is_scanned else None
         self._ledger.archive.begin_report(report, unit.frames, tensors)
-        if unit.explains is not None and not self._explaining.is_off:
-            report.explanation = unit.explains(verdict)
+        if unit.explains is not None:  # by the rank that has what it was made of
+            report.explanation = self._explaining.explain(
+                unit, verdict, self._ends(unit)
+            )
         return report
 
     def _explain(self, unit: Unit, agreed: Agreed, report: Report) -> bool:
@@ -272,9 +274,12 @@ class Judge:
             return is_broken
         again = unit.again or self._explaining
         if not again.is_off:
-            ends = unit.ends or (unit.policy or self._config.on_overflow) == "raise"
-            report.explanation = again.explain(unit, report.verdict, ends)
+            report.explanation = again.explain(unit, report.verdict, self._ends(unit))
         return False
+
+    def _ends(self, unit: Unit) -> bool:
+        """True if the run ends with a bad unit."""
+        return unit.ends or (unit.policy or self._config.on_overflow) == "raise"
 
     # Choose: raise, warn or skip.
 
@@ -350,6 +355,8 @@ class Judge:
             names = self.verdict_on(unit).dirty_gradients
             since = {} if self._keeper is None else self._keeper.left_over
             self.left.note(unit.number, gradients_of(self._watches, names), since)
+        if not unit.kind.runs_again and self._keeper is not None:
+            self._keeper.clean = None  # kept of this step, before its update was seen
         if report.action != "warn" and unit.can_restore:
             report.notes += self.restore()
         self._ledger.write(unit, report, is_own)

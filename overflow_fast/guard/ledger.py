@@ -16,6 +16,7 @@ from .policy import limit_skips
 from .report.alarm_log import AlarmLog
 from .report.cost import Cost
 from .report.report import NonFiniteError, Report
+from .requests.request_numbers import RequestNumbers
 from .rounds import Rounds
 from .unit import Unit
 from .verdict.verdict import Verdict
@@ -45,10 +46,10 @@ class Ledger:
     Attributes:
         archive: The same.
         rounds: Counts steps and skips.
+        requests: Counts requests.
         last_report: The report of the last bad unit, or None.
         num_bad: The number of bad units.
         num_bad_in_row: Those since the last finite round, but for requests.
-        num_bad_requests: The number of bad requests.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class Ledger:
         self._num_spikes = 0
         self.archive = archive
         self.rounds = Rounds(hooks)
+        self.requests = RequestNumbers()
         self.last_report: Report | None = None
-        self.num_bad = self.num_bad_in_row = self.num_bad_requests = 0
+        self.num_bad = self.num_bad_in_row = 0
 
     def go_on_from(self, before: Ledger) -> None:
         """Counts on where the ledger of a guard has ended that this one replaces."""
         self.num_bad, self.last_report = before.num_bad, before.last_report
-        self.num_bad_requests = before.num_bad_requests
+        self.requests.go_on_from(before.requests)
 
     # A bad unit: counted, written, told.
 
@@ -86,7 +88,7 @@ class Ledger:
         if unit.kind.is_in_row:
             self.num_bad_in_row += 1
         else:
-            self.num_bad_requests += 1
+            self.requests.num_bad += 1
         self.last_report = report
         if unit.hook is not None:
             if report.action == "skip":
@@ -138,12 +140,14 @@ class Ledger:
     # A finite one.
 
     def end_finite(self, unit: Unit) -> None:
-        """Ends a finite unit: its line is written with its round's."""
+        """Ends a finite unit: its line is written with its round's, if it has one."""
         skipper = unit.skipped_by or None
         line = _Line(unit.number, skipper, unit.left_out.total)
         is_over = unit.kind.moment == "after"
-        if unit.hook is None or is_over:
-            self.num_bad_in_row = 0
+        if not unit.kind.is_in_row:
+            self._write_line(line)
+        elif unit.hook is None or is_over:
+            self.num_bad_in_row, self._line = 0, None
             self._write_line(line)
         else:  # a round has one line
             before = self._line
@@ -180,11 +184,11 @@ class Ledger:
         """Writes the line of the round that is over."""
         if self.rounds.report is None:
             self.num_bad_in_row = 0
-        if self._line is not None:
-            self._write_line(self._line)
+        line, self._line = self._line, None
+        if line is not None:
+            self._write_line(line)
 
     def _write_line(self, line: _Line) -> None:
-        self._line = None
         left_out = self.rounds.num_skipped, line.num_left_out
         self.archive.log(line.step, CLEAN, line.action, *left_out, None)
 
@@ -209,10 +213,11 @@ class Ledger:
                 self._measurements.record.close(self.last_report)
 
     def counts(self) -> dict[str, float]:
-        """The numbers of bad, skipped and spiky steps."""
+        """The numbers of bad, skipped and spiky steps, and of requests."""
         return {
             "bad_steps_total": self.num_bad,
             "skipped_steps_total": self.rounds.num_skipped,
             "spikes_total": self._num_spikes,
             "consecutive_skips": self.rounds.consecutive_skips,
+            **self.requests.metrics(),
         }

@@ -83,7 +83,7 @@ class LoopInputs:
         if _C.is_unwatched():  # a replay of another guard's, whose function calls this
             return function()
         models = [watch.model for watch in self._watches]
-        if self.requests is not None and self.requests.takes(models):
+        if self.requests is not None and self.requests.forwards.takes(models):
             return self.requests.run(function)
         model, seen = self._watches[0].model, self._unwatched_runs.seen()
         is_watched = self._clock.is_watched
@@ -110,7 +110,7 @@ class LoopInputs:
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Adds tensors that no module returns to the step, if it is watched."""
         requests = self.requests
-        if requests is not None and requests.takes_now:
+        if requests is not None and requests.forwards.takes_now:
             requests.record(tensors)
             return
         watch, is_watched = self._watches[0], self._clock.is_watched

@@ -180,10 +180,10 @@ class GuardParts:
         if self.requests is None:
             self.requests = self.inputs.requests = Requests(
                 *(self.config, self.watches, bool(self.hooks), self.keeper),
-                *(self.pipeline, self.measurements, self.isolation, self._full_watches),
+                *(self.pipeline, self.isolation, self._full_watches),
             )
             if self.is_enabled:
-                self.requests.attach()
+                self.requests.forwards.attach()
         return self.requests
 
     # Hooks on and off.
@@ -214,7 +214,7 @@ class GuardParts:
         self.clock.start()
         self.pipeline.attach()
         if self.requests is not None:
-            self.requests.attach()
+            self.requests.forwards.attach()
         uncaught.listen(self)
 
     def is_put_off(self, function: Callable[[], None]) -> bool:
@@ -237,7 +237,7 @@ class GuardParts:
                 clipping.stop_listening(self.inputs)
             uncaught.stop_listening(self)
             if self.requests is not None:
-                self.requests.detach()
+                self.requests.forwards.detach()
             self.pipeline.detach()
             self.clock.stop()
             self.pipeline.forget()
@@ -375,8 +375,7 @@ class GuardParts:
 
     def metrics(self) -> dict[str, float]:
         """Returns all numbers. Does not incur a CPU-GPU sync."""
-        counts = (self.requests or self.pipeline).counts()
-        return self.measurements.metrics(counts)
+        return self.measurements.metrics(self.pipeline.counts())
 
     # The hooks' calls.
 

@@ -5,7 +5,8 @@
    first (`LaggedSteps`).
 3. It is judged (`Judge`), as every other.
 4. The call closes it: an optimizer's step is over when `after_step()` is called, a
-   round when each optimizer has stepped, or one steps again.
+   round when each optimizer has stepped, or one steps again. Requests make and close
+   their own (`requests/requests.py`).
 
 State: the optimizers whose `step` was called (one that a GradScaler skips is not among
 them), the evaluation that runs, the last report when the last round ended, and whether
@@ -49,6 +50,7 @@ from .optimizers.updated import see_update
 from .optimizers.updates import kept_step
 from .raised import RaisedSteps
 from .ranks.agreement import Agreement
+from .report.cost import Cost
 from .report.coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
 from .step import StepClock
@@ -223,6 +225,7 @@ class Pipeline:
 
     # Updates, forwards alone, exceptions, `check()`, and late verdicts.
 
+    @measured
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
     ) -> OptimizerSnapshot | NoSnapshot | None:
@@ -570,11 +573,35 @@ class Pipeline:
         clock.advance()
         if is_watched:
             self._end_headroom(step, is_bad)
-            self.ledger.record_step(step, cost)
-            measurements.emit(step, self.counts)
+            self._send(step, cost)
         self._monitors.end_step(step)
         clock.begin()
         self._monitors.begin_step(clock.step)
+
+    def end_request(
+        self, number: int, is_watched: bool, seconds: float, began: float | None
+    ) -> None:
+        """Ends a request, as a round of steps.
+
+        Args:
+            number: Its number.
+            is_watched: False if the schedule has left it out.
+            seconds: What the guard has taken in its forwards.
+            began: When it began; None where that is not known.
+        """
+        for watch in self._watches:
+            watch.frames.end_request()
+        timer = self._measurements.timer
+        timer.add(seconds)
+        cost = timer.end_step(is_watched, began)
+        if is_watched:
+            with self._isolation.isolated():
+                self._send(number, cost)
+
+    def _send(self, number: int, cost: Cost) -> None:
+        """Sends the numbers of a step, or a request, to record and exporters."""
+        self.ledger.record_step(number, cost)
+        self._measurements.emit(number, self.counts)
 
     def _end_headroom(self, step: int, is_bad: bool) -> None:
         """Ends a step's headroom, and warns of values near the end of their dtype."""
@@ -603,7 +630,7 @@ class Pipeline:
             self._keeper.clean = None
 
     def counts(self) -> dict[str, float]:
-        """Returns the numbers of steps, and those of monitors."""
+        """Returns the numbers of steps and requests, and those of monitors."""
         return {
             "steps_total": self._clock.num_steps,
             **self.ledger.counts(),
@@ -612,7 +639,11 @@ class Pipeline:
 
     def coverage(self) -> GuardCoverage:
         """Returns what was checked so far."""
-        return self._coverage(self._watches, self._rules.unused())
+        found = self._coverage(self._watches, self._rules.unused())
+        requests = self.ledger.requests
+        if found.steps or not requests.are_judged:
+            return found
+        return found.of_requests(requests.num_requests)
 
     def _coverage(
         self, watches: Sequence[ModelWatch], rules_unused: list[str]

@@ -46,7 +46,7 @@ class ProgramGuard(OverflowGuard):
     def is_in_forward(self) -> bool:
         """True where this thread runs a forward that is watched as a request's."""
         requests = self._parts.requests
-        return requests is not None and requests.is_in_forward
+        return requests is not None and requests.forwards.are_running()
 
     def begin_within_forward(self) -> None:
         """Takes the forward that this thread runs for one that is yet to begin.
@@ -58,6 +58,7 @@ class ProgramGuard(OverflowGuard):
 
     def go_on_from(self, other: ProgramGuard) -> None:
         """Counts requests on from where a guard has ended that this one replaces."""
-        before = other._parts.requests
-        if before is not None:
-            self._parts.judge_requests().go_on_from(before)
+        if other._parts.requests is not None:
+            self._parts.judge_requests()
+            before = other._parts.pipeline.ledger
+            self._parts.pipeline.ledger.go_on_from(before)

@@ -41,7 +41,8 @@ class UnitKind:
         may_skip: The optimizer's step can be left out, or undone.
         doubts: Its optimizer is about to step: what it makes may have to be judged.
         ends_finite: Where it is finite, that is counted and logged.
-        is_in_row: It is one of the steps in a row, and has the step's line of the log.
+        is_in_row: It is one of the steps in a row, and its round has one line of the
+            log. Requests come in no order: each has a line of its own.
         is_last: Nothing of its step follows: the flight record's line ends with it.
     """
 
@@ -68,7 +69,6 @@ REQUEST = UnitKind(
     is_shared=False,
     is_scanned=False,
     can_restore=False,
-    ends_finite=False,
     is_in_row=False,
 )
 

@@ -71,11 +71,6 @@ def _condition_of(lines: list[str]) -> str:
     return next((e for e, indent in pairs if e.strip() and indent < indents[-1]), "")
 
 
-def says_values(error: BaseException) -> bool:
-    """True if the text of an exception names nan or inf, as `torch.multinomial`'s."""
-    return not isinstance(error, _UNRELATED) and _says(error, _WORDS)
-
-
 def _says(error: BaseException, *patterns: re.Pattern[str]) -> bool:
     try:
         text = str(error)

@@ -50,3 +50,18 @@ def test_a_gradient_is_held_by_reference():
     output.backward(gradient)
     (held,) = guard._parts.keeper.calls[0].held.values()
     assert held.data_ptr() == gradient.data_ptr()
+
+
+def test_a_forward_without_autograd_within_another_does_not_end_that_one():
+    class Student(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                teacher(x)
+            return super().forward(x)
+
+    teacher, student = nn.Linear(3, 3), Student(3, 3)
+    optimizer = torch.optim.SGD(student.parameters(), lr=1e-3)
+    with OverflowGuard({"student": student, "teacher": teacher}, optimizer) as guard:
+        output = student(torch.ones(2, 3))
+        (call,) = guard._parts.keeper.calls
+        assert call.outputs[0].tensor() is output

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from guarding import assert_same, state_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.optimizers import updated, updates
 from overflow_fast.guard.report.causes import BAD_SETTING
 
 LARGE = 1e22  # its square is beyond float32
@@ -143,6 +145,56 @@ def test_a_guard_that_warns_makes_the_step_and_says_so(caplog):
         assert optimizer.state[model.weight]["exp_avg_sq"].isinf().all()
         step(model, optimizer)
         assert guard.metrics()["bad_steps_total"] == 1  # it is of that step alone
+
+
+def scaled_steps(model, optimizer, *scales):
+    """Makes steps from a new state each, of a batch that has the scale."""
+    for scale in scales:
+        optimizer.zero_grad()
+        optimizer.state.clear()
+        model(torch.full((3, 4), scale)).sum().backward()
+        optimizer.step()
+        yield scale
+
+
+@pytest.mark.explains
+def test_a_second_update_that_is_bad_alike_is_not_explained_again():
+    model, optimizer = make(torch.optim.Adam)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        steps = scaled_steps(model, optimizer, LARGE, 1.0, LARGE)
+        found = [guard.last_report.explanation for _ in steps]
+    assert found[0].cause == "range overflow" and found[-1] is None
+
+
+@pytest.mark.explains
+def test_what_an_update_takes_is_the_guards_but_for_its_explanation(monkeypatch):
+    def slow(*given):
+        time.sleep(0.2)
+        return made(*given)
+
+    model, optimizer = make(torch.optim.Adam)
+    made, costs = updates.OptimizerSnapshot, []
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        monkeypatch.setattr(updates, "OptimizerSnapshot", slow)
+        costs += [guard.cost for _ in scaled_steps(model, optimizer, LARGE)]
+        monkeypatch.undo()
+        made = updated.explain_update
+        monkeypatch.setattr(updated, "explain_update", slow)
+        guard.step = 1000  # another place is explained after some steps
+        nn.init.constant_(model.bias, 1.0)
+        optimizer.param_groups[0]["lr"] = float("inf")
+        costs += [guard.cost for _ in scaled_steps(model, optimizer, 1.0)]
+        assert guard.last_report.explanation.cause == BAD_SETTING.name
+    assert costs[0].guard_seconds > 0.2 > costs[1].guard_seconds
+
+
+@pytest.mark.explains
+def test_the_batch_of_a_bad_update_is_not_the_healthy_one():
+    model, optimizer = make(torch.optim.Adam)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for scale in scaled_steps(model, optimizer, 1.0, LARGE):
+            assert (guard._parts.keeper.clean is None) == (scale == LARGE)
+        assert guard.num_skipped == 1
 
 
 def test_a_state_that_was_bad_before_is_not_of_this_step():

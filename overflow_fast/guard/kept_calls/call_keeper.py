@@ -123,6 +123,8 @@ class CallKeeper:
 
     def end(self, output: Any, loss: torch.Tensor | None) -> None:
         """Keeps the gradients that its output will get."""
+        if not torch.is_grad_enabled():
+            return  # it runs within one that is kept
         call, self._now.open = self._now.open, None
         if call is not None:
             call.hold_gradients(output, loss)
@@ -133,6 +135,8 @@ class CallKeeper:
 
         Not one that backward computes again: torch leaves it early.
         """
+        if not torch.is_grad_enabled():
+            return
         call, self._now.open = self._now.open, None
         if call is not None and graph_task_id() < 0:
             call.has_returned = False
@@ -272,5 +276,5 @@ def make_keeper(watches: Sequence[ModelWatch], start: RestorePoint) -> CallKeepe
     """Makes the watches keep their calls."""
     keeper = CallKeeper(start)
     for watch in watches:
-        watch.inputs.capture = keeper
+        watch.inputs.captures.append(keeper)
     return keeper

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ... import _C
 from ...base.text import counted, printable
 from ...detector.coverage import Coverage, coverage_of
 from ...detector.selection import Wanted
 from ..watching.watch import ModelWatch
+
+_OF_FORWARDS = ("activations", "weights", "buffers")  # that a forward alone has
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,13 @@ class GuardCoverage(Coverage):
     def unknown(cls, failures: int) -> GuardCoverage:
         """Makes the coverage of a guard whose counts cannot be read."""
         return cls(0, 0, 0, {}, {}, 0, 0, 0, 0, 0, [], False, failures, [])
+
+    def of_requests(self, num_requests: int) -> GuardCoverage:
+        """The same where only forwards ran: there were no gradients and no losses."""
+        kinds = [kind for kind in self.not_watched if kind in _OF_FORWARDS]
+        return replace(
+            self, not_watched=kinds, without_gradient=0, requests=num_requests
+        )
 
     def gaps(self) -> list[str]:
         """Lists what was not checked, in sentences."""

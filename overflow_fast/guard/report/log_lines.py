@@ -58,7 +58,7 @@ class LogLine(Struct, kw_only=True):
 
 
 class StepLine(LogLine, tag_field="kind", tag="step", kw_only=True):
-    """A step that was judged."""
+    """A step, or a request, that was judged."""
 
     is_clean: Annotated[bool, meaning("false if it was not finite")]
     action: Annotated[

@@ -1,4 +1,9 @@
-"""Runs bad requests again, while no other thread runs the models."""
+"""Runs bad requests again, while no other thread runs the models.
+
+A replay begins with 0 for what the request, or a later one, has left non-finite in
+caches and buffers. Where it is finite, or bad as before, the values were there before:
+it is made again with them.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,28 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from ...base.text import error_line
 from ..config import GuardConfig
-from ..explaining import FREE_SECONDS, SHARE
 from ..kept_calls.kept_call import KeptCall
 from ..optimizers.last_steps import LastSteps
 from ..outer import outer
 from ..report.causes import NOT_REPRODUCIBLE
 from ..report.explanation import Explanation
 from ..report.report import NonFiniteError
+from ..time_share import SHARE, TimeShare
 from ..unit import Unit
 from ..value_errors import is_of_values
+from ..verdict.bad_frames import BadFrame
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch
+from .forward_start import ForwardStart
 from .gate import Gate
-from .held_call import ForwardStart
 from .request import Request
 
 _log = logging.getLogger("overflow_fast")
+_Answer = TypeVar("_Answer")
 WAIT = 1.0  # seconds for forwards of other threads before a replay; chosen
 _BUSY = (
     "The forward was not run again: other threads ran the models, and were waited for "
@@ -63,16 +70,10 @@ class Replays:
     ) -> None:
         self.config = config
         self.watches = watches
+        self.share = TimeShare()
         self._new_watches = new_watches
         self._gate = gate
         self._on_spent = on_spent
-        self._began, self._seconds = perf_counter(), 0.0
-
-    @property
-    def has_no_time(self) -> bool:
-        """True if explanations have taken more than their share of the time."""
-        most = FREE_SECONDS + SHARE * (perf_counter() - self._began)
-        return self._seconds > most
 
     @contextlib.contextmanager
     def explainer(self, kept: KeptCalls, watches: list[ModelWatch]) -> Iterator[Any]:
@@ -85,7 +86,7 @@ class Replays:
             watches: The watches of the models that these run.
         """
         begin = perf_counter()
-        with self._gate.alone(WAIT) as is_alone:
+        with self.share.spending(), self._gate.alone(WAIT) as is_alone:
             if is_alone:
                 yield outer("explainer")(
                     *(self.config, watches, kept, self._new_watches),
@@ -93,9 +94,7 @@ class Replays:
                 )
             else:
                 yield None
-        seconds = perf_counter() - begin
-        self._seconds += seconds
-        self._on_spent(seconds)
+        self._on_spent(perf_counter() - begin)
 
 
 class KeptCalls:
@@ -129,42 +128,40 @@ class RequestAgain:
 
     def look_again(self, found: Unit) -> Unit:
         """The request as a full watch sees it, which a tripwire has found bad."""
-        request, unit = self._request, found
+
+        def is_same(seen: Unit) -> bool:
+            return seen.frames == found.frames
+
         try:
-            with self._explainer(list(self._replays.watches)) as explainer:
-                if explainer is None:
-                    return unit.with_note(_BUSY)
-                seen: Unit = explainer.look_again(unit)
-            is_same = seen.frames == unit.frames
-            if request.zeroed and is_same:
-                request.zeroed = []  # it was there before
-                return self.look_again(found)
-            # Behind the models, where modules show nothing.
-            is_outside = is_same and request.function is not None
-            return unit if is_outside else seen
+            seen = self._ask(lambda explainer: explainer.look_again(found), is_same)
         except Exception as error:
-            return unit.with_note(f"The step was not run again: {error_line(error)}.")
+            return found.with_note(f"The step was not run again: {error_line(error)}.")
+        if seen is None:
+            return found.with_note(_BUSY)
+        # Behind the models, where modules show nothing.
+        is_outside = is_same(seen) and self._request.function is not None
+        return found if is_outside else seen
 
     def explain(self, unit: Unit, verdict: Verdict, ends: bool) -> Explanation | None:
         """Explains it, unless explanations take too long."""
         request, config = self._request, self._replays.config
-        if self._replays.has_no_time and config.explain.when != "always":
+        if self._replays.share.is_spent and config.explain.when != "always":
             return Explanation(notes=[_OFTEN])
         if not config.explain.replay_safe or verdict.first is None:
             return None
         try:
-            with self._explainer(self._watches_run()) as explainer:
-                if explainer is None:
-                    return Explanation(notes=[_BUSY])
-                found: Explanation = explainer.explain(verdict, "evaluation")
-            if request.zeroed and found.cause == NOT_REPRODUCIBLE.name:
-                request.zeroed = []  # it was there before
-                return self.explain(unit, verdict, ends)
-            found.notes += [_ZEROED] * bool(request.zeroed)
-            return found
+            found: Explanation | None = self._ask(
+                lambda explainer: explainer.explain(verdict, "evaluation"),
+                lambda found: found.cause == NOT_REPRODUCIBLE.name,
+                None if request.function is not None else request.frames,
+            )
         except Exception as error:  # the alarm matters more than its explanation
             text = f"The request was not explained: {error_line(error)}."
             return Explanation(notes=[text])
+        if found is None:
+            return Explanation(notes=[_BUSY])
+        found.notes += [_ZEROED] * bool(request.zeroed)
+        return found
 
     def search(self, error: Exception | None) -> tuple[Verdict, Explanation] | None:
         """Looks for a bad value where the program has raised, and no module showed one.
@@ -176,30 +173,45 @@ class RequestAgain:
             return None
         if request.function is None and request.left is None:
             return None
-        is_asked = config.explain.when != "never" and not self._replays.has_no_time
+        is_asked = config.explain.when != "never" and not self._replays.share.is_spent
         if not is_asked or isinstance(error, NonFiniteError) or not is_of_values(error):
             return None
         if request.function is None and request.left is not None:
             request.bad, request.zeroed = request.left, request.left.left_bad()
-        found = self._search()
-        if found is None and request.zeroed:
-            request.zeroed = []  # it was there before
-            found = self._search()
-        return found
-
-    def _search(self) -> tuple[Verdict, Explanation] | None:
         try:
-            with self._explainer(list(self._replays.watches)) as explainer:
-                found = None if explainer is None else explainer.search("evaluation")
+            return self._ask(
+                lambda explainer: explainer.search("evaluation"),
+                lambda found: found is None,
+            )
         except Exception as error:  # nothing is known of it
             _log.debug("A request that has raised was not explained: %s", error)
             return None
-        return cast("tuple[Verdict, Explanation] | None", found)
 
-    def _explainer(
-        self, watches: list[ModelWatch]
-    ) -> contextlib.AbstractContextManager[Any]:
-        return self._replays.explainer(self._calls(), watches)
+    def _ask(
+        self,
+        ask: Callable[[Any], _Answer],
+        is_in_vain: Callable[[_Answer], bool],
+        frames: Sequence[BadFrame] | None = None,
+    ) -> _Answer | None:
+        """Asks the explainer; None where other threads run the models.
+
+        Args:
+            ask: Asks it.
+            is_in_vain: True for an answer that says nothing. What was zeroed was there
+                before then, and the explainer is asked again with it.
+            frames: What was bad in the one model that is run; None for all models.
+        """
+        request, watches = self._request, list(self._replays.watches)
+        if frames:
+            watches = [frames[0].watch]
+        with self._replays.explainer(self._calls(), watches) as explainer:
+            if explainer is None:
+                return None
+            answer = ask(explainer)
+        if request.zeroed and is_in_vain(answer):
+            request.zeroed = []
+            return self._ask(ask, is_in_vain, frames)
+        return answer
 
     def _calls(self) -> KeptCalls:
         """The calls to make again: the function, or the bad forward."""
@@ -215,10 +227,3 @@ class RequestAgain:
         for call in calls:
             call.raised = request.raised
         return KeptCalls(calls, start)
-
-    def _watches_run(self) -> list[ModelWatch]:
-        """The watches of the models that the call to make again runs."""
-        request = self._request
-        if request.function is not None or not request.frames:
-            return list(self._replays.watches)
-        return [request.frames[0].watch]

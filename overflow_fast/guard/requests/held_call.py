@@ -8,90 +8,26 @@ of the arguments as they were is made where a forward is run again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ... import _C
-from ...base.modules import buffers_of, modules_in
 from ...base.tree import CALL_DEPTH, mapped, solid_base, tensors
 from ...scanner.ops import are_nonfinite
 from ..kept_calls.ambient import Ambient
 from ..kept_calls.kept_call import KeptCall
-from ..undo.attributes import KeptAttributes
 from ..undo.kept_objects import ATOMS
 from ..watching.inputs import is_plain
+from .forward_start import ForwardStart
 
 _MOST = 512  # containers below the arguments; chosen, not measured
 _SMALL = 64  # elements: of a counter, such as a cache's length
 _OF_IDS = (torch.int64, torch.int32)
-_FULL = (1, 2, 8, 64, 512, 4096)
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 _NOT_OPENED = (nn.Module, type, torch.Generator)
-
-
-class Layout:
-    """The lists and dicts below a call's arguments, found once for many calls.
-
-    Args:
-        values: The arguments.
-    """
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self.containers: list[Any] = []
-        self.is_whole = True
-        self._known = set[int]()
-        self._tuples: list[Any] = []  # their ids are of them as long as this lives
-        self._waiting = list(values)
-        self._walk()
-
-    def _walk(self) -> None:
-        while self._waiting:
-            value = self._waiting.pop()
-            kind = type(value)
-            if kind in ATOMS or isinstance(value, torch.Tensor):
-                continue
-            if id(value) in self._known:
-                continue
-            if len(self._known) >= _MOST:
-                self.is_whole = False
-                return
-            self._known.add(id(value))
-            self._tuples.append(value)
-            if isinstance(value, dict):
-                self.containers.append(value)
-                self._waiting += value.values()
-            elif isinstance(value, list):
-                self.containers.append(value)
-                self._waiting += value
-            elif isinstance(value, tuple):
-                self._waiting += value
-            elif not isinstance(value, _NOT_OPENED) and not callable(value):
-                self._waiting.append(getattr(value, "__dict__", None))
-
-    def copies(self) -> list[Any] | None:
-        """The contents of the containers now; None if they hold other containers."""
-        found = []
-        for container in self.containers:
-            copy: Any = _items_of(container)
-            found.append(copy)
-            for value in copy if isinstance(copy, list) else copy.values():
-                if type(value) is torch.Tensor or type(value) in ATOMS:
-                    continue
-                if id(value) not in self._known and not isinstance(value, torch.Tensor):
-                    return None
-        return found
-
-    def is_of(self, values: Sequence[Any]) -> bool:
-        """True if it was made of the same arguments, but for tensors and numbers."""
-        return all(
-            type(value) is torch.Tensor
-            or type(value) in ATOMS
-            or id(value) in self._known
-            for value in values
-        )
 
 
 class HeldCall:
@@ -103,15 +39,13 @@ class HeldCall:
         module: The module that is called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+        state: What else the forward begins with.
         devices: Those of the model, besides the CPU.
-        layout: The layout of the call before, or None.
 
     Attributes:
-        module, args, kwargs: The same, by reference.
-        layout: That of the arguments.
+        module, args, kwargs, state: The same, by reference.
         has_autograd: Autograd is on.
         output: What it has returned.
-        state: What else the forward began with.
     """
 
     def __init__(
@@ -119,27 +53,20 @@ class HeldCall:
         module: nn.Module,
         args: Any,
         kwargs: Any,
+        state: ForwardStart,
         devices: Sequence[torch.device],
-        layout: Layout | None,
     ) -> None:
         self.module, self.args, self.kwargs = module, tuple(args), dict(kwargs)
-        values = (*self.args, *self.kwargs.values())
-        copies = None
-        if layout is not None and layout.is_of(values):
-            copies = layout.copies()
-        if layout is None or copies is None:
-            layout = Layout(values)
-            copies = layout.copies() or []
-        self.layout = layout
-        self._copies = copies
+        self.state = state
+        containers = _containers_in((*self.args, *self.kwargs.values()))
+        self._contents = [(each, _items_of(each)) for each in containers]
         self.ambient = Ambient(module, devices)
         self.has_autograd = torch.is_grad_enabled()
         self.output: Any = None
-        self.state: ForwardStart | None = None
         self._tensors = self._given()
-        for copy in copies:
-            items = copy if isinstance(copy, list) else copy.values()
-            self._tensors += [t for t in items if isinstance(t, torch.Tensor)]
+        for _, items in self._contents:
+            values = items if isinstance(items, list) else items.values()
+            self._tensors += [t for t in values if isinstance(t, torch.Tensor)]
         self._versions = _C.versions_of(self._tensors)
         self.counters: _Pairs = [
             (each, each.clone())
@@ -154,19 +81,22 @@ class HeldCall:
         return list(dict.fromkeys(len(each) for _, each in given if each.dim()))
 
     @property
-    def size(self) -> int | None:
-        """The number of rows: of the first tensor that is given; None without one."""
-        given = (*self.args, *self.kwargs.values())
-        sizes = (len(t) for t in given if isinstance(t, torch.Tensor) and t.dim())
-        return next(sizes, None)
-
-    @property
     def num_tokens(self) -> int:
         """The number of tokens of a language model's call; 0 for any other."""
+        rows, columns = self._size_of_ids
+        return rows * columns
+
+    @property
+    def has_one_token(self) -> bool:
+        """True for a language model's call with one token a row."""
+        return self._size_of_ids[1] == 1
+
+    @property
+    def _size_of_ids(self) -> tuple[int, int]:
         ids = self.kwargs.get("input_ids", self.args[0] if self.args else None)
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-            return 0
-        return ids.numel() if ids.dtype in _OF_IDS else 0
+            return 0, 0
+        return (len(ids), ids.shape[1]) if ids.dtype in _OF_IDS else (0, 0)
 
     def written(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yields those that the call was not given, or that were written to since."""
@@ -187,7 +117,7 @@ class HeldCall:
             not there when it began.
         """
         written = list(self.written(self._tensors[len(self._given()) :]))
-        written += [] if self.state is None else self.state.written_buffers()
+        written += self.state.written_buffers()
         plain = [e for e in written if is_plain(e) and e.is_floating_point()]
         bad = itertools.compress(plain, are_nonfinite(plain))
         with torch.inference_mode(False), torch.no_grad():
@@ -216,8 +146,7 @@ class HeldCall:
                 if id(tensor) in written and id(tensor) not in others:
                     others[id(tensor)] = tensor.clone()
         call = self._kept(others)
-        state = ForwardStart([], []) if self.state is None else self.state
-        ids = set(map(id, self._tensors))
+        state, ids = self.state, set(map(id, self._tensors))
         buffers = [pair for pair in zeroed if id(pair[0]) not in ids]
         start = ForwardStart(state.attributes, [*state.pairs(), *counters, *buffers])
         if zeroed:  # that it saw other data is said of these
@@ -229,10 +158,9 @@ class HeldCall:
 
     def _kept(self, others: Mapping[int, torch.Tensor]) -> KeptCall:
         """The call with the arguments as they were, and with other tensors, by ids."""
-        containers = self.layout.containers
-        now = list(map(_items_of, containers))
+        now = [(each, _items_of(each)) for each, _ in self._contents]
         try:
-            for container, items in zip(containers, self._copies, strict=True):
+            for container, items in self._contents:
                 _fill(container, items)
             batch = mapped(
                 (self.args, self.kwargs),
@@ -242,11 +170,32 @@ class HeldCall:
                 has_empty=True,
             )
         finally:
-            for container, items in zip(containers, now, strict=True):
+            for container, items in now:
                 _fill(container, items)
         call = KeptCall(self.module, batch, self.ambient)
         call.has_backward, call.has_autograd = False, self.has_autograd
         return call
+
+
+def _containers_in(values: Iterable[Any]) -> list[Any]:
+    """The lists and dicts below a call's arguments, and those of attributes."""
+    found: list[Any] = []
+    known: dict[int, Any] = {}  # held: an id is of a value as long as that lives
+    waiting = list(values)
+    while waiting and len(known) < _MOST:
+        value = waiting.pop()
+        is_leaf = type(value) in ATOMS or isinstance(value, torch.Tensor)
+        if is_leaf or id(value) in known:
+            continue
+        known[id(value)] = value
+        if isinstance(value, (dict, list)):
+            found.append(value)
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            waiting += value
+        elif not isinstance(value, _NOT_OPENED) and not callable(value):
+            waiting.append(getattr(value, "__dict__", None))
+    return found
 
 
 def _items_of(container: Any) -> Any:
@@ -258,107 +207,3 @@ def _fill(container: Any, items: Any) -> None:
     base: Any = solid_base(type(container))
     base.clear(container)
     (base.extend if isinstance(container, list) else base.update)(container, items)
-
-
-# What a model keeps from forward to forward: counters, flags, small buffers.
-
-
-class ForwardStart:
-    """A model's small state when a forward began, as a replay rewinds to it.
-
-    It has the form of a `ModelRestorePoint`, of which a replay reads these.
-
-    Args:
-        attributes: The plain attributes of modules.
-        pairs: Small tensors, with what was in them.
-        versions: All buffers, with their versions.
-    """
-
-    is_taken = True
-    buffers = ()
-
-    def __init__(
-        self,
-        attributes: list[KeptAttributes],
-        pairs: _Pairs,
-        versions: tuple[list[torch.Tensor], list[int]] = ([], []),
-    ) -> None:
-        self.attributes = attributes
-        self._pairs = pairs
-        self._buffers, self._versions = versions
-
-    def written_buffers(self) -> list[torch.Tensor]:
-        """The buffers that were written to since."""
-        now = _C.versions_of(self._buffers)
-        triples = zip(self._buffers, self._versions, now, strict=True)
-        return [buffer for buffer, before, after in triples if before != after]
-
-    @property
-    def starts(self) -> list[ForwardStart]:
-        """This one, as the start of the models of a replay."""
-        return [self]
-
-    def written(self) -> _Pairs:
-        """The small tensors, and what was in them."""
-        return self._pairs
-
-    def pairs(self) -> _Pairs:
-        """See `written()`."""
-        return self._pairs
-
-    def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The value of a tensor when the forward began; None if that is not known."""
-        return next((value for own, value in self._pairs if own is tensor), None)
-
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        """False: no forward without autograd was seen to write to a weight."""
-        return False
-
-    def written_in_step(self, tensor: torch.Tensor) -> bool:
-        """See `is_known()`."""
-        return False
-
-
-class SmallState:
-    """Keeps the small state of one model before each of its forwards.
-
-    All attributes are kept before forwards 1, 2, 8, 64, ...; those that were seen to
-    change, before each. Small buffers are copied where they were written to.
-
-    Args:
-        model: The model, which the caller holds.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._num = 0
-        self._all: list[torch.Tensor] = []
-        self._changing: dict[int, nn.Module] = {}
-        self._buffers: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._copies: list[torch.Tensor] = []
-
-    def before(self, model: nn.Module) -> ForwardStart:
-        """Keeps it as a forward begins."""
-        self._num += 1
-        is_full = self._num in _FULL
-        if is_full:
-            self._all = buffers_of(model)
-            self._buffers = [each for each in self._all if each.numel() <= _SMALL]
-            self._versions = []
-        versions = _C.versions_of(self._buffers)
-        if versions != self._versions:
-            self._versions = versions
-            self._copies = [each.detach().clone() for each in self._buffers]
-        modules = modules_in(model) if is_full else list(self._changing.values())
-        kept = list(map(KeptAttributes, filter(KeptAttributes.are_kept, modules)))
-        pairs = list(zip(self._buffers, self._copies, strict=True))
-        return ForwardStart(kept, pairs, (self._all, _C.versions_of(self._all)))
-
-    def after(self, start: ForwardStart) -> None:
-        """Notes which modules a forward has changed."""
-        for kept in start.attributes:
-            module = kept.module()
-            if module is None or id(module) in self._changing:
-                continue
-            if kept.has_changed():
-                self._changing[id(module)] = module

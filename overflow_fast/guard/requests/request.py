@@ -12,6 +12,7 @@ from ..kept_calls.kept_call import KeptCall
 from ..verdict.bad_frames import BadFrame
 from ..watching.watch import ModelWatch
 from .held_call import HeldCall
+from .row_order import RowOrder
 
 _MOST_FORWARDS = 4  # whose stats may be on their way from a device
 
@@ -36,7 +37,7 @@ class Request:
             None.
         output: What the program has recorded, or that function has returned.
         raised: The type of the exception that has ended it, or None.
-        begun_at: The thread in which it began, and how many calls were under way.
+        order: Where it was given its names; None without names.
         sorted_by: The function between there and its first forward that sorts, and may
             have sorted the rows, with its place; or "".
         zeroed: What that forward or a later one has left non-finite in tensors that it
@@ -57,7 +58,8 @@ class Request:
         self.function: KeptCall | None = None
         self.output: Any = None
         self.raised: type[Exception] | None = None
-        self.begun_at, self.sorted_by = (0, 0), ""
+        self.order: RowOrder | None = None
+        self.sorted_by = ""
         self.is_left_out = self.is_over = False
         self.seconds = 0.0
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -67,11 +69,18 @@ class Request:
     def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
         """Adds what a forward has shown, whose stats may have yet to arrive."""
         if call is not None:
-            tokens, is_first = call.num_tokens, not self.num_forwards
-            self.is_text &= tokens > 0 and (is_first or tokens == call.size)
+            is_prompt = not self.num_forwards and call.num_tokens > 0
+            self.is_text &= is_prompt or call.has_one_token
         self._recent[id(watch), batch] = self.num_forwards, call
         if len(self._recent) > _MOST_FORWARDS:
             del self._recent[next(iter(self._recent))]
+
+    def add_forward(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
+        """Adds a forward that has ended."""
+        self.add(watch, batch, call)
+        if not self.num_forwards and self.order is not None:
+            self.sorted_by = self.order.sorted_by()
+        self.num_forwards += 1
 
     def collect(self, watch: ModelWatch) -> None:
         """Takes the bad frames of its own forwards that have arrived."""

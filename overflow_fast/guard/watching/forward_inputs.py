@@ -15,7 +15,7 @@ _MOST = 8  # forwards; of more in a step the first are not searched; chosen
 
 
 class ForwardCapture(Protocol):
-    """Keeps the outermost forwards of a step, for a replay."""
+    """Keeps the outermost forwards of a step, or of requests, for a replay."""
 
     def begin(self, module: Any, args: Any, kwargs: Any, has_stand_ins: bool) -> None:
         """Keeps the inputs of a forward; see `ForwardInputs.have_stand_ins`."""
@@ -51,7 +51,7 @@ class ForwardInputs:
         have_stand_ins: The batches in which other tensors stood in for the model's own
             (`functional_call`).
         loop_batches: The batches that the trainer took from its loader.
-        capture: Keeps whole forwards for a replay; None for none.
+        captures: Keep whole forwards for a replay: those of a step, and of requests.
         caller: The code that calls the models, in words.
     """
 
@@ -63,15 +63,15 @@ class ForwardInputs:
         self.batches: dict[int, tuple[object, object]] = {}
         self.have_stand_ins: set[int] = set()
         self.loop_batches = LoopBatches()
-        self.capture: ForwardCapture | None = None
+        self.captures: list[ForwardCapture] = []
         self.caller = "the training loop"
 
     def begin(self, module: object, args: object, kwargs: object) -> None:
         """Notes what a forward is given, before it can write to it."""
         now = self._now
         now.has_stand_ins = is_functional_call()
-        if self.capture is not None:
-            self.capture.begin(module, args, kwargs or {}, now.has_stand_ins)
+        for capture in self.captures:
+            capture.begin(module, args, kwargs or {}, now.has_stand_ins)
         if self._is_listed:
             now.given = Given(args, kwargs)
         if self._is_held:
@@ -87,14 +87,14 @@ class ForwardInputs:
     ) -> None:
         """Keeps the inputs of a forward that has returned, as those of a batch."""
         self._keep_inputs(number, (args, kwargs))
-        if self.capture is not None:
-            self.capture.end(output, loss)
+        for capture in self.captures:
+            capture.end(output, loss)
 
     def leave(self, number: int) -> None:
         """Keeps the inputs of a forward that an exception has left."""
         self._keep_inputs(number, self._now.running)
-        if self.capture is not None:
-            self.capture.leave()
+        for capture in self.captures:
+            capture.leave()
 
     def _keep_inputs(self, number: int, batch: tuple[object, object]) -> None:
         now = self._now
@@ -111,8 +111,8 @@ class ForwardInputs:
         Args:
             is_over: No bad frame of the step is left: forget the inputs as well.
         """
-        if self.capture is not None:
-            self.capture.clear()
+        for capture in self.captures:
+            capture.clear()
         if is_over:
             self.batches.clear()
             self.have_stand_ins.clear()

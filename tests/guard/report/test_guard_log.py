@@ -13,7 +13,7 @@ from processes import context
 from torch import nn
 
 import overflow_fast
-from overflow_fast import Log, NonFiniteError, OverflowGuard
+from overflow_fast import Log, NonFiniteError, OverflowGuard, Schedule
 from overflow_fast.guard.files.json_text import dumps
 from overflow_fast.guard.report.json_log import JsonLog
 
@@ -48,6 +48,35 @@ def test_the_log_has_a_line_for_each_step(tmp_path):
     assert all(100 < each < 140 for each in bits)
     assert {line["headroom_bits"] for line in lines if not line["is_clean"]} == {0}
     assert lines[0]["headroom_at"]
+
+
+def test_the_log_has_a_line_for_each_request(tmp_path):
+    net, path = nn.Linear(2, 2), tmp_path / "guard.jsonl"
+    options = {"log": path, "schedule": Schedule(ranges=[(0, 3), (4, 9)])}
+    with OverflowGuard(net, on_overflow="warn", **options) as guard, torch.no_grad():
+        for i in range(5):
+            with guard.request():
+                net(torch.full((1, 2), NAN if i == 1 else 1.0))
+        with pytest.raises(KeyError), guard.request():
+            net(torch.ones(1, 2))
+            raise KeyError("own")  # judged only where it is bad
+    lines = lines_of(path)
+    assert [line["step"] for line in lines] == [0, 1, 2, 4]
+    assert [line["is_clean"] for line in lines] == [True, False, True, True]
+    assert [line["action"] for line in lines] == [None, "warn", None, None]
+    assert [line["num_left_out"] for line in lines] == [0, 0, 0, 1]
+
+
+def test_the_line_of_a_request_leaves_that_of_a_round_to_its_end(tmp_path):
+    net, path = nn.Linear(2, 2), tmp_path / "guard.jsonl"
+    both = [torch.optim.SGD([each], lr=1e-3) for each in net.parameters()]
+    with OverflowGuard(net, both, "warn", log=path) as guard:
+        net(torch.ones(1, 2)).sum().backward()
+        both[0].step()
+        with torch.no_grad(), guard.request():
+            net(torch.full((1, 2), NAN))
+        both[1].step()
+    assert [line["is_clean"] for line in lines_of(path)] == [False, True]
 
 
 def test_the_least_headroom_is_that_of_half_precision(tmp_path):

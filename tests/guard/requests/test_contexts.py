@@ -30,22 +30,6 @@ def names(error):
     return error.report.requests
 
 
-def answers_of(streams):
-    """Runs streams that take turns; says what became of each."""
-    said, waiting = {}, dict(streams)
-    while waiting:
-        for name, stream in list(waiting.items()):
-            try:
-                next(stream)
-            except StopIteration:
-                said[name] = "answered"
-            except NonFiniteError as error:
-                said[name] = names(error)
-            if name in said:
-                del waiting[name]
-    return said
-
-
 ANSWERS = {"a": "answered", "b": ["b"], "c": "answered"}
 
 
@@ -98,49 +82,6 @@ def test_what_a_task_gives_to_threads_is_of_its_request(served):
     assert asyncio.run(serve()) == ANSWERS
     numbers = guard.metrics()
     assert (numbers["requests_total"], numbers["forwards_total"]) == (3, 6)
-
-
-def test_generators_that_take_turns_have_requests_of_their_own(served):
-    net, guard = served
-
-    def stream(name):
-        with guard.request(ids=[name]):
-            for token in range(3):
-                ran(net, name == "b" and token == 1)
-                with guard.request(ids=[f"draft of {name}"]):
-                    ran(net)
-                yield token
-
-    with guard.request(ids=["around"]):
-        said = answers_of({name: stream(name) for name in "abc"})
-        ran(net)
-    assert said == ANSWERS
-
-
-def test_asynchronous_generators_of_one_task_have_requests_of_their_own(served):
-    net, guard = served
-
-    async def stream(name):
-        with guard.request(ids=[name]):
-            for token in range(3):
-                ran(net, name == "b" and token == 1)
-                yield token
-
-    async def serve():
-        said, waiting = {}, {name: stream(name) for name in "abc"}
-        while waiting:
-            for name, each in list(waiting.items()):
-                try:
-                    await anext(each)
-                except StopAsyncIteration:
-                    said[name] = "answered"
-                except NonFiniteError as error:
-                    said[name] = names(error)
-                if name in said:
-                    del waiting[name]
-        return said
-
-    assert asyncio.run(serve()) == ANSWERS
 
 
 def test_a_context_manager_of_the_programs_begins_a_request_for_its_block(served):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.requests.left_state import LeftState
 from overflow_fast.guard.watching import watch as watching
 
 pytestmark = pytest.mark.explains
@@ -210,6 +211,19 @@ def test_an_error_of_a_callable_does_not_replace_the_programs_own(raises):
             assert guard.last_report.headline() in raised.value.__notes__[0]
 
 
+def test_an_error_of_the_guards_own_does_not_reach_the_program(monkeypatch):
+    def fails(*given):
+        raise ValueError("of the guard")
+
+    monkeypatch.setattr(LeftState, "by", fails)
+    net = make_net()
+    with OverflowGuard(net, explain=False) as guard, torch.no_grad():
+        with guard.request():
+            net(rows_bad(2))
+        net(rows_bad(2))
+    assert guard.coverage().failures == 2
+
+
 def test_numbers_count_requests_forwards_and_tokens(tmp_path):
     class Embeds(nn.Module):
         def __init__(self):
@@ -249,7 +263,24 @@ def test_a_schedule_leaves_requests_out():
         for i in range(6):
             with torch.no_grad(), guard.request(ids=[i]):
                 net(rows_bad(0, size=1))
-        assert guard.metrics()["bad_requests_total"] == 2
+        numbers = guard.metrics()
+        assert numbers["bad_requests_total"] == numbers["steps_watched_total"] == 2
+
+
+@pytest.mark.parametrize("sync", ["step", "lagged"])
+def test_a_request_is_judged_at_its_end_where_stats_come_late_from_a_device(
+    emulated, sync
+):
+    emulated.state.holds_events = 1
+    net = make_net()
+    with OverflowGuard(net, sync=sync, explain=False, _defer=True) as guard:
+        assert report_of(lambda: net(rows_bad(1))).step == 0
+        with torch.no_grad(), guard.request(ids=["good"]):
+            net(rows_bad())
+        with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
+            with guard.request(ids=["bad"]):
+                net(rows_bad(0, size=1))
+    assert raised.value.report.requests == ["bad"]
 
 
 # Outputs behind the models.
@@ -531,29 +562,6 @@ def test_a_sample_tells_the_request_where_a_forward_has_returned_nothing(as_kept
     report = guard.last_report
     assert (report.rows, report.requests) == (None, ["b"])
     as_kept(report.sentences())
-
-
-@pytest.mark.parametrize("is_within", [False, True])
-def test_an_exception_about_values_behind_the_modules_says_that_they_were_finite(
-    as_kept, is_within
-):
-    class Samples(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = make_net()
-
-        def forward(self, x, temperature):
-            return torch.multinomial((self.net(x) / temperature).softmax(-1), 1)
-
-    net, x = Samples(), torch.ones(2, 4)
-    with OverflowGuard(net if is_within else net.net) as guard:
-        with torch.no_grad(), pytest.raises(RuntimeError, match="inf") as raised:
-            with guard.request():
-                net(x, 0.0)
-        as_kept(raised.value.__notes__[0])
-        with torch.no_grad(), pytest.raises(TypeError) as raised, guard.request():
-            net(x)
-    assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_request_without_a_bad_value_keeps_its_own_exception():
