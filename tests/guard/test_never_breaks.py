@@ -4,7 +4,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import gc
 import io
 import logging
 import pickle
@@ -21,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from overflow_fast import DebugUnderflowOverflow, Headroom, OverflowGuard, Underflow
 from overflow_fast.base.tensors import loss_in
+from overflow_fast.guard.optimizers import scaler_hook
+from overflow_fast.torch_internals.needed import Needing
 
 pytestmark = [pytest.mark.explains, pytest.mark.usefixtures("no_others")]
 X = torch.ones(1, 2)
@@ -519,12 +520,15 @@ def test_a_rule_that_fails_stops_no_forward(as_kept):
 
 
 @pytest.fixture
-def scaler_step():
-    gc.collect()  # a guard that an earlier test has left listens no more ...
-    OverflowGuard(*make(), "warn").remove()  # ... and the last one puts all back
+def scaler_step(monkeypatch):
+    """torch's own `step`, to which no guard listens that another test has left."""
     step = GradScaler.step
-    yield step
-    GradScaler.step = step
+    while step in scaler_hook._replaced:
+        step = scaler_hook._replaced[step]
+    monkeypatch.setattr(GradScaler, "step", step)
+    monkeypatch.setattr(scaler_hook, "_replaced", {})
+    monkeypatch.setattr(scaler_hook, "_listeners", Needing(scaler_hook._put_back))
+    return step
 
 
 def wrapper_of(inner, seen, name, wraps=True):
