@@ -22,6 +22,7 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 import pytest
 import torch
 from emulation import VARIANTS, emulated_device, emulation
+from fresh import Fresh
 from gpus import GPUS, Cuda, Emulated, Sealed
 from kept_texts import TEXTS, AsKept, all_kept, differences
 from processes import serve_from_here
@@ -243,6 +244,14 @@ def pytest_terminal_summary(terminalreporter, config):
     """Shows what `--renew` has changed."""
     if config.getoption("--renew"):
         terminalreporter.write_line("\n".join(differences(config.stash[BEFORE])))
+
+
+@pytest.fixture(scope="session")
+def fresh():
+    """Runs code in a process that has imported torch alone; returns what it prints."""
+    server = Fresh()
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import pickle
 import pydoc
 import subprocess
@@ -20,47 +19,6 @@ from overflow_fast import _C
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 PACKAGE = Path(overflow_fast.__file__).parent
-
-
-# A process of its own for each code. Of what dynamo needs, it has what takes longest.
-SERVER = """
-import json, os, sys, tempfile, traceback, torch, sympy, torch.distributed.fsdp
-assert not {"torch._dynamo", "overflow_fast"} & sys.modules.keys()
-for line in sys.stdin:
-    code, *sys.argv[1:] = json.loads(line)
-    with tempfile.TemporaryFile("w+") as printed:
-        if (child := os.fork()) == 0:
-            for each in (1, 2): os.dup2(printed.fileno(), each)
-            failed = 0
-            try:
-                exec(code, {"__name__": "__main__"})
-            except BaseException:
-                failed = traceback.print_exc() or 1
-            sys.stdout.flush()
-            os._exit(failed)
-        status = os.waitpid(child, 0)[1]
-        printed.seek(0)
-        print(json.dumps([status, printed.read()]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def fresh():
-    """Runs code in a fork of a Python that has imported torch; returns what it prints.
-
-    A Python that imports torch first would take 2 s for each.
-    """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    server = subprocess.Popen([sys.executable, "-c", SERVER], text=True, **pipes)
-
-    def run(code, *arguments):
-        print(json.dumps([code, *arguments]), file=server.stdin, flush=True)
-        status, printed = json.loads(server.stdout.readline())
-        assert status == 0, printed
-        return printed
-
-    yield run
-    server.communicate()
 
 
 # The table of names.
@@ -125,7 +83,7 @@ def test_the_import_loads_nothing_else():
 
 
 def test_each_name_can_be_the_first(fresh):
-    for name in overflow_fast.__all__:
+    for name in {path: name for name, path in overflow_fast._MODULES.items()}.values():
         assert fresh(f"from overflow_fast import {name}") == ""
 
 
