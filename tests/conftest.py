@@ -27,10 +27,14 @@ from gpus import GPUS, Cuda, Emulated, Sealed
 from kept_texts import TEXTS, AsKept, all_kept, differences
 from processes import serve_from_here
 from sealed import sealed_device
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
 
-from overflow_fast import OverflowGuard
 from overflow_fast.explainer import replayer
 from overflow_fast.explainer.remedies import trials
+from overflow_fast.guard.optimizers import scaler_hook
+from overflow_fast.torch_internals import clipping
+from overflow_fast.torch_internals.needed import Needing
 
 # What is run again and tried does not depend on what else runs here.
 trials.LEAST_SECONDS = replayer.LEAST_SECONDS = 600.0
@@ -255,15 +259,20 @@ def fresh():
 
 
 @pytest.fixture
-def no_others():
-    """The guards that other tests have left on are off.
+def no_others(monkeypatch):
+    """Scalers and clipping as torch has them: no guard of another test listens.
 
-    They are cycles, and a test's exception or a cache may hold one for longer.
+    One that was not removed is a cycle, and an exception or a cache may hold it.
     """
-    gc.collect()
-    for each in gc.get_objects():
-        if type(each) is OverflowGuard:
-            each.remove()
+    step = GradScaler.step
+    while step in scaler_hook._replaced:
+        step = scaler_hook._replaced[step]
+    monkeypatch.setattr(GradScaler, "step", step)
+    for name, (_, function) in clipping._replaced.items():
+        monkeypatch.setattr(clip_grad, name, function)
+    for module in (scaler_hook, clipping):
+        monkeypatch.setattr(module, "_replaced", {})
+        monkeypatch.setattr(module, "_listeners", Needing(module._put_back))
 
 
 @pytest.fixture

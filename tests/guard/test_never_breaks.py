@@ -20,10 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from overflow_fast import DebugUnderflowOverflow, Headroom, OverflowGuard, Underflow
 from overflow_fast.base.tensors import loss_in
-from overflow_fast.guard.optimizers import scaler_hook
-from overflow_fast.torch_internals.needed import Needing
 
-pytestmark = [pytest.mark.explains, pytest.mark.usefixtures("no_others")]
+pytestmark = pytest.mark.explains
 X = torch.ones(1, 2)
 
 
@@ -520,15 +518,8 @@ def test_a_rule_that_fails_stops_no_forward(as_kept):
 
 
 @pytest.fixture
-def scaler_step(monkeypatch):
-    """torch's own `step`, to which no guard listens that another test has left."""
-    step = GradScaler.step
-    while step in scaler_hook._replaced:
-        step = scaler_hook._replaced[step]
-    monkeypatch.setattr(GradScaler, "step", step)
-    monkeypatch.setattr(scaler_hook, "_replaced", {})
-    monkeypatch.setattr(scaler_hook, "_listeners", Needing(scaler_hook._put_back))
-    return step
+def scaler_step(no_others):
+    return GradScaler.step
 
 
 def wrapper_of(inner, seen, name, wraps=True):
