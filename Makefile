@@ -22,7 +22,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/scanner/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo docs check check-tests test test-rest test-all texts release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
+.PHONY: build demo docs check check-tests test test-rest test-all test-cases test-sealed texts release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
 
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
@@ -61,9 +61,13 @@ test-rest: build
 	$(PYTEST) --when night
 	$(PYTEST) --sealed $(ON_SEALED)
 
-# Both: what CI runs.
-test-all: build
+# Both. In one run, the tests are collected and what they need is imported once.
+test-all: test-cases test-sealed
+
+test-cases: build
 	$(PYTEST)
+
+test-sealed: build
 	$(PYTEST) --sealed $(ON_SEALED)
 
 # Lint, types, and of `make test` the inner layers and what tells what a change has left

@@ -22,14 +22,19 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 import pytest
 import torch
 from emulation import VARIANTS, emulated_device, emulation
+from fresh import Fresh
 from gpus import GPUS, Cuda, Emulated, Sealed
 from kept_texts import TEXTS, AsKept, all_kept, differences
 from processes import serve_from_here
 from sealed import sealed_device
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
 
-from overflow_fast import OverflowGuard
 from overflow_fast.explainer import replayer
 from overflow_fast.explainer.remedies import trials
+from overflow_fast.guard.optimizers import scaler_hook
+from overflow_fast.torch_internals import clipping
+from overflow_fast.torch_internals.needed import Needing
 
 # What is run again and tried does not depend on what else runs here.
 trials.LEAST_SECONDS = replayer.LEAST_SECONDS = 600.0
@@ -245,16 +250,29 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line("\n".join(differences(config.stash[BEFORE])))
 
 
-@pytest.fixture
-def no_others():
-    """The guards that other tests have left on are off.
+@pytest.fixture(scope="session")
+def fresh():
+    """Runs code in a process that has imported torch alone; returns what it prints."""
+    server = Fresh()
+    yield server
+    server.close()
 
-    They are cycles, and a test's exception or a cache may hold one for longer.
+
+@pytest.fixture
+def no_others(monkeypatch):
+    """Scalers and clipping as torch has them: no guard of another test listens.
+
+    One that was not removed is a cycle, and an exception or a cache may hold it.
     """
-    gc.collect()
-    for each in gc.get_objects():
-        if type(each) is OverflowGuard:
-            each.remove()
+    step = GradScaler.step
+    while step in scaler_hook._replaced:
+        step = scaler_hook._replaced[step]
+    monkeypatch.setattr(GradScaler, "step", step)
+    for name, (_, function) in clipping._replaced.items():
+        monkeypatch.setattr(clip_grad, name, function)
+    for module in (scaler_hook, clipping):
+        monkeypatch.setattr(module, "_replaced", {})
+        monkeypatch.setattr(module, "_listeners", Needing(module._put_back))
 
 
 @pytest.fixture

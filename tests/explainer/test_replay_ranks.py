@@ -553,4 +553,5 @@ def test_no_rank_waits_for_one_that_does_not_come(wrap, fate, as_kept):
             error, text = torch.load(folder / str(rank))
             # It says what it saw, and the run ends: nobody knows where the other is.
             assert error == "NonFiniteError", text
-            as_kept(text)
+            lines = text.splitlines()
+            as_kept([each for each in lines if each.startswith(("Step", "note"))])

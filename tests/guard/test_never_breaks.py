@@ -4,7 +4,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import gc
 import io
 import logging
 import pickle
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from overflow_fast import DebugUnderflowOverflow, Headroom, OverflowGuard, Underflow
 from overflow_fast.base.tensors import loss_in
 
-pytestmark = [pytest.mark.explains, pytest.mark.usefixtures("no_others")]
+pytestmark = pytest.mark.explains
 X = torch.ones(1, 2)
 
 
@@ -519,12 +518,8 @@ def test_a_rule_that_fails_stops_no_forward(as_kept):
 
 
 @pytest.fixture
-def scaler_step():
-    gc.collect()  # a guard that an earlier test has left listens no more ...
-    OverflowGuard(*make(), "warn").remove()  # ... and the last one puts all back
-    step = GradScaler.step
-    yield step
-    GradScaler.step = step
+def scaler_step(no_others):
+    return GradScaler.step
 
 
 def wrapper_of(inner, seen, name, wraps=True):

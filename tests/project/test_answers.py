@@ -92,10 +92,10 @@ def test_an_answer_is_judged_by_what_it_names():
     assert not judge(failure, Answer(text="no alarm"), "ours").misleads
 
 
-def assert_right(rows, failures):
+def assert_right(rows, failures, tools):
     """The guard answers each of the failures, misleads in none, and is mostly right."""
     assert {(r["failure"], r["tool"]) for r in rows} == {
-        (name, tool) for name in failures for tool in ("ours", "ours-run")
+        (name, tool) for name in failures for tool in tools
     }
     assert [(r["failure"], r.get("text")) for r in rows if r["misleads"]] == []
     with_loss = [row for row in rows if row["tool"] == "ours-run"]
@@ -103,17 +103,18 @@ def assert_right(rows, failures):
     assert sum(row["cause"] is True for row in alone) >= 0.9 * len(alone)
 
 
+# What it says of a loss in `guard.run` is kept whole, of each failure: see test_golden.
 @pytest.mark.slow
 def test_the_guard_misleads_in_none():
-    asked = ("--tools", "ours,ours-run", "--json", "--only", ",".join(ASKED))
+    asked = ("--tools", "ours", "--json", "--only", ",".join(ASKED))
     done = python(str(RUNNER), *asked)
     assert done.returncode == 0, done.stderr
-    assert_right(json.loads(done.stdout), ASKED)
+    assert_right(json.loads(done.stdout), ASKED, ["ours"])
 
 
 def test_the_kept_answers_are_of_all_failures_and_mislead_in_none():
     rows = [row for row in kept_rows("answers-cpu") if row["tool"].startswith("ours")]
-    assert_right(rows, FAILURES)
+    assert_right(rows, FAILURES, ["ours", "ours-run"])
 
 
 CURABLE = [each for each in ALL if can_be_remedied(each)]

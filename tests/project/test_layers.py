@@ -183,13 +183,11 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_what_a_use_loads(use, tmp_path):
+def test_what_a_use_loads(use, tmp_path, fresh):
     code, last = USES[use]
     whole = CODE.replace("{has_optimizer}", str("steps(" in code))
-    command = [sys.executable, "-W", "ignore", "-c", whole.replace("{use}", code)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    names, has_dynamo = json.loads(done.stdout.splitlines()[-1])
+    printed = fresh(whole.replace("{use}", code), cwd=tmp_path)
+    names, has_dynamo = json.loads(printed.splitlines()[-1])
     own = {name.partition(".")[2] for name in names} - {""}
     layers = {LAYER_OF[name.split(".")[0]] for name in own}
     inner = () if last is None else ORDER[: ORDER.index(last) + 1]

@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import process_changes
 import pytest
 from process_changes import OWN, REPLAY, SCENARIOS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 # Another thread looks meanwhile: a step may be run again just then, and is over later.
 DURING = {"clean steps", "a bad step", "a step that raises", "compiling"}
 LIMITS = Path(__file__).parents[2] / "docs" / "limits.md"
@@ -31,12 +29,11 @@ def rows():
 
 
 @pytest.fixture(scope="module", params=SCENARIOS)
-def phases(request):
+def phases(request, fresh):
     """What a program has found in each phase, in a process of its own."""
-    command = [sys.executable, "-W", "ignore", process_changes.__file__, request.param]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+    printed = fresh(code, process_changes.__file__, request.param)
+    return json.loads(printed.splitlines()[-1])
 
 
 def test_nothing_is_changed_that_the_table_does_not_name(phases):

@@ -1,7 +1,8 @@
 """A program that looks at what is changed in its process, in each phase of a guard.
 
-Run with the name of a scenario, it prints JSON: of each phase, what the table in
-docs/limits.md says has begun and not ended, and what was found to be changed.
+Run with the name of a scenario as its second argument, it prints JSON: of each phase,
+what the table in docs/limits.md says has begun and not ended, and what was found to be
+changed.
 """
 
 import atexit
@@ -342,9 +343,10 @@ SCENARIOS = {
 
 
 if __name__ == "__main__":
-    compiles, scenario = SCENARIOS[sys.argv[1]]
+    compiles, scenario = SCENARIOS[sys.argv[2]]
     warm_up(compiles)
     gc.collect()
+    gc.freeze()
     look = Look()
     look.allowed = set()
     if compiles:

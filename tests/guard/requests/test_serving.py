@@ -39,9 +39,9 @@ def llama():
     return model.half()
 
 
+# What is watched is read before the cache is: of each test one half of the product.
 @pytest.mark.slow
-@pytest.mark.parametrize("watch", ["tripwire", None])
-@pytest.mark.parametrize("cache", ["static", None])
+@pytest.mark.parametrize("watch, cache", [("tripwire", "static"), (None, None)])
 def test_generation_is_explained(watch, cache):
     model, prompt = llama(), torch.randint(0, 50, (3, 5))
     options = {} if watch is None else {"watch": watch}
@@ -163,8 +163,7 @@ def give_the_trap(ids, scores):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("watch", ["tripwire", None])
-@pytest.mark.parametrize("cache", ["static", None])
+@pytest.mark.parametrize("watch, cache", [("tripwire", None), (None, "static")])
 def test_a_token_of_one_row_is_explained_after_the_cache_was_written_on(watch, cache):
     model, prompt = trapped(), torch.randint(8, 50, (3, 5))
     options = {"on_overflow": "warn"} | ({} if watch is None else {"watch": watch})

@@ -494,11 +494,11 @@ def bad_step(kinds, policy, explain, steps=2, runs=False):
 @pytest.mark.parametrize("runs", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_explanation_leaves_no_trace(seed, runs):
-    for policy in ("skip", "raise", "warn"):
-        plain = bad_step(some(seed), policy, False, runs=runs)
-        explained = bad_step(some(seed), policy, True, runs=runs)
-        assert explained[3] is not None and (explained[3].replays or not runs)
-        assert explained[1:3] == plain[1:3], policy
+    policy = ("skip", "raise", "warn")[(seed + runs) % 3]  # what comes behind it
+    plain = bad_step(some(seed), policy, False, runs=runs)
+    explained = bad_step(some(seed), policy, True, runs=runs)
+    assert explained[3] is not None and (explained[3].replays or not runs)
+    assert explained[1:3] == plain[1:3]
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise"])

@@ -7,6 +7,7 @@ from collections import UserDict
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import pairs
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -94,11 +95,14 @@ class Outer(nn.Module):
         ("residual", "p.a", "p"),
     ],
 )
-def test_the_last_finite_gradient_before_a_bad_one_is_named(where, at, after, as_kept):
+def test_the_last_finite_gradient_before_a_bad_one_is_named(where, at, after):
     verdict = verdict_of(Outer(where), lambda m: m(inputs()).mean())
     assert (verdict.first.kind, verdict.first.fqn) == ("grad_output", at)
     assert verdict.origin.after == after
-    as_kept(verdict.origin.maker)
+    assert verdict.origin.maker == (
+        f"code that used the output of {at}, or a hook on it; "
+        f"the gradient seen last before it, of {after}, was finite"
+    )
     assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
 
 
@@ -502,14 +506,13 @@ class Reads(nn.Module):
         return x if self.fc is None else self.fc(x)
 
 
-@pytest.mark.parametrize("is_keyword", [False, True])
-@pytest.mark.parametrize("has_layer", [False, True])
+UNSEEN = [Hidden, lambda x: {"x": Hidden(x)}, torch.Tensor.numpy, 0]
+
+
 @pytest.mark.parametrize(
-    "wrap", [Hidden, lambda x: {"x": Hidden(x)}, torch.Tensor.numpy, 0]
+    "wrap, has_layer, is_keyword", pairs(UNSEEN, (False, True), (False, True))
 )
-def test_what_nobody_looked_into_is_not_called_finite(
-    wrap, has_layer, is_keyword, as_kept
-):
+def test_what_nobody_looked_into_is_not_called_finite(wrap, has_layer, is_keyword):
     x = inputs()
     x[2] = NAN
     batch = wrap(x) if wrap else NAN
@@ -519,7 +522,9 @@ def test_what_nobody_looked_into_is_not_called_finite(
     verdict = verdict_of(model, lambda m: m(*positional, **arguments).mean())
     assert verdict.origin.how == "unclear"
     assert set(verdict.origin.candidates) == {"the model", *HANDED_OVER}
-    as_kept(verdict.origin.maker)
+    maker, place = verdict.origin.maker, "input.d" if is_keyword else "input[0]"
+    assert maker.endswith(f"; {place} of the model was not searched")
+    assert ("between the calls of its submodules" in maker) == has_layer
     if is_keyword:
         return
     model = nn.Sequential(Reads(has_layer))
