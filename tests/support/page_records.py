@@ -8,10 +8,15 @@ import zlib
 from pathlib import Path
 
 import torch
-from flight_records import LINES
 
-from overflow_fast.guard.files.json_text import dumps
-from overflow_fast.guard.record.record_lines import KIND, RECORD_SCHEMA
+from overflow_fast.guard.files.schema import convert
+from overflow_fast.guard.record.record_lines import (
+    KIND,
+    RECORD_SCHEMA,
+    EntriesLine,
+    FlightRecordLine,
+    StepsLine,
+)
 from overflow_fast.tools.page.render import page_of
 from overflow_fast.tools.record.table import FlightRecord
 
@@ -76,8 +81,8 @@ def record_of(high, entries=None, nans=None, path="run.ofr", spans=None, **run):
                 **{"skipped": 0, "models": [columns]},
             }
         )
-    decoded = [LINES.decode(dumps(line).encode()) for line in lines]
-    return FlightRecord(Path(path), decoded, False, 0)
+    kind = FlightRecordLine | EntriesLine | StepsLine
+    return FlightRecord(Path(path), [convert(each, kind) for each in lines], False, 0)
 
 
 class Parsed(html.parser.HTMLParser):
