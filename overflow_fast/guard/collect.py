@@ -13,7 +13,7 @@ from .isolation import ErrorIsolation
 from .measurements import Measurements
 from .optimizers.engine_scaler import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
-from .step import StepClock
+from .step_clock import StepClock
 from .unit import Unit, UnitKind
 from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
 from .watching.judged_tensors import JudgedTensors

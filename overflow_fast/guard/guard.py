@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from ..base.text import drop_own_frames
 from .config import EVERYTHING, GuardConfig, Policy
+from .guards_of_process import note_enabled
 from .isolation import isolate_errors
 from .kinds import Exporter, Path, check_int, check_names, reusable
 from .models import (
@@ -46,7 +47,6 @@ from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
 from .optimizers.wrapped import optimizers_of
 from .options import Evidence, Explain, Log, Record, Schedule, documents
-from .others import note_enabled
 from .outer import outer
 from .parts import GuardParts, Handle
 from .report.cost import Cost

@@ -37,7 +37,7 @@ from .ranks.agreement import Agreed, Agreement, Wishes
 from .report.coverage import GuardCoverage
 from .report.notice import notices_text
 from .report.report import Report
-from .reporting import report_of
+from .report_of_unit import report_of
 from .undo.lending import lent
 from .undo.restore_point import RestorePoint
 from .unit import RunsAgain, Unit

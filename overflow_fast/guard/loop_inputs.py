@@ -15,7 +15,7 @@ from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper
 from .requests.requests import Requests
-from .step import StepClock
+from .step_clock import StepClock
 from .unwatched_runs import UnwatchedRuns
 from .watching.judged_tensors import JudgedTensors
 from .watching.loop_batches import LoopBatch

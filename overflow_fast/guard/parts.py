@@ -40,7 +40,7 @@ from ..detector.coverage import warn_of_asking, warn_of_scripted
 from ..detector.selection import Selection, Wanted
 from ..torch_internals import clipping
 from ..torch_internals.module_internals import spare_forward_hooks
-from . import uncaught
+from . import uncaught_errors
 from .config import EVERYTHING, GuardConfig, wanted_of
 from .isolation import SWITCHING, ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper, make_keeper
@@ -55,7 +55,7 @@ from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError, Report
 from .requests.requests import Requests
-from .step import StepClock
+from .step_clock import StepClock
 from .undo.restore_point import RestorePoint
 from .verdict.rules import Rules
 from .watching.missed_steps import ENOUGH
@@ -215,7 +215,7 @@ class GuardParts:
         self.pipeline.attach()
         if self.requests is not None:
             self.requests.forwards.attach()
-        uncaught.listen(self)
+        uncaught_errors.listen(self)
 
     def is_put_off(self, function: Callable[[], None]) -> bool:
         """True within a judgement or a step: the function is called when it has ended.
@@ -235,7 +235,7 @@ class GuardParts:
             self.is_enabled = False
             if self.config.hears_clipping:
                 clipping.stop_listening(self.inputs)
-            uncaught.stop_listening(self)
+            uncaught_errors.stop_listening(self)
             if self.requests is not None:
                 self.requests.forwards.detach()
             self.pipeline.detach()

@@ -48,12 +48,12 @@ from .optimizers.loss_scaling import (
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .optimizers.updated import see_update
 from .optimizers.updates import kept_step
-from .raised import RaisedSteps
+from .raised_steps import RaisedSteps
 from .ranks.agreement import Agreement
 from .report.cost import Cost
 from .report.coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
-from .step import StepClock
+from .step_clock import StepClock
 from .undo.optimizer import NoSnapshot, OptimizerSnapshot
 from .undo.restore_point import RestorePoint
 from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit

@@ -19,7 +19,7 @@ from .optimizers.optimizer_hook import OptimizerHook
 from .ranks.agreement import NO_WISHES, Wishes
 from .report.explanation import Explanation
 from .report.report import Report
-from .step import LeftOut
+from .step_clock import LeftOut
 from .verdict.bad_frames import BadFrame
 from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch

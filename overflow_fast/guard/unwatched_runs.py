@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .. import _C
 from ..base.modules import parameters_of
-from .step import StepClock
+from .step_clock import StepClock
 from .watching.watch import ModelWatch, models_of
 
 _log = logging.getLogger("overflow_fast")

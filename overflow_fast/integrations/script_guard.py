@@ -45,7 +45,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..base.modules import modules_in
 from ..detector.selection import NoModuleError
-from ..guard.others import num_guards_of
+from ..guard.guards_of_process import num_guards_of
 from ..guard.process import own_rank
 from ..guard.program_guard import ProgramGuard
 from ..guard.report.coverage import GuardCoverage

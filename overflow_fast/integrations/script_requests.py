@@ -19,8 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .. import _C
 from ..base.modules import is_scripted, modules_in
+from ..guard.guards_of_process import num_guards_of
 from ..guard.kinds import TRIPWIRE
-from ..guard.others import num_guards_of
 from ..guard.program_guard import ProgramGuard
 from ..guard.requests.entries import entries_of
 from ..torch_internals.call_arguments import keywords_of_call

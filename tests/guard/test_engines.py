@@ -11,7 +11,7 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer.calls import names_of_inputs
 from overflow_fast.explainer.remedies.patches import in_dtype, in_float32
-from overflow_fast.guard import reporting
+from overflow_fast.guard import report_of_unit
 from overflow_fast.guard.optimizers.engine_gradients import engine_gradients
 
 # Most tests ask what is stepped and skipped; some replay, under an engine as well.
@@ -442,7 +442,7 @@ def test_a_report_that_fails_keeps_its_verdict(monkeypatch, caplog, as_kept):
     def fail(watches):
         raise ValueError("broken")
 
-    monkeypatch.setattr(reporting, "least_headroom", fail)
+    monkeypatch.setattr(report_of_unit, "least_headroom", fail)
     model, optimizer = make_engine()
     guard = Unexplained(model, optimizer, "skip")
     train(model, optimizer, bad=[2])

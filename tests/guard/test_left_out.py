@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule
-from overflow_fast.guard.step import LeftOut
+from overflow_fast.guard.step_clock import LeftOut
 
 NAN = float("nan")
 

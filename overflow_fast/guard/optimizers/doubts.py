@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..isolation import ErrorIsolation
-from ..step import StepClock
+from ..step_clock import StepClock
 from ..watching.watch import ModelWatch
 from .optimizer_hook import OptimizerHook
 from .updates import may_overflow

@@ -36,7 +36,7 @@ from ..kept_calls.held_function import HeldFunction
 from ..kept_calls.kept_call import KeptCall
 from ..pipeline import Pipeline
 from ..report.report import Report
-from ..step import LeftOut
+from ..step_clock import LeftOut
 from ..unit import REQUEST, Unit
 from ..watching.watch import ModelWatch
 from .again import WAIT, Replays, RequestAgain
