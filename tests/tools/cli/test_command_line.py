@@ -1,7 +1,6 @@
 """python -m overflow_fast, as a user calls it."""
 
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -288,7 +287,5 @@ for arguments in (["--version"], ["report", "--help"], ["run", "--help"], ["env"
 """
 
 
-def test_commands_without_a_model_do_not_import_the_compiler():
-    arguments = [sys.executable, "-c", WITHOUT_COMPILER]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_commands_without_a_model_do_not_import_the_compiler(fresh):
+    fresh(WITHOUT_COMPILER)
