@@ -40,6 +40,34 @@ py::object version(const py::handle& tensor) {
   return found ? py::object(py::int_(*found)) : py::none();
 }
 
+// What a tensor holds, as it is now: told by its memory and its number of writes. A weak reference
+// to the tensor itself would keep the program from swapping it (`torch.utils.swap_tensors`).
+class Contents {
+ public:
+  explicit Contents(const py::handle& tensor) : Contents(checked(tensor)) {}
+
+  // False where that is not known, as of a sparse tensor.
+  bool are_in(const py::handle& other) const {
+    const at::Tensor& tensor = checked(other);
+    return version_.has_value() && tensor.has_storage() && has_storage(tensor, storage_) &&
+           version_of(tensor) == version_ && tensor.storage_offset() == offset_ &&
+           tensor.numel() == numel_;
+  }
+
+ private:
+  explicit Contents(const at::Tensor& tensor) {
+    if (!tensor.has_storage()) return;
+    storage_ = weak_storage(tensor);
+    version_ = version_of(tensor);
+    offset_ = tensor.storage_offset();
+    numel_ = tensor.numel();
+  }
+
+  WeakStorage storage_{c10::intrusive_ptr<c10::StorageImpl>()};
+  std::optional<uint32_t> version_;
+  int64_t offset_ = 0, numel_ = 0;
+};
+
 // The number of writes to each tensor; 0 for an inference tensor, which counts none.
 py::list versions_of(const py::list& tensors) {
   py::list versions(tensors.size());
@@ -86,6 +114,9 @@ py::list require_grad(const py::list& tensors) {
 void bind_state(py::module_& m) {
   m.def("hold", &hold);
   m.def("version_of", &version);
+  py::class_<Contents>(m, "Contents")
+      .def(py::init<const py::handle&>(), py::arg("tensor"))
+      .def("are_in", &Contents::are_in, py::arg("tensor"));
   m.def("versions_of", &versions_of);
   m.def("samples_of", &samples_of);
   m.def("require_grad", &require_grad);

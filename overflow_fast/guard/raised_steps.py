@@ -127,7 +127,7 @@ class RaisedSteps:
             return False
         dirty, keeper = set(verdict.dirty_gradients), self._keeper
         now = gradients_of(self._collector.watches, verdict.dirty_gradients)
-        left = set(self._judge.left.unchanged(set(map(id, now.values()))))
+        left = set(self._judge.left.unchanged(list(now.values())))
         if keeper is not None:  # the step may have added to them since
             left |= keeper.left_over.keys()
         return left >= dirty

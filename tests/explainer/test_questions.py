@@ -65,7 +65,6 @@ RAISED = {"error": ValueError("no")}
 # The evidence for each question, in the order of the lists.
 EVIDENCE = {
     "BEFORE": [
-        {"kind": "gradient"},
         {"kind": "weight"},
         {"world_size": 2},
         {"num_calls": 0},

@@ -514,6 +514,40 @@ def test_a_rule_that_fails_stops_no_forward(as_kept):
         as_kept(guard.coverage().not_scanned)
 
 
+@pytest.mark.parametrize("options", [{}, {"watch": "tripwire"}])
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_torch_may_swap_what_a_guard_has_seen(options, num_optimizers):
+    """`model.to()` swaps each weight, gradient and buffer of sharded models."""
+    model, _ = make()
+    model.blocks[0].fc2.weight.requires_grad_(False)
+    model.register_buffer("large", torch.zeros(2**15))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    split = [trained] if num_optimizers == 1 else [trained[:1], trained[1:]]
+    optimizers = [torch.optim.AdamW(each) for each in split]
+    with OverflowGuard(model, optimizers, "skip", explain=False, **options) as guard:
+        for i in range(3):
+            model.zero_grad()
+            loss = model(torch.full((4, 8), INF if i == 1 else 1.0), y=torch.ones(4, 1))
+            loss["loss"].backward()
+            for each in optimizers:
+                each.step()
+        swap_all(model)
+        assert guard.num_skipped == 1
+    assert model.large.dtype == torch.float64
+
+
+def swap_all(model):
+    swaps = torch.__future__.set_swap_module_params_on_conversion
+    swaps(True)
+    try:
+        model.double()
+    finally:
+        swaps(False)
+    for module in model.modules():
+        for name, each in module.named_buffers(recurse=False):
+            torch.utils.swap_tensors(each, each.clone())
+
+
 # GradScaler.
 
 

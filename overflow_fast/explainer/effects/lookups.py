@@ -42,7 +42,7 @@ _MOST_ARGUMENTS = 4
 
 
 class _Source(NamedTuple):
-    """How the instructions before one make a value: the same in each run of a code."""
+    """The way in which instructions make a value, the same in each run of a code."""
 
     begin: int  # the first of them; -1 if not seen
     kind: str = (
@@ -69,7 +69,7 @@ class _Source(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What an instruction calls, and with what: the last arguments, last first."""
+    """The function that an instruction calls, and its last arguments, last first."""
 
     function: _Source
     given: list[_Source]
@@ -115,7 +115,7 @@ class _Places:
         return _Source(_begin_of_value(self.own, index + 1))
 
     def call_at(self, index: int) -> _Call:
-        """What the call at an instruction is made of."""
+        """The function and the arguments of the call at an instruction."""
         found = self._calls.get(index)
         if found is None:
             place, given = index, []

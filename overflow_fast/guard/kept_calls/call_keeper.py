@@ -219,7 +219,7 @@ class CallKeeper:
         if not self._doubts_gradients or self.calls:
             return
         leaves = [each for each in parameters_of(model) if each.is_leaf]
-        there = {id(p.grad) for p in leaves if p.grad is not None}
+        there = [p.grad for p in leaves if p.grad is not None]
         self.had_gradients = bool(there)
         self.left_over.update(self.left.unchanged(there))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,7 +21,7 @@ class LeftGradients:
 
     def __init__(self) -> None:
         self.is_new = False
-        self._held: dict[str, tuple[int, weakref.ref[torch.Tensor], int]] = {}
+        self._held: dict[str, tuple[int, _C.Contents]] = {}
 
     def note(
         self,
@@ -39,25 +38,21 @@ class LeftGradients:
         """
         self.is_new = True
         self._held = {
-            name: (since.get(name, step), weakref.ref(each), version)
+            name: (since.get(name, step), _C.Contents(each))
             for name, each in gradients.items()
-            if (version := _C.version_of(each)) is not None
         }
 
-    def unchanged(self, gradients: Container[int]) -> dict[str, int]:
+    def unchanged(self, gradients: Sequence[torch.Tensor]) -> dict[str, int]:
         """Those that nobody has written to since, by name, with their step.
 
         Args:
-            gradients: The identities of the gradients that are there now.
+            gradients: Those that are there now.
         """
-        found = {}
-        for name, (step, reference, version) in self._held.items():
-            gradient = reference()
-            if gradient is None or id(gradient) not in gradients:
-                continue
-            if _C.version_of(gradient) == version:
-                found[name] = step
-        return found
+        return {
+            name: step
+            for name, (step, contents) in self._held.items()
+            if any(map(contents.are_in, gradients))
+        }
 
     def clear(self) -> None:
         """Forgets them: a step since then was finite."""

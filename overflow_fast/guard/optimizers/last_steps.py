@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,7 +17,7 @@ _NUMBERS = (float, int, tuple, list)
 class _LastStep(NamedTuple):
     settings: list[dict[str, Any]]
     versions: list[int]
-    weights: list[weakref.ref[torch.Tensor]]
+    weights: list[int]  # their ids: a weak reference would keep one from being swapped
     shapes: list[torch.Size]
 
 
@@ -38,7 +37,7 @@ class LastSteps:
         self._of[optimizer] = _LastStep(
             [_numbers_of(group) for group in optimizer.param_groups],
             _C.versions_of(stepped),
-            list(map(weakref.ref, stepped)),
+            list(map(id, stepped)),
             [each.shape for each in stepped],
         )
 
@@ -73,7 +72,7 @@ class LastSteps:
         if last is None or len(weights) != len(last.weights):
             return None
         places = [i for i, each in enumerate(weights) if each is weight]
-        if not places or last.weights[places[0]]() is weight:
+        if not places or last.weights[places[0]] == id(weight):
             return None
         return last.shapes[places[0]]
 

@@ -69,11 +69,12 @@ class KeptPlace:
         self.copy: torch.Tensor | None = None
         self.was_lazy = self.changes = self.is_written = False
         self.version: int | None = None
-        self._copied: weakref.ref[torch.Tensor] | None = None  # the copy's original
-        self._home: weakref.ref[torch.Tensor] | None = None  # the last step's tensor
-        # The tensor that was seen in its place last, whether a forward has put it
-        # there, and whether other code has since the step began.
-        self._placed: weakref.ref[torch.Tensor] | None = None
+        # No weak references: torch swaps no tensor that has one, as `model.to()` may.
+        self._copied: torch.Tensor | None = None  # the copy's original
+        self._home: int | None = None  # the id of the last step's tensor
+        # The id of the tensor that was seen in its place last, whether a forward has
+        # put it there, and whether other code has since the step began.
+        self._placed: int | None = None
         self._is_of_forward = self._is_of_others = False
         self._is_replaced = False  # the step began with a tensor of a forward's
         self._memory: torch.Tensor | None = None  # a buffer's memory
@@ -112,19 +113,20 @@ class KeptPlace:
         if not self.is_trained:  # an engine may move weights
             self._memory = memory_of(tensor)
         if self._home is None:
-            self._home = weakref.ref(tensor)
+            self._home = id(tensor)
         version = _C.version_of(tensor)
-        is_known = self._copied is not None and self._copied() is tensor
-        is_known = is_known and version is not None and version == self.version
-        self._copied, self.version = weakref.ref(tensor), version
+        is_known = self._copied is tensor and version is not None
+        if is_known and version == self.version and not self.is_certain:
+            return False  # there is a copy
+        self._copied, self.version = None, version
         if self.is_trained:
             is_copied = self.changes or (is_full and 0 < num_bytes(tensor) <= SMALL)
-        elif is_known and not self.is_certain:
-            return False  # there is a copy, if it is to have one
         else:
             is_large = num_bytes(tensor) > _MAX_FROZEN
             is_copied = self.is_certain or self.table == BUFFERS or not is_large
-        if not is_copied:
+        if is_copied:
+            self._copied = tensor
+        else:
             self.copy = None
         return is_copied
 
@@ -135,9 +137,10 @@ class KeptPlace:
             by_forward: A forward, if it is another one than was seen there last; else
                 other code.
         """
-        now, placed = self.current(), self._placed
-        if (None if placed is None else placed()) is not now:
-            self._placed = None if now is None else weakref.ref(now)
+        now = self.current()
+        number = None if now is None else id(now)
+        if self._placed != number:
+            self._placed = number
             self._is_of_forward = by_forward
             self._is_of_others = not by_forward and now is not self.tensor
 
@@ -145,7 +148,7 @@ class KeptPlace:
         """Lets go of the tensor at the end of a step that has put another one there."""
         now = self.current()
         self.tensor = self._memory = None
-        self._home = None if now is None else weakref.ref(now)
+        self._home = None if now is None else id(now)
 
     # What is known of it.
 
@@ -235,7 +238,7 @@ class KeptPlace:
 
     def _is_at_home(self, now: torch.Tensor | None) -> bool:
         """True for the last step's tensor: functional_call has removed another."""
-        return now is not None and self._home is not None and self._home() is now
+        return now is not None and self._home == id(now)
 
 
 _REPLACED = "other code has replaced it since the forward"

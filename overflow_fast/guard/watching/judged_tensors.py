@@ -24,7 +24,6 @@ The state between these calls:
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ from .watch import ModelWatch
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 _Listed = list[tuple[ModelWatch, nn.Module, Named]]
 # A gradient that was scanned, and its version then.
-_Seen = tuple[weakref.ref[torch.Tensor] | None, int | None]
 
 
 class JudgedTensors:
@@ -69,7 +67,7 @@ class JudgedTensors:
         self._wanted = watches[0].wanted
         self._has_scanned_weights = False
         self._scanned: list[tuple[_C.FrameKind, Named]] = []
-        self._last_gradients: dict[int, _Seen] = {}
+        self._last_gradients: dict[int, _C.Contents] = {}
         self.clippings = Clippings()
         self.without_gradient = self.num_gradients = 0
         self._weights_every = weights_every
@@ -190,7 +188,11 @@ class JudgedTensors:
         for other in others:
             owned.update((id(p), p) for p in stepped_by(other) if self._is_new(p))
         if others or self._last_gradients:
-            self._last_gradients.update(map(_seen, owned.values()))
+            self._last_gradients.update(
+                (number, _C.Contents(parameter.grad))
+                for number, parameter in owned.items()
+                if parameter.grad is not None
+            )
         num_kept = 0
         if engine and not any(id(p) in owned for _, _, (_, own) in listed for p in own):
             num_kept = self._scan_kept(engine)
@@ -242,9 +244,8 @@ class JudgedTensors:
         gradient = parameter.grad
         if gradient is None:
             return False
-        last, version = self._last_gradients.get(id(parameter), (None, -1))
-        is_last = last is not None and last() is gradient
-        return not is_last or version != _C.version_of(gradient)
+        last = self._last_gradients.get(id(parameter))
+        return last is None or not last.are_in(gradient)
 
     def _gradients(
         self,
@@ -338,10 +339,3 @@ def _parts(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     for key in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
         for behind, part in _parts(getattr(value, key)):
             yield f".{key}{behind}", part
-
-
-def _seen(parameter: torch.Tensor) -> tuple[int, _Seen]:
-    gradient = parameter.grad
-    if gradient is None:
-        return id(parameter), (None, -1)
-    return id(parameter), (weakref.ref(gradient), _C.version_of(gradient))

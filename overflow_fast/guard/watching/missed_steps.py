@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...base.modules import is_sharded, parameters_of
+from ...base.modules import is_sharded, modules_in, own_tensors
+from ...torch_internals.module_internals import PARAMETERS
 
 # Changes in a row. A first one may be a checkpoint that is loaded, or an initialization
 # by batches; more leave a run unprotected for longer before that is said.
@@ -30,7 +31,8 @@ class MissedSteps:
     """
 
     def __init__(self) -> None:
-        self._weights: list[weakref.ref[nn.Parameter]] | None = None
+        # Where they are: torch swaps no tensor that has a weak reference.
+        self._places: list[tuple[weakref.ref[nn.Module], str]] | None = None
         self._left: _State | None = None  # by the last forward
         self._has_forward = self._is_over = False
         self._num = 0
@@ -51,8 +53,8 @@ class MissedSteps:
     def end_forward(self, model: nn.Module | None) -> None:
         """Called when it has ended; what it wrote itself is no step."""
         if self._has_forward and not self._is_over and model is not None:
-            if self._weights is None:
-                self._weights = _some_weights(model)
+            if self._places is None:
+                self._places = _some_places(model)
             self._left = self._state()
         self._has_forward = True
 
@@ -61,16 +63,24 @@ class MissedSteps:
         self._has_forward, self._left, self._num = False, None, 0
 
     def _state(self) -> _State:
-        refs = self._weights or ()
-        held: list[torch.Tensor] = [p for ref in refs if (p := ref()) is not None]
+        held: list[torch.Tensor] = [
+            weight
+            for reference, name in self._places or ()
+            if (module := reference()) is not None
+            if type(weight := own_tensors(module, PARAMETERS).get(name)) is nn.Parameter
+        ]
         # Fused optimizers write without a count of torch's.
         return _C.versions_of(held), _C.samples_of(held, 1)
 
 
-def _some_weights(model: nn.Module) -> list[weakref.ref[nn.Parameter]]:
+def _some_places(model: nn.Module) -> list[tuple[weakref.ref[nn.Module], str]]:
     """Some of the weights that an optimizer may step; of shards none, which move."""
     if is_sharded(model):
         return []
-    found = [p for p in parameters_of(model) if p.requires_grad]
-    found = found[:: max(1, len(found) // _MOST)]
-    return [weakref.ref(each) for each in found if type(each) is nn.Parameter]
+    found = [
+        (weakref.ref(module), name)
+        for module in modules_in(model)
+        for name, each in own_tensors(module, PARAMETERS).items()
+        if type(each) is nn.Parameter and each.requires_grad
+    ]
+    return found[:: max(1, len(found) // _MOST)]
