@@ -92,7 +92,11 @@ class Recorder {
   // True if a module's parameter should be listed in the frame of its call.
   bool wants_parameter(const at::Tensor& parameter) {
     if (!options_.parameters_once) return true;
-    return seen_.try_emplace(id_of(parameter), weak_tensor(parameter)).second;
+    if (!parameter.has_storage()) return true;
+    const auto [place, is_new] = seen_.try_emplace(id_of(parameter), weak_storage(parameter));
+    if (is_new || has_storage(parameter, place->second)) return is_new;
+    place->second = weak_storage(parameter);
+    return true;
   }
   void forget_parameters() { seen_.clear(); }
   // Records the gradient of an output when backward computes it, if the options ask for that.
@@ -274,8 +278,9 @@ class Recorder {
   std::deque<Frame> history_;
   Traced traced_;
   std::vector<py::object> class_names_;  // of the modules, by their index
-  // Parameters that were listed; a weak reference keeps the address from being reused.
-  std::unordered_map<TensorId, WeakTensor> seen_;
+  // Parameters that were listed, with their memory, whose address is not reused meanwhile. Torch
+  // would not swap them if they were weakly referenced themselves.
+  std::unordered_map<TensorId, WeakStorage> seen_;
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   StepResults results_;
   std::vector<Frame> failed_;  // of no call, in this step

@@ -544,7 +544,7 @@ def swap_all(model):
     finally:
         swaps(False)
     for module in model.modules():
-        for name, each in module.named_buffers(recurse=False):
+        for each in module.buffers(recurse=False):
             torch.utils.swap_tensors(each, each.clone())
 
 
