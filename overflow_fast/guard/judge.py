@@ -1,16 +1,24 @@
 """The judge: one way from what was seen of a unit to what is done about it.
 
-1. agree    there is one report: this rank's, or that of the ranks that judge together
-2. explain  the unit is run again, where its kind allows that
-3. choose   raise, warn or skip: `policy`, a pure function
-4. count    bad units and skips; too many skips in a row raise
-5. restore  what the forward has changed is put back
-6. write    evidence, log, flight record
-7. tell     a warning or an exception
+1. detect   the first bad value, and who made it
+2. look     what a tripwire has found bad is run again, with every module watched
+3. report   it is made, and its evidence begun: `archive.begin_report`
+4. agree    ranks that judge together have the report of the earliest bad value
+5. explain  the unit is run again, where its kind allows that
+6. choose   raise, warn or skip: `policy`, a pure function
+7. count    bad units and skips; too many skips in a row raise
+8. restore  what the forward has changed is put back
+9. write    evidence, log, flight record
+10. tell    a warning or an exception
 
-A finite unit ends behind the first. State: only what ranks need to agree. Numbers are
-the ledger's; what is known of a unit is its own, also how it is run again where that is
-not the guard's way.
+`_agreed()` does 1 to 4, and 1 to 3 for a rank that judges alone. Ranks that judge
+together agree on the earliest bad value before they look again, and once more on what
+they have seen then. The rank that has it makes the report, and chooses at once, unless
+the policy is a callable: that gets the explanation, too.
+
+A finite unit ends behind 4. State: only what ranks need to agree. Numbers are the
+ledger's; what is known of a unit is its own, also how it is run again where that is not
+the guard's way.
 """
 
 from __future__ import annotations
@@ -143,7 +151,11 @@ class Judge:
     # Agree: one report for all, of a tripwire's unit as it is seen in full.
 
     def _agreed(self, unit: Unit) -> tuple[Agreed, bool]:
-        """The agreement of ranks, or of this one alone, and whether a rank was lost."""
+        """Detects, looks again, begins the report; ranks have agreed on it.
+
+        Returns:
+            What was agreed, and whether a rank was lost.
+        """
         again = unit.again or self._explaining
         if not unit.is_together:
             wishes, seen = self._wishes(unit), unit

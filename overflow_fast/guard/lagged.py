@@ -2,7 +2,11 @@
 
 A step whose stats are on their way waits in a queue. When they have arrived, it is
 judged as any other: a verdict that arrives later is the same verdict. Meanwhile its
-device may have skipped it by itself. Without `sync="lagged"` the queue stays empty.
+device may have skipped it by itself.
+
+`arrived()` is called in each judgement of a step. It receives all stats, those of the
+step at hand too, unless that step is lagged itself. Without `sync="lagged"` it does no
+more: the queue stays empty.
 """
 
 from __future__ import annotations
@@ -59,10 +63,12 @@ class LaggedSteps:
         self._waiting.append(unit)
 
     def arrived(self, is_lagged: bool) -> Iterator[Unit]:
-        """Yields the steps whose stats have arrived, to be judged. Incurs the sync.
+        """Receives stats, and yields the steps that wait for them, to be judged.
+
+        Incurs the sync.
 
         Args:
-            is_lagged: Wait only for steps before the last.
+            is_lagged: Wait only for the stats of steps before the last.
         """
         self._collector.receive(is_lagged)
         while self._waiting:

@@ -1,12 +1,17 @@
 """The calls for a judgement: optimizers, GradScalers, forwards, exceptions, `check()`.
 
-1. A call makes a unit (`Unit`), of the kind that it is.
-2. What was seen of it is collected (`Collector`); steps whose verdicts are late come
-   first (`LaggedSteps`).
-3. It is judged (`Judge`), as every other.
-4. The call closes it: an optimizer's step is over when `after_step()` is called, a
-   round when each optimizer has stepped, or one steps again. Requests make and close
-   their own (`requests/requests.py`).
+1. What stands in no module's call is scanned, and all stats are sent to the host
+   (`Collector`).
+2. The step is begun as a unit (`Unit`).
+3. The stats are received. Steps whose verdicts are late are judged first
+   (`LaggedSteps`); then the unit takes its bad frames.
+4. It is judged (`Judge`), as every other.
+5. The call closes it: an optimizer's step is over when `after_step()` is called, a
+   round when each optimizer has stepped, or one steps again.
+
+Other units are begun elsewhere on this way: an update before it is scanned, a check and
+an exception once the stats are there. A forward alone has sent its stats by itself.
+Requests make and close their own units (`requests/requests.py`).
 
 State: the optimizers whose `step` was called (one that a GradScaler skips is not among
 them), the evaluation that runs, the last report when the last round ended, and whether
@@ -378,10 +383,12 @@ class Pipeline:
             collector.end()
 
     def judge_late(self, is_lagged: bool = False) -> None:
-        """Judges the steps that are still on their way. Incurs the sync.
+        """Receives all stats, and judges the steps that were on their way.
+
+        Those of the step at hand are received, too. Incurs the sync.
 
         Args:
-            is_lagged: Wait only for steps before the last.
+            is_lagged: Wait only for the stats of steps before the last.
         """
         for unit in self._lagged.arrived(is_lagged):
             self.judge.judge(unit)

@@ -43,7 +43,9 @@ class UnitKind:
         ends_finite: Where it is finite, that is counted and logged.
         is_in_row: It is one of the steps in a row, and its round has one line of the
             log. Requests come in no order: each has a line of its own.
-        is_last: Nothing of its step follows: the flight record's line ends with it.
+        is_last: The program may end with it: it ends the flight record's line. Where
+            the loop catches the exception and goes on, the step keeps its number and
+            has a second line, in the log too.
     """
 
     moment: Literal["before", "after", "check", "evaluation", "raised"]

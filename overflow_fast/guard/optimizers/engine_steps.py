@@ -1,7 +1,9 @@
-"""Steps of training engines that are left out.
+"""Steps that are left out, and what training engines need to be told of them.
 
 An engine may skip a step by itself, or call torch's optimizer once for each group of
-parameters, which may be copies.
+parameters, which may be copies. `leave_out()` and `shape_of()` are called for torch's
+own optimizers, too. Without an engine they find nothing to do: a skipped step returns
+None.
 """
 
 from __future__ import annotations
@@ -65,10 +67,11 @@ def overflow_flag(
 
 
 def leave_out(optimizer: Any, step: Any, last: Any) -> Any:
-    """Leaves out an engine's step; returns what the step returns where it is skipped.
+    """Leaves out a step; returns what the step returns where it is skipped.
 
-    DeepSpeed's optimizers hold gradients that only a step of theirs lets go of: they
-    skip it themselves, told that there was an overflow, and their scale stays.
+    For torch's own optimizers nothing has to be done. DeepSpeed's hold gradients that
+    only a step of theirs lets go of: they skip it themselves, told that there was an
+    overflow, and their scale stays.
 
     Args:
         optimizer: The optimizer whose step it is.

@@ -3,10 +3,16 @@
 An outermost forward is a call of a watched model, or of a module within it that the
 program calls where the model itself does not run.
 
+The model has hooks for it, and so have the modules of `entries_of()`.
+
 1. Its first hook lets it pass the gate, behind which nothing is run again meanwhile.
-2. What it is called with is held, and the small state that it begins with.
-3. When it ends, it is handed to its request, which takes what was held, and lets it
-   pass out. One that an exception has left is handed over by the guard.
+2. What it is called with is held, and the small state that it begins with: by the watch
+   for the model (`begin()`), by that hook for a module that is called alone.
+3. When it ends, the watch hands it to the guard, and the guard to `Requests` (from
+   `ModelWatch._end_step()` to `GuardParts._on_evaluated()`), which takes what was held
+   and lets it pass out. One of the model that an exception has left comes by `on_left`.
+4. With a tripwire, modules below the model have no hook of the watch: `after_entry()`
+   hands a module that is called alone to `Requests` by itself, by `on_ended`.
 
 State: for each thread the forward that it runs, and what the guard has taken of its
 time (`_Now`); for each model the small state that its forwards change.
@@ -76,7 +82,8 @@ class Forwards:
         isolation: Isolates the guard's own errors.
         request_now: Returns the request that this code is in, or None.
         before_first: Called before the first forward.
-        on_ended: Called where one has ended, with its watch and its batch.
+        on_ended: Called with a tripwire where a module that was called alone has ended,
+            with its watch and its batch. Of others the watch tells the guard.
     """
 
     def __init__(

@@ -4,11 +4,13 @@ A training has one unit of judgement, the optimizer's step; where there is none,
 the request: what runs within `guard.request()`, else one outermost forward. A request
 gets the error of no other, whatever threads and tasks run beside it.
 
-1. An outermost forward that has ended (`Forwards`) is added to its request, which takes
-   its bad frames.
-2. When the request ends, it is handed to the judge as a unit of the pipeline. It is run
-   again, if at all, alone at the gate (`RequestAgain`).
-3. The pipeline measures its cost, and sends its numbers.
+1. An outermost forward that has ended is handed over by its watch (`Forwards`), and
+   added to its request, which takes its bad frames.
+2. When the request ends with an exception of the program's, and no bad frame, a bad
+   value is searched first: what the exception has left is run again.
+3. It is handed to the judge as a unit of the pipeline, and run again to be explained.
+   What is run again is alone at the gate (`RequestAgain`).
+4. The pipeline measures its cost, and sends its numbers.
 
 State: the request that code is in (`begun`), and what bad requests have left behind
 (`LeftState`). Requests are judged one at a time.

@@ -9,7 +9,8 @@ A step, as the hooks of a model see it:
 3. `_record_root()` scans what the root returns, and finds the loss in it.
 4. `root_ended()` ends the forward; `leave()` ends one that an exception has left.
 5. `_end_step()`: a forward of training waits for its optimizer's step. One without
-   autograd is handed to `on_evaluated`, which judges it at once.
+   autograd is handed to `on_evaluated`, which judges it at once or, within
+   `guard.request()`, adds it to its request.
 6. At the optimizer's step the guard takes the bad frames out of `frames`, and
    `end_judgement()` forgets what belongs to the step.
 
