@@ -95,7 +95,7 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files 'csrc/*' 'tests/cpp/*' ':!*.py')
 
 # The torch-free core under AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer;
 # the kernels of CUDA and MPS, emulated on the CPU, under the former.
