@@ -46,24 +46,29 @@ class Contents {
  public:
   explicit Contents(const py::handle& tensor) : Contents(checked(tensor)) {}
 
-  // False where that is not known, as of a sparse tensor.
+  // False where that is not known, as of an inference tensor.
   bool are_in(const py::handle& other) const {
     const at::Tensor& tensor = checked(other);
-    return version_.has_value() && tensor.has_storage() && has_storage(tensor, storage_) &&
-           version_of(tensor) == version_ && tensor.storage_offset() == offset_ &&
+    if (!version_ || version_of(tensor) != version_) return false;
+    if (!tensor.has_storage()) return sparse_._unsafe_get_target() == id_of(tensor);
+    return has_storage(tensor, storage_) && tensor.storage_offset() == offset_ &&
            tensor.numel() == numel_;
   }
 
  private:
   explicit Contents(const at::Tensor& tensor) {
-    if (!tensor.has_storage()) return;
-    storage_ = weak_storage(tensor);
     version_ = version_of(tensor);
+    if (!tensor.has_storage()) {
+      sparse_ = weak_tensor(tensor);
+      return;
+    }
+    storage_ = weak_storage(tensor);
     offset_ = tensor.storage_offset();
     numel_ = tensor.numel();
   }
 
   WeakStorage storage_{c10::intrusive_ptr<c10::StorageImpl>()};
+  WeakTensor sparse_{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};  // itself
   std::optional<uint32_t> version_;
   int64_t offset_ = 0, numel_ = 0;
 };

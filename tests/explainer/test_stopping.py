@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from safetensors import numpy as safetensors
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from overflow_fast.explainer.effects.lookups import places_in
 from overflow_fast.explainer.effects.rule import EffectRule, StoppedError
 
 SHORT = 0.5  # seconds
@@ -428,6 +430,30 @@ def test_it_ends_before_an_effect(words, code, world):
     )
     assert world.state() == before
     assert next(world.generator) < 3  # it lives
+
+
+def test_a_loop_of_a_library_ends_without_a_call(tmp_path, monkeypatch):
+    """Its code may equal that of a file of the program, and is still told from it."""
+    text = "def run(self):\n    while self.flag:\n        pass\n"
+    places = {}
+    for folder in ("site-packages", "own"):
+        path = tmp_path / folder / "spin.py"
+        exec(compile(text, str(path), "exec"), places)
+        waiting = types.SimpleNamespace(flag=True)
+        with pytest.raises(StoppedError, match="took far longer"):
+            with EffectRule().applied(SHORT):
+                places["run"](waiting)
+
+
+def test_equal_codes_of_two_files_are_told_apart():
+    text = "def f(items):\n    for each in items:\n        return each\n"
+    codes = []
+    for file in ("/x/site-packages/p/a.py", "/home/me/a.py"):
+        found = {}
+        exec(compile(text, file, "exec"), found)
+        codes.append(found["f"].__code__)
+    library, own = (places_in(code, code.co_filename) for code in codes)
+    assert codes[0] == codes[1] and not library and own
 
 
 def loss_of_a_model(w):

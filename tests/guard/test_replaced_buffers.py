@@ -24,6 +24,42 @@ def test_a_norm_that_is_unfrozen_later():
             step(model, optimizer)
 
 
+def test_lazy_statistics_that_a_later_step_has_made_are_not_reset():
+    model = nn.Sequential(nn.Linear(6, 4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
+    norm, model[1] = model[1], nn.Sequential()  # it is called from step 9 on
+    model.add_module("norm", norm)
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.1)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    with OverflowGuard(model, optimizer, "skip"):
+        for i in range(11):
+            if i == 9:
+                model.forward = lambda x: model[2](norm(model[0](x)))
+            step(model, optimizer)
+        before = everything(model)
+        step(model, optimizer, BAD)
+    assert_same(everything(model), before)
+
+
+def test_a_tensor_that_takes_the_place_of_a_freed_one_is_another():
+    def write(model, x):
+        if model.replaces:
+            model.buffer = model.buffer * 0.9
+        else:
+            model.buffer.data.mul_(0.9)
+
+    model = Stateful(write, buffer=torch.ones(4))
+    optimizer, guard = watched(model)
+    with guard:
+        for _ in range(4):
+            model.replaces = True
+            step(model, optimizer)
+            model.buffer = None
+            model.buffer = torch.full((4,), 7.0)  # may have the address of the other
+            model.replaces = False
+            step(model, optimizer, BAD)
+            assert_same(model.buffer, torch.full((4,), 7.0))
+
+
 @pytest.mark.parametrize(
     "change",
     [

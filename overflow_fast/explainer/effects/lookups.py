@@ -27,6 +27,12 @@ _TAKES = {
     *("UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE"),
 }
 _CALLS = {"CALL", "CALL_FUNCTION", "CALL_METHOD"}
+# What jumps back, in Python 3.11 to 3.14, and in 3.10.
+_LOOPS = {
+    code
+    for name, code in dis.opmap.items()
+    if "JUMP_BACKWARD" in name or name == "JUMP_ABSOLUTE"
+}
 _WITH_CODES = {dis.opmap[name] for name in _WITH if name in dis.opmap}
 # What takes from an iterator without a call of a function that is seen.
 _TAKERS = {
@@ -133,12 +139,27 @@ def _places_of(code: types.CodeType) -> _Places:
 
 
 @functools.lru_cache(_MOST_CODES)
-def places_in(code: types.CodeType) -> tuple[int, ...]:
+def may_loop(code: types.CodeType, file: str) -> bool:
+    """True for code that may run on without a call, as in `while not done: pass`.
+
+    Args:
+        code: The code.
+        file: Its file: codes of two files may be equal.
+    """
+    return is_of_program(file) or not _LOOPS.isdisjoint(code.co_code[::2])
+
+
+@functools.lru_cache(_MOST_CODES)
+def places_in(code: types.CodeType, file: str) -> tuple[int, ...]:
     """The offsets where a code may wait, or take from an iterator, unseen.
 
     Libraries' code takes from iterators of its own: there, only waits count.
+
+    Args:
+        code: The code.
+        file: Its file: codes of two files may be equal.
     """
-    is_programs = is_of_program(code.co_filename)
+    is_programs = is_of_program(file)
     if not is_programs and _WITH_CODES.isdisjoint(code.co_code[::2]):
         return ()
     names = _WITH | _TAKES | _CALLS if is_programs else _WITH

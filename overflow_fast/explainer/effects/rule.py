@@ -46,7 +46,15 @@ from ..users_lines import Site
 from . import kinds
 from .before import Before, place_of
 from .collectives import collectives
-from .lookups import UNSEEN, arguments, first_argument, keyword, looked_at, places_in
+from .lookups import (
+    UNSEEN,
+    arguments,
+    first_argument,
+    keyword,
+    looked_at,
+    may_loop,
+    places_in,
+)
 from .quiet import quiet, terminals
 
 # How long a replay may compute: so many times as long as the step took, and some
@@ -349,13 +357,14 @@ class _Policy:
         """Tells where to ask in a code; None for this package's own.
 
         Returns:
-            Whether to look at the time at each of its lines, as in the program's own
-            loops; whether to ask at its call; and before which instructions.
+            Whether to look at the time at each of its lines, since it may loop without
+            a call; whether to ask at its call; and before which instructions.
         """
-        if is_own(code.co_filename):
+        file = code.co_filename
+        if is_own(file):
             return None
         is_asked = code in self._codes or code in self._collectives
-        return is_of_program(code.co_filename), is_asked, places_in(code)
+        return may_loop(code, file), is_asked, places_in(code, file)
 
     def on_code(self, frame: types.FrameType) -> None:
         """Raises Effect where a call of Python code is one."""

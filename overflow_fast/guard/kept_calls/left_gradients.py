@@ -21,7 +21,8 @@ class LeftGradients:
 
     def __init__(self) -> None:
         self.is_new = False
-        self._held: dict[str, tuple[int, _C.Contents]] = {}
+        # By the gradients' ids, which others may have later: what they held tells.
+        self._held: dict[int, tuple[str, int, _C.Contents]] = {}
 
     def note(
         self,
@@ -38,7 +39,7 @@ class LeftGradients:
         """
         self.is_new = True
         self._held = {
-            name: (since.get(name, step), _C.Contents(each))
+            id(each): (name, since.get(name, step), _C.Contents(each))
             for name, each in gradients.items()
         }
 
@@ -48,11 +49,12 @@ class LeftGradients:
         Args:
             gradients: Those that are there now.
         """
-        return {
-            name: step
-            for name, (step, contents) in self._held.items()
-            if any(map(contents.are_in, gradients))
-        }
+        found = {}
+        for each in gradients:
+            held = self._held.get(id(each))
+            if held is not None and held[2].are_in(each):
+                found[held[0]] = held[1]
+        return found
 
     def clear(self) -> None:
         """Forgets them: a step since then was finite."""

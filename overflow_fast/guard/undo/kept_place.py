@@ -71,10 +71,10 @@ class KeptPlace:
         self.version: int | None = None
         # No weak references: torch swaps no tensor that has one, as `model.to()` may.
         self._copied: torch.Tensor | None = None  # the copy's original
-        self._home: int | None = None  # the id of the last step's tensor
-        # The id of the tensor that was seen in its place last, whether a forward has
-        # put it there, and whether other code has since the step began.
-        self._placed: int | None = None
+        self._home: torch.Tensor | None = None  # the last step's tensor
+        # The tensor that was seen in its place last, whether a forward has put it
+        # there, and whether other code has since the step began.
+        self._placed: torch.Tensor | None = None
         self._is_of_forward = self._is_of_others = False
         self._is_replaced = False  # the step began with a tensor of a forward's
         self._memory: torch.Tensor | None = None  # a buffer's memory
@@ -113,7 +113,7 @@ class KeptPlace:
         if not self.is_trained:  # an engine may move weights
             self._memory = memory_of(tensor)
         if self._home is None:
-            self._home = id(tensor)
+            self._home = tensor
         version = _C.version_of(tensor)
         is_known = self._copied is tensor and version is not None
         if is_known and version == self.version and not self.is_certain:
@@ -138,17 +138,15 @@ class KeptPlace:
                 other code.
         """
         now = self.current()
-        number = None if now is None else id(now)
-        if self._placed != number:
-            self._placed = number
+        if self._placed is not now:
+            self._placed = now
             self._is_of_forward = by_forward
             self._is_of_others = not by_forward and now is not self.tensor
 
     def end(self) -> None:
         """Lets go of the tensor at the end of a step that has put another one there."""
-        now = self.current()
+        self._home = self.current()
         self.tensor = self._memory = None
-        self._home = None if now is None else id(now)
 
     # What is known of it.
 
@@ -238,7 +236,7 @@ class KeptPlace:
 
     def _is_at_home(self, now: torch.Tensor | None) -> bool:
         """True for the last step's tensor: functional_call has removed another."""
-        return now is not None and self._home == id(now)
+        return now is not None and self._home is now
 
 
 _REPLACED = "other code has replaced it since the forward"

@@ -63,9 +63,14 @@ class _Loan:
 
     def hooks(self, model: nn.Module) -> Handles:
         """Ends the loan before each forward of the model, and begins one behind it."""
-        before = model.register_forward_pre_hook(lambda *_: self.end())
+        before = model.register_forward_pre_hook(lambda *_: self.begin_forward())
         after = model.register_forward_hook(lambda *_: self.begin(), always_call=True)
         return Handles([before, after])
+
+    def begin_forward(self) -> None:
+        """Ends the loan before a forward: what is written from here on is its own."""
+        self.end()
+        self._start.tensors.begin_forward()
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -282,12 +282,15 @@ class ModelRestorePoint:
         """Makes what some of the model's places hold now their beginning."""
         for found in [] if self.model is None else _places(self.model)[0]:
             place = KeptPlace(*found)
-            if place.slot in changed:
-                self._places[place.slot] = place
-                # A forward may follow that writes to a small weight.
-                _copy([place] if place.begin(is_full=True) else [])
+            if place.slot not in changed:
+                continue
+            known = self._places.get(place.slot)
+            if known is not None and known.tensor is place.current():
+                place.changes = known.changes
+            self._places[place.slot] = place
+            # A forward may follow that writes to a small weight.
+            _copy([place] if place.begin(is_full=True) else [])
         self.tensors.list_tensors(list(self._places.values()), is_full=True)
-        self.tensors.begin_forward()
 
     # What is known of the beginning.
 
@@ -360,7 +363,7 @@ def _places(model: nn.Module) -> tuple[list[_Found], list[dict[str, Any]]]:
             if not parameter.requires_grad:
                 places.append((module, PARAMETERS, name, False))
             elif not (is_lazy(parameter) or parameter.is_inference()):
-                weights[id(parameter)] = module, PARAMETERS, name, True
+                weights.setdefault(id(parameter), (module, PARAMETERS, name, True))
     found = [] if is_sharded(model) else list(weights.values())
     return [*places, *found], tables
 

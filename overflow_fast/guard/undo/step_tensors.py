@@ -52,14 +52,20 @@ class StepTensors:
         self._sources = [tensor for tensor, _ in certain]
         self._copies = [copy for _, copy in certain]
         self._once = [(i, e) for i, e in enumerate(self._buffers) if not e.is_certain]
-        self._is_steady = not is_full and all(e.is_plain for e, _ in held)
+        are_plain = all(e.is_plain for e, _ in held) and len(known) == len(places)
+        self._is_steady = not is_full and are_plain
+        weights = [e.tensor for e in copied if e.is_trained]
+        self._compared = [
+            *self._tensors,
+            *(each for each in weights if each is not None),
+        ]
         self._places = self._read_places() if self._is_steady else []
         self._began = [each.version or 0 for each in self._buffers]
         self._after = _C.versions_of(self._tensors)
         self._versions: list[int] = []  # of the weights, where they were read last
 
     def _read_places(self) -> list[tuple[int, torch.Size]]:
-        return [(t.data_ptr(), t.shape) for t in self._tensors]
+        return [(t.data_ptr(), t.shape) for t in self._compared]
 
     def begin(self) -> None:
         """Begins a step: no forward has run."""
@@ -133,6 +139,9 @@ class StepTensors:
         return found
 
     def _written_unseen(self, found: set[int], waits: bool) -> list[int]:
+        is_on_device = waits and any(each.is_cuda for each in self._copies)
+        if is_on_device and torch.cuda.is_current_stream_capturing():
+            return []  # a capture may not be waited for
         return [
             place
             for place, each in enumerate(self._owners)

@@ -43,7 +43,6 @@ from .watch import ModelWatch
 
 NORM = "grad_norm"  # what `record()` calls the norm of all gradients
 _Listed = list[tuple[ModelWatch, nn.Module, Named]]
-# A gradient that was scanned, and its version then.
 
 
 class JudgedTensors:

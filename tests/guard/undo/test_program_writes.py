@@ -131,3 +131,80 @@ def test_a_device_is_not_accused_where_a_weight_was_another_one(is_counted, last
             optimizer.step()
     assert error.value.exit_code == 1
     assert error.value.report.explanation.cause != "not reproducible"
+
+
+def train_alone(model, batches, write, policy, between=lambda step: None):
+    """Trains until the last batch, which is bad; a write comes behind each backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, policy, explain=False) as guard:
+        for step, x in enumerate(batches):
+            between(step)
+            before = {k: v.detach().clone() for k, v in model.state_dict().items()}
+            optimizer.zero_grad()
+            is_bad = step == len(batches) - 1 or step in (5, 6)
+            (model(x).mean() * (torch.nan if is_bad else 1)).backward()
+            write(model)
+            optimizer.step()
+    assert guard.coverage().failures == 0
+    return before, model.state_dict()
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 4])
+def test_a_policy_that_writes_nothing_takes_nothing_back(last):
+    batches = torch.ones(last, 4, 4)
+    write = lambda model: by_data(model[0].weight)  # noqa: E731
+    before, after = train_alone(model_of(), batches, write, lambda report: "skip")
+    assert torch.equal(after["0.weight"], 2 * before["0.weight"])
+
+
+class Embeds(nn.Module):
+    """Its forward rescales rows of a weight, of which a skip knows by then."""
+
+    def __init__(self, rows=10):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(rows, 4, max_norm=0.5)
+
+    def forward(self, x):
+        return self.rows(x)
+
+    @torch.no_grad()
+    def grow(self):
+        self.rows.weight.mul_(3)
+
+
+@pytest.mark.parametrize("rows", [10, 6000])
+def test_a_policy_that_writes_once_is_no_reason_to_forget_what_forwards_write(rows):
+    model, waiting = Embeds(rows), [1.5]
+
+    @torch.no_grad()
+    def policy(report):
+        if waiting:
+            model.rows.weight.mul_(waiting.pop())
+        return "skip"
+
+    batches = [torch.arange(8)] * 8  # bad: 5, 6 and 7
+    before, after = train_alone(
+        model, batches, lambda model: None, policy, lambda step: model.grow()
+    )
+    assert torch.equal(after["rows.weight"], before["rows.weight"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [nn.Module.double, lambda model: setattr(model.rows, "scale_grad_by_freq", 1)],
+)
+def test_weights_of_another_dtype_are_copied_anew(change):
+    model = Embeds()
+
+    def between(step):
+        if step == 10:
+            model.double()
+        model.grow()
+        with torch.no_grad():
+            model.rows.weight.add_(1.23456789e-9)
+
+    batches = [torch.arange(8)] * 13
+    before, after = train_alone(model, batches, lambda model: None, "skip", between)
+    assert after["rows.weight"].dtype == torch.float64
+    assert torch.equal(after["rows.weight"], before["rows.weight"])
