@@ -50,7 +50,7 @@ class Contents {
   bool are_in(const py::handle& other) const {
     const at::Tensor& tensor = checked(other);
     if (!version_ || version_of(tensor) != version_) return false;
-    if (!tensor.has_storage()) return sparse_._unsafe_get_target() == id_of(tensor);
+    if (!tensor.has_storage()) return refers_to(sparse_, tensor);
     return has_storage(tensor, storage_) && tensor.storage_offset() == offset_ &&
            tensor.numel() == numel_;
   }

@@ -22,6 +22,10 @@ inline WeakTensor weak_tensor(const at::TensorBase& tensor) {
   return WeakTensor(tensor.getIntrusivePtr());
 }
 
+inline bool refers_to(const WeakTensor& weak, const at::TensorBase& tensor) {
+  return weak._unsafe_get_target() == tensor.unsafeGetTensorImpl();
+}
+
 // The number of in-place writes that autograd has counted; none for an inference tensor.
 inline std::optional<uint32_t> version_of(const at::TensorBase& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
