@@ -7,11 +7,16 @@ import hashlib
 import importlib
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+# torch reads a generator's state under a lock of its own, in which it makes an object
+# of Python's. If the collector runs then, it may let a thread go on that waits for that
+# lock and has Python's: neither ever goes on. So one thread at a time reads and sets.
+_one_thread = threading.RLock()
 _MT19937_BYTES = 625 * 4  # its numbers, and its place among them
 _Getter = Callable[[], Any]
 _Setter = Callable[[Any], object]
@@ -36,10 +41,12 @@ class RandomStates:
     def __init__(
         self, devices: Iterable[torch.device] = (), loads_numpys: bool = True
     ) -> None:
-        self.states: dict[str, Any] = {"cpu": torch.get_rng_state()}
-        for device in devices:
-            module: Any = torch.get_device_module(device)
-            self.states[str(device)] = module.get_rng_state(device)
+        self.states: dict[str, Any] = {}
+        with _one_thread:
+            self.states["cpu"] = torch.get_rng_state()
+            for device in devices:
+                module: Any = torch.get_device_module(device)
+                self.states[str(device)] = module.get_rng_state(device)
         self.states["python"] = random.getstate()
         numpys: Any = sys.modules.get("numpy.random")
         if loads_numpys and "numpy" in sys.modules:  # another thread may import it
@@ -58,13 +65,11 @@ class RandomStates:
         """Sets the generators to these states."""
         numpys: Any = sys.modules.get("numpy.random")
         for name, state in self.states.items():
-            if name == "cpu":
-                torch.set_rng_state(state)
-            elif name == "python":
+            if name == "python":
                 random.setstate(state)
             elif name != "numpy":
-                module: Any = torch.get_device_module(torch.device(name))
-                module.set_rng_state(state, torch.device(name))
+                with _one_thread:
+                    _set_torchs(name, state)
             elif numpys is not None:  # a saved state may be of a program that had it
                 numpys.set_state(state)
 
@@ -92,6 +97,14 @@ class RandomStates:
 
     def _devices(self) -> list[str]:
         return [name for name in self.states if name not in ("cpu", "python", "numpy")]
+
+
+def _set_torchs(device: str, state: torch.Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        module: Any = torch.get_device_module(torch.device(device))
+        module.set_rng_state(state, torch.device(device))
 
 
 def generator_of(value: object) -> tuple[_Getter, _Setter] | None:

@@ -1,8 +1,10 @@
 """Random numbers are the same ones in a replay, and in runs that are compared."""
 
+import gc
 import random
 import subprocess
 import sys
+import threading
 
 import numpy
 import pytest
@@ -99,6 +101,7 @@ def test_random_numbers_make_no_difference_between_runs(name):
 
 FIRST_DRAW = """
 import sys
+import threading
 import numpy, torch, overflow_fast
 from torch import nn
 
@@ -123,3 +126,28 @@ def test_a_generator_whose_first_draw_is_in_the_forward_is_restored():
     command = [sys.executable, "-c", FIRST_DRAW.format(loads=loads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["None"]
+
+
+def test_threads_that_read_states_at_once_all_go_on():
+    """torch alone does not: one waits for Python's lock with a generator's, one with
+    Python's for the generator's."""
+
+    def read():
+        for _ in range(500):
+            with RandomStates():
+                cycle = [torch.zeros(1)]
+                cycle.append(cycle)  # which the collector frees
+
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+    threads = [threading.Thread(target=read, daemon=True) for _ in range(8)]
+    try:
+        sys.setswitchinterval(1e-6)
+        gc.set_threshold(3)
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+        assert not any(each.is_alive() for each in threads)
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
