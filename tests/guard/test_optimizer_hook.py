@@ -143,7 +143,8 @@ def test_accelerates_wrapper_with_a_scaler(is_fused, comes):
         given.zero_grad()
         assert guard.last_step_skipped == (i == 1)
         assert before.equal(model.weight) == (i == 1)
-        assert given.step_was_skipped == (i == 1)
+        # With pre-hooks the wrapper has called the step before the guard judges it.
+        assert given.step_was_skipped == (i == 1 and not is_fused)
     assert (guard.step, guard.num_skipped) == (3, 1)
     assert len(calls) == 2 + is_fused  # the scaler itself leaves out others
     guard.remove()
