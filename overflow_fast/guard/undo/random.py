@@ -107,10 +107,18 @@ def _set_torchs(device: str, state: torch.Tensor) -> None:
         module.set_rng_state(state, torch.device(device))
 
 
+def _in_one_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        with _one_thread:
+            return function(*given)
+
+    return call
+
+
 def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
     """The functions that get and set a generator's state; None for no generator."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
+    if isinstance(value, torch.Generator):  # it may be the global one
+        return _in_one_thread(value.get_state), _in_one_thread(value.set_state)
     if isinstance(value, random.Random):
         is_stateless = isinstance(value, random.SystemRandom)
         return None if is_stateless else (value.getstate, value.setstate)
