@@ -41,7 +41,8 @@ py::object version(const py::handle& tensor) {
 }
 
 // What a tensor holds, as it is now: told by its memory and its number of writes. A weak reference
-// to the tensor itself would keep the program from swapping it (`torch.utils.swap_tensors`).
+// to the tensor itself would keep the program from swapping it (`torch.utils.swap_tensors`); a
+// sparse one, which has no memory of its own, is referred to all the same.
 class Contents {
  public:
   explicit Contents(const py::handle& tensor) : Contents(checked(tensor)) {}

@@ -51,9 +51,8 @@ class _Source(NamedTuple):
     """The way in which instructions make a value, the same in each run of a code."""
 
     begin: int  # the first of them; -1 if not seen
-    kind: str = (
-        ""  # "const", "global", "local", "name", "attribute", "item"; else unseen
-    )
+    # "const", "global", "local", "name", "attribute", "item"; "" for what is not seen.
+    kind: str = ""
     name: Any = None  # a constant itself
     parts: tuple[_Source, ...] = ()  # an attribute's owner; an item's, and its key
 

@@ -354,7 +354,7 @@ class _Policy:
     def asks_at(
         self, code: types.CodeType
     ) -> tuple[bool, bool, tuple[int, ...]] | None:
-        """Tells where to ask in a code; None for this package's own.
+        """Returns where to ask in a code; None for this package's own.
 
         Returns:
             Whether to look at the time at each of its lines, since it may loop without

@@ -18,8 +18,8 @@ The flow:
 6. A step that does not come through the function is judged by `stray_steps.py` alone.
 
 The state of a call: `_is_running`, until it ends; `_waits`, until it is judged behind
-pre-hooks; `_is_behind_hooks`, since then; `_before` and `_doubted`, the snapshots to
-undo a step with a closure, and one that may overflow. All else stays from step to step.
+pre-hooks; `_before` and `_doubted`, the snapshots to undo a step with a closure, and
+one that may overflow. All else stays from step to step.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class OptimizerHook:
         self._may_skip = may_skip
         self._is_attached = False
         self._step: Any = None
-        self._is_running = self._waits = self._is_behind_hooks = False
+        self._is_running = self._waits = False
         self._before: OptimizerSnapshot | None = None
         self._doubted: OptimizerSnapshot | NoSnapshot | None = None
         self._last: Any = None  # what the last step returned, without values
@@ -342,8 +342,7 @@ class OptimizerHook:
                 _C.run_paused(self._judge.step_raised, self, error)
             raise
         finally:
-            self._is_running = self.has_snapshot = False
-            self._waits = self._is_behind_hooks = False
+            self._is_running = self.has_snapshot = self._waits = False
             self._before = None
             self.found_inf.drop()
         if self._doubted is not None:
@@ -380,7 +379,7 @@ class OptimizerHook:
 
         A closure is judged in the place of the step.
         """
-        self._waits, self._is_behind_hooks = False, True
+        self._waits = False
         place: int | str = "closure" if callable(kwargs.get("closure")) else 1
         if place == 1 and not (len(args) > 1 and callable(args[1])):
             if self.is_skipped():

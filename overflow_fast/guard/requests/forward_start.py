@@ -36,7 +36,6 @@ class ForwardStart:
         versions: tuple[list[torch.Tensor], list[int]] = ([], []),
     ) -> None:
         self.attributes = attributes
-        self.weights = self
         self._pairs = pairs
         self._buffers, self._versions = versions
 

@@ -15,8 +15,8 @@ Modules' calls show the rest. In a step:
 The state between these calls:
 
 - `_scanned`: the names and tensors that were recorded, for `find()`.
-- `_last_gradients`: the gradient of each parameter that was scanned last, weakly, and
-  its version then: with several optimizers only new ones are scanned.
+- `_last_gradients`: what the gradient of each parameter held that was scanned last:
+  with several optimizers only new ones are scanned.
 - `_has_scanned_weights`: the weights of this round were scanned.
 - `_num_rounds`: the number of rounds, since weights may be due in one of several only.
 """
