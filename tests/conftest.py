@@ -27,14 +27,10 @@ from gpus import GPUS, Cuda, Emulated, Sealed
 from kept_texts import TEXTS, AsKept, all_kept, differences
 from processes import serve_from_here
 from sealed import sealed_device
-from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grad
 
 from overflow_fast.explainer import replayer
 from overflow_fast.explainer.remedies import trials
-from overflow_fast.guard.optimizers import scaler_hook
-from overflow_fast.torch_internals import clipping
-from overflow_fast.torch_internals.needed import Needing
+from overflow_fast.guard import guards_of_process
 
 # What is run again and tried does not depend on what else runs here.
 trials.LEAST_SECONDS = replayer.LEAST_SECONDS = 600.0
@@ -258,21 +254,15 @@ def fresh():
     server.close()
 
 
-@pytest.fixture
-def no_others(monkeypatch):
-    """Scalers and clipping as torch has them: no guard of another test listens.
+@pytest.fixture(autouse=True)
+def no_guard_is_left():
+    """Guards end with their test: no other test meets what they have changed.
 
     One that was not removed is a cycle, and an exception or a cache may hold it.
     """
-    step = GradScaler.step
-    while step in scaler_hook._replaced:
-        step = scaler_hook._replaced[step]
-    monkeypatch.setattr(GradScaler, "step", step)
-    for name, (_, function) in clipping._replaced.items():
-        monkeypatch.setattr(clip_grad, name, function)
-    for module in (scaler_hook, clipping):
-        monkeypatch.setattr(module, "_replaced", {})
-        monkeypatch.setattr(module, "_listeners", Needing(module._put_back))
+    yield
+    for parts in list(guards_of_process._guards):
+        parts.disable()
 
 
 @pytest.fixture

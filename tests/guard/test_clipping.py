@@ -9,7 +9,6 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 from overflow_fast import Headroom, OverflowGuard, Saturation, Underflow
 
 INF, NAN = float("inf"), float("nan")
-pytestmark = pytest.mark.usefixtures("no_others")
 NUMBERS = 4 * 4 + 4  # of the model's parameters
 FUNCTIONS = ("_get_total_norm", "_clip_grads_with_norm_")
 

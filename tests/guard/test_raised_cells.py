@@ -27,7 +27,6 @@ optimizer.zero_grad()
 @pytest.fixture
 def shell():
     interactive = pytest.importorskip("IPython.core.interactiveshell")
-    gc.collect()  # guards of other tests that nobody has removed
     try:
         yield interactive.InteractiveShell.instance()
     finally:
