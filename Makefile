@@ -24,6 +24,7 @@ TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* cs
 
 .PHONY: build demo docs check check-tests test test-rest test-all test-cases test-sealed texts release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
 
+# Of what is installed, Python compiles what is imported: all of it takes 90 s.
 $(VENV)/ready: pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "overflow_fast: $(PYTHON) was not found; install Python 3.10 or newer, or set PYTHON."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "overflow_fast: Python 3.10 or newer is needed; set PYTHON to one."; exit 1; }
@@ -31,8 +32,8 @@ $(VENV)/ready: pyproject.toml
 	@echo "overflow_fast: setting up $(VENV) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV) || { echo "overflow_fast: no virtual environment could be made (Debian: apt install python3-venv)."; exit 1; }
 	$(RUN) -m pip install -q --upgrade 'pip>=25.1'
-	$(RUN) -m pip install -q "$(TORCH)" setuptools wheel
-	$(RUN) -m pip install -q --group dev
+	$(RUN) -m pip install -q --no-compile "$(TORCH)" setuptools wheel
+	$(RUN) -m pip install -q --no-compile --group dev
 	@touch $@
 
 $(VENV)/built: $(VENV)/ready setup.py $(CORE) $(TORCH_SIDE) $(CUDA) $(METAL)
