@@ -18,6 +18,7 @@ MIN_TORCH = (2, 10)
 ROOT = Path(__file__).parent
 # No fast-math, ever: it turns isnan into false.
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-Wno-psabi", "-fvisibility=hidden"]
+BUILD = ROOT / "build"
 # The files of each are compiled as one: reading torch's headers takes 5 to 10 seconds,
 # compiling what a file itself says one second.
 UNITS = {
@@ -163,22 +164,29 @@ def binary_folder(torch_version: str) -> str:
 
 
 def join_units(files: list[str]) -> list[str]:
-    """What to compile for these sources: files that include a unit's, and the rest."""
+    """What to compile for these sources: files in the build's folder that include them.
+
+    All that is compiled lies there: ccache knows it again in another checkout.
+    """
     units = {folder: name for name, folders in UNITS.items() for folder in folders}
-    includes: dict[str, list[str]] = {name: [] for name in UNITS}
+    # The largest first, so that no core waits for it alone at the end.
+    includes: dict[str, list[str]] = {name: [] for name in reversed(UNITS)}
     others = []
     for file in files:
-        unit = units.get(Path(file).parent.relative_to("csrc").as_posix())
-        others.append(file) if unit is None else includes[unit].append(file)
-    made = ROOT / "build" / "units"
+        path = Path(file)
+        if path.suffix == ".cu":
+            others.append(file)
+            continue
+        unit = units.get(path.parent.relative_to("csrc").as_posix(), path.stem)
+        includes.setdefault(unit, []).append(file)
+    made = BUILD / "units"
     made.mkdir(parents=True, exist_ok=True)
     for name, included in includes.items():
         path = made / f"{name}.cpp"
         lines = [f'#include "../../{Path(file).as_posix()}"\n' for file in included]
         if not path.exists() or path.read_text() != "".join(lines):
             path.write_text("".join(lines))  # only then: ninja looks at the time
-    # The largest first, so that no core waits for it alone at the end.
-    return [*(f"build/units/{name}.cpp" for name in reversed(UNITS)), *others]
+    return [*(f"build/units/{name}.cpp" for name in includes), *others]
 
 
 @contextlib.contextmanager
@@ -244,12 +252,16 @@ def main() -> None:
     from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.build_temp = str(BUILD / "objects")  # kept, also by `pip install -e`
+
         def build_extensions(self) -> None:
             for each in self.extensions:
                 each.sources = join_units(each.sources)
             print("overflow_fast: compiling the extension takes about a minute")
             # Where torch finds ccache, checkouts and unpacked sources share it.
-            os.environ.setdefault("CCACHE_BASEDIR", str(ROOT.resolve()))
+            os.environ.setdefault("CCACHE_BASEDIR", str(BUILD.resolve()))
             os.environ.setdefault("CCACHE_NOHASHDIR", "1")
             with progress(open_terminal()):
                 super().build_extensions()
