@@ -24,6 +24,7 @@ from .bad_step import ALL_BAD, BadStep, counted_text
 from .calls import Call
 from .effects.held_signals import as_raised
 from .program_globals import changed_names, global_values
+from .questions import TREE
 from .replay_ranks import NotJoined, RankCoordinator
 from .replayer import ReplayCheck
 from .search import Case, Search
@@ -92,7 +93,7 @@ def _searched(
     """Explains what was kept; returns by which effect it was ended, too, or ""."""
     found = Explanation()
     try:
-        search = Search(case, calls, ranks)
+        search = Search(case, calls, TREE, ranks)
         return search.run(), search.replayer.stopped
     except NotJoined as error:
         ranks.is_broken = True

@@ -15,8 +15,6 @@ Where none has one, an operation made the values, or a tensor held them before: 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -29,7 +27,7 @@ from ..base.modules import (
     reduces,
 )
 from ..base.tensors import place_of
-from ..base.text import counted, error_line
+from ..base.text import counted
 from ..guard.explaining import USE_RUN
 from ..guard.kept_calls.call_keeper import GRAPH
 from ..guard.process import world_size
@@ -46,15 +44,11 @@ from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes
 from . import bad_step as notes
 from .calls import Call, name_outside
-from .effects.rule import StoppedError
 from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
 from .program_globals import changed_names, global_values
-from .replay_ranks import OnRank
+from .search import Question, Search, Tree, failed
 from .tensor_kinds import bad_names
-
-if TYPE_CHECKING:
-    from .search import Search
 
 _NUM_RUNS = 3  # in all, if the budget has them; chosen, not measured
 _GRADIENTS = ("gradient", "grad_output")  # kinds of what a backward has made
@@ -70,21 +64,6 @@ _NO_CALLS = (
     "The step was not replayed: no forward of this step was captured{}. Call the model "
     "and the loss within `guard.run(lambda: loss)`."
 )
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question of the tree.
-
-    Attributes:
-        text: The question.
-        is_so: The evidence: True if it has an answer.
-        answer: Makes the answer; None if it has none after all.
-    """
-
-    text: str
-    is_so: Callable[[Search], bool]
-    answer: Callable[[Search], Explanation | None]
 
 
 def _note(text: str, phase: str = "") -> Callable[[Search], Explanation]:
@@ -166,14 +145,6 @@ def _taken(search: Search) -> Explanation | None:
 def _ended(search: Search) -> Explanation:
     assert search.first.error is not None
     return failed(search.first.error)
-
-
-def failed(error: Exception) -> Explanation:
-    """The explanation of a replay that has raised, or was ended before an effect."""
-    if isinstance(error, StoppedError):
-        return Explanation(notes=[notes.STOPPED.format(error)])
-    what = str(error) if isinstance(error, OnRank) else error_line(error)
-    return Explanation(notes=[f"The replay raised {what}."])
 
 
 def _is_forward_alone(search: Search) -> bool:
@@ -548,3 +519,4 @@ TRACED: tuple[Question, ...] = (
         "Is it bad again without a table, or compiled?", lambda search: True, _differs
     ),
 )
+TREE = Tree(BEFORE, REPLAYED, TRACED)

@@ -1,19 +1,21 @@
 """Searches for what made a step bad, on one rank or on several that go together.
 
-The decision tree is in `questions.py`; what is known of an origin is added here.
+The decision tree is handed in: `TREE` of `questions.py`. What is known of an origin is
+added here.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ..base.modules import module_of_parameter
+from ..base.text import error_line
 from ..guard.options import BUDGET
 from ..guard.report.causes import DIVERGENCE, UNKNOWN
 from ..guard.report.explanation import Explanation
@@ -24,14 +26,14 @@ from ..torch_internals.replaying import no_dispatch
 from . import bad_step as notes
 from .bad_step import BadStep
 from .calls import Call, ModelCall, name_outside, with_clean_batch
+from .effects.rule import StoppedError
 from .explain_origin import explain_root_op
 from .named_tensors import names_of
 from .op_rows import Leaf, Row
-from .questions import BEFORE, REPLAYED, TRACED, Question, failed
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
-from .replay_ranks import BEGIN, GIVEN, NotJoined, RankCoordinator
+from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
 from .replayer import Difference, ReplayCheck, Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
@@ -98,12 +100,43 @@ class Case:
         return sum(each.num_forwards for each in self.replayers)
 
 
+@dataclass(frozen=True)
+class Question:
+    """A question of the tree.
+
+    Attributes:
+        text: The question.
+        is_so: The evidence: True if it has an answer.
+        answer: Makes the answer; None if it has none after all.
+    """
+
+    text: str
+    is_so: Callable[[Search], bool]
+    answer: Callable[[Search], Explanation | None]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The questions of a search; of each list the first one counts that has an answer.
+
+    Attributes:
+        before: Without a replay.
+        replayed: Of the first replay.
+        traced: Of a replay that lists its operations, none of which made bad values.
+    """
+
+    before: Sequence[Question]
+    replayed: Sequence[Question]
+    traced: Sequence[Question]
+
+
 class Search:
     """One explanation in the making, of one view of a step.
 
     Args:
         case: The step.
         calls: What is run again as the step: the calls that were kept, or a view of it.
+        tree: The questions.
         ranks: The ranks that replay it together; None for this one alone.
         tail: The program's lines behind backward, where they belong to the view.
 
@@ -126,9 +159,11 @@ class Search:
         self,
         case: Case,
         calls: Sequence[Call],
+        tree: Tree,
         ranks: RankCoordinator | None = None,
         tail: Tail | None = None,
     ) -> None:
+        self._tree = tree
         self.case: Case = case
         self.incident: BadStep = case.incident
         self.replayer: Replayer = case.replayer(calls, ranks, tail)
@@ -181,7 +216,7 @@ class Search:
     def run(self) -> Explanation:
         """Finds the explanation, or follows the rank that does."""
         if self._ranks.is_leader:
-            known = self.ask(BEFORE)
+            known = self.ask(self._tree.before)
             if known is not None:
                 self._try_checkpoints(known)
                 return known
@@ -207,7 +242,7 @@ class Search:
             self.first = self.replayer.run()
         self.changed = self.replayer.state.changed_around()
         self.set_meanwhile = self.replayer.state.set_meanwhile()
-        known = self.ask(REPLAYED)
+        known = self.ask(self._tree.replayed)
         if known is not None:
             return known
         first, last = self.first.bad_call, len(self.replayer.calls) - 1
@@ -255,7 +290,7 @@ class Search:
                 failure = None  # its traceback holds this frame, which would hold it
         is_gone = self.first.is_forward and not traced.is_forward
         if root_op is None or (is_gone and self._ranks.is_alone):
-            found = self.ask(TRACED)
+            found = self.ask(self._tree.traced)
             assert found is not None  # the last question has an answer
             return found
         found = self.explain_origin(root_op, self.replayer.calls[place])
@@ -459,6 +494,14 @@ class Search:
             if other is not None and other.source is root_op.source:
                 names.append(name)
         return names[0] if len(names) == 1 else ""
+
+
+def failed(error: Exception) -> Explanation:
+    """The explanation of a replay that has raised, or was ended before an effect."""
+    if isinstance(error, StoppedError):
+        return Explanation(notes=[notes.STOPPED.format(error)])
+    what = str(error) if isinstance(error, OnRank) else error_line(error)
+    return Explanation(notes=[f"The replay raised {what}."])
 
 
 def _ends_finite(call: Call, traced: ReplayResult) -> str:

@@ -26,6 +26,7 @@ from .own_lines import (
     find_gradient_code,
     find_loss_line,
 )
+from .questions import TREE
 from .replayer import Observer, StepPart
 from .search import Case, Search
 
@@ -38,7 +39,7 @@ def explain_forwards(case: Case, calls: Sequence[Call], stopped: str) -> Explana
         calls: The forwards.
         stopped: The effect before which the function was ended.
     """
-    search = Search(case, calls)
+    search = Search(case, calls, TREE)
     found = search.run()
     if not search.replayer.stopped:  # else its note names the effect in a forward
         found.notes = [each for each in found.notes if USE_RUN not in each]
@@ -96,7 +97,7 @@ def _with_lines(
         is_same = _is_same(case, calls, loss_call)
     if not is_same:
         return None
-    found = Search(case, loss_call.calls).run()
+    found = Search(case, loss_call.calls, TREE).run()
     found = explain_behind(case, loss_call.calls, found)
     if found.cause == NOT_REPRODUCIBLE.name and not loss_call.is_only_loss:
         return None  # another loss may have been bad
@@ -162,6 +163,6 @@ def _with_tail(
     if result.error is not None or not is_same:
         return None
     # The step was compared with its replay before: that of these lines differs.
-    search = Search(replace(case, replay_check=None), calls, tail=code)
+    search = Search(replace(case, replay_check=None), calls, TREE, tail=code)
     found = search.run()
     return found if found.phase == "optimizer" else None
