@@ -28,12 +28,13 @@ from kept_texts import TEXTS, AsKept, all_kept, differences
 from processes import serve_from_here
 from sealed import sealed_device
 
-from overflow_fast.explainer import replayer
+from overflow_fast.explainer import long_explanation, replayer
 from overflow_fast.explainer.remedies import trials
 from overflow_fast.guard import guards_of_process
 
 # What is run again and tried does not depend on what else runs here.
 trials.LEAST_SECONDS = replayer.LEAST_SECONDS = 600.0
+long_explanation.LONG_SECONDS = 600.0
 
 with contextlib.suppress(ImportError):  # where it is missing, its tests say so
     from hypothesis import settings

@@ -23,6 +23,7 @@ from ..guard.undo.restore_point import RestorePoint
 from .bad_step import ALL_BAD, BadStep, counted_text
 from .calls import Call
 from .effects.held_signals import as_raised
+from .long_explanation import LongExplanation
 from .program_globals import changed_names, global_values
 from .questions import TREE
 from .replay_ranks import NotJoined, RankCoordinator
@@ -59,7 +60,10 @@ def investigate(
     begin = time.perf_counter()
     ranks = RankCoordinator() if ranks is None else ranks
     incident = incident or BadStep()
-    case = Case(models, incident, start, budget, checkpoints, replay_check)
+    long = LongExplanation(budget)
+    case = Case(
+        *(models, incident, start, budget, checkpoints, replay_check), long=long
+    )
     before = global_values(classes=_classes_of(models))
     found, stopped = _searched(case, calls, ranks)
     if found is not ranks.result:  # the rank that led looks at all views of its own

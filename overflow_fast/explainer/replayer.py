@@ -45,6 +45,7 @@ from .ambient import applied
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
 from .held_tensors import held_leaves
+from .long_explanation import LongExplanation
 from .named_tensors import names_of, partitions_of, state_by_name
 from .op_rows import Leaf, Row
 from .op_table import OpTable
@@ -318,6 +319,7 @@ class Replayer:
             this one alone.
         inner: The module whose outputs' gradients are looked at, too; None for none.
         tail: The program's lines behind the last backward, to be run there.
+        long: Is told of each run that this rank orders.
 
     Attributes:
         state: All that a run may change, kept.
@@ -333,8 +335,10 @@ class Replayer:
         ranks: RankCoordinator | None = None,
         inner: str | None = None,
         tail: Tail | None = None,
+        long: LongExplanation | None = None,
     ) -> None:
         self._tail = tail
+        self._long = long
         self._last: Call | None = None
         self._is_at_start = False
         self._inner = None if inner is None else OutputGradients(inner)
@@ -409,6 +413,8 @@ class Replayer:
             patches: The changes to make meanwhile, on all ranks.
             observers: They see this rank's run.
         """
+        if self._long is not None:
+            self._long.note_replay()
         order = RunOrder(step, tuple(patches))
         self.ranks.order(order)
         return self.follow(order, observers)

@@ -28,6 +28,7 @@ from .bad_step import BadStep
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op
+from .long_explanation import LongExplanation
 from .named_tensors import names_of
 from .op_rows import Leaf, Row
 from .remedies.attempts import find_remedies
@@ -64,6 +65,7 @@ class Case:
         checkpoints: Files of weights to try where weights are bad, the newest last.
         replay_check: Compares the first run with the step; None where nobody watched.
         replayers: All that have run it.
+        long: Says that it takes long.
     """
 
     models: Mapping[str, nn.Module]
@@ -73,6 +75,7 @@ class Case:
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     replay_check: ReplayCheck | None = None
     replayers: list[Replayer] = field(default_factory=list)
+    long: LongExplanation | None = None
 
     def replayer(
         self,
@@ -90,6 +93,7 @@ class Case:
                 *(self.models, calls, self.start, ranks),
                 inner=inner,
                 tail=tail,
+                long=self.long,
             )
         )
         return self.replayers[-1]
