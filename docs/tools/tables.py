@@ -30,7 +30,7 @@ from pages import headings, slug
 import overflow_fast
 from overflow_fast import Evidence, Explain, Log, Record, Schedule, integrations
 from overflow_fast.base.text import dtype_name
-from overflow_fast.explainer import step_schema
+from overflow_fast.explainer import step_file
 from overflow_fast.guard.files.fields import (
     FIRST_RELEASE,
     default_of,
@@ -310,7 +310,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "log": _lines(*log_lines.KINDS),
     "flight record": _lines(*record_lines.KINDS),
     "recording": _lines(*recording_schema.KINDS),
-    "evidence": _lines(*evidence_schema.KINDS, *step_schema.KINDS),
+    "evidence": _lines(*evidence_schema.KINDS, *step_file.KINDS),
     "causes": _meanings,
     **{
         f"sections {code}".strip(): functools.partial(_sections, code)

@@ -153,11 +153,11 @@ def _saved(
     found: Explanation,
 ) -> list[Artifact]:
     """The files of the step, or a note on why there are none."""
-    from .written_step import saved_step  # for runs that keep evidence alone
+    from .step_file import step_file  # for runs that keep evidence alone
 
     try:
         pairs = [] if start is None else start.pairs()
-        return saved_step(models, calls, pairs, most)
+        return step_file(models, calls, pairs, most)
     except Exception as error:
         found.notes.append(f"The step was not saved: {error_line(error)}.")
         return []

@@ -15,8 +15,8 @@ from ..guard.files.reading import is_regular
 from ..guard.options import BUDGET
 from ..guard.report.explanation import Explanation
 from .explain import investigate
-from .saved_step import SavedStep, UnreadableStepError
-from .written_step import STEP
+from .saved_step import SavedStep
+from .step_file import STEP, UnreadableStepError
 
 _FEW = 3  # names in a sentence; chosen
 

@@ -1,4 +1,4 @@
-"""Says once that an explanation takes long: who waits need not look for what hangs."""
+"""A line of an explanation that takes long: who waits need not look for what hangs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Reads a step on disk, to be run again in this process; see `written_step.py`."""
+"""A step of a folder, to be run again in this process; see `step_file.py`."""
 
 from __future__ import annotations
 
 import collections
+import random
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,18 @@ import torch
 from torch import nn
 
 from ..base.modules import parameters_of
-from ..base.tensors import dtype_named
-from ..guard.files.json_text import SCHEMA
-from ..guard.files.reading import FileError, read_bytes
-from ..guard.files.schema import convert, decode_document
-from ..guard.files.tensor_files import read_tensors
 from ..guard.kept_calls.ambient import Ambient
+from ..guard.undo.random import RandomStates
 from .calls import Call, ModelCall, names_of_inputs
 from .named_tensors import state_by_name
-from .saved_random import states_of
-from .step_schema import SavedAmbient, SavedCall, SavedStepFile, SavedValue
-from .written_step import STEP, TENSORS, identity_of
-
-
-class UnreadableStepError(FileError):
-    """Raised where a folder's step cannot be explained."""
+from .step_file import (
+    STEP,
+    SavedAmbient,
+    SavedCall,
+    UnreadableStepError,
+    identity_of,
+    read_step,
+)
 
 
 class SavedStep:
@@ -35,44 +34,23 @@ class SavedStep:
         folder: The folder of a bad step's evidence.
 
     Raises:
-        UnreadableStepError: If a file is missing, broken, or of a newer schema.
+        UnreadableStepError: If the file is missing, broken, or of a newer schema.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._others: list[str] = []  # values of another type than they were
-        self._step = self._read_step()
-        try:
-            self._tensors = read_tensors(folder / TENSORS)
-        except FileNotFoundError:
-            raise UnreadableStepError(
-                f"{folder / TENSORS} is missing: it holds the step's batch"
-            ) from None
-        except FileError as error:  # whose sentence names the file
-            raise UnreadableStepError(str(error)) from error
-        except (OSError, ImportError) as error:
-            raise UnreadableStepError(
-                f"{folder / TENSORS} cannot be read: {error}"
-            ) from error
-
-    def _read_step(self) -> SavedStepFile:
-        path = self._folder / STEP
-        try:
-            return decode_document(read_bytes(path), SavedStepFile, SCHEMA)
-        except FileNotFoundError:
-            raise UnreadableStepError(
-                f"{path} is missing: a guard writes it with evidence=, if it kept the "
-                "step's calls (explain=False and sync='lagged' keep none)"
-            ) from None
-        except (OSError, FileError) as error:
-            raise UnreadableStepError(f"{path} cannot be read: {error}") from error
+        self._path = folder / STEP
+        self._step = read_step(self._path)
 
     @property
     def notes(self) -> list[str]:
         """Lists the differences of this process from that of the step, in sentences."""
-        others = list(dict.fromkeys(self._others))
+        others = dict.fromkeys(
+            f"batch{at} was a {was} in the step; it is a plain {kind} here."
+            for call in self._step.calls
+            for at, (was, kind) in call.was.items()
+        )
         if self._step.torch == torch.__version__:
-            return others
+            return [*others]
         return [
             f"The step ran with torch {self._step.torch}, this is {torch.__version__}.",
             *others,
@@ -116,26 +94,25 @@ class SavedStep:
         self, saved: SavedCall, model: nn.Module, loss: Callable[..., Any] | None
     ) -> Call:
         if loss is None and not saved.is_of_model:
+            names = saved.batch if isinstance(saved.batch, dict) else ()
             raise UnreadableStepError(
                 "the step's loss was computed by a function of its own: give it with "
                 "--loss FILE.py:FUNCTION; it takes the model and a dict of "
-                f"{', '.join(saved.batch.by_key or {})}"
+                f"{', '.join(map(str, names))}"
+            )
+        for at, kind in saved.lost.items():
+            raise UnreadableStepError(
+                f"an argument of the step could not be saved: batch{at} was a {kind}"
             )
         device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
         try:
-            batch = self._value(saved.batch, device)
-            ambient = _ambient(saved.ambient, self._tensor)
-            held = {
-                int(place): self._tensor(name).to(device)
-                for place, name in saved.held.items()
-            }
-        except UnreadableStepError:
-            raise
-        except (ValueError, TypeError, RuntimeError, RecursionError) as error:
-            path = self._folder / STEP
-            raise UnreadableStepError(f"{path} is damaged: {error}") from error
+            batch = _batch(saved, saved.batch, device)
+            ambient = _ambient(saved.ambient)
+            held = {place: each.to(device) for place, each in saved.held.items()}
+        except Exception as error:
+            raise UnreadableStepError(f"{self._path} is damaged: {error}") from error
         if saved.is_of_model:
-            _check_arguments(batch, self._folder / STEP)
+            _check_arguments(batch, self._path)
         if saved.is_of_model and loss is None:
             call: Call = ModelCall.of(model, batch, ambient)
         else:
@@ -147,52 +124,23 @@ class SavedStep:
             call.held = held
         return call
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        if name not in self._tensors:
-            raise UnreadableStepError(f"{self._folder / TENSORS} has no {name!r}")
-        return self._tensors[name]
 
-    def _value(self, found: Any, device: torch.device, at: str = "") -> Any:
-        is_read = isinstance(found, SavedValue)  # the outermost one, with its call
-        saved = found if is_read else convert(found, SavedValue)
-        if isinstance(saved.lost, str):
-            raise UnreadableStepError(
-                f"an argument of the step could not be saved: batch{at} was a "
-                f"{saved.lost}"
-            )
-        value = self._made_of(saved, device, at)
-        if saved.was:
-            kind = (
-                "named tuple" if isinstance(saved.named, dict) else type(value).__name__
-            )
-            self._others.append(
-                f"batch{at} was a {saved.was} in the step; it is a plain {kind} here."
-            )
-        return value
-
-    def _made_of(self, saved: SavedValue, device: torch.device, at: str) -> Any:
-        if isinstance(saved.tensor, str):
-            tensor = self._tensor(saved.tensor).to(device)
-            return tensor.requires_grad_() if saved.requires_grad else tensor
-        if isinstance(saved.by_key, dict):
-            items = saved.by_key.items()
-            return {k: self._value(e, device, f"{at}[{k!r}]") for k, e in items}
-        if isinstance(saved.pairs, list):
-            keys = [self._value(key, device, at) for key, _ in saved.pairs]
-            values = zip(keys, saved.pairs, strict=True)
-            return {k: self._value(e, device, f"{at}[{k!r}]") for k, (_, e) in values}
-        if isinstance(saved.named, dict):
-            items = saved.named.items()
-            made = collections.namedtuple(saved.was, list(saved.named))  # type: ignore[misc]
-            return made(*(self._value(e, device, f"{at}.{k}") for k, e in items))
-        for several, kind in ((saved.listed, list), (saved.tupled, tuple)):
-            if isinstance(several, list):
-                return kind(
-                    self._value(each, device, f"{at}[{i}]")
-                    for i, each in enumerate(several)
-                )
-        number = saved.number
-        return float(number) if isinstance(number, (float, str)) else saved.value
+def _batch(saved: SavedCall, value: Any, device: torch.device, at: str = "") -> Any:
+    """A batch on a device, with the named tuples that it had."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device).requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        items = value.items()
+        return {k: _batch(saved, each, device, f"{at}[{k!r}]") for k, each in items}
+    if at in saved.named:
+        fields = saved.named[at]
+        made = collections.namedtuple(saved.was[at][0], fields)  # type: ignore[misc]
+        pairs = zip(fields, value, strict=True)
+        return made(*(_batch(saved, e, device, f"{at}.{name}") for name, e in pairs))
+    if isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+        return type(value)(_batch(saved, e, device, f"{at}[{i}]") for i, e in parts)
+    return value
 
 
 def _check_arguments(batch: Any, path: Path) -> None:
@@ -222,32 +170,42 @@ def _one_argument(model: nn.Module, batch: Any) -> Any:
     return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
-def _ambient(saved: SavedAmbient, tensor_of: Callable[[str], torch.Tensor]) -> Ambient:
+def _ambient(saved: SavedAmbient) -> Ambient:
     """Makes states of saved ones, but for those of devices that are not here.
 
-    Args:
-        saved: They, as they were read.
-        tensor_of: Returns a tensor by its name.
-
-    Raises:
-        ValueError: If a state, a dtype or a device is none.
-        RuntimeError: Likewise, as torch says it.
+    Raises what those raise who are given a state, a device or a dtype that is none.
     """
     ambient = Ambient.__new__(Ambient)
-    ambient.random = states_of(saved, tensor_of)
+    ambient.random = _states(saved.random)
     ambient.training = saved.training
     ambient.autocast = [
-        (type, is_on, _dtype_of(dtype))
-        for type, is_on, dtype in saved.autocast
-        if torch.amp.is_autocast_available(type)
+        each for each in saved.autocast if torch.amp.is_autocast_available(each[0])
     ]
+    if not all(isinstance(dtype, torch.dtype) for *_, dtype in ambient.autocast):
+        raise TypeError("autocast has no dtype of torch")
     ambient.caches = saved.caches
     ambient.shares_buffers = None
     return ambient
 
 
-def _dtype_of(name: str) -> torch.dtype:
-    found = dtype_named(name)
-    if found is None:
-        raise ValueError(f"{name!r} is no dtype of torch")
-    return found
+def _states(saved: Mapping[str, Any]) -> RandomStates:
+    states = {}
+    numpys: Any = sys.modules.get("numpy.random")
+    for name, state in saved.items():
+        if name == "python":
+            random.Random().setstate(state)
+        elif name == "cpu":
+            torch.Generator().set_state(state)
+        elif name == "numpy":
+            if numpys is None:
+                continue
+            numpys.RandomState().set_state(state)
+        elif not _is_here(torch.device(name)):
+            continue
+        states[name] = state
+    return RandomStates.of(states)
+
+
+def _is_here(device: torch.device) -> bool:
+    module = torch.get_device_module(device)
+    return bool(module.is_available()) and (device.index or 0) < module.device_count()

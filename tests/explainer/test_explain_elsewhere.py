@@ -61,7 +61,7 @@ def command(folder, *arguments):
 def test_the_files_are_there(left):
     folder, _, report = left
     names = {path.name for path in folder.iterdir()}
-    assert names >= {"explanation.json", "replay.json", "report.json"}
+    assert names >= {"explanation.json", "replay.pt", "report.json"}
     found = json.loads((folder / "explanation.json").read_text())
     assert (found["schema"], found["kind"]) == (1, "explanation")
     assert found["cause"] == report.explanation.cause == "undefined"
@@ -102,4 +102,4 @@ def test_mistakes_are_said_in_a_sentence(name, left):
 
 def test_a_folder_that_is_none(left, tmp_path):
     done = command(tmp_path, "--model", f"{left[1]}:build")
-    assert done.returncode == 2 and "replay.json is missing" in done.stderr
+    assert done.returncode == 2 and "replay.pt is missing" in done.stderr

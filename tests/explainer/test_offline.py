@@ -1,18 +1,19 @@
 """What a bad step leaves runs elsewhere: the operation alone, and the whole step."""
 
 import collections
-import json
+import enum
+import signal
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from overflow_fast import Explanation
 from overflow_fast.explainer.calls import Call, ModelCall
 from overflow_fast.explainer.explain import investigate
 from overflow_fast.explainer.explain_folder import explain_folder
-from overflow_fast.explainer.saved_step import UnreadableStepError
+from overflow_fast.explainer.step_file import UnreadableStepError
 from overflow_fast.guard.kept_calls.ambient import Ambient
 
 pytestmark = pytest.mark.usefixtures("untried")
@@ -53,11 +54,15 @@ def run_call(model, values, function):
 def left_by(tmp_path, model, call, room=ROOM):
     found = investigate({"": model}, [call], artifact_bytes=room)
     for each in found.artifacts:
-        if each.tensors:
-            save_file(each.tensors, tmp_path / each.name)
-        else:
-            (tmp_path / each.name).write_text(each.text)
+        torch.save(each.content, tmp_path / each.name)
     return found
+
+
+def changed(tmp_path, change):
+    """The file of the step, as somebody else might have made it."""
+    step = torch.load(tmp_path / "replay.pt", weights_only=True)
+    change(step)
+    torch.save(step, tmp_path / "replay.pt")
 
 
 def place(found):
@@ -109,18 +114,23 @@ def test_weights_of_another_step_are_refused(tmp_path, as_kept):
     as_kept(raised.value)
 
 
-def broken(tmp_path, name, text):
-    (tmp_path / name).write_text(text)
+class Runs:
+    """Code that runs where it is unpickled."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit",)
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda d: (d / "replay.json").unlink(),
-        lambda d: (d / "replay.safetensors").unlink(),
-        lambda d: broken(d, "replay.json", "{"),
-        lambda d: broken(d, "replay.safetensors", "x"),
-        lambda d: broken(d, "replay.json", '{"schema": 99}'),
+        lambda d: (d / "replay.pt").unlink(),
+        lambda d: (d / "replay.pt").write_bytes(b"x"),
+        lambda d: changed(d, lambda step: step.update(schema=99)),
+        lambda d: changed(d, lambda step: step.pop("calls")),
+        lambda d: torch.save([], d / "replay.pt"),
+        lambda d: changed(d, lambda step: step.update(more=Runs())),
+        lambda d: changed(d, lambda step: step.update(calls=[1])),
     ],
 )
 def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, as_kept):
@@ -136,9 +146,7 @@ def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, as_kept):
 def test_another_torch_is_noted(tmp_path, as_kept):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
-    step = json.loads((tmp_path / "replay.json").read_text())
-    step["torch"] = "2.9.1"
-    broken(tmp_path, "replay.json", json.dumps(step))
+    changed(tmp_path, lambda step: step.update(torch="2.9.1"))
     as_kept(explain_folder(tmp_path, Net()).notes[0])
 
 
@@ -179,26 +187,76 @@ def test_types_that_are_not_json_come_back_or_are_named(tmp_path, as_kept):
     as_kept(notes)
 
 
+def ambient(**values):
+    return lambda call: call["ambient"].update(values)
+
+
 @pytest.mark.parametrize(
     "made_up",
     [
-        {"named": {"class": {"value": 1}}, "was": "Point"},
-        {"named": {"__init__": {"value": 1}}, "was": "Point"},
-        {"named": {"x": {"value": 1}}, "was": "a\nb(); import os"},
-        {"named": {"x": {"value": 1}}},
-        {"items": [[{"list": []}, {"value": 1}]]},
-        {"items": [[{"value": 1}]]},
+        {"named": {"": ["class", "x"]}, "was": {"": ("Point", "named tuple")}},
+        {"named": {"": ["__init__", "x"]}, "was": {"": ("Point", "named tuple")}},
+        {"named": {"": ["x", "y"]}, "was": {"": ("a\nb(); import os", "named tuple")}},
+        {"named": {"": ["x", "y"]}},
+        {"named": {"": ["x"]}, "was": {"": ("Point", "named tuple")}},
+        {"batch": 1},
+        {"batch": ((), ())},
+        {"held": {0: "x"}},
+        ambient(random={"python": (3, (1,), None)}),
+        ambient(random={"cpu": torch.zeros(3)}),
+        ambient(random={"numpy": {"bit_generator": "x"}}),
+        ambient(random={"no device": torch.zeros(3)}),
+        ambient(autocast=[("cpu", True, "bfloat16")]),
     ],
 )
-def test_a_made_up_type_is_damage(made_up, tmp_path, as_kept):
+def test_what_no_guard_writes_is_damage(made_up, tmp_path):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
-    step = json.loads((tmp_path / "replay.json").read_text())
-    step["calls"][0]["batch"] = made_up
-    broken(tmp_path, "replay.json", json.dumps(step))
-    with pytest.raises(UnreadableStepError) as raised:
+    make = made_up if callable(made_up) else lambda call: call.update(made_up)
+    changed(tmp_path, lambda step: make(step["calls"][0]))
+    with pytest.raises(UnreadableStepError, match=r"replay.pt is damaged: "):
         explain_folder(tmp_path, Net())
-    as_kept(str(raised.value).partition(": ")[0])
+
+
+class Kind(str, enum.Enum):
+    MEAN = "mean"
+
+    def __str__(self):
+        raise AssertionError
+
+
+class Chosen(Net):
+    def forward(self, x, mask, **chosen):
+        kinds = [type(each) for each in chosen.values()]
+        assert kinds == [str, int, float, float, str, tuple, list, bool, type(None)]
+        assert chosen["kind"] == "mean" and x.requires_grad and mask.dtype == torch.half
+        return super().forward(x, mask)
+
+
+@pytest.mark.tries_remedies
+def test_values_of_all_kinds_come_back(tmp_path):
+    x, _ = batch()
+    base = torch.zeros(8, 4, dtype=torch.half)  # of a view its own values are written
+    chosen = {
+        "kind": Kind.MEAN,
+        "level": signal.SIGINT,
+        "number": np.float64(2),
+        "inf": float("inf"),
+        "half": "\ud800",
+        "shape": (1, (2, 3)),
+        "list": [],
+        "is": True,
+        "none": None,
+    }
+    model = Net()
+    forward = model.forward
+    model.forward = lambda x, mask, **chosen: forward(x, mask)
+    call = model_call(model, x.requires_grad_(), base[:3], **chosen)
+    here = left_by(tmp_path, model, call)
+    assert (tmp_path / "replay.pt").stat().st_size < 20000
+    found = explain_folder(tmp_path, Chosen())
+    assert found.cause == here.cause == "empty reduction"
+    assert len([note for note in found.notes if "is a plain" in note]) == 3
 
 
 class Wide(nn.Module):

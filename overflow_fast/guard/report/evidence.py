@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -180,10 +181,12 @@ class _StepFolder:
         """Saves tensors, if there are any, to a new file, or leaves none."""
         from safetensors.torch import save_file
 
-        if not tensors:
-            return
+        if tensors:
+            self._save(name, functools.partial(save_file, tensors))
+
+    def _save(self, name: str, save: Callable[[Path], object]) -> None:
         try:
-            save_file(tensors, self.path / name)
+            save(self.path / name)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(self.path / name)
@@ -192,14 +195,10 @@ class _StepFolder:
 
     def save_artifacts(self, artifacts: Sequence[Artifact]) -> None:
         """Saves the files of an explanation, if there is room for them all."""
-        size = sum(t.nbytes for each in artifacts for t in each.tensors.values())
-        if size > self.room:
+        if sum(each.num_bytes for each in artifacts) > self.room:
             return
         for each in artifacts:
-            if each.tensors:
-                self.save(each.name, each.tensors)
-            else:
-                self.write(each.name, each.text)
+            self._save(each.name, functools.partial(torch.save, each.content))
 
     def remove(self) -> None:
         """Removes the folder if nothing in it has changed since; never raises."""

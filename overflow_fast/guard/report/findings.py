@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-
 from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
 from .op import Op, Sample
 from .remedy import Remedy
@@ -47,13 +45,13 @@ class Artifact:
 
     Attributes:
         name: The file's name.
-        text: Its text; "" for a file of tensors.
-        tensors: Its tensors, by name, on the CPU.
+        content: What `torch.save` writes: tensors on the CPU, containers, plain values.
+        num_bytes: How many bytes its tensors have.
     """
 
     name: str
-    text: str = ""
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    content: dict[str, Any]
+    num_bytes: int
 
 
 @dataclass(repr=False)

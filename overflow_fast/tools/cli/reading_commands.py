@@ -537,7 +537,7 @@ def add_explain(commands: Commands) -> None:
 
 def _run_explain(parsed: argparse.Namespace) -> int:
     from ...explainer.explain_folder import explain_folder, function_at, require_step
-    from ...explainer.saved_step import UnreadableStepError
+    from ...explainer.step_file import UnreadableStepError
     from .terminal import shown
 
     try:
@@ -556,7 +556,7 @@ def _run_explain(parsed: argparse.Namespace) -> int:
 def _made(make: Callable[..., Any]) -> Any:
     from torch import nn
 
-    from ...explainer.saved_step import UnreadableStepError
+    from ...explainer.step_file import UnreadableStepError
 
     wanted = "--model must name a function that takes no arguments and returns a model"
     if isinstance(make, nn.Module):

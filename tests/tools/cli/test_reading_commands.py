@@ -263,7 +263,7 @@ def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys, as_kept):
 
 @pytest.mark.parametrize("place", ["build", "model"])
 def test_explain_names_what_it_cannot_use(place, tmp_path, capsys, as_kept):
-    (tmp_path / "replay.json").write_text("{}")
+    (tmp_path / "replay.pt").write_text("{}")
     path = tmp_path / "made.py"
     path.write_text("import torch\nmodel = torch.nn.Linear(2, 2)\nbuild = model.float")
     assert main(["explain", str(tmp_path), "--model", f"{path}:{place}"]) == 2
@@ -383,7 +383,7 @@ def test_explain_says_which_folder_before_it_makes_a_model(
     for number in (3, 4):
         step = tmp_path / f"evidence/run/step-0000000{number}"
         step.mkdir(parents=True)
-        (step / "replay.json").write_text("{}")
+        (step / "replay.pt").write_text("{}")
     path = tmp_path / "made.py"
     path.write_text("def build():\n    raise AssertionError")
     where = str(tmp_path / folder)
@@ -392,7 +392,7 @@ def test_explain_says_which_folder_before_it_makes_a_model(
 
 
 def test_a_function_that_takes_arguments_makes_no_model(tmp_path, capsys, as_kept):
-    (tmp_path / "replay.json").write_text("{}")
+    (tmp_path / "replay.pt").write_text("{}")
     path = tmp_path / "made.py"
     path.write_text("def loss(model, batch): ...")
     assert main(["explain", str(tmp_path), "--model", f"{path}:loss"]) == 2

@@ -58,7 +58,7 @@ def whole(tmp_path_factory):
             optimizer.step()
             optimizer.zero_grad()
     (step,) = (folder / "evidence").glob("overflow_fast/*/step-*")
-    assert (step / "replay.json").exists() and (step / "explanation.json").exists()
+    assert (step / "replay.pt").exists() and (step / "explanation.json").exists()
     shutil.move(step, folder / "step")
     (folder / "model.py").write_text(MODEL)
     for name in ("a", "b"):
@@ -148,8 +148,7 @@ def test_saved_steps(whole, tmp_path):
     assert ask("explain", whole / "step", "--model", model) == 0
     for chance in mutations("step"):
         copied(whole, tmp_path, "step")
-        name = chance.choice(("replay.json", "replay.json", "replay.safetensors"))
-        spoil(chance, tmp_path / "step" / name)
+        spoil(chance, tmp_path / "step" / "replay.pt")
         any_weights = ["--any-weights"] * chance.randrange(2)
         step = tmp_path / "step"
         assert ask("explain", step, "--model", model, *any_weights) in (0, 2)
