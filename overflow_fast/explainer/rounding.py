@@ -24,6 +24,7 @@ from ..base.tree import mapped, tensors_in
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import told_apart
+from .halving import Halving
 from .op_rows import Row
 from .root_op import new_places, run_in_float64
 from .tape import Contents, TapedCall, TapedTensor
@@ -301,15 +302,14 @@ def lost_value(calls: Sequence[TapedCall]) -> Lost | None:
         lost = _beyond_float64(undefined, lost)
         moved = (undefined.is_finite(0, (), each) for each in (_NOISE, -_NOISE))
         return replace(lost, is_steady=lost.row is None and not any(moved))
-    low, high = 0, len(calls) - 1  # finite from `low` on, and not from `high` on
-    if undefined.is_finite(high):
+    if undefined.is_finite(len(calls) - 1):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if undefined.is_finite(middle) else (low, middle)
-    if _meets_given_numbers(calls[low], calls):
+    search = Halving(len(calls) - 1)  # for the last one from which on it is finite
+    for half in search:
+        search.note(not undefined.is_finite(half.stop))
+    if _meets_given_numbers(calls[search.place], calls):
         return None
-    return _lost_at(undefined, low, lost)
+    return _lost_at(undefined, search.place, lost)
 
 
 def _meets_given_numbers(call: TapedCall, calls: Sequence[TapedCall]) -> bool:
@@ -416,15 +416,12 @@ def _decisive_place(
         undefined.go_on(run, place + 1)
         return math.isfinite(undefined.of(run))
 
-    low, high = 0, len(changed)
-    if not high or not is_finite(high):
+    if not len(changed) or not is_finite(len(changed)):
         return _most_changed(own, true)
-    if is_there and is_finite(1):
-        high = 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_finite(middle) else (middle, high)
-    return _index_at(int(changed[high - 1]), own)
+    search = Halving(1 if is_there and is_finite(1) else len(changed))
+    for half in search:
+        search.note(is_finite(half.stop))
+    return _index_at(int(changed[search.place]), own)
 
 
 def _most_changed(own: torch.Tensor, true: torch.Tensor) -> tuple[int, ...]:

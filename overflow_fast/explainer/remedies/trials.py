@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ..bad_step import outside_text
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
 from ..explain_origin import mask_of, named_row
+from ..halving import Halving
 from ..named_tensors import state_by_name
 from ..op_rows import Row
 from ..op_table import OpTable
@@ -498,6 +499,29 @@ class Trials:
     def _others(self) -> list[Patch]:
         """The patches that are in place in each run."""
         return [Eagerly()] * self._failure.is_compiled
+
+
+def least_that_helps(
+    num: int, trial_of: Callable[[int], Trial], trials: Trials
+) -> Attempts:
+    """The least of several changes that helps, by halving, if the largest one does.
+
+    It stands for all larger ones that have helped.
+
+    Args:
+        num: The size of the largest one.
+        trial_of: Makes the change of a size, from 1 on.
+        trials: Tries them.
+    """
+    if trials.found_right or not num or not (yield trial_of(num)):
+        return
+    best, search = trials.remedies[-1:], Halving(num)
+    for half in search:
+        helps = yield trial_of(half.stop)
+        search.note(helps)
+        if helps:
+            trials.remedies = [each for each in trials.remedies if each not in best]
+            best = trials.remedies[-1:]
 
 
 def _any(gradient: torch.Tensor) -> bool:
