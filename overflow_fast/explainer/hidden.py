@@ -14,10 +14,11 @@ import torch
 from ..base.text import rounded
 from ..base.torch_ops import base_of, has, op_of, plain_name
 from ..guard.report.explanation import Explanation
+from .bounds import tolerance
 from .explain_origin import explain_root_op
 from .op_rows import Row
 from .op_table import OpTable
-from .remedies.nearness import NEAR, Nearness, Outputs
+from .remedies.nearness import Nearness, Outputs
 from .replayer import Replayer, ReplayResult, StepPart
 from .trace_back import ForwardRows, RootOp
 from .users_lines import place_text
@@ -71,7 +72,7 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     root_op = RootOp(bad, [bad])
     distance = Nearness(replayer).distance(outputs)
     found.evidence.insert(1, _told(bad, table.rows, distance))
-    is_wrong = distance is not None and distance > NEAR
+    is_wrong = distance is not None and distance > tolerance(())
     if not is_wrong:
         told = "; ".join(map(str, found.evidence[:2]))
         found = Explanation(notes=[f"The forward is finite. Within it: {told}."])

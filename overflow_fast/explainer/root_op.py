@@ -14,6 +14,7 @@ from ..base.torch_ops import draws, has, op_of
 from ..base.tree import mapped, tensors_in
 from ..guard.report.op import Op
 from ..torch_internals.replaying import attention_by_definition, schema_names
+from .bounds import is_near
 from .mask_counts import MaskCounts, has_no_label
 from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
 from .op_trace import OpCall
@@ -128,7 +129,8 @@ def _part_of(
         except (RuntimeError, IndexError):
             continue
         own = [t for t in tensors_in(again) if is_float(t)][place]
-        if _is_same(own, _narrowed(bad, dict(zip(axes, index, strict=False)))):
+        bad_part = _narrowed(bad, dict(zip(axes, index, strict=False)))
+        if is_near(real_parts(own), real_parts(bad_part)):
             inner = [0 if axis in axes else i for axis, i in enumerate(index)]
             return part, again, own, tuple(inner)
     raise NotImplementedError("too large")
@@ -188,17 +190,6 @@ def _narrowed(tensor: torch.Tensor, places: Mapping[int, int]) -> torch.Tensor:
     for axis, place in places.items():
         tensor = tensor.narrow(axis, place, 1)
     return tensor
-
-
-def _is_same(own: torch.Tensor, part: torch.Tensor) -> bool:
-    """True if two results are the same but for rounding, and not finite alike."""
-    if own.shape != part.shape:
-        return False
-    own, part = map(real_parts, (own, part))
-    own, part = own.detach().double(), part.detach().double()
-    finite = own[own.isfinite()].abs()
-    near = 0.01 * float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(own, part, rtol=0.01, atol=near, equal_nan=True)
 
 
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from ...base.modules import tensors_of
+from ..bounds import tolerance
 from ..calls import Call
 from ..copies import HALF
 from ..replayer import Observer, Patch, Replayer, StepPart
 from ..tensor_kinds import floats_in
 from .patches import InDtype
 
-# Of the output, beyond which a remedy is none. Small networks in float16 are 0.05 % off
-# from float32, those in bfloat16 0.5 to 1 % (tests/explainer/test_forward_alone.py).
-NEAR, NEAR_BFLOAT16 = 0.01, 0.02
 _IN_FLOAT32 = InDtype(torch.float32)
 
 
@@ -91,9 +89,8 @@ class Nearness:
             others: What each run has in place.
         """
         distance = self.distance(self.outputs, others)
-        is_of_dtype = any(isinstance(each, InDtype) for each in patches)
-        limit = NEAR_BFLOAT16 if is_of_dtype else NEAR
-        return distance, distance is None or distance <= limit
+        dtypes = [each.dtype for each in patches if isinstance(each, InDtype)]
+        return distance, distance is None or distance <= tolerance(dtypes)
 
     def _in_float32(self, others: Sequence[Patch]) -> list[torch.Tensor]:
         if not self._has_half():

@@ -15,6 +15,7 @@ from ...guard.explaining import USE_RUN
 from ...guard.report.explanation import Explanation
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
+from ..bounds import GRADIENT, LOSS
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
 from ..explain_origin import mask_of, named_row
@@ -232,14 +233,13 @@ STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
-_HUGE = 1e5  # times the largest of the steps before; chosen, not measured
 
 
 def _grown(gradients: Mapping[str, torch.Tensor], usual: float) -> str:
     """Names a gradient of a size that the run never had, or ""."""
     for name, gradient in gradients.items():
-        largest = float(gradient.abs().max()) if gradient.numel() and usual else 0.0
-        if largest > _HUGE * usual:
+        largest = float(gradient.abs().max()) if gradient.numel() else 0.0
+        if GRADIENT.is_passed(largest, usual):
             most = f"where the largest seen last was {usual:.3g}"
             return f"the gradient of {name} is up to {largest:.3g}, {most}"
     return ""
@@ -436,9 +436,9 @@ class Trials:
         if self.truth is not None:
             facts = self.truth.compared(remedy, own, usual)
         is_right = facts.get("misses") == ""
-        if usual is not None and remedy.loss is not None and not is_right:
-            is_huge = abs(remedy.loss) > _HUGE * max(usual, 1.0)
-            facts |= {"usual": usual} if is_huge else {}
+        is_known = usual is not None and remedy.loss is not None and not is_right
+        if is_known and LOSS.is_passed(abs(remedy.loss), usual):
+            facts["usual"] = usual
         broken = nonfinite_after(
             self.replayer.models, self._failure.optimizers, own.gradients
         )

@@ -21,6 +21,7 @@ from ...base.tensors import has_memory
 from ...base.torch_ops import base_of, has, plain_name
 from ...guard.report.remedy import Remedy
 from ...torch_internals.tensor_internals import pytree
+from ..bounds import norm_of, tolerance
 from ..calls import Call
 from ..op_table import OpTable
 from ..replayer import Patch, ReplayResult
@@ -156,11 +157,12 @@ def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
 # What a remedy comes to beside it.
 
 
-_NEAR = 1e-2  # of the loss: what two ways to round seldom differ by
-_CANCELLED = 1e-4  # of the usual loss: rounding of larger terms is seen below that
-_SMALL = 1e-2  # of the usual loss: a change of a part of that moves no run; chosen
-_EPS = 4.0  # times the precision of the coarsest dtype, where that is more than either
-_OF_GRADIENTS = 5.0  # times as much, for each of their sums is rounded
+# Of the loss, by the norm of the weights: smaller gradients are what terms that cancel
+# leave. Too large takes a flat loss for one that has no slope in float64 either.
+_CANCELLED = 1e-4
+# Times the tolerance, for each of their sums is rounded. Too small says of remedies
+# that they miss gradients which they have.
+_OF_GRADIENTS = 5.0
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,6 @@ class Truth:
         loss: The loss.
         gradients: The gradients of the parameters, by their names.
         near: The relative difference that rounding explains.
-        cancelled: The share of the usual loss below which a loss is what terms that
-            cancel leave.
         least: The norm below which gradients are what terms that cancel leave, by the
             loss and the norm of the weights.
     """
@@ -180,7 +180,6 @@ class Truth:
     loss: float
     gradients: Mapping[str, torch.Tensor]
     near: float
-    cancelled: float = _CANCELLED
     least: float = 0.0
 
     @classmethod
@@ -195,12 +194,9 @@ class Truth:
         if result.error is not None or not result.is_clean or loss is None:
             return None
         dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
-        eps = [torch.finfo(each).eps for each in dtypes if each.is_floating_point]
-        coarse = _EPS * max(eps, default=0.0)
-        near, cancelled = max(_NEAR, coarse), max(_CANCELLED, coarse)
         size = norm_of(weights)
         least = _CANCELLED * abs(loss) / size if size else 0.0
-        return cls(loss, result.held().gradients, near, cancelled, least)
+        return cls(loss, result.held().gradients, tolerance(dtypes), least)
 
     @property
     def is_flat(self) -> bool:
@@ -229,7 +225,8 @@ class Truth:
         dtype = result.losses[0].dtype
         if abs(self.loss) > torch.finfo(dtype).max:  # which no remedy comes to
             return {"true_loss": self.loss, "misses": "loss"}
-        least = max(self.cancelled, _SMALL) * (1.0 if usual is None else usual)
+        # A loss far below the usual one is what terms that cancel leave.
+        least = self.near * (1.0 if usual is None else usual)
         error = abs(remedy.loss - self.loss) / max(abs(self.loss), least)
         moved = distance(result.gradients, self.gradients, self.least)
         misses = error > self.near
@@ -238,11 +235,6 @@ class Truth:
             return {"true_loss": self.loss, "error": moved, "misses": "gradients"}
         what = "loss" if misses else ""
         return {"true_loss": self.loss, "error": error, "misses": what}
-
-
-def norm_of(tensors: Iterable[torch.Tensor]) -> float:
-    """The L2 norm of all values of some tensors together."""
-    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
 
 
 def distance(
