@@ -15,9 +15,8 @@ from ..base.tree import CALL_DEPTH, mapped
 from ..torch_internals.module_internals import own_buffers, own_parameters
 from ..torch_internals.tensor_internals import is_wrapper
 from .snapshot import Snapshot
+from .wider import FLOATS
 
-HALF = (torch.float16, torch.bfloat16)
-FLOATS = (*HALF, torch.float32)
 _OWN = set(vars(nn.Module()))
 _PARALLEL = {"DistributedDataParallel", "DataParallel"}
 

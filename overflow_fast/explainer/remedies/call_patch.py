@@ -19,6 +19,7 @@ from ...torch_internals.tensor_internals import pytree
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
 from ..users_lines import Site
+from ..wider import cast
 from .patterns import Found, computed, matched
 from .rules import RULES
 
@@ -75,9 +76,7 @@ class InWider:
 
     def of(self, each: Any) -> Any:
         """A tensor in the wider dtype, or that itself for the narrower one."""
-        if isinstance(each, torch.Tensor):
-            return each.to(self.wide) if each.dtype == self.narrow else each
-        return self.wide if each is self.narrow else each
+        return cast(each, {self.narrow: self.wide})
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ import torch
 from ...base.modules import tensors_of
 from ..bounds import tolerance
 from ..calls import Call
-from ..copies import HALF
 from ..replayer import Observer, Patch, Replayer, StepPart
 from ..tensor_kinds import floats_in
+from ..wider import HALF
 from .patches import InDtype
 
 _IN_FLOAT32 = InDtype(torch.float32)

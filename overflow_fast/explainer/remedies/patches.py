@@ -24,16 +24,15 @@ from ...torch_internals.replaying import (
     uncompiled_calls,
 )
 from ..calls import Call, part_of
-from ..copies import HALF
 from ..named_tensors import state_by_name
 from ..replayer import Patch
+from ..wider import CASTS, cast, cast_leaf
 from .keep_in_fp32 import keep_in_fp32
 
 # Changes of precision and of weights that are undone bit for bit.
 
 
 _KEY = "overflow_fast_dtype"  # of what threads inherit
-_NARROWER = {torch.bfloat16: (torch.float16,), torch.float32: HALF}
 
 
 @contextmanager
@@ -47,24 +46,32 @@ def in_float32(
         names: The qualified names of the modules.
         until: See `keep_in_fp32`.
     """
-    with kept_data([model]), keep_in_fp32(model, names, until):
+    tensors = tensors_of(model)
+    _require_unheld(tensors)
+    own = [(tensor, tensor.data) for tensor in tensors]
+    with with_data(own), keep_in_fp32(model, names, until):
         yield
 
 
 @contextmanager
-def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts back the memory of parameters and buffers that were given other memory.
+def with_data(changes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Gives parameters and buffers other memory, and then their own again.
+
+    The tensors themselves stay in place, so that hooks on them run, and code computes
+    with the other values, too, that has them in a list or a closure.
+
+    Args:
+        changes: The parameters and buffers, each with what it is to hold.
 
     Raises:
         RuntimeError: If memory of another dtype would cut hooks off.
     """
-    tensors = [t for model in models for t in tensors_of(model)]
-    # torch drops a parameter's accumulator when its dtype changes. A wrapper that
-    # reduces gradients, such as DDP or Megatron's, has hooks on the one that was there.
-    if has_process_group() and any(map(_is_held, tensors)):
-        raise RuntimeError("other code may have hooks on the weights' gradients")
-    kept = [(tensor, tensor.data) for tensor in tensors]
+    changes = list(changes)
+    _require_unheld(each for each, new in changes if each.dtype != new.dtype)
+    kept = [(tensor, tensor.data) for tensor, _ in changes]
     try:
+        for tensor, new in changes:
+            tensor.data = new
         yield
     finally:
         for tensor, data in kept:
@@ -72,6 +79,21 @@ def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
                 if tensor.is_leaf:
                     tensor.grad = None  # of the trial; those of the step are set aside
                 tensor.data = data
+
+
+def in_wider_memory(
+    models: Iterable[nn.Module], dtype: torch.dtype
+) -> AbstractContextManager[None]:
+    """Gives narrower parameters and buffers memory of a dtype; see `with_data()`."""
+    tensors = [each for model in models for each in tensors_of(model)]
+    return with_data((each, cast(each.data, CASTS[dtype])) for each in tensors)
+
+
+def _require_unheld(tensors: Iterable[torch.Tensor]) -> None:
+    # torch drops a parameter's accumulator when its dtype changes. A wrapper that
+    # reduces gradients, such as DDP or Megatron's, has hooks on the one that was there.
+    if has_process_group() and any(map(_is_held, tensors)):
+        raise RuntimeError("other code may have hooks on the weights' gradients")
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
@@ -94,14 +116,11 @@ def in_dtype(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     """
     models = list(models)
     with ExitStack() as stack:
-        stack.enter_context(kept_data(models))
+        stack.enter_context(in_wider_memory(models, dtype))
         stack.enter_context(_kept_autocast())
         stack.callback(set_inherited, _KEY, None)
         set_inherited(_KEY, dtype)
         for model in models:
-            for tensor in tensors_of(model):
-                if tensor.dtype in _NARROWER[dtype]:
-                    tensor.data = tensor.data.to(dtype)
             for module in modules_in(model):
                 handle = module.register_forward_pre_hook(_begin_dtype, prepend=True)
                 stack.enter_context(handle)
@@ -124,33 +143,11 @@ def _begin_dtype(module: nn.Module, args: object) -> None:
     if dtype is None:
         return
     for device, is_enabled, now in autocast_of(autocast_devices()):
-        if is_enabled and now in _NARROWER[dtype]:
+        if is_enabled and now in CASTS[dtype]:
             if dtype is torch.float32:
                 torch.set_autocast_enabled(device, False)
             else:
                 torch.set_autocast_dtype(device, dtype)
-
-
-@contextmanager
-def with_weights(
-    named: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
-) -> Iterator[None]:
-    """Gives parameters and buffers other values, and then their own memory again.
-
-    Args:
-        named: The parameters and buffers, by name.
-        other: The values, by name; what is missing there stays.
-    """
-    kept = [(named[name], named[name].data) for name in other if name in named]
-    try:
-        for name, value in other.items():
-            if name in named:
-                own = named[name]
-                own.data = value.to(own.device, own.dtype, copy=True)
-        yield
-    finally:
-        for tensor, data in kept:
-            tensor.data = data
 
 
 _Models = Mapping[str, nn.Module]
@@ -191,13 +188,8 @@ class InDtype(Patch):
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
-        return [call.with_batch(self._widened) for call in calls]
-
-    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in _NARROWER[self.dtype]:
-            return tensor
-        copy = tensor.detach().to(self.dtype)
-        return copy.requires_grad_() if tensor.requires_grad else copy
+        casts = CASTS[self.dtype]
+        return [call.with_batch(lambda each: cast_leaf(each, casts)) for call in calls]
 
 
 @dataclass(frozen=True)
@@ -215,10 +207,10 @@ class ScaledWeights(Patch):
     def applied(self, models: _Models) -> Iterator[None]:
         """See `Patch`."""
         named = state_by_name(models)
-        scaled = {
-            name: named[name].detach() * factor for name, factor in self.factors.items()
-        }
-        with with_weights(named, scaled):
+        with with_data(
+            (named[name], named[name].detach() * factor)
+            for name, factor in self.factors.items()
+        ):
             yield
 
 
@@ -236,7 +228,11 @@ class OtherWeights(Patch):
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Patch`."""
         named = state_by_name(models)
-        return with_weights(named, self.values)
+        return with_data(
+            (own, self.values[name].to(own.device, own.dtype, copy=True))
+            for name, own in named.items()
+            if name in self.values
+        )
 
 
 @dataclass(frozen=True)

@@ -16,51 +16,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.modules import tensors_of
-from ...base.tensors import has_memory
 from ...base.torch_ops import base_of, has, plain_name
 from ...guard.report.remedy import Remedy
 from ...torch_internals.tensor_internals import pytree
 from ..bounds import norm_of, tolerance
-from ..calls import Call
 from ..op_table import OpTable
-from ..replayer import Patch, ReplayResult
+from ..replayer import ReplayResult
 from ..torch_calls import BACKWARD, TorchCall, TorchCalls, tensors_among
-from .patches import kept_data
+from ..wider import TO_FLOAT64, cast
+from .patches import InDtype, in_wider_memory
 
-_WIDE = {
-    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
-    **{each: torch.float64 for name in dir(torch) if name.startswith("float8")
-       if isinstance(each := getattr(torch, name), torch.dtype)},
-    **{torch.complex32: torch.complex128, torch.complex64: torch.complex128},
-}  # fmt: skip
 _CASTS = ("half", "float", "bfloat16", "double")
 # What leaves a random share of its argument out, and is linear in it.
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 
 
 @dataclass(frozen=True)
-class InFloat64(Patch):
+class InFloat64(InDtype):
     """The step in float64.
 
     Attributes:
         drawn: The dtypes that the program's calls draw numbers in, in order.
     """
 
+    dtype: torch.dtype = torch.float64
     drawn: tuple[torch.dtype, ...] = ()
 
     @contextmanager
     def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """See `Patch`."""
-        with kept_data(models.values()), _Widening(self.drawn):
-            for model in models.values():
-                for tensor in tensors_of(model):
-                    tensor.data = _widened(tensor.data)
+        with in_wider_memory(models.values(), self.dtype), _Widening(self.drawn):
             yield
-
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        return [call.with_batch(_as_wide_leaf) for call in calls]
 
 
 class _Widening(TorchCalls):
@@ -116,28 +102,8 @@ class _Widening(TorchCalls):
         return args[0].copy_(result) if own.endswith("_") else result
 
 
-def _widened(each: Any) -> Any:
-    if isinstance(each, torch.dtype):
-        return _WIDE.get(each, each)
-    is_wider = isinstance(each, torch.Tensor) and _can_be_cast(each)
-    return each.to(_WIDE[each.dtype]) if is_wider else each
-
-
-def _can_be_cast(tensor: torch.Tensor) -> bool:
-    """True for floats; to read freed memory would end the process."""
-    is_there = tensor.layout is not torch.strided or has_memory(tensor)
-    return tensor.dtype in _WIDE and is_there
-
-
 def _widened_all(value: Any) -> Any:
-    return pytree.tree_map(_widened, value)
-
-
-def _as_wide_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    if not _can_be_cast(tensor):
-        return tensor
-    copy = tensor.detach().to(_WIDE[tensor.dtype])
-    return copy.requires_grad_() if tensor.requires_grad else copy
+    return pytree.tree_map(lambda each: cast(each, TO_FLOAT64), value)
 
 
 def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
@@ -151,7 +117,7 @@ def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
     own = [call for call in calls if has(call.name, "random")]
     if not drawing <= set(own):  # within a larger call, or none of the program's
         return None
-    return InFloat64(tuple(call.dtype for call in own if call.inputs))
+    return InFloat64(drawn=tuple(call.dtype for call in own if call.inputs))
 
 
 # What a remedy comes to beside it.

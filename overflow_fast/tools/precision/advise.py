@@ -18,9 +18,10 @@ from ...base.tensors import check_number, devices_of, model_loss_in
 from ...base.text import dtype_name, error_line
 from ...detector.observers import without_observers
 from ...detector.selection import Selection, Wanted
-from ...explainer.copies import HALF, check_model, copied_batch, on_copies
+from ...explainer.copies import check_model, copied_batch, on_copies
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.remedies.keep_in_fp32 import keep_in_fp32, shortened
+from ...explainer.wider import HALF
 from ...guard.undo.random import RandomStates
 from ...guard.verdict.attribution import attribute
 from ...guard.verdict.bad_frames import BadFrame, collect, in_order
