@@ -251,37 +251,51 @@ class OtherCall(Patch):
 
 
 @dataclass(frozen=True)
-class SomeSamples(Patch):
-    """A call's batch has some of its samples alone.
+class ChangedCall(Patch):
+    """One call of the step has another batch.
 
     Attributes:
         place: The call's place.
+    """
+
+    place: int
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        changed = list(calls)
+        changed[self.place] = self.changed(changed[self.place])
+        return changed
+
+    def changed(self, call: Call) -> Call:
+        """The call with another batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SomeSamples(ChangedCall):
+    """A call's batch has some of its samples alone.
+
+    Attributes:
         rows: The samples that it has.
     """
 
     is_same_step = False
-    place: int
     rows: tuple[int, ...]
 
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        return [
-            part_of(call, self.rows) if place == self.place else call
-            for place, call in enumerate(calls)
-        ]
+    def changed(self, call: Call) -> Call:
+        """See `ChangedCall`."""
+        return part_of(call, self.rows)
 
 
 @dataclass(frozen=True)
-class WithoutBad(Patch):
+class WithoutBad(ChangedCall):
     """A cache has 0 in place of what is not finite.
 
     Attributes:
-        place: The call's place.
         name: The tensor's place in the batch, or its name in a model.
         is_kept: A module keeps it, and it is none of the batch.
     """
 
-    place: int
     name: str
     is_kept: bool = False
     _zeroed: list[tuple[torch.Tensor, torch.Tensor, int | None]] = field(
@@ -300,19 +314,14 @@ class WithoutBad(Patch):
             for zeroed, bad, version in self._zeroed
         )
 
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        if self.is_kept:
-            return list(calls)
-        wanted = dict(calls[self.place].leaves()).get(self.name)
-
-        def replaced(tensor: torch.Tensor) -> torch.Tensor:
-            return self._without_bad(tensor) if tensor is wanted else tensor
-
-        return [
-            call.with_batch(replaced) if place == self.place else call
-            for place, call in enumerate(calls)
-        ]
+    def changed(self, call: Call) -> Call:
+        """See `ChangedCall`."""
+        wanted = None if self.is_kept else dict(call.leaves()).get(self.name)
+        if wanted is None:
+            return call
+        return call.with_batch(
+            lambda each: self._without_bad(each) if each is wanted else each
+        )
 
     @contextmanager
     def applied(self, models: _Models) -> Iterator[None]:
@@ -351,61 +360,47 @@ def kept_at(models: _Models, name: str) -> tuple[dict[str, Any], str]:
 
 
 @dataclass(frozen=True)
-class WithoutNumber(Patch):
+class WithoutNumber(ChangedCall):
     """A call's batch has 0 in place of a number.
 
     Attributes:
-        place: The call's place.
         number: The number.
     """
 
     is_same_step = False
-    place: int
     number: float
 
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
+    def changed(self, call: Call) -> Call:
+        """See `ChangedCall`."""
 
         def replaced(tensor: torch.Tensor) -> torch.Tensor:
-            is_there = tensor.is_floating_point() and bool(
-                (tensor == self.number).any()
-            )
-            return tensor.masked_fill(tensor == self.number, 0) if is_there else tensor
+            is_it = tensor == self.number
+            is_there = tensor.is_floating_point() and bool(is_it.any())
+            return tensor.masked_fill(is_it, 0) if is_there else tensor
 
-        return [
-            call.with_batch(replaced) if place == self.place else call
-            for place, call in enumerate(calls)
-        ]
+        return call.with_batch(replaced)
 
 
 @dataclass(frozen=True)
-class ClampedBatch(Patch):
+class ClampedBatch(ChangedCall):
     """A call's batch has other numbers in place of those beyond bounds in one tensor.
 
     Attributes:
-        place: The call's place.
         name: The tensor.
         low: The least number.
         high: The largest one.
     """
 
     is_same_step = False
-
-    place: int
     name: str
     low: float
     high: float
 
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        large = dict(calls[self.place].leaves())[self.name]
-        clamp = {id(large): large.clamp(self.low, self.high)}
-        return [
-            call.with_batch(lambda each: clamp.get(id(each), each))
-            if place == self.place
-            else call
-            for place, call in enumerate(calls)
-        ]
+    def changed(self, call: Call) -> Call:
+        """See `ChangedCall`."""
+        large = dict(call.leaves())[self.name]
+        clamped = large.clamp(self.low, self.high)
+        return call.with_batch(lambda each: clamped if each is large else each)
 
 
 @dataclass(frozen=True)
