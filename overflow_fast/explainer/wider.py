@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from ..base.tensors import has_memory
+from ..torch_internals.tensor_internals import pytree
+from .torch_calls import tensors_among
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32)
@@ -42,6 +45,34 @@ def cast_leaf(tensor: torch.Tensor, casts: Casts) -> torch.Tensor:
         return tensor
     copy = tensor.detach().to(casts[tensor.dtype])
     return copy.requires_grad_() if tensor.requires_grad else copy
+
+
+def run_wider(
+    func: Any, args: Any, kwargs: Any, casts: Casts, *target: torch.Tensor
+) -> Any:
+    """Runs a torch call with tensors and dtypes that are wider, without autocast.
+
+    Args:
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        casts: The dtypes, by those that they stand for.
+        target: What it writes to, which comes first and stays as it is.
+    """
+    with autocast_off((target, args, kwargs)):
+        args, kwargs = cast_all((args, kwargs), casts)
+        return func(*target, *args, **kwargs)
+
+
+def autocast_off(given: Any) -> AbstractContextManager[object]:
+    """Turns autocast off for the device of the tensors that a call is given."""
+    tensors = tensors_among(given)
+    return torch.autocast(tensors[0].device.type if tensors else "cpu", enabled=False)
+
+
+def cast_all(value: Any, casts: Casts) -> Any:
+    """A value whose tensors and dtypes are wider; see `cast()`."""
+    return pytree.tree_map(lambda each: cast(each, casts), value)
 
 
 def _can_be_cast(tensor: torch.Tensor, casts: Casts) -> bool:

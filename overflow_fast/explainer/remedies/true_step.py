@@ -23,7 +23,7 @@ from ..bounds import norm_of, tolerance
 from ..op_table import OpTable
 from ..replayer import ReplayResult
 from ..torch_calls import BACKWARD, TorchCall, TorchCalls, tensors_among
-from ..wider import TO_FLOAT64, cast
+from ..wider import TO_FLOAT64, autocast_off, cast_all, run_wider
 from .patches import InDtype, in_wider_memory
 
 _CASTS = ("half", "float", "bfloat16", "double")
@@ -69,20 +69,16 @@ class _Widening(TorchCalls):
         name = plain_name(own.rstrip("_") if not own.endswith("__") else own)
         if own in ("__get__", "__set__") or has(name, "tells"):
             return func(*args, **kwargs)
-        given = tensors_among((args, kwargs))
-        device = given[0].device.type if given else "cpu"
-        with torch.autocast(device, enabled=False):
-            if has(name, "random"):
-                return _widened_all(self._random(name, own, func, args, kwargs))
-            if own in _CASTS:
-                func = torch.Tensor.double
-            is_in_place = own == "__setitem__" or (
-                own.endswith("_") and not own.endswith("__")
-            )
-            target = args[:1] if is_in_place else ()
-            rest, kwargs = _widened_all((args[len(target) :], kwargs))
-            result = func(*target, *rest, **kwargs)
-            return result if is_in_place else _widened_all(result)
+        if has(name, "random"):
+            with autocast_off((args, kwargs)):
+                result = self._random(name, own, func, args, kwargs)
+            return cast_all(result, TO_FLOAT64)
+        if own in _CASTS:
+            func = torch.Tensor.double
+        if own != "__setitem__" and (not own.endswith("_") or own.endswith("__")):
+            result = run_wider(func, args, kwargs, TO_FLOAT64)
+            return cast_all(result, TO_FLOAT64)
+        return run_wider(func, args[1:], kwargs, TO_FLOAT64, *args[:1])
 
     def _random(self, name: str, own: str, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that draws numbers, in the dtype that the program draws them in."""
@@ -100,10 +96,6 @@ class _Widening(TorchCalls):
         less, named = pytree.tree_map(narrowed, (args, kwargs))
         result = func(*less, **named)
         return args[0].copy_(result) if own.endswith("_") else result
-
-
-def _widened_all(value: Any) -> Any:
-    return pytree.tree_map(lambda each: cast(each, TO_FLOAT64), value)
 
 
 def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
