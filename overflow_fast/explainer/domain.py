@@ -188,7 +188,7 @@ def _divisor(given: _Given) -> str:
     if not has(given.base, "divides") or given.numbers[1] != 0:
         return ""
     if isinstance(given.arguments[1], torch.Tensor):
-        return f"the divisor is {given.shown(1)}"
+        return f"the divisor is {given.shown(1, '0')}"
     return f"the divisor is the number {given.arguments[1]:g}"
 
 

@@ -21,7 +21,6 @@ from ...base.torch_ops import base_of, has
 from ...base.tree import CALL_DEPTH, NotRebuilt, find, mapped, tensors_in
 from ...detector.observers import without_observers
 from ...explainer.ambient import applied
-from ...explainer.copies import check_model, to_float32
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.op_trace import ModuleStack, OpCall, OpTrace
 from ...explainer.snapshot import Snapshot
@@ -33,6 +32,7 @@ from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
 from ...torch_internals.running import (
     graph_task_id,
 )
+from ..precision.copies import check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from .compare_runs import (
     StepContext,
