@@ -12,7 +12,6 @@ The whole step in float64 is no matter of operations: see `remedies/true_step.py
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,17 +123,14 @@ class Float64Run:
         given: What they read that none of them has written.
         nudged: The operations whose results of exactly 0 and 1 are moved by the least
             that float64 can.
-        noise: By how much of it, at most, what they read of other operations is moved.
 
     Attributes:
         failed: The rows of the operations that have no float64: their results stay as
             they were.
     """
 
-    def __init__(
-        self, given: Given, nudged: Sequence[TapedCall] = (), noise: float = 0.0
-    ) -> None:
-        self._given, self._nudged, self._noise = given, nudged, noise
+    def __init__(self, given: Given, nudged: Sequence[TapedCall] = ()) -> None:
+        self._given, self._nudged = given, nudged
         self._memory: dict[int, torch.Tensor] = {}
         self.failed: list[Row] = []
 
@@ -174,11 +170,7 @@ class Float64Run:
         if not tensor.is_float:
             return tensor.value.clone()
         if tensor.memory not in self._memory:
-            given = self._given.wide(tensor)
-            if self._noise and tensor.contents.is_made:
-                least = torch.finfo(tensor.dtype).smallest_normal
-                given = _moved(given, self._noise, least)
-            self._memory[tensor.memory] = given
+            self._memory[tensor.memory] = self._given.wide(tensor)
         return tensor.of(self._memory[tensor.memory])
 
     def _put(self, own: TapedTensor, result: torch.Tensor) -> None:
@@ -208,16 +200,3 @@ def _nudge(values: torch.Tensor, numbers: Sequence[float]) -> None:
         values[values == 0] = info.smallest_normal
     if 1.0 in numbers:
         values[values.abs() == 1] *= 1 - info.eps / 2
-
-
-def _moved(values: torch.Tensor, share: float, least: float) -> torch.Tensor:
-    """Values moved by up to a share of each, and by up to twice the least."""
-    places = torch.arange(_NUM_SHIFTS, dtype=torch.float64, device=values.device)
-    few = places.mul_(12.9898).add_(1).sin_()  # looks random
-    times = -(-values.numel() // _NUM_SHIFTS)
-    shifts = few.repeat(times)[: values.numel()].view_as(values)
-    by = math.copysign(2 * least, share)
-    return values.addcmul(values, shifts, value=share).add_(shifts, alpha=by)
-
-
-_NUM_SHIFTS = 4099  # a prime: no row of a matrix is moved as the next one is

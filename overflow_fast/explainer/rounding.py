@@ -4,9 +4,8 @@ The operations that an undefined result depends on are held in the replay's tabl
 are run in float64, from one of them on: if the result is finite from one on and not
 from the next on, the first of the two is where the value was lost.
 
-First the nearest of them alone. Where the result stays undefined, they are run with
-what they read moved by far more than rounding: if it is undefined then, too, rounding
-before them is not what made it so, and no more are run.
+First the nearest of them alone, which takes less; where the result stays undefined,
+more of them, up to all that are held.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from .users_lines import op_at, place_text
 # benchmarks/answers, none ran more than 6 operations before the one that failed.
 _NEAREST = 12
 _CHEAP = 2**18  # elements: operations on fewer, up to the first on more, come first
-_NOISE = 0.01  # of a value; rounding is at most 0.004, in bfloat16
 
 NO_HELP = "; a wider dtype would not help"
 
@@ -53,8 +51,6 @@ class Lost:
         as_they_were: The names of operations between that have no float64.
         row: The operation whose rounding lost the value; None where `value` is not
             finite either.
-        is_steady: Whether it is not finite either where what the operations read is
-            moved by far more than rounding.
         own: A value that this operation returned, as it was.
         true: The same value in float64, of the same inputs.
         least: The smallest normal number of its dtype; smaller ones may become 0.
@@ -67,7 +63,6 @@ class Lost:
     is_beyond: bool = False
     as_they_were: Sequence[str] = ()
     row: Row | None = None
-    is_steady: bool = False
     own: float = math.nan
     true: float = math.nan
     least: float = 0.0
@@ -104,11 +99,9 @@ class _Undefined:
         self.index = None if places is None else places[0]
         self._bad = bad[0] if bad else None
 
-    def run(
-        self, first: int = 0, nudged: Sequence[TapedCall] = (), noise: float = 0.0
-    ) -> Float64Run:
+    def run(self, first: int = 0, nudged: Sequence[TapedCall] = ()) -> Float64Run:
         """Runs the operations from one on; see `Float64Run`."""
-        run = Float64Run(self._given, nudged, noise)
+        run = Float64Run(self._given, nudged)
         run.run(self.calls[first:])
         return run
 
@@ -168,9 +161,7 @@ def lost_value(calls: Sequence[TapedCall]) -> Lost | None:
     read = {row for call in calls for row in call.row.read_from}
     lost = Lost(first, value, read <= known and not as_they_were, False, as_they_were)
     if not math.isfinite(value):
-        lost = _beyond_float64(undefined, lost)
-        moved = (undefined.is_finite(0, (), each) for each in (_NOISE, -_NOISE))
-        return replace(lost, is_steady=lost.row is None and not any(moved))
+        return _beyond_float64(undefined, lost)
     if undefined.is_finite(len(calls) - 1):
         return None
     search = Halving(len(calls) - 1)  # for the last one from which on it is finite
