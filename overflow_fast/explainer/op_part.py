@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from .tensor_kinds import as_plain, is_float
 # for want of memory, and of smaller ones a part may be computed where all could be.
 _MAX_NUMEL = 2**27
 
-_Cut = Callable[[torch.Tensor], torch.Tensor]
+_Cut = Mapping[int, int]  # the place that is left of an axis, by axis
 
 
 def is_large(op: OpCall) -> bool:
+    """True if the arguments of an operation are too large to be copied."""
     arguments = [*map(as_plain, tensors_in((op.args, op.kwargs)))]
     if any(type(t) not in PLAIN for t in arguments):
         raise NotImplementedError("a tensor subclass")
@@ -75,7 +76,8 @@ def _cut(op: OpCall, cuts: Sequence[_Cut]) -> OpCall:
     left = iter(cuts)
 
     def part(value: Any) -> Any:
-        return next(left)(value) if isinstance(value, torch.Tensor) else value
+        is_cut = isinstance(value, torch.Tensor)
+        return _narrowed(value, next(left)) if is_cut else value
 
     args = tuple(map(part, op.args))
     return OpCall(op.func, args, {k: part(value) for k, value in op.kwargs.items()})
@@ -83,45 +85,34 @@ def _cut(op: OpCall, cuts: Sequence[_Cut]) -> OpCall:
 
 def _cuts(
     op: OpCall, bad: torch.Tensor, index: tuple[int, ...]
-) -> Iterator[tuple[Sequence[int], list[_Cut]]]:
-    """Yields axes of the result to cut, from the first on, and each argument's part."""
+) -> Iterator[tuple[Sequence[int], Sequence[_Cut]]]:
+    """Yields axes of the result to cut, from the first on, and each argument's cut."""
     values = *op.args, *op.kwargs.values()
     given = [each for each in values if isinstance(each, torch.Tensor)]
     every = range(len(index))
 
-    def broadcast(tensor: torch.Tensor) -> torch.Tensor:
-        missing = len(index) - tensor.dim()
-        sizes = enumerate(tensor.shape)
-        wanted = {axis: index[axis + missing] for axis, n in sizes if n > 1}
-        return _narrowed(tensor, wanted)
+    def broadcast(tensor: torch.Tensor) -> _Cut:
+        places = zip(tensor.shape, index[len(index) - tensor.dim() :], strict=True)
+        return {axis: i for axis, (n, i) in enumerate(places) if n > 1}
+
+    def rows(tensor: torch.Tensor, axes: Sequence[int]) -> _Cut:
+        sizes = zip(tensor.shape, bad.shape, strict=False)
+        return {i: index[i] for i, (n, m) in enumerate(sizes) if i in axes and n == m}
 
     if torch.Tag.pointwise in op.func.tags:
-        yield every, [broadcast] * len(given)
+        yield every, [*map(broadcast, given)]
     elif has(op.base, "product"):
-        batch = dict(enumerate(index[:-2]))
-        last = len(index) - 1
-        left = {**batch, last - 1: index[-2]}
-        right = {**batch, last: index[-1]}
-        cuts: list[_Cut] = [lambda t: _narrowed(t, left), lambda t: _narrowed(t, right)]
-        yield every, [*[broadcast] * (len(given) - 2), *cuts]
+        *batch, row, column = index
+        left = dict(enumerate([*batch, row]))
+        right = {**dict(enumerate(batch)), len(index) - 1: column}
+        yield every, [*map(broadcast, given[:-2]), left, right]
     for axes in (every[:-1], every[:1]):
-        for others in (True, False):
-
-            def rows(tensor: torch.Tensor, of: range = axes) -> torch.Tensor:
-                own = zip(tensor.shape, bad.shape, strict=False)
-                same = [i for i, (n, m) in enumerate(own) if i in of and n == m]
-                return _narrowed(tensor, {axis: index[axis] for axis in same})
-
-            rest: _Cut = rows if others else _whole
-            yield axes, [rows, *[rest] * (len(given) - 1)]
+        cuts = [rows(tensor, axes) for tensor in given]
+        yield axes, cuts
+        yield axes, [*cuts[:1], *({} for _ in cuts[1:])]
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _narrowed(tensor: torch.Tensor, places: Mapping[int, int]) -> torch.Tensor:
-    """One place of some axes of a tensor."""
+def _narrowed(tensor: torch.Tensor, places: _Cut) -> torch.Tensor:
     for axis, place in places.items():
         tensor = tensor.narrow(axis, place, 1)
     return tensor
