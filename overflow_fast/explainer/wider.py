@@ -10,7 +10,7 @@ import torch
 
 from ..base.tensors import has_memory
 from ..torch_internals.tensor_internals import pytree
-from .torch_calls import tensors_among
+from .torch_calls import BACKWARD, TorchCalls, tensors_among
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32)
@@ -66,8 +66,42 @@ def run_wider(
 
 def autocast_off(given: Any) -> AbstractContextManager[object]:
     """Turns autocast off for the device of the tensors that a call is given."""
+    return torch.autocast(_device_of(given), enabled=False)
+
+
+class WiderAutocast(TorchCalls):
+    """Casts to a wider dtype where autocast casts to one that it stands for.
+
+    For the calls of the thread that enters it, and of autograd's while they work for
+    that one.
+
+    Args:
+        dtype: bfloat16, or float32, for which autocast is off.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func in BACKWARD:
+            return self._backward(name, func, args, kwargs)
+        device = _device_of((args, kwargs))
+        has_autocast = torch.amp.is_autocast_available(device)
+        is_on = has_autocast and torch.is_autocast_enabled(device)
+        if not is_on or torch.get_autocast_dtype(device) not in CASTS[self._dtype]:
+            return func(*args, **kwargs)
+        is_on = self._dtype is not torch.float32
+        with torch.autocast(device, self._dtype if is_on else None, enabled=is_on):
+            return func(*args, **kwargs)
+
+
+def _device_of(given: Any) -> str:
     tensors = tensors_among(given)
-    return torch.autocast(tensors[0].device.type if tensors else "cpu", enabled=False)
+    return tensors[0].device.type if tensors else "cpu"
 
 
 def cast_all(value: Any, casts: Casts) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,27 +12,20 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ... import _C
-from ...base.modules import modules_in, named_modules, own_tensors, tensors_of
+from ...base.modules import named_modules, own_tensors, tensors_of
 from ...detector.selection import full_name
-from ...guard.kept_calls.ambient import autocast_of
 from ...guard.process import has_process_group
 from ...torch_internals.module_internals import BUFFERS
 from ...torch_internals.replaying import (
-    autocast_devices,
-    inherited,
-    set_inherited,
     uncompiled_calls,
 )
 from ..calls import Call, part_of
 from ..named_tensors import state_by_name
 from ..replayer import Patch
-from ..wider import CASTS, cast, cast_leaf
+from ..wider import CASTS, WiderAutocast, cast, cast_leaf
 from .keep_in_fp32 import keep_in_fp32
 
 # Changes of precision and of weights that are undone bit for bit.
-
-
-_KEY = "overflow_fast_dtype"  # of what threads inherit
 
 
 @contextmanager
@@ -114,40 +107,8 @@ def in_dtype(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
 
     Weights change for all threads; autocast in those alone that work for this one.
     """
-    models = list(models)
-    with ExitStack() as stack:
-        stack.enter_context(in_wider_memory(models, dtype))
-        stack.enter_context(_kept_autocast())
-        stack.callback(set_inherited, _KEY, None)
-        set_inherited(_KEY, dtype)
-        for model in models:
-            for module in modules_in(model):
-                handle = module.register_forward_pre_hook(_begin_dtype, prepend=True)
-                stack.enter_context(handle)
+    with in_wider_memory(models, dtype), WiderAutocast(dtype):
         yield
-
-
-@contextmanager
-def _kept_autocast() -> Iterator[None]:
-    kept = autocast_of(autocast_devices())
-    try:
-        yield
-    finally:
-        for device, is_enabled, dtype in kept:
-            torch.set_autocast_enabled(device, is_enabled)
-            torch.set_autocast_dtype(device, dtype)
-
-
-def _begin_dtype(module: nn.Module, args: object) -> None:
-    dtype = inherited(_KEY)
-    if dtype is None:
-        return
-    for device, is_enabled, now in autocast_of(autocast_devices()):
-        if is_enabled and now in CASTS[dtype]:
-            if dtype is torch.float32:
-                torch.set_autocast_enabled(device, False)
-            else:
-                torch.set_autocast_dtype(device, dtype)
 
 
 _Models = Mapping[str, nn.Module]
