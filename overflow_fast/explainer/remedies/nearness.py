@@ -18,7 +18,7 @@ from ..calls import Call
 from ..replayer import Observer, Patch, Replayer, StepPart
 from ..tensor_kinds import floats_in
 from ..wider import HALF
-from .patches import InDtype
+from .patches import Eagerly, InDtype
 
 _IN_FLOAT32 = InDtype(torch.float32)
 
@@ -96,7 +96,9 @@ class Nearness:
         if not self._has_half():
             return []
         outputs = Outputs()
-        result = self._replayer.run(StepPart(), [*others, _IN_FLOAT32], [outputs])
+        # Compiled code has casts of its own, which no autocast changes any more.
+        patches = [*others, Eagerly(), _IN_FLOAT32]
+        result = self._replayer.run(StepPart(), patches, [outputs])
         return outputs.tensors if result.is_clean else []
 
     def _has_half(self) -> bool:
