@@ -152,7 +152,7 @@ def _masked_scores(given: _Given) -> str:
     if not isinstance(dim, int) or len(place) != scores.dim():
         return ""
     dim %= scores.dim()
-    row = scores[(*place[:dim], slice(None), *place[dim + 1 :])]
+    row = scores.movedim(dim, -1)[(*place[:dim], *place[dim + 1 :])]
     if not bool((row == -math.inf).all()):
         return ""
     at = ", ".join(":" if i == dim else str(n) for i, n in enumerate(place))

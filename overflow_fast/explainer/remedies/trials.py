@@ -436,8 +436,8 @@ class Trials:
         if self.truth is not None:
             facts = self.truth.compared(remedy, own, usual)
         is_right = facts.get("misses") == ""
-        is_known = usual is not None and remedy.loss is not None and not is_right
-        if is_known and LOSS.is_passed(abs(remedy.loss), usual):
+        loss = None if is_right else remedy.loss
+        if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
             facts["usual"] = usual
         broken = nonfinite_after(
             self.replayer.models, self._failure.optimizers, own.gradients
