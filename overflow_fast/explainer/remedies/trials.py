@@ -492,7 +492,7 @@ class Trials:
 
     def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
         from_loss = [FromLoss()] * self._drops_gradients
-        observers = [] if self._nearness is None else [self._nearness.outputs]
+        observers = [] if self._nearness is None else [self._nearness]
         return self.replayer.run(part, [*self._others, *patches, *from_loss], observers)
 
     @property
