@@ -35,7 +35,7 @@ def outside_of_domain(op: OpCall, index: Index | None) -> str:
         return _negative_variance(op)
     if index is None or not op.args:
         return ""
-    given = _Given(op, index)
+    given = _Operands(op, index)
     return next(filter(None, (check(given) for check in _CHECKS)), "")
 
 
@@ -61,8 +61,8 @@ def _own_place(value: torch.Tensor, index: Index) -> Index:
     return tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
 
 
-class _Given:
-    """What an operation was given for one place of its result.
+class _Operands:
+    """An operation with what it was given for one place of its result.
 
     Attributes:
         op: The operation.
@@ -94,7 +94,7 @@ class _Given:
         return first if isinstance(first, torch.Tensor) and first.dim() else None
 
 
-def _input(given: _Given) -> str:
+def _input(given: _Operands) -> str:
     """The number that a function of one number is not defined for."""
     value, is_inside = given.numbers[0], given.row.is_inside
     if value is None or not math.isfinite(value) or is_inside(value):
@@ -105,7 +105,7 @@ def _input(given: _Given) -> str:
     return f"its input is {given.shown(0, shown)}; {needs}"
 
 
-def _power(given: _Given) -> str:
+def _power(given: _Operands) -> str:
     """The base and the exponent of a power that is no real number."""
     value, power = given.numbers
     if given.base != "pow" or value is None or power is None:
@@ -117,7 +117,7 @@ def _power(given: _Given) -> str:
     return ""
 
 
-def _second_input(given: _Given) -> str:
+def _second_input(given: _Operands) -> str:
     """The second argument, where it must be above a number."""
     above, second = given.row.above, given.numbers[1]
     if above is None or second is None or second > above:
@@ -126,7 +126,7 @@ def _second_input(given: _Given) -> str:
     return f"its second input is {given.shown(1)}; {needs}"
 
 
-def _of_infinity(given: _Given) -> str:
+def _of_infinity(given: _Operands) -> str:
     """The numbers that are added, multiplied or divided, where one is infinite."""
     sign, (value, second) = given.row.sign, given.numbers
     is_plain = given.op.kwargs.get("alpha", 1) == 1
@@ -138,7 +138,7 @@ def _of_infinity(given: _Given) -> str:
     return f"it is {value:g} {sign} {second:g}{at}"
 
 
-def _masked_scores(given: _Given) -> str:
+def _masked_scores(given: _Operands) -> str:
     """A row of a softmax that is -inf throughout: nothing is left to weigh."""
     scores, dim, place = given.matrix(), given.arguments[1], list(given.index)
     if scores is None or not (has(given.base, "softmax") or given.base == "logsumexp"):
@@ -159,7 +159,7 @@ def _masked_scores(given: _Given) -> str:
     return f"all {row.numel()} scores at [{at}] are -inf"
 
 
-def _direction(given: _Given) -> str:
+def _direction(given: _Operands) -> str:
     """A row of a weight that has no direction: it is 0 throughout."""
     weight, args = given.matrix(), given.op.args
     if given.base != "_weight_norm_interface" or weight is None:
@@ -171,7 +171,7 @@ def _direction(given: _Given) -> str:
     return f"all of its input at [{at}] is 0, whose norm it divides by"
 
 
-def _determinant(given: _Given) -> str:
+def _determinant(given: _Operands) -> str:
     """A matrix whose determinant is 0, in float64 as well."""
     if not has(given.base, "pivots") or given.matrix() is None:
         return ""
@@ -183,7 +183,7 @@ def _determinant(given: _Given) -> str:
     return f"the determinant of its matrix{at} is 0"
 
 
-def _divisor(given: _Given) -> str:
+def _divisor(given: _Operands) -> str:
     """A divisor of 0."""
     if not has(given.base, "divides") or given.numbers[1] != 0:
         return ""
@@ -192,7 +192,7 @@ def _divisor(given: _Given) -> str:
     return f"the divisor is the number {given.arguments[1]:g}"
 
 
-def _frames(given: _Given) -> str:
+def _frames(given: _Operands) -> str:
     """A sample whose labels no alignment has: there are too few frames."""
     if given.base != "_ctc_loss" or len(given.index) != 1:
         return ""
@@ -220,7 +220,7 @@ def _negative_variance(op: OpCall) -> str:
     return f"running_var is {float(variance[places[0]]):.3g} at {places[:1]}"
 
 
-_CHECKS: tuple[Callable[[_Given], str], ...] = (
+_CHECKS: tuple[Callable[[_Operands], str], ...] = (
     *(_frames, _input, _power, _second_input, _of_infinity),
     *(_masked_scores, _direction, _determinant, _divisor),
 )

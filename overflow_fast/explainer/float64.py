@@ -97,7 +97,7 @@ def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     return computed(op.func, op.base, op.args, op.kwargs, wide), written
 
 
-class Given:
+class WideMemory:
     """The memory that operations read, in float64, as it was before them.
 
     Args:
@@ -129,7 +129,7 @@ class Float64Run:
             they were.
     """
 
-    def __init__(self, given: Given, nudged: Sequence[TapedCall] = ()) -> None:
+    def __init__(self, given: WideMemory, nudged: Sequence[TapedCall] = ()) -> None:
         self._given, self._nudged = given, nudged
         self._memory: dict[int, torch.Tensor] = {}
         self.failed: list[Row] = []

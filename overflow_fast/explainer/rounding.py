@@ -22,7 +22,7 @@ from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import told_apart
-from .float64 import Float64Run, Given, impossible
+from .float64 import Float64Run, WideMemory, impossible
 from .halving import Halving
 from .op_rows import Row
 from .root_op import new_places
@@ -92,7 +92,7 @@ class _Undefined:
     """
 
     def __init__(self, calls: Sequence[TapedCall]) -> None:
-        self.calls, self._given = calls, Given(calls)
+        self.calls, self._given = calls, WideMemory(calls)
         bad = [e for e in calls[-1].results if not bool(e.value.isfinite().all())]
         read = [each.value for each in calls[-1].read.values()]
         places = new_places(bad[0].value, read) if bad else None
