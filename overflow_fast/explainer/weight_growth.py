@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..scanner.ops import scan
 from .bad_step import BadStep
 from .bounds import FIRST_TO_GROW, SCALED_BACK, WEIGHT
-from .named_tensors import names_of
+from .named_tensors import magnitudes_of
 from .past_steps import KEPT
 
 _SOON = 2  # then it may have grown before the first step that is known
@@ -47,7 +46,8 @@ def find_growth(
     past = incident.past
     history = past.weights
     before = {name: recent[0] for name, recent in history.items() if recent}
-    now = _magnitudes(models, before)
+    sizes = magnitudes_of(models, "parameter")
+    now = {name: size for name, size in sizes.items() if name in before}
     if not now:
         return None
     name = max(now, key=lambda each: now[each])
@@ -119,20 +119,3 @@ def _when(before: int) -> str:
     if before == 0:
         return "in this step"
     return "in the step before" if before == 1 else f"{before} steps before this one"
-
-
-def _magnitudes(
-    models: Mapping[str, nn.Module], wanted: Mapping[str, float]
-) -> dict[str, float]:
-    """The largest magnitudes of parameters that are finite."""
-    named = {
-        name: tensor.detach()
-        for kind, name, tensor in names_of(models)
-        if kind == "parameter" and name in wanted
-    }
-    stats = scan(list(named.values()))
-    return {
-        name: stat.abs_max
-        for name, stat in zip(named, stats, strict=True)
-        if stat.abs_max is not None and not stat.has_nan and not stat.has_inf
-    }

@@ -10,9 +10,9 @@ from torch import nn
 
 from ...base.tree import path_text, tensors
 from ..bounds import BUFFER
-from ..named_tensors import names_of, state_by_name
+from ..named_tensors import state_by_name
 from ..optimizer_twin import OptimizerTwin, group_of
-from ..tensor_kinds import is_float, kinds_of, summary_of
+from ..tensor_kinds import is_float, kinds_of
 
 # A gradient may make a state inf from this share of its dtype's largest root on: Adam
 # keeps a tenth of a percent of the square.
@@ -70,15 +70,6 @@ def _stepped(
         if is_float(each) and kinds_of(each):
             return path.strip("[]'\"")
     return ""
-
-
-def buffer_sizes(models: Mapping[str, nn.Module]) -> dict[str, float]:
-    """The largest magnitudes of float buffers, by name."""
-    return {
-        name: summary_of(tensor).abs_max or 0.0
-        for kind, name, tensor in names_of(models)
-        if kind == "buffer" and is_float(tensor) and tensor.numel()
-    }
 
 
 def grown_buffer(before: Mapping[str, float], after: Mapping[str, float]) -> str:

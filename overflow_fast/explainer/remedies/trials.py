@@ -20,7 +20,7 @@ from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
 from ..explain_origin import mask_of, named_row
 from ..halving import Halving
-from ..named_tensors import state_by_name
+from ..named_tensors import magnitudes_of, state_by_name
 from ..op_rows import Row
 from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
@@ -36,7 +36,7 @@ from .source_file import Edit, SourceFile, span_in
 
 if TYPE_CHECKING:
     from .nearness import Nearness
-from .step_after import buffer_sizes, grown_buffer, nonfinite_after
+from .step_after import grown_buffer, nonfinite_after
 from .true_step import InFloat64, Truth, in_float64
 
 # The patches that are in place while further ones are tried, and their sum.
@@ -424,10 +424,10 @@ class Trials:
         """The fields of a remedy that say whether it is right, and what it breaks."""
         if not all(patch.is_same_step for patch in patches):
             return {}
-        own, after = result.held(), buffer_sizes(self.replayer.models)
+        own, after = result.held(), magnitudes_of(self.replayer.models, "buffer")
         if self._buffers is None:
             self.replayer.state.begin()
-            self._buffers = buffer_sizes(self.replayer.models)
+            self._buffers = magnitudes_of(self.replayer.models, "buffer")
         left = grown_buffer(self._buffers, after)
         if self.truth is None and all(each.is_exact for each in applied.trials):
             self.find_truth(patches)
