@@ -29,24 +29,6 @@ from .keep_in_fp32 import keep_in_fp32
 
 
 @contextmanager
-def in_float32(
-    model: nn.Module, names: Sequence[str], until: Sequence[str] | None = None
-) -> Iterator[None]:
-    """Runs modules in float32, as `keep_in_fp32` does; casts their weights back.
-
-    Args:
-        model: The model.
-        names: The qualified names of the modules.
-        until: See `keep_in_fp32`.
-    """
-    tensors = tensors_of(model)
-    _require_unheld(tensors)
-    own = [(tensor, tensor.data) for tensor in tensors]
-    with with_data(own), keep_in_fp32(model, names, until):
-        yield
-
-
-@contextmanager
 def with_data(changes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
     """Gives parameters and buffers other memory, and then their own again.
 
@@ -64,14 +46,19 @@ def with_data(changes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[
     kept = [(tensor, tensor.data) for tensor, _ in changes]
     try:
         for tensor, new in changes:
-            tensor.data = new
+            if not _holds(tensor, new):
+                tensor.data = new
         yield
     finally:
         for tensor, data in kept:
-            if tensor.dtype != data.dtype or tensor.data_ptr() != data.data_ptr():
+            if not _holds(tensor, data):
                 if tensor.is_leaf:
                     tensor.grad = None  # of the trial; those of the step are set aside
                 tensor.data = data
+
+
+def _holds(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    return tensor.dtype == data.dtype and tensor.data_ptr() == data.data_ptr()
 
 
 def in_wider_memory(
@@ -101,22 +88,12 @@ def _is_held(tensor: torch.Tensor) -> bool:
     return bool(again.metadata.pop(mark, False))
 
 
-@contextmanager
-def in_dtype(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Runs what is narrower, by weights or by autocast, in bfloat16 or float32.
-
-    Weights change for all threads; autocast in those alone that work for this one.
-    """
-    with in_wider_memory(models, dtype), WiderAutocast(dtype):
-        yield
-
-
 _Models = Mapping[str, nn.Module]
 
 
 @dataclass(frozen=True)
 class Float32Modules(Patch):
-    """Modules run in float32.
+    """Modules run in float32, as `keep_in_fp32` does; their weights are cast back.
 
     Attributes:
         prefix: What the names of their model's modules begin with.
@@ -128,14 +105,22 @@ class Float32Modules(Patch):
     names: tuple[str, ...]
     until: tuple[str, ...] | None = None
 
-    def applied(self, models: _Models) -> AbstractContextManager[object]:
+    @contextmanager
+    def applied(self, models: _Models) -> Iterator[None]:
         """See `Patch`."""
-        return in_float32(models[self.prefix], self.names, self.until)
+        model = models[self.prefix]
+        tensors = tensors_of(model)
+        _require_unheld(tensors)
+        own = [(tensor, tensor.data) for tensor in tensors]
+        with with_data(own), keep_in_fp32(model, self.names, self.until):
+            yield
 
 
 @dataclass(frozen=True)
 class InDtype(Patch):
     """Uses a wider dtype in weights, batches and autocast.
+
+    Weights change for all threads; autocast in those alone that work for this one.
 
     Attributes:
         dtype: bfloat16 in place of float16, or float32 in place of both.
@@ -143,9 +128,12 @@ class InDtype(Patch):
 
     dtype: torch.dtype
 
-    def applied(self, models: _Models) -> AbstractContextManager[object]:
+    @contextmanager
+    def applied(self, models: _Models) -> Iterator[None]:
         """See `Patch`."""
-        return in_dtype(models.values(), self.dtype)
+        wider = in_wider_memory(models.values(), self.dtype)
+        with wider, WiderAutocast(self.dtype):
+            yield
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
