@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from .bounds import EXPLODING, GROWING
 from .op_rows import Row
 from .trace_back import ForwardRows
 from .users_lines import place_text
 
 _FEWEST = 6  # calls; fewer tell no factor
-# Chosen, not measured. The growths of benchmarks/answers are by factors from 1.4 on,
-# and by 7,900 or more in all.
+# Of a call: less is no growth of a recurrence; those of benchmarks/answers are by 1.4
+# and more. Too low, a large sum of many calls is taken for one.
 _LEAST_FACTOR = 1.01
-_LEAST_GROWTH = 10.0
-_EXPLODES = 1e3  # so much of the way to the overflow: more than a loss's scale explains
 _MOST_CALLS = 4096  # each look at an even part takes time by their square
 _MOST_BACK = 8  # operations from the one that overflowed to the one that grew
 # How far results may be from a constant factor: by 4, or by so much of all growth.
@@ -52,7 +51,7 @@ class CallGrowth:
     @property
     def explodes(self) -> bool:
         """True if it is what the overflow of a gradient comes from."""
-        return self.is_backward and self.total >= _EXPLODES
+        return self.is_backward and EXPLODING.is_passed(self.total, 1.0)
 
     @property
     def text(self) -> str:
@@ -103,7 +102,7 @@ def _growth_before(row: Row, forward_rows: ForwardRows) -> CallGrowth | None:
         row = max(given, key=lambda each: each.abs_max or 0.0)
         calls = forward_rows.calls_like(row)
         found = _trend(calls[: calls.index(row) + 1], calls, forward_rows, "call")
-        if found is not None and found.total >= _EXPLODES:
+        if found is not None and EXPLODING.is_passed(found.total, 1.0):
             return replace(found, before=row)
     return None
 
@@ -135,7 +134,7 @@ def _trend(
         return None
     total = sizes[-1] / sizes[first]
     factor = total ** (1 / num)
-    if factor < _LEAST_FACTOR or total < _LEAST_GROWTH:
+    if factor < _LEAST_FACTOR or not GROWING.is_passed(total, 1.0):
         return None
     names = [forward_rows.module_of(each) for each in calls]
     since = forward_rows.module_of(before[first]) if unit == "module" else ""

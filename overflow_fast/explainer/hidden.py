@@ -14,10 +14,11 @@ import torch
 from ..base.text import rounded
 from ..base.torch_ops import base_of, has, op_of, plain_name
 from ..guard.report.explanation import Explanation
+from .bounds import tolerance
 from .explain_origin import explain_root_op
 from .op_rows import Row
 from .op_table import OpTable
-from .remedies.nearness import NEAR, Nearness, Outputs
+from .remedies.nearness import Nearness
 from .replayer import Replayer, ReplayResult, StepPart
 from .trace_back import ForwardRows, RootOp
 from .users_lines import place_text
@@ -49,9 +50,9 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
         replayer: Runs it; it is entered.
         place: The place of its call.
     """
-    outputs = Outputs()
+    nearness = Nearness(replayer)
     part = StepPart(place, looks_back=True, has_calls=True)
-    traced = replayer.run(part, observers=[outputs])
+    traced = replayer.run(part, observers=[nearness])
     table = traced.table
     if table is None or traced.error is not None or not traced.is_clean:
         return None
@@ -69,9 +70,9 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     telling = (each for each in overflows if not _saturates(each[0], table.rows))
     bad, found = next(telling, (overflows or explained)[0])
     root_op = RootOp(bad, [bad])
-    distance = Nearness(replayer).distance(outputs)
+    distance = nearness.distance()
     found.evidence.insert(1, _told(bad, table.rows, distance))
-    is_wrong = distance is not None and distance > NEAR
+    is_wrong = distance is not None and distance > tolerance(())
     if not is_wrong:
         told = "; ".join(map(str, found.evidence[:2]))
         found = Explanation(notes=[f"The forward is finite. Within it: {told}."])
@@ -88,9 +89,9 @@ def tell_hidden(replayer: Replayer, bad: Row, table: OpTable) -> str:
         bad: The operation.
         table: The operations.
     """
-    outputs = Outputs()
-    replayer.run(StepPart(), observers=[outputs])
-    return _told(bad, table.rows, Nearness(replayer).distance(outputs))
+    nearness = Nearness(replayer)
+    replayer.run(StepPart(), observers=[nearness])
+    return _told(bad, table.rows, nearness.distance())
 
 
 def _told(bad: Row, rows: Sequence[Row], distance: float | None) -> str:

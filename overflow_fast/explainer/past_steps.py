@@ -17,8 +17,8 @@ from ..base.tree import label_text
 from ..guard.monitors.monitor import scalar_places
 from ..guard.verdict.roles import GRADIENTS
 from ..guard.watching.watch import ModelWatch
+from .bounds import WHOLE_BATCH
 
-_MANY = 10.0  # times the largest of the last steps; chosen, not measured
 KEPT = 16  # `kSteps` of csrc/record/headroom.h
 
 
@@ -52,7 +52,7 @@ class PastSteps:
         """Describes what a model was given or returned and is far larger, or ""."""
         for name, (*before, now) in self.sizes.items():
             most = max(before, default=0.0)
-            if now > _MANY * most > 0:
+            if WHOLE_BATCH.is_passed(now, most):
                 steps = "step" if len(before) == 1 else f"{len(before)} steps"
                 return (
                     f"the model's `{name}` is up to {now:.3g} in magnitude, "

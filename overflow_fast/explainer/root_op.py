@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..base.tensors import PLAIN, real_parts, widened
+from ..base.tensors import real_parts, widened
 from ..base.text import error_line
-from ..base.torch_ops import draws, has, op_of
-from ..base.tree import mapped, tensors_in
+from ..base.torch_ops import has, op_of
+from ..base.tree import tensors_in
 from ..guard.report.op import Op
-from ..torch_internals.replaying import attention_by_definition, schema_names
+from .domain import outside_of_domain, value_at
+from .float64 import in_float64
 from .mask_counts import MaskCounts, has_no_label
+from .op_part import is_large, part_of
 from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
 from .op_trace import OpCall
 from .tensor_kinds import (
     NAN,
     Index,
-    as_plain,
     bad_columns,
     bad_places,
     is_float,
@@ -28,191 +29,6 @@ from .tensor_kinds import (
     summary_of,
 )
 from .torch_calls import running_call
-
-# Computes an operation again in float64.
-
-
-_MAX_NUMEL = 2**27  # of all arguments together, which are copied
-
-
-def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
-    """Runs it in float64: its output, and what it writes to, by what it wrote to."""
-    written: dict[int, torch.Tensor] = {}
-
-    def in_its_place(value: Any) -> Any:
-        wide = _widened(op, value)
-        if id(value) in op.kept:
-            wide = written.setdefault(id(value), wide)
-        return wide
-
-    kinds = torch.Tensor, torch.dtype
-    args, kwargs = mapped((op.args, op.kwargs), in_its_place, kinds=kinds)
-    return run_in_float64(op.func, op.base, args, kwargs), written
-
-
-def run_in_float64(func: Any, base: str, args: Any, kwargs: Any) -> Any:
-    """Runs an operation whose arguments were widened, and returns its results.
-
-    Raises:
-        NotImplementedError: If that is not the same operation.
-    """
-    _require_repeatable(func, args, kwargs)
-    if "half_to_float" in schema_names(func):  # as `_softmax` has
-        args = (*args[:2], False)
-    if base.startswith("_scaled_dot_product") and "backward" not in base:
-        return _attention(func, args, kwargs)
-    return func(*args, **kwargs)
-
-
-def _require_repeatable(func: Any, args: Any, kwargs: Any) -> None:
-    if not str(func).startswith(("aten.", "prims.")):
-        raise NotImplementedError("an operation of an extension")
-    if draws(func, args, kwargs):
-        raise NotImplementedError("it draws random numbers")
-
-
-def _widened(op: OpCall, value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value.is_floating_point else value
-    value = as_plain(op.kept.get(id(value), value)).detach()
-    if value.is_complex():
-        return value.to(torch.complex128)
-    return value.double() if value.is_floating_point() else value.clone()
-
-
-# The part of an operation that is too large to be copied.
-
-
-_Cut = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _is_large(op: OpCall) -> bool:
-    arguments = [*map(as_plain, tensors_in((op.args, op.kwargs)))]
-    if any(type(t) not in PLAIN for t in arguments):
-        raise NotImplementedError("a tensor subclass")
-    return sum(tensor.numel() for tensor in arguments) > _MAX_NUMEL
-
-
-def _part_of(
-    op: OpCall, output: Any, bad: torch.Tensor, index: tuple[int, ...]
-) -> tuple[OpCall, Any, torch.Tensor, tuple[int, ...]]:
-    """The part of a large operation that makes one bad value, or its row.
-
-    That it is the same computation is found by experiment: it is run as it was, and
-    must return that part of the result.
-
-    Args:
-        op: The operation, which has run.
-        output: What it returned.
-        bad: Of that a tensor that is not finite.
-        index: A place in it.
-
-    Returns:
-        The operation with parts of its arguments, its output, and `bad` and `index`
-        there.
-
-    Raises:
-        NotImplementedError: If there is no such part, or it is too large as well.
-    """
-    _require_repeatable(op.func, op.args, op.kwargs)
-    results = [t for t in tensors_in(output) if is_float(t)]
-    place = next((i for i, each in enumerate(results) if each is bad), None)
-    if op.written or place is None:
-        raise NotImplementedError("too large")
-    for axes, cuts in _cuts(op, bad, index):
-        part = _cut(op, cuts)
-        if _is_large(part):
-            continue
-        try:
-            again = part.run()
-        except (RuntimeError, IndexError):
-            continue
-        own = [t for t in tensors_in(again) if is_float(t)][place]
-        if _is_same(own, _narrowed(bad, dict(zip(axes, index, strict=False)))):
-            inner = [0 if axis in axes else i for axis, i in enumerate(index)]
-            return part, again, own, tuple(inner)
-    raise NotImplementedError("too large")
-
-
-def _cut(op: OpCall, cuts: Sequence[_Cut]) -> OpCall:
-    left = iter(cuts)
-
-    def part(value: Any) -> Any:
-        return next(left)(value) if isinstance(value, torch.Tensor) else value
-
-    args = tuple(map(part, op.args))
-    return OpCall(op.func, args, {k: part(value) for k, value in op.kwargs.items()})
-
-
-def _cuts(
-    op: OpCall, bad: torch.Tensor, index: tuple[int, ...]
-) -> Iterator[tuple[Sequence[int], list[_Cut]]]:
-    """Yields axes of the result to cut, from the first on, and each argument's part."""
-    values = *op.args, *op.kwargs.values()
-    given = [each for each in values if isinstance(each, torch.Tensor)]
-    every = range(len(index))
-
-    def broadcast(tensor: torch.Tensor) -> torch.Tensor:
-        missing = len(index) - tensor.dim()
-        sizes = enumerate(tensor.shape)
-        wanted = {axis: index[axis + missing] for axis, n in sizes if n > 1}
-        return _narrowed(tensor, wanted)
-
-    if torch.Tag.pointwise in op.func.tags:
-        yield every, [broadcast] * len(given)
-    elif has(op.base, "product"):
-        batch = dict(enumerate(index[:-2]))
-        last = len(index) - 1
-        left = {**batch, last - 1: index[-2]}
-        right = {**batch, last: index[-1]}
-        cuts: list[_Cut] = [lambda t: _narrowed(t, left), lambda t: _narrowed(t, right)]
-        yield every, [*[broadcast] * (len(given) - 2), *cuts]
-    for axes in (every[:-1], every[:1]):
-        for others in (True, False):
-
-            def rows(tensor: torch.Tensor, of: range = axes) -> torch.Tensor:
-                own = zip(tensor.shape, bad.shape, strict=False)
-                same = [i for i, (n, m) in enumerate(own) if i in of and n == m]
-                return _narrowed(tensor, {axis: index[axis] for axis in same})
-
-            rest: _Cut = rows if others else _whole
-            yield axes, [rows, *[rest] * (len(given) - 1)]
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _narrowed(tensor: torch.Tensor, places: Mapping[int, int]) -> torch.Tensor:
-    """One place of some axes of a tensor."""
-    for axis, place in places.items():
-        tensor = tensor.narrow(axis, place, 1)
-    return tensor
-
-
-def _is_same(own: torch.Tensor, part: torch.Tensor) -> bool:
-    """True if two results are the same but for rounding, and not finite alike."""
-    if own.shape != part.shape:
-        return False
-    own, part = map(real_parts, (own, part))
-    own, part = own.detach().double(), part.detach().double()
-    finite = own[own.isfinite()].abs()
-    near = 0.01 * float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(own, part, rtol=0.01, atol=near, equal_nan=True)
-
-
-def _attention(func: Any, args: Any, kwargs: Any) -> Any:
-    """Fused attention by its definition."""
-    names = schema_names(func)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    mask = given.get("attn_mask", given.get("attn_bias"))
-    return attention_by_definition(
-        *(given["query"], given["key"], given["value"]),
-        attn_mask=mask,
-        is_causal=given.get("is_causal", False),
-        scale=given.get("scale"),
-    )
-
 
 _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
@@ -250,7 +66,7 @@ def details_of(
     is_quotient = has(op.base, "divides") and bool(op.args)
     found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
     try:
-        found.op.outside = _outside_of_domain(op, found.op.first_index)
+        found.op.outside = outside_of_domain(op, found.op.first_index)
         found.op.operands = _operands(op, found.op.first_index)
         found.columns = bad_columns(bad[0])
         _classify(op, found, bad, output, mask_counts)
@@ -295,8 +111,8 @@ def _classify(
         return
     made, index = bad[0], found.op.first_index
     assert index is not None
-    if _is_large(op):
-        op, output, made, index = _part_of(op, output, made, index)
+    if is_large(op):
+        op, output, made, index = part_of(op, output, made, index)
         found.part = f" at {list(found.op.first_index or ())} alone"
     reference, written = in_float64(op)
     results = [t for t in tensors_in(output) if is_float(t)]
@@ -358,26 +174,10 @@ def _is_at_pole(op: OpCall, index: tuple[int, ...]) -> bool:
     """True if an infinite result in float64 is that of a pole, such as 1 / 0."""
     if has(op.base, "divides"):
         divisor = op.args[-1]
-        return _value_at(divisor, index) in (0.0, None)
+        return value_at(divisor, index) in (0.0, None)
     if op.base.removesuffix("_") == "pow":
-        return _value_at(op.args[0], index) in (0.0, None)
+        return value_at(op.args[0], index) in (0.0, None)
     return not has(op.base, "grows")
-
-
-def _value_at(value: Any, index: tuple[int, ...]) -> float | None:
-    """The number that an elementwise operation takes from an argument at an index.
-
-    None where the argument has no such place, as that of a product.
-    """
-    if isinstance(value, (int, float)):
-        return float(value)
-    if not isinstance(value, torch.Tensor):
-        return None
-    if value.dim() > len(index) or value.is_complex():
-        return None
-    place = _own_place(value, index)
-    is_there = all(i < n for i, n in zip(place, value.shape, strict=True))
-    return float(value[place]) if is_there else None
 
 
 def _operands(op: OpCall, index: tuple[int, ...] | None) -> list[float]:
@@ -385,131 +185,9 @@ def _operands(op: OpCall, index: tuple[int, ...] | None) -> list[float]:
     is_plain = op.kwargs.get("alpha", 1) == 1 and not op.kwargs.get("rounding_mode")
     if index is None or torch.Tag.pointwise not in op.func.tags or not is_plain:
         return []
-    values = [_value_at(op.kept.get(id(each), each), index) for each in op.args]
+    values = [value_at(op.kept.get(id(each), each), index) for each in op.args]
     known = [each for each in values if each is not None]
     return known if len(known) == len(values) else []
-
-
-def _own_place(value: torch.Tensor, index: tuple[int, ...]) -> tuple[int, ...]:
-    """The place in an argument that is broadcast to a place of the result."""
-    own = index[len(index) - value.dim() :]
-    return tuple(0 if n == 1 else i for i, n in zip(own, value.shape, strict=True))
-
-
-def _outside_of_domain(op: OpCall, index: tuple[int, ...] | None) -> str:
-    """Names an argument that is outside of the operation's domain, and where."""
-    base, row = op.base.removesuffix("_"), op_of(op.base)
-    if "batch_norm" in base and "backward" not in base:
-        return _negative_variance(op)
-    if index is None or not op.args:
-        return ""
-    if base == "_ctc_loss" and len(index) == 1:
-        return _too_few_frames(op, index[0])
-    first = op.kept.get(id(op.args[0]), op.args[0])
-    value = _value_at(first, index)
-    is_number = value is not None and math.isfinite(value)
-    if value is not None and is_number and not row.is_inside(value):
-        texts = (f"{value:.{n}g}" for n in range(3, 18))
-        shown = next(each for each in texts if not row.is_inside(float(each)))
-        own = _at(first, shown, index)
-        return f"its input is {own}; {base} needs one {row.needs}"
-    if base == "pow" and len(op.args) > 1 and value is not None:
-        power = _value_at(op.args[1], index)
-        if power is None or not math.isfinite(power):
-            return ""
-        if (value < 0 and power != int(power)) or (value == 0 and power < 0):
-            return f"its input is {_at(first, value, index)}, the exponent {power:g}"
-    if row.above is not None and len(op.args) > 1:
-        second = _value_at(op.args[1], index)
-        if second is not None and second <= row.above:
-            own = _at(op.args[1], second, index)
-            return f"its second input is {own}; {base} needs one above {row.above:g}"
-    is_plain = len(op.args) > 1 and op.kwargs.get("alpha", 1) == 1
-    if row.sign and is_plain and value is not None:
-        second = _value_at(op.kept.get(id(op.args[1]), op.args[1]), index)
-        if second is not None and math.inf in (abs(value), abs(second)):
-            at = f" at {list(index)}" if index else ""
-            return f"it is {value:g} {row.sign} {second:g}{at}"
-    if has(base, "softmax") and isinstance(first, torch.Tensor) and first.dim():
-        return _masked_row(first, op.args[1], index)
-    if base == "logsumexp" and isinstance(first, torch.Tensor) and first.dim():
-        (dim, *others), place = op.args[1], list(index)
-        if len(place) < first.dim():  # that dimension is gone from the result
-            place.insert(dim % first.dim(), 0)
-        return "" if others else _masked_row(first, dim, tuple(place))
-    if base == "_weight_norm_interface" and isinstance(first, torch.Tensor):
-        return _row_of_zeros(first, op.args[2] if len(op.args) > 2 else 0, index)
-    if has(base, "pivots") and isinstance(first, torch.Tensor):
-        return _singular_matrix(_widened(op, op.args[0]), index)
-    if has(base, "divides") and len(op.args) > 1 and _value_at(op.args[1], index) == 0:
-        if isinstance(op.args[1], torch.Tensor):
-            return f"the divisor is {_at(op.args[1], 0.0, index)}"
-        return f"the divisor is the number {op.args[1]:g}"
-    return ""
-
-
-def _masked_row(scores: torch.Tensor, dim: Any, index: tuple[int, ...]) -> str:
-    """Names a row of a softmax that is -inf throughout: nothing is left to weigh."""
-    if not isinstance(dim, int) or len(index) != scores.dim():
-        return ""
-    dim %= scores.dim()
-    place: list[Any] = list(index)
-    place[dim] = slice(None)
-    row = scores[tuple(place)]
-    if not bool((row == -math.inf).all()):
-        return ""
-    at = ", ".join(":" if i == dim else str(n) for i, n in enumerate(index))
-    return f"all {row.numel()} scores at [{at}] are -inf"
-
-
-def _singular_matrix(matrices: torch.Tensor, index: tuple[int, ...]) -> str:
-    """Names a matrix whose determinant is 0, in float64 as well."""
-    place = index[: matrices.dim() - 2]
-    if bool(torch.linalg.det(matrices[place]) != 0):
-        return ""
-    at = f" at {list(place)}" if place else ""
-    return f"the determinant of its matrix{at} is 0"
-
-
-def _row_of_zeros(tensor: torch.Tensor, dim: int, index: tuple[int, ...]) -> str:
-    """Names a row of a weight that has no direction: it is 0 throughout."""
-    if bool(tensor.select(dim, index[dim]).any()):
-        return ""
-    at = ", ".join(str(n) if i == dim else ":" for i, n in enumerate(index))
-    return f"all of its input at [{at}] is 0, whose norm it divides by"
-
-
-def _too_few_frames(op: OpCall, sample: int) -> str:
-    """Names a sample whose labels no alignment has: there are too few frames."""
-    targets, frames, lengths = op.args[1], list(op.args[2]), list(op.args[3])
-    num, before = int(lengths[sample]), sum(map(int, lengths[:sample]))
-    own = targets[sample] if targets.dim() == 2 else targets[before:]
-    num_repeated = int((own[1:num] == own[: num - 1]).sum()) if num > 1 else 0
-    if int(frames[sample]) >= num + num_repeated:
-        return ""
-    more = f", {num_repeated} of them the same as the one before" * (num_repeated > 0)
-    return f"sample {sample} has {int(frames[sample])} frames for {num} labels{more}"
-
-
-def _at(value: Any, number: float | str, index: tuple[int, ...]) -> str:
-    """A number with its place in a tensor, where that has several."""
-    shown = number if isinstance(number, str) else f"{number:.3g}"
-    if not isinstance(value, torch.Tensor) or value.numel() == 1:
-        return shown
-    return f"{shown} at {list(_own_place(value, index))}"
-
-
-def _negative_variance(op: OpCall) -> str:
-    """Names a running variance that a batch norm takes the root of below 0."""
-    names = schema_names(op.func)
-    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
-    variance, eps = given.get("running_var"), given.get("eps", given.get("epsilon", 0))
-    if variance is None or given.get("training"):
-        return ""
-    places = (variance + eps <= 0).nonzero().flatten().tolist()
-    if not places:
-        return ""
-    return f"running_var is {float(variance[places[0]]):.3g} at {places[:1]}"
 
 
 def _reduces_nothing(
@@ -530,7 +208,7 @@ def _reduces_nothing(
     if places is not None and len(op.args) > 1:
         index, by = places[0], op.args[1]
         of = op.kept.get(id(op.args[0]), op.args[0])
-        if _value_at(by, index) == 0 == _value_at(of, index):
+        if value_at(by, index) == 0 == value_at(of, index):
             if mask_counts.sums_no_label(op.args[0]):
                 return _NO_LABEL_COUNTS
             if any(by is count for count in mask_counts.counts_in(op)):

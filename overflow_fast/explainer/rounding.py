@@ -4,9 +4,8 @@ The operations that an undefined result depends on are held in the replay's tabl
 are run in float64, from one of them on: if the result is finite from one on and not
 from the next on, the first of the two is where the value was lost.
 
-First the nearest of them alone. Where the result stays undefined, they are run with
-what they read moved by far more than rounding: if it is undefined then, too, rounding
-before them is not what made it so, and no more are run.
+First the nearest of them alone, which takes less; where the result stays undefined,
+more of them, up to all that are held.
 """
 
 from __future__ import annotations
@@ -19,149 +18,23 @@ from typing import Any
 import torch
 
 from ..base.text import dtype_name
-from ..base.torch_ops import has, op_of
-from ..base.tree import mapped, tensors_in
+from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import told_apart
+from .float64 import Float64Run, WideMemory, impossible
+from .halving import Halving
 from .op_rows import Row
-from .root_op import new_places, run_in_float64
+from .root_op import new_places
 from .tape import Contents, TapedCall, TapedTensor
-from .tensor_kinds import is_float
 from .users_lines import op_at, place_text
 
 # Operations that are run before the others: of all that lost a value in
 # benchmarks/answers, none ran more than 6 operations before the one that failed.
 _NEAREST = 12
 _CHEAP = 2**18  # elements: operations on fewer, up to the first on more, come first
-_NOISE = 0.01  # of a value; rounding is at most 0.004, in bfloat16
 
 NO_HELP = "; a wider dtype would not help"
-
-
-# Operations that are run again in float64.
-
-
-class _Given:
-    """The memory that operations read, in float64, as it was before them.
-
-    Args:
-        calls: The operations.
-    """
-
-    def __init__(self, calls: Sequence[TapedCall]) -> None:
-        self._written = {each.memory for call in calls for each in call.results}
-        self._wide: dict[Contents, torch.Tensor] = {}
-
-    def wide(self, tensor: TapedTensor) -> torch.Tensor:
-        """The memory of a tensor, for one run."""
-        found = self._wide.get(tensor.contents)
-        if found is None:
-            found = self._wide[tensor.contents] = tensor.whole.double()
-        return found.clone() if tensor.memory in self._written else found
-
-
-class _InFloat64:
-    """Runs operations in float64, one after another.
-
-    What they read that none of them has written is taken as it was.
-
-    Args:
-        given: That.
-        nudged: The operations whose results of exactly 0 and 1 are moved by the least
-            that float64 can.
-        noise: By how much of it, at most, what they read of other operations is moved.
-    """
-
-    def __init__(
-        self, given: _Given, nudged: Sequence[TapedCall] = (), noise: float = 0.0
-    ) -> None:
-        self._given = given
-        self._memory: dict[int, torch.Tensor] = {}
-        self._nudged = nudged
-        self._noise = noise
-        self.failed: list[Row] = []
-
-    def run(self, call: TapedCall) -> None:
-        """Runs an operation; without float64 its results stay as they were."""
-        read = set[int]()
-
-        def widened(value: Any) -> Any:
-            if isinstance(value, torch.dtype):
-                return torch.float64 if value.is_floating_point else value
-            tensor = call.read[id(value)]
-            read.add(tensor.memory)
-            return self._widened(tensor)
-
-        try:
-            kinds = torch.Tensor, torch.dtype
-            args, kwargs = mapped((call.args, call.kwargs), widened, kinds=kinds)
-            output = run_in_float64(call.func, call.base, args, kwargs)
-            found = [t for t in tensors_in(output) if is_float(t)]
-            for own, result in zip(call.results, found, strict=False):
-                if own.memory not in read:
-                    self._put(own, result)
-            if any(call is each for each in self._nudged):
-                own = call.results[0]
-                _nudge(own.of(self._memory[own.memory]), _impossible(call))
-        except Exception:
-            self.failed.append(call.row)
-            for own in call.results:
-                self._memory.pop(own.memory, None)
-
-    def _widened(self, tensor: TapedTensor) -> torch.Tensor:
-        if not tensor.is_float:
-            return tensor.value.clone()
-        if tensor.memory not in self._memory:
-            given = self._given.wide(tensor)
-            if self._noise and tensor.contents.is_made:
-                least = torch.finfo(tensor.dtype).smallest_normal
-                given = _moved(given, self._noise, least)
-            self._memory[tensor.memory] = given
-        return tensor.of(self._memory[tensor.memory])
-
-    def _put(self, own: TapedTensor, result: torch.Tensor) -> None:
-        if result.shape != own.size:
-            raise ValueError("its float64 result has another shape")
-        memory = torch.zeros_like(own.whole, dtype=torch.float64)
-        own.of(memory).copy_(result)
-        self._memory[own.memory] = memory
-
-    def value(self, own: TapedTensor) -> torch.Tensor | None:
-        """The value of a result now, or None."""
-        memory = self._memory.get(own.memory)
-        return None if memory is None else own.of(memory)
-
-
-def _impossible(call: TapedCall) -> list[float]:
-    """The magnitudes in its result that those of finite numbers never are."""
-    values = op_of(call.base).never
-    read = [each.value for each in call.read.values()]
-    if not values or not all(bool(each.isfinite().all()) for each in read):
-        return []
-    own = call.results[0].value.abs()
-    return [value for value in values if bool((own == value).any())]
-
-
-def _nudge(values: torch.Tensor, impossible: Sequence[float]) -> None:
-    info = torch.finfo(torch.float64)
-    if 0.0 in impossible:
-        values[values == 0] = info.smallest_normal
-    if 1.0 in impossible:
-        values[values.abs() == 1] *= 1 - info.eps / 2
-
-
-def _moved(values: torch.Tensor, share: float, least: float) -> torch.Tensor:
-    """Values moved by up to a share of each, and by up to twice the least."""
-    places = torch.arange(_NUM_SHIFTS, dtype=torch.float64, device=values.device)
-    few = places.mul_(12.9898).add_(1).sin_()  # looks random
-    times = -(-values.numel() // _NUM_SHIFTS)
-    shifts = few.repeat(times)[: values.numel()].view_as(values)
-    by = math.copysign(2 * least, share)
-    return values.addcmul(values, shifts, value=share).add_(shifts, alpha=by)
-
-
-_NUM_SHIFTS = 4099  # a prime: no row of a matrix is moved as the next one is
 
 
 @dataclass(frozen=True)
@@ -178,8 +51,6 @@ class Lost:
         as_they_were: The names of operations between that have no float64.
         row: The operation whose rounding lost the value; None where `value` is not
             finite either.
-        is_steady: Whether it is not finite either where what the operations read is
-            moved by far more than rounding.
         own: A value that this operation returned, as it was.
         true: The same value in float64, of the same inputs.
         least: The smallest normal number of its dtype; smaller ones may become 0.
@@ -192,7 +63,6 @@ class Lost:
     is_beyond: bool = False
     as_they_were: Sequence[str] = ()
     row: Row | None = None
-    is_steady: bool = False
     own: float = math.nan
     true: float = math.nan
     least: float = 0.0
@@ -222,33 +92,26 @@ class _Undefined:
     """
 
     def __init__(self, calls: Sequence[TapedCall]) -> None:
-        self.calls, self._given = calls, _Given(calls)
+        self.calls, self._given = calls, WideMemory(calls)
         bad = [e for e in calls[-1].results if not bool(e.value.isfinite().all())]
         read = [each.value for each in calls[-1].read.values()]
         places = new_places(bad[0].value, read) if bad else None
         self.index = None if places is None else places[0]
         self._bad = bad[0] if bad else None
 
-    def run(
-        self, first: int = 0, nudged: Sequence[TapedCall] = (), noise: float = 0.0
-    ) -> _InFloat64:
-        """Runs the operations from one on; see `_InFloat64`."""
-        run = _InFloat64(self._given, nudged, noise)
-        self.go_on(run, first)
+    def run(self, first: int = 0, nudged: Sequence[TapedCall] = ()) -> Float64Run:
+        """Runs the operations from one on; see `Float64Run`."""
+        run = Float64Run(self._given, nudged)
+        run.run(self.calls[first:])
         return run
 
-    def run_alone(self, place: int) -> _InFloat64:
+    def run_alone(self, place: int) -> Float64Run:
         """Runs one operation alone."""
-        run = _InFloat64(self._given)
-        run.run(self.calls[place])
+        run = Float64Run(self._given)
+        run.run(self.calls[place : place + 1])
         return run
 
-    def go_on(self, run: _InFloat64, first: int) -> None:
-        """Runs the operations from one on, after others."""
-        for call in self.calls[first:]:
-            run.run(call)
-
-    def of(self, run: _InFloat64) -> float:
+    def of(self, run: Float64Run) -> float:
         """The number that a run has come to; nan where it has none."""
         assert self._bad is not None and self.index is not None
         has_failed = self.calls[-1].row in run.failed
@@ -298,18 +161,15 @@ def lost_value(calls: Sequence[TapedCall]) -> Lost | None:
     read = {row for call in calls for row in call.row.read_from}
     lost = Lost(first, value, read <= known and not as_they_were, False, as_they_were)
     if not math.isfinite(value):
-        lost = _beyond_float64(undefined, lost)
-        moved = (undefined.is_finite(0, (), each) for each in (_NOISE, -_NOISE))
-        return replace(lost, is_steady=lost.row is None and not any(moved))
-    low, high = 0, len(calls) - 1  # finite from `low` on, and not from `high` on
-    if undefined.is_finite(high):
+        return _beyond_float64(undefined, lost)
+    if undefined.is_finite(len(calls) - 1):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if undefined.is_finite(middle) else (low, middle)
-    if _meets_given_numbers(calls[low], calls):
+    search = Halving(len(calls) - 1)  # for the last one from which on it is finite
+    for half in search:
+        search.note(not undefined.is_finite(half.stop))
+    if _meets_given_numbers(calls[search.place], calls):
         return None
-    return _lost_at(undefined, low, lost)
+    return _lost_at(undefined, search.place, lost)
 
 
 def _meets_given_numbers(call: TapedCall, calls: Sequence[TapedCall]) -> bool:
@@ -335,7 +195,7 @@ def _meets_given_numbers(call: TapedCall, calls: Sequence[TapedCall]) -> bool:
 
 def _beyond_float64(undefined: _Undefined, lost: Lost) -> Lost:
     """Finds an operation that loses the value in float64, too; see `Lost`."""
-    suspects = [each for each in reversed(undefined.calls[:-1]) if _impossible(each)]
+    suspects = [each for each in reversed(undefined.calls[:-1]) if impossible(each)]
     # Nearly always there are some, such as masked attention, and it is none of them.
     if not suspects or not undefined.is_finite(0, suspects):
         return lost
@@ -344,7 +204,7 @@ def _beyond_float64(undefined: _Undefined, lost: Lost) -> Lost:
         if math.isfinite(value):
             dtype = dtype_name(call.results[0].dtype)
             found = replace(lost, value=value, row=call.row, is_beyond=True)
-            return replace(found, own=_impossible(call)[0], dtype=dtype)
+            return replace(found, own=impossible(call)[0], dtype=dtype)
     return lost
 
 
@@ -413,18 +273,15 @@ def _decisive_place(
         if value is None:
             return False
         value.copy_(mixed.view_as(own))
-        undefined.go_on(run, place + 1)
+        run.run(undefined.calls[place + 1 :])
         return math.isfinite(undefined.of(run))
 
-    low, high = 0, len(changed)
-    if not high or not is_finite(high):
+    if not len(changed) or not is_finite(len(changed)):
         return _most_changed(own, true)
-    if is_there and is_finite(1):
-        high = 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_finite(middle) else (middle, high)
-    return _index_at(int(changed[high - 1]), own)
+    search = Halving(1 if is_there and is_finite(1) else len(changed))
+    for half in search:
+        search.note(is_finite(half.stop))
+    return _index_at(int(changed[search.place]), own)
 
 
 def _most_changed(own: torch.Tensor, true: torch.Tensor) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from ..guard.report.causes import EMPTY_REDUCTION, NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from ..guard.report.op import Sample
 from .calls import Call, batch_size, why_whole, with_stand_in
+from .halving import Halving
 from .op_rows import Leaf, Row, row_of
 from .op_trace import ModuleStack, OpCall, OpTrace
 from .replayer import Observer, Replayer, ReplayResult, StepPart
@@ -128,26 +129,27 @@ def _halved(
     first, last = _guesses(source, size) or (None, None)
     if last is not None and last != first and fails([last]):
         return None, None  # as it did among the others: there are several
-    left = [] if first is None else [first]
-    if not left or not fails(left):
-        left = list(range(size))
-    while len(left) > 1:
-        if not may_run(1):
-            return None, None
-        half = left[: len(left) // 2]
-        is_in_half = fails(half)
-        left = half if is_in_half else left[len(half) :]
-        is_one = len(left) == 1 and not is_in_half  # which has not been run alone
-        if is_one and not fails(left):
+    found = first
+    if found is None or not fails([found]):
+        search = Halving(size)
+        is_seen = False  # with this sample alone
+        for half in search:
+            if not may_run(1):
+                return None, None
+            is_within = fails(half)
+            is_seen = is_within and len(half) == 1
+            search.note(is_within)
+        found = search.place
+        if not is_seen and not fails([found]):
             return None, None
     if not may_run(1):
         return None, None
-    rows = with_stand_in(left[0], size)
+    rows = with_stand_in(found, size)
     observers = [_FailsAgain(source)] * stays_within
     part = StepPart(place, rows, has_table=False)
     others = replayer.run(part, observers=observers)
     is_finite = others.is_clean and not any(each.is_seen for each in observers)
-    return (left[0], others) if is_finite else (None, None)
+    return (found, others) if is_finite else (None, None)
 
 
 def _guesses(source: Row, size: int) -> tuple[int, int] | None:

@@ -381,7 +381,7 @@ class Search:
                 break
             with no_dispatch(), torch.no_grad():
                 lost = lost_value(some) or lost
-            if lost is None or lost.row is not None or lost.is_steady:
+            if lost is None or lost.row is not None:
                 break
         if lost is not None:
             explain_lost(lost, found)

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from ..base.text import dtype_name, rounded
+from .bounds import ODD_NUMBER, OUTLIER, PLACEHOLDER
 from .calls import Call
 from .tensor_kinds import as_wide, is_float
 
-# Where the largest number of all others is smaller by so much, any number is one; both
-# chosen, not measured.
-_FAR = 1e6
-# By so much, one that programs use for a missing value: netCDF's, and those of 9s.
-_APART = 100.0
-# netCDF's fill value of floats, other large ones, and the ends of int16.
+# Numbers that programs write for a missing value, besides those of 9s: netCDF's fill
+# value of floats, other large ones, and the ends of int16.
 _KNOWN = (9.969209968386869e36, 1e20, 1e30, -32768.0, 32767.0)
 _NINES = tuple(float(f"{sign}{'9' * num}") for sign in "-+" for num in (3, 4, 5, 6))
 
@@ -125,17 +122,17 @@ def outlier_in(call: Call, sample: int) -> Outlier | None:
         own, others = float(largest[sample]), largest.clone()
         others[sample] = 0
         most = float(others.max())
-        if math.isfinite(own) and own > _APART * most > 0:
+        if math.isfinite(own) and OUTLIER.is_passed(own, most):
             return Outlier(name, own, most)
     return None
 
 
 def _what(number: float, most: float, dtype: torch.dtype) -> str | None:
     """Describes a number, with ", " in front; None for one that is like the others."""
-    size, most = abs(number), max(most, 1.0)  # a 1 among zeros is a label
-    if size == torch.finfo(dtype).max and size > _APART * most:
+    size, is_apart = abs(number), PLACEHOLDER.is_passed(abs(number), most)
+    if size == torch.finfo(dtype).max and is_apart:
         return f", {dtype_name(dtype)}'s {'largest' if number > 0 else 'lowest'} number"
     known = {float(torch.tensor(each, dtype=dtype)) for each in (*_KNOWN, *_NINES)}
-    if number in known and size > _APART * most:
+    if number in known and is_apart:
         return ", as programs write for a missing value"
-    return "" if size > _FAR * most else None
+    return "" if ODD_NUMBER.is_passed(size, most) else None

@@ -269,6 +269,7 @@ def _version_of(tensor: torch.Tensor) -> int:
 # The files of the modes, whose frames stand between a call and who made it.
 _MODES = {
     __file__,
+    str(Path(__file__).parent / "wider.py"),
     *(
         str(Path(__file__).parent / "remedies" / name)
         for name in ("call_patch.py", "true_step.py")

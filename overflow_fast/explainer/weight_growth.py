@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from ..scanner.ops import scan
 from .bad_step import BadStep
-from .named_tensors import names_of
+from .bounds import FIRST_TO_GROW, SCALED_BACK, WEIGHT
+from .named_tensors import magnitudes_of
 from .past_steps import KEPT
 
-_MANY = 10.0  # so many times as large as in one of the last steps
 _SOON = 2  # then it may have grown before the first step that is known
 _UPDATES = "the weights, by the update or other code,"
-_MORE = 2.0  # less is left as it is; chosen, not measured
 
 
 @dataclass(frozen=True)
@@ -49,26 +46,25 @@ def find_growth(
     past = incident.past
     history = past.weights
     before = {name: recent[0] for name, recent in history.items() if recent}
-    now = _magnitudes(models, before)
+    sizes = magnitudes_of(models, "parameter")
+    now = {name: size for name, size in sizes.items() if name in before}
     if not now:
         return None
     name = max(now, key=lambda each: now[each])
     most = max(before.values())
-    if now[name] <= max(1.0, _MANY * most):
+    if not WEIGHT.is_passed(now[name], most):
         return None
     num = max(map(len, history.values()))
     steps = f"{num * past.between} steps" if past.between else f"{num} watched steps"
     factors = {
         each: before[each] / now[each]
         for each in now
-        if now[each] > _MORE * before[each] > 0
+        if SCALED_BACK.is_passed(now[each], before[each])
     }
     text = (
         f"the largest weight went from {most:.3g} to {now[name]:.3g} ({name}) "
         f"within the last {steps}"
     )
-    if past.between == 1:
-        text += _jump_text(name, history[name])
     return WeightGrowth(text, _order(incident), factors)
 
 
@@ -113,7 +109,7 @@ def _large_since(values: Sequence[float]) -> int | None:
     """The place since which all values are ten times the first; None if none is."""
     since = None
     for place in reversed(range(1, len(values))):
-        if not values[place] > _MANY * values[0]:  # also where it is nan
+        if not FIRST_TO_GROW.is_passed(values[place], values[0]):
             break
         since = place
     return since
@@ -123,33 +119,3 @@ def _when(before: int) -> str:
     if before == 0:
         return "in this step"
     return "in the step before" if before == 1 else f"{before} steps before this one"
-
-
-def _jump_text(name: str, recent: Sequence[float]) -> str:
-    """Names the step that made a weight large, if one alone did; "" otherwise."""
-    jumps = [
-        (before, after, len(recent) - place)
-        for place, (before, after) in enumerate(itertools.pairwise(recent), 1)
-        if after > max(1.0, _MANY * before)
-    ]
-    if len(jumps) != 1:
-        return ""
-    ((before, after, number),) = jumps
-    return f", {name} from {before:.3g} to {after:.3g} {_when(number)}"
-
-
-def _magnitudes(
-    models: Mapping[str, nn.Module], wanted: Mapping[str, float]
-) -> dict[str, float]:
-    """The largest magnitudes of parameters that are finite."""
-    named = {
-        name: tensor.detach()
-        for kind, name, tensor in names_of(models)
-        if kind == "parameter" and name in wanted
-    }
-    stats = scan(list(named.values()))
-    return {
-        name: stat.abs_max
-        for name, stat in zip(named, stats, strict=True)
-        if stat.abs_max is not None and not stat.has_nan and not stat.has_inf
-    }

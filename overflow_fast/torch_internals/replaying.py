@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType, FunctionType
@@ -18,53 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from .compiler import is_compiled_call
 from .registry import INTERNALS, Internal, direct, internal
-
-
-@internal(
-    "torch._C._stash_obj_in_tls",
-    "autograd's threads that work for a trial of bfloat16 use it, others do not",
-    "bfloat16 is not tried in what backward runs in threads of its own",
-)
-def _stash(key: str, value: object) -> None:
-    if value is not None:
-        torch._C._stash_obj_in_tls(key, value)
-    elif torch._C._is_key_in_tls(key):
-        # A thread that ends with an object there may hang: it needs the interpreter.
-        remove = getattr(torch._C, "_remove_obj_from_tls", None)
-        if remove is None:
-            torch._C._stash_obj_in_tls(key, None)
-        else:
-            remove(key)
-
-
-@internal(
-    "torch._C._get_obj_in_tls",
-    "autograd's threads that work for a trial of bfloat16 use it, others do not",
-    "bfloat16 is not tried in what backward runs in threads of its own",
-)
-def _stashed(key: str) -> Any:
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
-
-
-_own_objects = threading.local()
-
-
-def set_inherited(key: str, value: object) -> None:
-    """Sets an object of this thread; autograd's have it while they work for this one.
-
-    Args:
-        key: Its name.
-        value: The object; None takes it away.
-    """
-    setattr(_own_objects, key, value)
-    _stash(key, value)
-
-
-def inherited(key: str) -> Any:
-    """The object that was set in the thread that this one works for, or None."""
-    own = getattr(_own_objects, key, None)
-    return _stashed(key) if own is None else own
-
 
 # For replays: modes and hooks taken off, operations, the node that runs.
 

@@ -12,8 +12,9 @@ import overflow_fast
 from overflow_fast import explain, keep_in_fp32
 from overflow_fast.explainer.bad_step import NO_LOSS
 from overflow_fast.explainer.remedies.keep_in_fp32 import shortened
-from overflow_fast.explainer.remedies.patches import InDtype, in_dtype
+from overflow_fast.explainer.remedies.patches import InDtype
 from overflow_fast.explainer.remedies.spans import span
+from overflow_fast.explainer.wider import TO_BFLOAT16, TO_FLOAT32, cast_leaf
 
 
 class Mlp(nn.Module):
@@ -171,7 +172,7 @@ def test_a_model_made_in_inference_mode_is_replayed():
 def test_a_wider_dtype_leaves_autocast_as_it_was(dtype):
     model = nn.Linear(4, 4)
     with torch.autocast("cpu", torch.float16, cache_enabled=False):
-        with in_dtype([model], dtype):
+        with InDtype(dtype).applied({"": model}):
             assert model(torch.ones(1, 4)).dtype == dtype
         assert torch.get_autocast_dtype("cpu") == torch.float16
         assert torch.is_autocast_enabled("cpu")
@@ -180,8 +181,8 @@ def test_a_wider_dtype_leaves_autocast_as_it_was(dtype):
 
 def test_float32_stands_for_both_half_precisions():
     x = torch.ones(2, dtype=torch.bfloat16)
-    assert InDtype(torch.float32)._widened(x).dtype == torch.float32
-    assert InDtype(torch.bfloat16)._widened(x) is x
+    assert cast_leaf(x, TO_FLOAT32).dtype == torch.float32
+    assert cast_leaf(x, TO_BFLOAT16) is x
 
 
 CALLED = {"", "a", "a.x", "b", "b.pre", "b.norm", "b.mlp", "b.mlp.up", "norm"}

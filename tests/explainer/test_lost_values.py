@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from overflow_fast import explain
-from overflow_fast.explainer import rounding
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -453,19 +452,10 @@ STEADY = {
 
 
 @pytest.mark.parametrize("case", STEADY)
-def test_the_nearest_operations_suffice_where_rounding_does_not_matter(
-    monkeypatch, case, as_kept
-):
-    kept, find = [], rounding.lost_value
-
-    def counted(calls):
-        kept.append(len(calls))
-        return find(calls)
-
-    monkeypatch.setattr(rounding, "lost_value", counted)
+def test_rounding_is_not_blamed_where_it_does_not_matter(case):
     model = model_of(1.0)
     found = explain(
         model, torch.ones(4, 2), lambda x: STEADY[case](passed_on(model(x)))
     )
-    assert (found.cause, found.lost_by, kept) == ("undefined", None, [12])
-    as_kept(found.evidence[1])
+    assert (found.cause, found.lost_by) == ("undefined", None)
+    assert "a wider dtype would not help" in found.evidence[1]

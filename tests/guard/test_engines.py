@@ -10,7 +10,7 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer.calls import names_of_inputs
-from overflow_fast.explainer.remedies.patches import in_dtype, in_float32
+from overflow_fast.explainer.remedies.patches import Float32Modules, InDtype
 from overflow_fast.guard import report_of_unit
 from overflow_fast.guard.optimizers.engine_gradients import engine_gradients
 
@@ -492,9 +492,9 @@ def a_rank_with_hooks():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half()
     errors = []
     wrapped = Reducing(model)
-    for patch in (in_dtype([model], torch.bfloat16), in_float32(model, ["1"])):
+    for patch in (InDtype(torch.bfloat16), Float32Modules("", ("1",))):
         try:
-            with patch:
+            with patch.applied({"": model}):
                 pass
         except RuntimeError as error:
             errors.append(str(error))
@@ -511,7 +511,7 @@ def test_remedies_leave_hooks_on_gradients():
 
 def test_remedies_cast_weights_that_nobody_has_hooks_on():
     model = nn.Linear(4, 4).half()
-    with in_dtype([model], torch.bfloat16):
+    with InDtype(torch.bfloat16).applied({"": model}):
         assert model.weight.dtype == torch.bfloat16
     assert model.weight.dtype == torch.float16
 

@@ -61,7 +61,15 @@ from .rule_attempts import (
 )
 from .rule_text import short_text
 from .rules import EXACT, IN_LOGARITHMS
-from .trials import AppliedPatches, Attempts, Failure, Trial, Trials, loss_of
+from .trials import (
+    AppliedPatches,
+    Attempts,
+    Failure,
+    Trial,
+    Trials,
+    least_that_helps,
+    loss_of,
+)
 from .true_step import distance
 
 # Tries wider dtypes where float16 has overflowed.
@@ -121,24 +129,14 @@ def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
 
 def _try_modules(prefix: str, model: str, names: list[str], trials: Trials) -> Attempts:
     """The smallest module around the operation that helps in float32, by halving."""
-    if trials.found_right:
-        return
-    best: list[Remedy] = []  # the smallest so far stands for all
-    low, high, place = -1, len(names), len(names) - 1
-    while high - low > 1:
-        remedy = Remedy(
-            f"run {names[place]} in float32",
-            f'overflow_fast.keep_in_fp32({model}, ["{names[place]}"])',
-            modules=(names[place],),
-        )
-        if (yield Trial(remedy, Float32Modules(prefix, (names[place],)))):
-            trials.remedies = [each for each in trials.remedies if each not in best]
-            best, high = trials.remedies[-1:], place
-        elif best:
-            low = place
-        else:
-            return
-        place = (low + high) // 2
+
+    def trial_of(num: int) -> Trial:
+        name = names[num - 1]
+        code = f'overflow_fast.keep_in_fp32({model}, ["{name}"])'
+        remedy = Remedy(f"run {name} in float32", code, modules=(name,))
+        return Trial(remedy, Float32Modules(prefix, (name,)))
+
+    yield from least_that_helps(len(names), trial_of, trials)
 
 
 def _around(model: torch.nn.Module, name: str) -> list[str]:

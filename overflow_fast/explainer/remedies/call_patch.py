@@ -19,6 +19,7 @@ from ...torch_internals.tensor_internals import pytree
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
 from ..users_lines import Site
+from ..wider import run_wider
 from .patterns import Found, computed, matched
 from .rules import RULES
 
@@ -72,12 +73,6 @@ class InWider:
     def narrow(self) -> torch.dtype:
         """The dtype that it stands for."""
         return torch.float16 if self.wide is torch.float32 else torch.float32
-
-    def of(self, each: Any) -> Any:
-        """A tensor in the wider dtype, or that itself for the narrower one."""
-        if isinstance(each, torch.Tensor):
-            return each.to(self.wide) if each.dtype == self.narrow else each
-        return self.wide if each is self.narrow else each
 
 
 @dataclass(frozen=True)
@@ -221,14 +216,11 @@ class ChangedCalls(TorchCalls):
         if call.is_in_place:
             return call.func(*args, **kwargs)
         self._patch.num_applied[place] += call.key in change.roots
-        given = tensors_among((args, kwargs))
-        casts = {torch.float16: torch.Tensor.half, torch.float32: torch.Tensor.float}
-        is_cast = call.func is casts[change.narrow]
+        named = {torch.float16: torch.Tensor.half, torch.float32: torch.Tensor.float}
+        is_cast = call.func is named[change.narrow]
         func = torch.Tensor.to if is_cast else call.func
-        device = given[0].device.type if given else "cpu"
-        with torch.autocast(device, enabled=False):
-            args, kwargs = pytree.tree_map(change.of, (args, kwargs))
-            result = func(*args, *[change.wide] * is_cast, **kwargs)
+        args = (*args, *[change.wide] * is_cast)
+        result = run_wider(func, args, kwargs, {change.narrow: change.wide})
         if any(result is each for each in tensors_among((args, kwargs))):
             result = result.view_as(result)  # what is known of it is of this one alone
         return pytree.tree_map(lambda each: self._back(each, change, call), result)

@@ -26,7 +26,7 @@ from ...detector.selection import Selection, check_patterns
 from ...torch_internals.module_internals import REPLICATE, replicate
 from ...torch_internals.replaying import autocast_devices
 from ...torch_internals.tensor_internals import is_wrapper
-from ..copies import HALF
+from ..wider import HALF
 from .loan import Loan, given_tensors
 
 # A forward that stands in for a module's own, on the instance.

@@ -13,73 +13,50 @@ from typing import Any
 import torch
 
 from ...base.modules import tensors_of
+from ..bounds import tolerance
 from ..calls import Call
-from ..copies import HALF
 from ..replayer import Observer, Patch, Replayer, StepPart
 from ..tensor_kinds import floats_in
-from .patches import InDtype
+from ..wider import HALF
+from .patches import Eagerly, InDtype
 
-# Of the output, beyond which a remedy is none. Small networks in float16 are 0.05 % off
-# from float32, those in bfloat16 0.5 to 1 % (tests/explainer/test_forward_alone.py).
-NEAR, NEAR_BFLOAT16 = 0.01, 0.02
 _IN_FLOAT32 = InDtype(torch.float32)
 
 
-class Outputs(Observer):
-    """Keeps the floats that the last call of a run has returned."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-
-    def on_output(self, call: Call, output: Any) -> None:
-        """See `Observer`."""
-        self.tensors = [each.detach().clone() for each in floats_in(output)]
-
-    def distance(self, reference: Sequence[torch.Tensor]) -> float | None:
-        """The largest relative L2 difference of a tensor; None if they do not match."""
-        if [t.shape for t in self.tensors] != [t.shape for t in reference]:
-            return None
-        pairs = zip(self.tensors, reference, strict=True)
-        found = [_difference(one.double(), two.double()) for one, two in pairs]
-        return max(found, default=None)
-
-
-def _difference(value: torch.Tensor, true: torch.Tensor) -> float:
-    # What a mask leaves at -inf, in both, is no difference.
-    is_same = value == true
-    error = torch.where(is_same, 0.0, value - true).norm()
-    norm = torch.where(is_same & true.isinf(), 0.0, true).norm()
-    return float(error / norm) if float(norm) > 0 else float(error)
-
-
-class Nearness:
-    """Measures remedies of calls without a backward against float32.
+class Nearness(Observer):
+    """Measures what the last call of a run returns against its output in float32.
 
     Args:
         replayer: Runs the calls.
-
-    Attributes:
-        outputs: Sees the runs with remedies.
     """
 
     def __init__(self, replayer: Replayer) -> None:
         self._replayer = replayer
-        self.outputs = Outputs()
+        self._outputs: list[torch.Tensor] = []
         self._reference: list[torch.Tensor] | None = None
 
-    def distance(self, outputs: Outputs, others: Sequence[Patch] = ()) -> float | None:
-        """How far outputs are from those in float32; None where that is not known.
+    def on_output(self, call: Call, output: Any) -> None:
+        """See `Observer`."""
+        self._outputs = [each.detach().clone() for each in floats_in(output)]
 
-        It is not where nothing is half precision, or float32 is not finite either.
+    def distance(self, others: Sequence[Patch] = ()) -> float | None:
+        """The largest relative L2 difference of a tensor of the run that was seen.
+
+        None where that is not known: where nothing is half precision, or float32 is
+        not finite either.
 
         Args:
-            outputs: Those of the run with the remedy.
-            others: What each run has in place.
+            others: The patches that each run has in place.
         """
+        own = self._outputs
         if self._reference is None:
             self._reference = self._in_float32(others)
-        distance = outputs.distance(self._reference) if self._reference else None
-        return None if distance is None or math.isnan(distance) else distance
+            self._outputs = own
+        if [t.shape for t in own] != [t.shape for t in self._reference]:
+            return None
+        pairs = zip(own, self._reference, strict=True)
+        found = [_difference(one.double(), true.double()) for one, true in pairs]
+        return None if any(map(math.isnan, found)) else max(found, default=None)
 
     def judged(
         self, patches: Sequence[Patch], others: Sequence[Patch]
@@ -88,19 +65,19 @@ class Nearness:
 
         Args:
             patches: The remedy.
-            others: What each run has in place.
+            others: The patches that each run has in place.
         """
-        distance = self.distance(self.outputs, others)
-        is_of_dtype = any(isinstance(each, InDtype) for each in patches)
-        limit = NEAR_BFLOAT16 if is_of_dtype else NEAR
-        return distance, distance is None or distance <= limit
+        distance = self.distance(others)
+        dtypes = [each.dtype for each in patches if isinstance(each, InDtype)]
+        return distance, distance is None or distance <= tolerance(dtypes)
 
     def _in_float32(self, others: Sequence[Patch]) -> list[torch.Tensor]:
         if not self._has_half():
             return []
-        outputs = Outputs()
-        result = self._replayer.run(StepPart(), [*others, _IN_FLOAT32], [outputs])
-        return outputs.tensors if result.is_clean else []
+        # Compiled code has casts of its own, which no autocast changes any more.
+        patches = [*others, Eagerly(), _IN_FLOAT32]
+        result = self._replayer.run(StepPart(), patches, [self])
+        return self._outputs if result.is_clean else []
 
     def _has_half(self) -> bool:
         calls = self._replayer.calls
@@ -110,3 +87,11 @@ class Nearness:
             or any(t.dtype in HALF for call in calls for _, t in call.leaves())
             or any(is_on for call in calls for _, is_on, _ in call.ambient.autocast)
         )
+
+
+def _difference(value: torch.Tensor, true: torch.Tensor) -> float:
+    # What a mask leaves at -inf, in both, is no difference.
+    is_same = value == true
+    error = torch.where(is_same, 0.0, value - true).norm()
+    norm = torch.where(is_same & true.isinf(), 0.0, true).norm()
+    return float(error / norm) if float(norm) > 0 else float(error)

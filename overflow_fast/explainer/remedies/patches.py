@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,66 +12,68 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from ... import _C
-from ...base.modules import modules_in, named_modules, own_tensors, tensors_of
+from ...base.modules import named_modules, own_tensors, tensors_of
 from ...detector.selection import full_name
-from ...guard.kept_calls.ambient import autocast_of
 from ...guard.process import has_process_group
 from ...torch_internals.module_internals import BUFFERS
 from ...torch_internals.replaying import (
-    autocast_devices,
-    inherited,
-    set_inherited,
     uncompiled_calls,
 )
 from ..calls import Call, part_of
-from ..copies import HALF
 from ..named_tensors import state_by_name
 from ..replayer import Patch
+from ..wider import CASTS, WiderAutocast, cast, cast_leaf
 from .keep_in_fp32 import keep_in_fp32
 
 # Changes of precision and of weights that are undone bit for bit.
 
 
-_KEY = "overflow_fast_dtype"  # of what threads inherit
-_NARROWER = {torch.bfloat16: (torch.float16,), torch.float32: HALF}
-
-
 @contextmanager
-def in_float32(
-    model: nn.Module, names: Sequence[str], until: Sequence[str] | None = None
-) -> Iterator[None]:
-    """Runs modules in float32, as `keep_in_fp32` does; casts their weights back.
+def with_data(changes: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Gives parameters and buffers other memory, and then their own again.
+
+    The tensors themselves stay in place, so that hooks on them run, and code computes
+    with the other values, too, that has them in a list or a closure.
 
     Args:
-        model: The model.
-        names: The qualified names of the modules.
-        until: See `keep_in_fp32`.
-    """
-    with kept_data([model]), keep_in_fp32(model, names, until):
-        yield
-
-
-@contextmanager
-def kept_data(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts back the memory of parameters and buffers that were given other memory.
+        changes: The parameters and buffers, each with what it is to hold.
 
     Raises:
         RuntimeError: If memory of another dtype would cut hooks off.
     """
-    tensors = [t for model in models for t in tensors_of(model)]
+    changes = list(changes)
+    _require_unheld(each for each, new in changes if each.dtype != new.dtype)
+    kept = [(tensor, tensor.data) for tensor, _ in changes]
+    try:
+        for tensor, new in changes:
+            if not _holds(tensor, new):
+                tensor.data = new
+        yield
+    finally:
+        for tensor, data in kept:
+            if not _holds(tensor, data):
+                if tensor.is_leaf:
+                    tensor.grad = None  # of the trial; those of the step are set aside
+                tensor.data = data
+
+
+def _holds(tensor: torch.Tensor, data: torch.Tensor) -> bool:
+    return tensor.dtype == data.dtype and tensor.data_ptr() == data.data_ptr()
+
+
+def in_wider_memory(
+    models: Iterable[nn.Module], dtype: torch.dtype
+) -> AbstractContextManager[None]:
+    """Gives narrower parameters and buffers memory of a dtype; see `with_data()`."""
+    tensors = [each for model in models for each in tensors_of(model)]
+    return with_data((each, cast(each.data, CASTS[dtype])) for each in tensors)
+
+
+def _require_unheld(tensors: Iterable[torch.Tensor]) -> None:
     # torch drops a parameter's accumulator when its dtype changes. A wrapper that
     # reduces gradients, such as DDP or Megatron's, has hooks on the one that was there.
     if has_process_group() and any(map(_is_held, tensors)):
         raise RuntimeError("other code may have hooks on the weights' gradients")
-    kept = [(tensor, tensor.data) for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, data in kept:
-            if tensor.dtype != data.dtype or tensor.data_ptr() != data.data_ptr():
-                if tensor.is_leaf:
-                    tensor.grad = None  # of the trial; those of the step are set aside
-                tensor.data = data
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
@@ -86,79 +88,12 @@ def _is_held(tensor: torch.Tensor) -> bool:
     return bool(again.metadata.pop(mark, False))
 
 
-@contextmanager
-def in_dtype(models: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Runs what is narrower, by weights or by autocast, in bfloat16 or float32.
-
-    Weights change for all threads; autocast in those alone that work for this one.
-    """
-    models = list(models)
-    with ExitStack() as stack:
-        stack.enter_context(kept_data(models))
-        stack.enter_context(_kept_autocast())
-        stack.callback(set_inherited, _KEY, None)
-        set_inherited(_KEY, dtype)
-        for model in models:
-            for tensor in tensors_of(model):
-                if tensor.dtype in _NARROWER[dtype]:
-                    tensor.data = tensor.data.to(dtype)
-            for module in modules_in(model):
-                handle = module.register_forward_pre_hook(_begin_dtype, prepend=True)
-                stack.enter_context(handle)
-        yield
-
-
-@contextmanager
-def _kept_autocast() -> Iterator[None]:
-    kept = autocast_of(autocast_devices())
-    try:
-        yield
-    finally:
-        for device, is_enabled, dtype in kept:
-            torch.set_autocast_enabled(device, is_enabled)
-            torch.set_autocast_dtype(device, dtype)
-
-
-def _begin_dtype(module: nn.Module, args: object) -> None:
-    dtype = inherited(_KEY)
-    if dtype is None:
-        return
-    for device, is_enabled, now in autocast_of(autocast_devices()):
-        if is_enabled and now in _NARROWER[dtype]:
-            if dtype is torch.float32:
-                torch.set_autocast_enabled(device, False)
-            else:
-                torch.set_autocast_dtype(device, dtype)
-
-
-@contextmanager
-def with_weights(
-    named: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
-) -> Iterator[None]:
-    """Gives parameters and buffers other values, and then their own memory again.
-
-    Args:
-        named: The parameters and buffers, by name.
-        other: The values, by name; what is missing there stays.
-    """
-    kept = [(named[name], named[name].data) for name in other if name in named]
-    try:
-        for name, value in other.items():
-            if name in named:
-                own = named[name]
-                own.data = value.to(own.device, own.dtype, copy=True)
-        yield
-    finally:
-        for tensor, data in kept:
-            tensor.data = data
-
-
 _Models = Mapping[str, nn.Module]
 
 
 @dataclass(frozen=True)
 class Float32Modules(Patch):
-    """Modules run in float32.
+    """Modules run in float32, as `keep_in_fp32` does; their weights are cast back.
 
     Attributes:
         prefix: What the names of their model's modules begin with.
@@ -170,14 +105,22 @@ class Float32Modules(Patch):
     names: tuple[str, ...]
     until: tuple[str, ...] | None = None
 
-    def applied(self, models: _Models) -> AbstractContextManager[object]:
+    @contextmanager
+    def applied(self, models: _Models) -> Iterator[None]:
         """See `Patch`."""
-        return in_float32(models[self.prefix], self.names, self.until)
+        model = models[self.prefix]
+        tensors = tensors_of(model)
+        _require_unheld(tensors)
+        own = [(tensor, tensor.data) for tensor in tensors]
+        with with_data(own), keep_in_fp32(model, self.names, self.until):
+            yield
 
 
 @dataclass(frozen=True)
 class InDtype(Patch):
     """Uses a wider dtype in weights, batches and autocast.
+
+    Weights change for all threads; autocast in those alone that work for this one.
 
     Attributes:
         dtype: bfloat16 in place of float16, or float32 in place of both.
@@ -185,19 +128,17 @@ class InDtype(Patch):
 
     dtype: torch.dtype
 
-    def applied(self, models: _Models) -> AbstractContextManager[object]:
+    @contextmanager
+    def applied(self, models: _Models) -> Iterator[None]:
         """See `Patch`."""
-        return in_dtype(models.values(), self.dtype)
+        wider = in_wider_memory(models.values(), self.dtype)
+        with wider, WiderAutocast(self.dtype):
+            yield
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
-        return [call.with_batch(self._widened) for call in calls]
-
-    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype not in _NARROWER[self.dtype]:
-            return tensor
-        copy = tensor.detach().to(self.dtype)
-        return copy.requires_grad_() if tensor.requires_grad else copy
+        casts = CASTS[self.dtype]
+        return [call.with_batch(lambda each: cast_leaf(each, casts)) for call in calls]
 
 
 @dataclass(frozen=True)
@@ -215,10 +156,10 @@ class ScaledWeights(Patch):
     def applied(self, models: _Models) -> Iterator[None]:
         """See `Patch`."""
         named = state_by_name(models)
-        scaled = {
-            name: named[name].detach() * factor for name, factor in self.factors.items()
-        }
-        with with_weights(named, scaled):
+        with with_data(
+            (named[name], named[name].detach() * factor)
+            for name, factor in self.factors.items()
+        ):
             yield
 
 
@@ -236,7 +177,11 @@ class OtherWeights(Patch):
     def applied(self, models: _Models) -> AbstractContextManager[object]:
         """See `Patch`."""
         named = state_by_name(models)
-        return with_weights(named, self.values)
+        return with_data(
+            (own, self.values[name].to(own.device, own.dtype, copy=True))
+            for name, own in named.items()
+            if name in self.values
+        )
 
 
 @dataclass(frozen=True)
@@ -255,37 +200,51 @@ class OtherCall(Patch):
 
 
 @dataclass(frozen=True)
-class SomeSamples(Patch):
-    """A call's batch has some of its samples alone.
+class ChangedCall(Patch):
+    """One call of the step has another batch.
 
     Attributes:
         place: The call's place.
+    """
+
+    place: int
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        changed = list(calls)
+        changed[self.place] = self.changed(changed[self.place])
+        return changed
+
+    def changed(self, call: Call) -> Call:
+        """The call with another batch."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SomeSamples(ChangedCall):
+    """A call's batch has some of its samples alone.
+
+    Attributes:
         rows: The samples that it has.
     """
 
     is_same_step = False
-    place: int
     rows: tuple[int, ...]
 
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        return [
-            part_of(call, self.rows) if place == self.place else call
-            for place, call in enumerate(calls)
-        ]
+    def changed(self, call: Call) -> Call:
+        """See `ChangedCall`."""
+        return part_of(call, self.rows)
 
 
 @dataclass(frozen=True)
-class WithoutBad(Patch):
+class WithoutBad(ChangedCall):
     """A cache has 0 in place of what is not finite.
 
     Attributes:
-        place: The call's place.
         name: The tensor's place in the batch, or its name in a model.
         is_kept: A module keeps it, and it is none of the batch.
     """
 
-    place: int
     name: str
     is_kept: bool = False
     _zeroed: list[tuple[torch.Tensor, torch.Tensor, int | None]] = field(
@@ -304,19 +263,14 @@ class WithoutBad(Patch):
             for zeroed, bad, version in self._zeroed
         )
 
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        if self.is_kept:
-            return list(calls)
-        wanted = dict(calls[self.place].leaves()).get(self.name)
-
-        def replaced(tensor: torch.Tensor) -> torch.Tensor:
-            return self._without_bad(tensor) if tensor is wanted else tensor
-
-        return [
-            call.with_batch(replaced) if place == self.place else call
-            for place, call in enumerate(calls)
-        ]
+    def changed(self, call: Call) -> Call:
+        """See `ChangedCall`."""
+        wanted = None if self.is_kept else dict(call.leaves()).get(self.name)
+        if wanted is None:
+            return call
+        return call.with_batch(
+            lambda each: self._without_bad(each) if each is wanted else each
+        )
 
     @contextmanager
     def applied(self, models: _Models) -> Iterator[None]:
@@ -355,61 +309,47 @@ def kept_at(models: _Models, name: str) -> tuple[dict[str, Any], str]:
 
 
 @dataclass(frozen=True)
-class WithoutNumber(Patch):
+class WithoutNumber(ChangedCall):
     """A call's batch has 0 in place of a number.
 
     Attributes:
-        place: The call's place.
         number: The number.
     """
 
     is_same_step = False
-    place: int
     number: float
 
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
+    def changed(self, call: Call) -> Call:
+        """See `ChangedCall`."""
 
         def replaced(tensor: torch.Tensor) -> torch.Tensor:
-            is_there = tensor.is_floating_point() and bool(
-                (tensor == self.number).any()
-            )
-            return tensor.masked_fill(tensor == self.number, 0) if is_there else tensor
+            is_it = tensor == self.number
+            is_there = tensor.is_floating_point() and bool(is_it.any())
+            return tensor.masked_fill(is_it, 0) if is_there else tensor
 
-        return [
-            call.with_batch(replaced) if place == self.place else call
-            for place, call in enumerate(calls)
-        ]
+        return call.with_batch(replaced)
 
 
 @dataclass(frozen=True)
-class ClampedBatch(Patch):
+class ClampedBatch(ChangedCall):
     """A call's batch has other numbers in place of those beyond bounds in one tensor.
 
     Attributes:
-        place: The call's place.
         name: The tensor.
         low: The least number.
         high: The largest one.
     """
 
     is_same_step = False
-
-    place: int
     name: str
     low: float
     high: float
 
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        large = dict(calls[self.place].leaves())[self.name]
-        clamp = {id(large): large.clamp(self.low, self.high)}
-        return [
-            call.with_batch(lambda each: clamp.get(id(each), each))
-            if place == self.place
-            else call
-            for place, call in enumerate(calls)
-        ]
+    def changed(self, call: Call) -> Call:
+        """See `ChangedCall`."""
+        large = dict(call.leaves())[self.name]
+        clamped = large.clamp(self.low, self.high)
+        return call.with_batch(lambda each: clamped if each is large else each)
 
 
 @dataclass(frozen=True)

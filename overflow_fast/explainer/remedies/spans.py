@@ -12,7 +12,7 @@ from ...base.modules import is_normalization, is_within, named_modules
 from ...guard.report.remedy import Remedy
 from .keep_in_fp32 import has_forward, shortened
 from .patches import Float32Modules
-from .trials import Attempts, Failure, Trial, Trials
+from .trials import Attempts, Failure, Trial, Trials, least_that_helps
 
 
 def span(order: Sequence[str], until: str, called: Container[str]) -> list[str]:
@@ -53,27 +53,17 @@ def try_spans(failure: Failure, trials: Trials, prefix: str, model: str) -> Atte
     order = [name.removeprefix(prefix) for name in failure.modules]
     order = [name for name in order if name and name in modules]
     norms = [name for name in order[1:] if is_normalization(modules[name])]
-    if trials.found_right:
-        return
-    tried: list[Remedy] = []  # the nearest end so far stands for all
-    low, high, place = -1, len(norms), len(norms) - 1
-    while high - low > 1:
-        until = [norms[place]]
-        names = span(order, norms[place], called)
+
+    def trial_of(num: int) -> Trial:
+        until = norms[num - 1]
+        names = span(order, until, called)
         kept = shortened(names, list(modules))
         remedy = Remedy(
-            f"run in float32 from {names[0]} up to {norms[place]}",
-            f"overflow_fast.keep_in_fp32({model}, {kept}, until={until})",
+            f"run in float32 from {names[0]} up to {until}",
+            f"overflow_fast.keep_in_fp32({model}, {kept}, until={[until]})",
             modules=tuple(names),
-            until=tuple(until),
+            until=(until,),
         )
-        patch = Float32Modules(prefix, tuple(names), tuple(until))
-        if (yield Trial(remedy, patch)):
-            trials.remedies = [each for each in trials.remedies if each not in tried]
-            tried, high = trials.remedies[-1:], place
-        elif high == len(norms):
-            return  # nor does a nearer one
-        else:
-            trials.remedies.pop()
-            low = place
-        place = (low + high) // 2
+        return Trial(remedy, Float32Modules(prefix, tuple(names), (until,)))
+
+    yield from least_that_helps(len(norms), trial_of, trials)

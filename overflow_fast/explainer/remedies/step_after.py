@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ...base.tree import path_text, tensors
-from ..named_tensors import names_of, state_by_name
+from ..bounds import BUFFER
+from ..named_tensors import state_by_name
 from ..optimizer_twin import OptimizerTwin, group_of
-from ..tensor_kinds import is_float, kinds_of, summary_of
+from ..tensor_kinds import is_float, kinds_of
 
 # A gradient may make a state inf from this share of its dtype's largest root on: Adam
 # keeps a tenth of a percent of the square.
 _NEAR = 1e-3
-_MANY = 1e3  # times what a buffer held before; chosen, not measured
 
 
 def nonfinite_after(
@@ -72,18 +72,9 @@ def _stepped(
     return ""
 
 
-def buffer_sizes(models: Mapping[str, nn.Module]) -> dict[str, float]:
-    """The largest magnitudes of float buffers, by name."""
-    return {
-        name: summary_of(tensor).abs_max or 0.0
-        for kind, name, tensor in names_of(models)
-        if kind == "buffer" and is_float(tensor) and tensor.numel()
-    }
-
-
 def grown_buffer(before: Mapping[str, float], after: Mapping[str, float]) -> str:
     """Names the buffer that has grown out of its size, or ""."""
     for name, size in after.items():
-        if size > _MANY * max(before.get(name, size), 1.0):
+        if BUFFER.is_passed(size, before.get(name, size)):
             return f"{name} is {size:.3g} after it ({before[name]:.3g} before)"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,12 @@ from ...guard.explaining import USE_RUN
 from ...guard.report.explanation import Explanation
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
+from ..bounds import GRADIENT, LOSS
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
 from ..explain_origin import mask_of, named_row
-from ..named_tensors import state_by_name
+from ..halving import Halving
+from ..named_tensors import magnitudes_of, state_by_name
 from ..op_rows import Row
 from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
@@ -34,7 +36,7 @@ from .source_file import Edit, SourceFile, span_in
 
 if TYPE_CHECKING:
     from .nearness import Nearness
-from .step_after import buffer_sizes, grown_buffer, nonfinite_after
+from .step_after import grown_buffer, nonfinite_after
 from .true_step import InFloat64, Truth, in_float64
 
 # The patches that are in place while further ones are tried, and their sum.
@@ -231,14 +233,13 @@ STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
-_HUGE = 1e5  # times the largest of the steps before; chosen, not measured
 
 
 def _grown(gradients: Mapping[str, torch.Tensor], usual: float) -> str:
     """Names a gradient of a size that the run never had, or ""."""
     for name, gradient in gradients.items():
-        largest = float(gradient.abs().max()) if gradient.numel() and usual else 0.0
-        if largest > _HUGE * usual:
+        largest = float(gradient.abs().max()) if gradient.numel() else 0.0
+        if GRADIENT.is_passed(largest, usual):
             most = f"where the largest seen last was {usual:.3g}"
             return f"the gradient of {name} is up to {largest:.3g}, {most}"
     return ""
@@ -423,10 +424,10 @@ class Trials:
         """The fields of a remedy that say whether it is right, and what it breaks."""
         if not all(patch.is_same_step for patch in patches):
             return {}
-        own, after = result.held(), buffer_sizes(self.replayer.models)
+        own, after = result.held(), magnitudes_of(self.replayer.models, "buffer")
         if self._buffers is None:
             self.replayer.state.begin()
-            self._buffers = buffer_sizes(self.replayer.models)
+            self._buffers = magnitudes_of(self.replayer.models, "buffer")
         left = grown_buffer(self._buffers, after)
         if self.truth is None and all(each.is_exact for each in applied.trials):
             self.find_truth(patches)
@@ -435,9 +436,9 @@ class Trials:
         if self.truth is not None:
             facts = self.truth.compared(remedy, own, usual)
         is_right = facts.get("misses") == ""
-        if usual is not None and remedy.loss is not None and not is_right:
-            is_huge = abs(remedy.loss) > _HUGE * max(usual, 1.0)
-            facts |= {"usual": usual} if is_huge else {}
+        loss = None if is_right else remedy.loss
+        if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
+            facts["usual"] = usual
         broken = nonfinite_after(
             self.replayer.models, self._failure.optimizers, own.gradients
         )
@@ -491,13 +492,36 @@ class Trials:
 
     def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
         from_loss = [FromLoss()] * self._drops_gradients
-        observers = [] if self._nearness is None else [self._nearness.outputs]
+        observers = [] if self._nearness is None else [self._nearness]
         return self.replayer.run(part, [*self._others, *patches, *from_loss], observers)
 
     @property
     def _others(self) -> list[Patch]:
         """The patches that are in place in each run."""
         return [Eagerly()] * self._failure.is_compiled
+
+
+def least_that_helps(
+    num: int, trial_of: Callable[[int], Trial], trials: Trials
+) -> Attempts:
+    """The least of several changes that helps, by halving, if the largest one does.
+
+    It stands for all larger ones that have helped.
+
+    Args:
+        num: The size of the largest one.
+        trial_of: Makes the change of a size, from 1 on.
+        trials: Tries them.
+    """
+    if trials.found_right or not num or not (yield trial_of(num)):
+        return
+    best, search = trials.remedies[-1:], Halving(num)
+    for half in search:
+        helps = yield trial_of(half.stop)
+        search.note(helps)
+        if helps:
+            trials.remedies = [each for each in trials.remedies if each not in best]
+            best = trials.remedies[-1:]
 
 
 def _any(gradient: torch.Tensor) -> bool:

@@ -16,50 +16,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.modules import tensors_of
-from ...base.tensors import has_memory
 from ...base.torch_ops import base_of, has, plain_name
 from ...guard.report.remedy import Remedy
 from ...torch_internals.tensor_internals import pytree
-from ..calls import Call
+from ..bounds import norm_of, tolerance
 from ..op_table import OpTable
-from ..replayer import Patch, ReplayResult
+from ..replayer import ReplayResult
 from ..torch_calls import BACKWARD, TorchCall, TorchCalls, tensors_among
-from .patches import kept_data
+from ..wider import TO_FLOAT64, autocast_off, cast_all, run_wider
+from .patches import InDtype, in_wider_memory
 
-_WIDE = {
-    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64),
-    **{each: torch.float64 for name in dir(torch) if name.startswith("float8")
-       if isinstance(each := getattr(torch, name), torch.dtype)},
-    **{torch.complex32: torch.complex128, torch.complex64: torch.complex128},
-}  # fmt: skip
 _CASTS = ("half", "float", "bfloat16", "double")
 # What leaves a random share of its argument out, and is linear in it.
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 
 
 @dataclass(frozen=True)
-class InFloat64(Patch):
+class InFloat64(InDtype):
     """The step in float64.
 
     Attributes:
         drawn: The dtypes that the program's calls draw numbers in, in order.
     """
 
+    dtype: torch.dtype = torch.float64
     drawn: tuple[torch.dtype, ...] = ()
 
     @contextmanager
     def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """See `Patch`."""
-        with kept_data(models.values()), _Widening(self.drawn):
-            for model in models.values():
-                for tensor in tensors_of(model):
-                    tensor.data = _widened(tensor.data)
+        with in_wider_memory(models.values(), self.dtype), _Widening(self.drawn):
             yield
-
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        return [call.with_batch(_as_wide_leaf) for call in calls]
 
 
 class _Widening(TorchCalls):
@@ -82,20 +69,16 @@ class _Widening(TorchCalls):
         name = plain_name(own.rstrip("_") if not own.endswith("__") else own)
         if own in ("__get__", "__set__") or has(name, "tells"):
             return func(*args, **kwargs)
-        given = tensors_among((args, kwargs))
-        device = given[0].device.type if given else "cpu"
-        with torch.autocast(device, enabled=False):
-            if has(name, "random"):
-                return _widened_all(self._random(name, own, func, args, kwargs))
-            if own in _CASTS:
-                func = torch.Tensor.double
-            is_in_place = own == "__setitem__" or (
-                own.endswith("_") and not own.endswith("__")
-            )
-            target = args[:1] if is_in_place else ()
-            rest, kwargs = _widened_all((args[len(target) :], kwargs))
-            result = func(*target, *rest, **kwargs)
-            return result if is_in_place else _widened_all(result)
+        if has(name, "random"):
+            with autocast_off((args, kwargs)):
+                result = self._random(name, own, func, args, kwargs)
+            return cast_all(result, TO_FLOAT64)
+        if own in _CASTS:
+            func = torch.Tensor.double
+        if own != "__setitem__" and (not own.endswith("_") or own.endswith("__")):
+            result = run_wider(func, args, kwargs, TO_FLOAT64)
+            return cast_all(result, TO_FLOAT64)
+        return run_wider(func, args[1:], kwargs, TO_FLOAT64, *args[:1])
 
     def _random(self, name: str, own: str, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that draws numbers, in the dtype that the program draws them in."""
@@ -115,30 +98,6 @@ class _Widening(TorchCalls):
         return args[0].copy_(result) if own.endswith("_") else result
 
 
-def _widened(each: Any) -> Any:
-    if isinstance(each, torch.dtype):
-        return _WIDE.get(each, each)
-    is_wider = isinstance(each, torch.Tensor) and _can_be_cast(each)
-    return each.to(_WIDE[each.dtype]) if is_wider else each
-
-
-def _can_be_cast(tensor: torch.Tensor) -> bool:
-    """True for floats; to read freed memory would end the process."""
-    is_there = tensor.layout is not torch.strided or has_memory(tensor)
-    return tensor.dtype in _WIDE and is_there
-
-
-def _widened_all(value: Any) -> Any:
-    return pytree.tree_map(_widened, value)
-
-
-def _as_wide_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    if not _can_be_cast(tensor):
-        return tensor
-    copy = tensor.detach().to(_WIDE[tensor.dtype])
-    return copy.requires_grad_() if tensor.requires_grad else copy
-
-
 def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
     """The patch for a step; None where float64 would draw other numbers.
 
@@ -150,17 +109,18 @@ def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
     own = [call for call in calls if has(call.name, "random")]
     if not drawing <= set(own):  # within a larger call, or none of the program's
         return None
-    return InFloat64(tuple(call.dtype for call in own if call.inputs))
+    return InFloat64(drawn=tuple(call.dtype for call in own if call.inputs))
 
 
 # What a remedy comes to beside it.
 
 
-_NEAR = 1e-2  # of the loss: what two ways to round seldom differ by
-_CANCELLED = 1e-4  # of the usual loss: rounding of larger terms is seen below that
-_SMALL = 1e-2  # of the usual loss: a change of a part of that moves no run; chosen
-_EPS = 4.0  # times the precision of the coarsest dtype, where that is more than either
-_OF_GRADIENTS = 5.0  # times as much, for each of their sums is rounded
+# Of the loss, by the norm of the weights: smaller gradients are what terms that cancel
+# leave. Too large takes a flat loss for one that has no slope in float64 either.
+_CANCELLED = 1e-4
+# Times the tolerance, for each of their sums is rounded. Too small says of remedies
+# that they miss gradients which they have.
+_OF_GRADIENTS = 5.0
 
 
 @dataclass(frozen=True)
@@ -171,8 +131,6 @@ class Truth:
         loss: The loss.
         gradients: The gradients of the parameters, by their names.
         near: The relative difference that rounding explains.
-        cancelled: The share of the usual loss below which a loss is what terms that
-            cancel leave.
         least: The norm below which gradients are what terms that cancel leave, by the
             loss and the norm of the weights.
     """
@@ -180,7 +138,6 @@ class Truth:
     loss: float
     gradients: Mapping[str, torch.Tensor]
     near: float
-    cancelled: float = _CANCELLED
     least: float = 0.0
 
     @classmethod
@@ -195,12 +152,9 @@ class Truth:
         if result.error is not None or not result.is_clean or loss is None:
             return None
         dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
-        eps = [torch.finfo(each).eps for each in dtypes if each.is_floating_point]
-        coarse = _EPS * max(eps, default=0.0)
-        near, cancelled = max(_NEAR, coarse), max(_CANCELLED, coarse)
         size = norm_of(weights)
         least = _CANCELLED * abs(loss) / size if size else 0.0
-        return cls(loss, result.held().gradients, near, cancelled, least)
+        return cls(loss, result.held().gradients, tolerance(dtypes), least)
 
     @property
     def is_flat(self) -> bool:
@@ -229,7 +183,8 @@ class Truth:
         dtype = result.losses[0].dtype
         if abs(self.loss) > torch.finfo(dtype).max:  # which no remedy comes to
             return {"true_loss": self.loss, "misses": "loss"}
-        least = max(self.cancelled, _SMALL) * (1.0 if usual is None else usual)
+        # A loss far below the usual one is what terms that cancel leave.
+        least = self.near * (1.0 if usual is None else usual)
         error = abs(remedy.loss - self.loss) / max(abs(self.loss), least)
         moved = distance(result.gradients, self.gradients, self.least)
         misses = error > self.near
@@ -238,11 +193,6 @@ class Truth:
             return {"true_loss": self.loss, "error": moved, "misses": "gradients"}
         what = "loss" if misses else ""
         return {"true_loss": self.loss, "error": error, "misses": what}
-
-
-def norm_of(tensors: Iterable[torch.Tensor]) -> float:
-    """The L2 norm of all values of some tensors together."""
-    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
 
 
 def distance(

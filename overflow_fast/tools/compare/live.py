@@ -21,17 +21,18 @@ from ...base.torch_ops import base_of, has
 from ...base.tree import CALL_DEPTH, NotRebuilt, find, mapped, tensors_in
 from ...detector.observers import without_observers
 from ...explainer.ambient import applied
-from ...explainer.copies import FLOATS, check_model, to_float32
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.op_trace import ModuleStack, OpCall, OpTrace
 from ...explainer.snapshot import Snapshot
 from ...explainer.users_lines import Sites, code_at
+from ...explainer.wider import FLOATS
 from ...guard.kept_calls.ambient import Ambient
 from ...guard.undo.random import RandomStates
 from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
 from ...torch_internals.running import (
     graph_task_id,
 )
+from ..precision.copies import check_model, to_float32
 from ..precision.layers import expected_error, floats_in
 from .compare_runs import (
     StepContext,

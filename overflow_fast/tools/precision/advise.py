@@ -18,9 +18,9 @@ from ...base.tensors import check_number, devices_of, model_loss_in
 from ...base.text import dtype_name, error_line
 from ...detector.observers import without_observers
 from ...detector.selection import Selection, Wanted
-from ...explainer.copies import HALF, check_model, copied_batch, on_copies
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.remedies.keep_in_fp32 import keep_in_fp32, shortened
+from ...explainer.wider import HALF
 from ...guard.undo.random import RandomStates
 from ...guard.verdict.attribution import attribute
 from ...guard.verdict.bad_frames import BadFrame, collect, in_order
@@ -29,6 +29,7 @@ from ...guard.watching.watch import ModelWatch
 from ...scanner.ops import are_nonfinite
 from ...torch_internals.module_internals import is_dropout
 from ...torch_internals.replaying import uncompiled_calls
+from .copies import check_model, copied_batch, on_copies
 from .half import HalfLists, onnx_scopes
 from .layers import DTYPES, LayerProbe, RelativeDifference, floats_in
 from .precision_advice import (

@@ -18,11 +18,12 @@ from torch import nn
 from ...base.modules import named_modules
 from ...base.text import error_line
 from ...base.tree import mapped
-from ...explainer.copies import HALF, copied_batch
 from ...explainer.explain import explain
 from ...explainer.remedies.keep_in_fp32 import has_forward, keep_in_fp32
 from ...explainer.tensor_kinds import floats_in
+from ...explainer.wider import HALF
 from ...guard.report.remedy import Remedy
+from .copies import copied_batch
 from .layers import DTYPES, RelativeDifference
 from .precision_advice import PrecisionCheck, Thresholds
 

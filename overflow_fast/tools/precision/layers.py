@@ -15,7 +15,6 @@ from ...base.modules import Handles, class_name_of, named_modules
 from ...base.tensors import devices_of, real_parts
 from ...base.text import bits_left, dtype_name, error_line
 from ...base.tree import CALL_DEPTH, mapped, tensors_in
-from ...explainer.copies import Convert, on_copies, to_dtype
 from ...explainer.remedies.keep_in_fp32 import Float32Forward
 from ...guard.undo.random import RandomStates
 from ...scanner.ops import scan
@@ -23,6 +22,7 @@ from ...torch_internals.module_internals import own_parameters
 from ...torch_internals.running import (
     graph_task_id,
 )
+from .copies import Convert, on_copies, to_dtype
 
 # Magnitudes of tensors, by powers of two, against the ranges of dtypes.
 

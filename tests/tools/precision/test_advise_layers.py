@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast.explainer.copies import on_copies
+from overflow_fast.tools.precision.copies import on_copies
 from overflow_fast.tools.precision.layers import (
     DTYPES,
     LayerCall,

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..base.modules import has_base, is_sharded, named_modules
-from ..base.tree import CALL_DEPTH, mapped
-from ..torch_internals.module_internals import own_buffers, own_parameters
-from ..torch_internals.tensor_internals import is_wrapper
-from .snapshot import Snapshot
+from ...base.modules import has_base, is_sharded, named_modules
+from ...base.tree import CALL_DEPTH, mapped
+from ...explainer.snapshot import Snapshot
+from ...explainer.wider import FLOATS
+from ...torch_internals.module_internals import own_buffers, own_parameters
+from ...torch_internals.tensor_internals import is_wrapper
 
-HALF = (torch.float16, torch.bfloat16)
-FLOATS = (*HALF, torch.float32)
 _OWN = set(vars(nn.Module()))
 _PARALLEL = {"DistributedDataParallel", "DataParallel"}
 

@@ -1,0 +1,202 @@
+"""Operations of a trace again in float64: one of them, or several after another.
+
+1. `computed()` runs one operation with tensors that the caller widens: by the rule that
+   the result must be that of the same operation, else it raises.
+2. `in_float64()` is that for an operation that has just run, of what it was given.
+3. `Float64Run` is that for operations that a table holds. What one of them returns or
+   writes to is what the next one reads, in float64 and by its place in memory, so that
+   views are views. What none has written is as it was before the first.
+
+The whole step in float64 is no matter of operations: see `remedies/true_step.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..base.torch_ops import draws, op_of
+from ..base.tree import mapped, tensors_in
+from ..torch_internals.replaying import attention_by_definition, schema_names
+from .op_rows import Row
+from .op_trace import OpCall
+from .tape import Contents, TapedCall, TapedTensor
+from .tensor_kinds import as_plain, is_float
+
+
+def computed(
+    func: Any,
+    base: str,
+    args: Any,
+    kwargs: Any,
+    wide: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
+    """Runs an operation in float64, and returns its results.
+
+    Args:
+        func: The operation.
+        base: Its name without namespace and overload.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        wide: Returns the float64 values of a tensor among them.
+
+    Raises:
+        NotImplementedError: If that is not the same operation.
+    """
+    require_repeatable(func, args, kwargs)
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value.is_floating_point else value
+        return wide(value)
+
+    kinds = torch.Tensor, torch.dtype
+    args, kwargs = mapped((args, kwargs), widened, kinds=kinds)
+    names = schema_names(func)
+    if "half_to_float" in names:  # as `_softmax` has
+        args = (*args[:2], False)
+    if base.startswith("_scaled_dot_product") and "backward" not in base:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        return attention_by_definition(
+            *(given["query"], given["key"], given["value"]),
+            attn_mask=given.get("attn_mask", given.get("attn_bias")),
+            is_causal=given.get("is_causal", False),
+            scale=given.get("scale"),
+        )
+    return func(*args, **kwargs)
+
+
+def require_repeatable(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises NotImplementedError for an operation that may do otherwise again."""
+    if not str(func).startswith(("aten.", "prims.")):
+        raise NotImplementedError("an operation of an extension")
+    if draws(func, args, kwargs):
+        raise NotImplementedError("it draws random numbers")
+
+
+def as_float64(op: OpCall, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in float64 of what an operation was given, from before it ran."""
+    value = as_plain(op.kept.get(id(tensor), tensor)).detach()
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value.double() if value.is_floating_point() else value.clone()
+
+
+def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
+    """Runs it in float64: its output, and what it writes to, by what it wrote to."""
+    written: dict[int, torch.Tensor] = {}
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        found = as_float64(op, tensor)
+        if id(tensor) in op.kept:
+            found = written.setdefault(id(tensor), found)
+        return found
+
+    return computed(op.func, op.base, op.args, op.kwargs, wide), written
+
+
+class WideMemory:
+    """The memory that operations read, in float64, as it was before them.
+
+    Args:
+        calls: The operations.
+    """
+
+    def __init__(self, calls: Sequence[TapedCall]) -> None:
+        self._written = {each.memory for call in calls for each in call.results}
+        self._wide: dict[Contents, torch.Tensor] = {}
+
+    def wide(self, tensor: TapedTensor) -> torch.Tensor:
+        """The memory of a tensor, for one run."""
+        found = self._wide.get(tensor.contents)
+        if found is None:
+            found = self._wide[tensor.contents] = tensor.whole.double()
+        return found.clone() if tensor.memory in self._written else found
+
+
+class Float64Run:
+    """Runs operations in float64, one after another.
+
+    Args:
+        given: What they read that none of them has written.
+        nudged: The operations whose results of exactly 0 and 1 are moved by the least
+            that float64 can.
+
+    Attributes:
+        failed: The rows of the operations that have no float64: their results stay as
+            they were.
+    """
+
+    def __init__(self, given: WideMemory, nudged: Sequence[TapedCall] = ()) -> None:
+        self._given, self._nudged = given, nudged
+        self._memory: dict[int, torch.Tensor] = {}
+        self.failed: list[Row] = []
+
+    def run(self, calls: Sequence[TapedCall]) -> None:
+        """Runs further operations."""
+        for call in calls:
+            try:
+                self._run(call)
+            except Exception:
+                self.failed.append(call.row)
+                for own in call.results:
+                    self._memory.pop(own.memory, None)
+
+    def value(self, own: TapedTensor) -> torch.Tensor | None:
+        """The value of a result now, or None."""
+        memory = self._memory.get(own.memory)
+        return None if memory is None else own.of(memory)
+
+    def _run(self, call: TapedCall) -> None:
+        read = set[int]()
+
+        def wide(value: torch.Tensor) -> torch.Tensor:
+            tensor = call.read[id(value)]
+            read.add(tensor.memory)
+            return self._widened(tensor)
+
+        output = computed(call.func, call.base, call.args, call.kwargs, wide)
+        found = [t for t in tensors_in(output) if is_float(t)]
+        for own, result in zip(call.results, found, strict=False):
+            if own.memory not in read:
+                self._put(own, result)
+        if any(call is each for each in self._nudged):
+            own = call.results[0]
+            _nudge(own.of(self._memory[own.memory]), impossible(call))
+
+    def _widened(self, tensor: TapedTensor) -> torch.Tensor:
+        if not tensor.is_float:
+            return tensor.value.clone()
+        if tensor.memory not in self._memory:
+            self._memory[tensor.memory] = self._given.wide(tensor)
+        return tensor.of(self._memory[tensor.memory])
+
+    def _put(self, own: TapedTensor, result: torch.Tensor) -> None:
+        if result.shape != own.size:
+            raise ValueError("its float64 result has another shape")
+        memory = torch.zeros_like(own.whole, dtype=torch.float64)
+        own.of(memory).copy_(result)
+        self._memory[own.memory] = memory
+
+
+def impossible(call: TapedCall) -> list[float]:
+    """The magnitudes in a result that no function of finite numbers comes to.
+
+    Such as 0 of an `exp`: it is what rounding makes of a small number.
+    """
+    values = op_of(call.base).never
+    read = [each.value for each in call.read.values()]
+    if not values or not all(bool(each.isfinite().all()) for each in read):
+        return []
+    own = call.results[0].value.abs()
+    return [value for value in values if bool((own == value).any())]
+
+
+def _nudge(values: torch.Tensor, numbers: Sequence[float]) -> None:
+    info = torch.finfo(torch.float64)
+    if 0.0 in numbers:
+        values[values == 0] = info.smallest_normal
+    if 1.0 in numbers:
+        values[values.abs() == 1] *= 1 - info.eps / 2
