@@ -134,7 +134,7 @@ def test_a_number_in_a_tensor_widens_no_tensor(tmp_path):
         return (scale.exp() * x[..., :4] @ k[..., :4].mT).softmax(-1) @ v
         """,
     )
-    assert "(scale.float().exp() * x[..., :4].float())" in good[0].code
+    assert "(scale.float().exp() * x[..., :4].float() @" in good[0].code
 
 
 def test_float32_as_far_as_the_end_of_the_expression(tmp_path, as_kept):

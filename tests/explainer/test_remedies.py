@@ -14,7 +14,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import Explain, NonFiniteError, OverflowGuard, explain
-from overflow_fast.explainer.remedies import rule_text
+from overflow_fast.explainer.remedies import written
 
 NAN = float("nan")
 
@@ -278,7 +278,7 @@ def test_a_softmax_over_several_lines(tmp_path):
     module, path = module_of(tmp_path, OWN_SOFTMAX)
     x = torch.tensor([[200.0, 201.0]])
     remedy = explained(module.loss_of, x).remedies[0]
-    less = "(x * w) - (x * w).detach().amax(1, keepdim=True)"
+    less = "x * w - (x * w).detach().amax(1, keepdim=True)"
     assert f"e = torch.exp({less})" in remedy.code
     loss = module_of(tmp_path, edited(path, remedy))[0].loss_of(x, torch.ones(2))
     assert loss.item() == pytest.approx(torch.softmax(x, 1)[0, 0].item())
@@ -769,10 +769,10 @@ def test_the_places_of_a_long_loop_are_read_once_each(monkeypatch):
             return torch.stack(states)
 
     read, writers = [], []
-    node_at, init = rule_text.node_at, rule_text.Writer.__init__
-    monkeypatch.setattr(rule_text, "node_at", lambda at: read.append(at) or node_at(at))
+    node_at, init = written.node_at, written.Writer.__init__
+    monkeypatch.setattr(written, "node_at", lambda at: read.append(at) or node_at(at))
     monkeypatch.setattr(
-        rule_text.Writer,
+        written.Writer,
         "__init__",
         lambda self, *args: writers.append(args) or init(self, *args),
     )

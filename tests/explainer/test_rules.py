@@ -18,7 +18,6 @@ from overflow_fast.explainer.remedies.call_patch import (
     RuleChange,
 )
 from overflow_fast.explainer.remedies.patterns import matched, parsed
-from overflow_fast.explainer.remedies.rule_text import NotWrittenError, rule_edits
 from overflow_fast.explainer.remedies.rules import (
     CANCELLED,
     DIVISORS,
@@ -35,7 +34,8 @@ from overflow_fast.explainer.remedies.rules import (
     numbers_of,
     with_numbers,
 )
-from overflow_fast.explainer.remedies.source_file import SourceFile
+from overflow_fast.explainer.remedies.source import NotWrittenError, Source
+from overflow_fast.explainer.remedies.written import rule_edits
 from overflow_fast.explainer.torch_calls import TorchCalls
 from overflow_fast.explainer.users_lines import Site
 
@@ -78,6 +78,12 @@ def with_gradient(function, x):
     return first.detach(), x.grad
 
 
+def written_in(path, edits):
+    """The text of a file with edits."""
+    source = Source.of(str(path))
+    return source.block(edits, 1, len(source.lines))
+
+
 def tried(rule, code, x, tmp_path):
     """For each change of a rule: the plain result, the changed and the written one."""
     module, path = module_of(tmp_path, HEAD.format(code))
@@ -88,7 +94,7 @@ def tried(rule, code, x, tmp_path):
             found = with_gradient(module.f, x)
         assert patch.is_applied, code
         edits = rule_edits(root, calls, change.found)
-        text = "".join(SourceFile.of(str(path)).edited(edits).lines)
+        text = written_in(path, edits)
         fresh, _ = module_of(tmp_path, text)
         yield with_gradient(module.f, x), found, with_gradient(fresh.f, x), text
 
@@ -679,7 +685,7 @@ def f(x):
     rule = next(rule for rule in EXACT if rule.new == "LOG(y)")
     root, change = next(changes_of(rule, calls))
     edits = rule_edits(root, calls, change.found)
-    written = "".join(SourceFile.of(str(path)).edited(edits).lines)
+    written = written_in(path, edits)
     again, _ = module_of(tmp_path, written)
     torch.testing.assert_close(again.f(X), plain)
 

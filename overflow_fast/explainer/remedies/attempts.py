@@ -59,7 +59,6 @@ from .rule_attempts import (
     rounded_trials,
     value_trials,
 )
-from .rule_text import short_text
 from .rules import EXACT, IN_LOGARITHMS
 from .trials import (
     AppliedPatches,
@@ -71,6 +70,7 @@ from .trials import (
     loss_of,
 )
 from .true_step import distance
+from .written import short_text
 
 # Tries wider dtypes where float16 has overflowed.
 

@@ -2,7 +2,7 @@
 
 A match is a `Found`: an expression whose names stand for inputs of calls, or for more
 expressions. It is computed with the tensors of a replay, and written with the code of
-the program in `rule_text`.
+the program in `written`.
 """
 
 from __future__ import annotations

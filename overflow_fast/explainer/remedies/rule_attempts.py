@@ -21,16 +21,8 @@ from ...guard.report.remedy import SAME, Remedy
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, ClampedValue, InWider, RuleChange
-from .patterns import Found, matched
-from .rule_text import (
-    NOT_WRITTEN,
-    inner_place,
-    node_at,
-    remedy_in_words,
-    rule_edits,
-    short_text,
-    shown_at,
-)
+from .edited_lines import inner_place, remedy_in_words, remedy_of, shown_at
+from .patterns import Found, matched, parsed
 from .rules import (
     CANCELLED,
     DIVISORS,
@@ -47,8 +39,9 @@ from .rules import (
     numbers_of,
     with_numbers,
 )
-from .source_file import Edit, Operand
-from .trials import Attempts, Failure, Trial, Trials, in_wider, joined, remedy_of
+from .source import NOT_WRITTEN, Edit, node_at, rebuilt
+from .trials import Attempts, Failure, Trial, Trials, in_wider, joined
+from .written import rule_edits, short_text
 
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
@@ -194,11 +187,16 @@ def value_trials(failure: Failure, trials: Trials) -> Attempts:
             low, high, code, words = least, None, "min=LEAST", "to at least LEAST"
         else:  # it has no edge
             continue
-        parts = Operand(given[0], False), with_numbers(f".clamp({code})", numbers)
-        edits = (Edit(line.file, given[0], parts),)
+        clamp = parsed(with_numbers(f"VALUE.clamp({code})", numbers))
+        edits = (Edit.of(line.file, given[0], _of_value(clamp, given[0])),)
         text = with_numbers(f"clamp the value {words}", numbers)
         patch = CallPatch((ClampedValue(line.key, low, high),))
         yield Trial(remedy_of(text, edits), patch, edits)
+
+
+def _of_value(call: Any, value: ast.AST) -> Any:
+    """The call of a method of a name, of a value instead."""
+    return rebuilt(call, {call.func.value: value})
 
 
 def _largest_divisor(op: Op | None) -> float:

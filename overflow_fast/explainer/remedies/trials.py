@@ -26,13 +26,13 @@ from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..sentinel import Sentinel
 from ..spent_time import SpentTime
-from ..syntax import module_of
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
 from ..trace_back import ForwardRows, RootOp
 from .call_patch import CallPatch, InWider, RuleChange
+from .edited_lines import remedy_of
 from .patches import Eagerly, FromLoss, WithoutBad
-from .source_file import Edit, SourceFile, span_in
+from .source import Edit, NotWrittenError
 
 if TYPE_CHECKING:
     from .nearness import Nearness
@@ -40,9 +40,6 @@ from .step_after import grown_buffer, nonfinite_after
 from .true_step import InFloat64, Truth, in_float64
 
 # The patches that are in place while further ones are tried, and their sum.
-
-
-_MAX_BLOCK = 40  # lines; edits that are farther from one another are listed alone
 
 
 @dataclass(frozen=True)
@@ -111,32 +108,15 @@ class AppliedPatches:
         """All of the patches as one remedy."""
         if len(self.trials) == 1:
             return self.trials[0].remedy
-        edits = list[Edit]()
-        for edit in (edit for trial in self.trials for edit in trial.edits):
-            edits += [edit] * (edit not in edits)
-        texts = dict.fromkeys(trial.remedy.text for trial in self.trials)
-        parts: list[Remedy] = []
-        if _are_at_odds(edits):
-            parts = [replace(trial.remedy, code="") for trial in self.trials]
-            return Remedy(", and ".join(texts), parts=tuple(parts))
-        sources = _edited(edits)
-        for trial in self.trials:
-            own = _parts(trial.remedy.text, trial.edits, sources)
-            for part in own or trial.remedy.parts or (trial.remedy,):
-                _add(parts, part, sources)
-        return _whole(", and ".join(texts), parts, sources)
-
-
-def _are_at_odds(edits: Sequence[Edit]) -> bool:
-    """True if edits are of one expression, or give one name to several."""
-    named = [
-        (part, edit.file, id(edit.node))
-        for edit in edits
-        for part in edit.parts
-        if isinstance(part, str) and part.endswith(" := ")
-    ]
-    nodes = {id(edit.node) for edit in edits}
-    return len(nodes) < len(edits) or len({n[:2] for n in named}) < len(set(named))
+        text = ", and ".join(dict.fromkeys(each.remedy.text for each in self.trials))
+        edits = dict.fromkeys(edit for each in self.trials for edit in each.edits)
+        told = [each.remedy for each in self.trials if not each.edits]
+        try:
+            return remedy_of(text, list(edits), told)
+        except NotWrittenError:
+            return Remedy(
+                text, parts=tuple(replace(e.remedy, code="") for e in self.trials)
+            )
 
 
 def joined(trials: Sequence[Trial]) -> Trial:
@@ -151,81 +131,6 @@ def in_wider(patch: Patch) -> list[InWider]:
     """The changes of a patch that compute calls in a wider dtype."""
     changes = patch.changes if isinstance(patch, CallPatch) else ()
     return [each for each in changes if isinstance(each, InWider)]
-
-
-def remedy_of(text: str, edits: Sequence[Edit]) -> Remedy:
-    """Makes the remedy of edits.
-
-    Args:
-        text: The edits in words.
-        edits: The edits.
-    """
-    sources, parts = _edited(edits), list[Remedy]()
-    for part in _parts(text, edits, sources):
-        _add(parts, part, sources)
-    return _whole(text, parts, sources)
-
-
-def _edited(edits: Sequence[Edit]) -> dict[str, SourceFile]:
-    """Files as they read with edits, by the names that are shown."""
-    files = dict.fromkeys(edit.file for edit in edits)
-    after = [
-        SourceFile.of(file).edited([edit for edit in edits if edit.file == file])
-        for file in files
-    ]
-    for each in after:
-        module_of("".join(each.lines))  # else it is no text to give
-    return {each.shown: each for each in after}
-
-
-def _parts(
-    text: str, edits: Sequence[Edit], sources: Mapping[str, SourceFile]
-) -> list[Remedy]:
-    """A remedy of the lines of each edit."""
-    parts = []
-    for edit in sorted(edits, key=lambda each: (each.file, span_in(each.node))):
-        first, last, _, _ = span_in(edit.node)
-        after = sources[SourceFile.of(edit.file).shown]
-        code, file = after.block(first, last), after.shown
-        parts.append(Remedy(text, code, file=file, line=first, last_line=last))
-    return parts
-
-
-def _add(parts: list[Remedy], part: Remedy, sources: Mapping[str, SourceFile]) -> None:
-    """Adds a part; what edits the same lines as another becomes one with it."""
-    for i, other in enumerate(parts):
-        is_apart = part.line > other.last_line or other.line > part.last_line
-        is_code = bool(part.code and other.code and part.file)
-        if is_code and other.file == part.file and not is_apart:
-            first = min(part.line, other.line)
-            last = max(part.last_line, other.last_line)
-            texts = dict.fromkeys([other.text, part.text])
-            code = sources[part.file].block(first, last)
-            parts[i] = replace(
-                part, text=", and ".join(texts), code=code, line=first, last_line=last
-            )
-            return
-    parts.append(part)
-
-
-def _whole(
-    text: str, parts: Sequence[Remedy], sources: Mapping[str, SourceFile]
-) -> Remedy:
-    """Parts as one remedy: one block of lines, where they are near one another."""
-    if len(parts) == 1:
-        return replace(parts[0], text=text)
-    code = "\n".join(part.code for part in parts)
-    if not all(part.code for part in parts):  # one is told in words
-        return Remedy(text, parts=tuple(parts))
-    whole = Remedy(text, code, parts=tuple(parts))
-    files = {part.file for part in parts}
-    first = min(part.line for part in parts)
-    last = max(part.last_line for part in parts)
-    file = parts[0].file
-    if not file or len(files) > 1 or last - first > _MAX_BLOCK:
-        return whole
-    code = sources[file].block(first, last)
-    return replace(whole, code=code, file=file, line=first, last_line=last)
 
 
 # Chosen, not measured; other ranks wait meanwhile.

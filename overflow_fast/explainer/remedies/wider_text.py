@@ -13,15 +13,9 @@ from ...base.torch_ops import has
 from ..syntax import expression_of
 from ..torch_calls import TorchCall, Value
 from .call_patch import InWider
-from .rule_text import (
-    NOT_WRITTEN,
-    NotWrittenError,
-    Writer,
-    inner_place,
-    short_text,
-    shown_at,
-)
-from .source_file import Edit
+from .edited_lines import inner_place, shown_at
+from .source import NOT_WRITTEN, Edit, NotWrittenError
+from .written import Writer, short_text
 
 _CASTS = {torch.float16: "half", torch.float32: "float", torch.float64: "double"}
 
@@ -147,16 +141,11 @@ def _cast_back(
     for place, each in enumerate(operands):
         if root is not None and isinstance(each, Value):
             with contextlib.suppress(NotWrittenError):
-                name = writer.place_operand(root, place)
-                text = ast.unparse(name)
-                if isinstance(each, Value) and _is_name(text):
+                text = writer.name_of(root, place)
+                if text.isidentifier():
                     dtype = expression_of(f"{text}.dtype")
                     return ast.Call(ast.Attribute(of, "to"), [dtype], [])
     return _cast(of, method)
-
-
-def _is_name(text: str) -> bool:
-    return text.isidentifier() and not text.startswith("OPERAND_")
 
 
 def wider_text(change: InWider, calls: Sequence[TorchCall]) -> str:
