@@ -8,7 +8,7 @@ itself. What is computed may call methods of these, torch's functions, and
 - `LOG(y)`: the logarithm of a value by how it was made, see `LOGS`;
 - `CALL(key=value)`: the call itself, with other keywords, none for None; `CALL(LOW)`
   with a number in place of -inf; `CALL_ON(y)` with another first argument;
-- EPS, LEAST, SMALL, TINY, WIDE, JITTER and LOW: numbers by the dtype; N: one of several
+- EPS, LEAST, SMALL, WIDE, JITTER and LOW: numbers by the dtype; N: one of several
   that are tried;
 - `SAFE`: an argument of `f` at which it is finite; `DIM`: see `ratio_dim`.
 
@@ -175,15 +175,6 @@ def _is_of_nothing(call: TorchCall) -> bool:
     return any(0 in value.shape for value in call.inputs)
 
 
-def _has_boolean_mask(call: TorchCall) -> bool:
-    return getattr(call.kwargs.get("attn_mask"), "dtype", None) is torch.bool
-
-
-def _has_float_mask(call: TorchCall) -> bool:
-    mask = call.kwargs.get("attn_mask")
-    return isinstance(mask, Value) and not _has_boolean_mask(call)
-
-
 def _has_low(call: TorchCall) -> bool:
     given = (*call.args, *call.kwargs.values())
     return any(type(each) is float and each == -math.inf for each in given)
@@ -207,8 +198,6 @@ def _rules(*rows: tuple[Any, ...]) -> tuple[Rule, ...]:
 
 # fmt: off
 _BEFORE = "scale before the product"
-_SAME_ANGLE = "divide by the magnitude first, which changes no angle"
-_MAX = "z.index_reduce(0, c, y.detach(), 'amax', include_self=False)[c]"
 _FIRST = "leave values out before the call, not only after it"
 _NORMALIZE = "use normalize, which divides by at least 1e-12"
 _COLD = "divide by at least N, which is near the limit at 0"
@@ -247,10 +236,6 @@ EXACT = _rules(
     ("m * x", "where(m, x, 0)", "leave values out by `where`"),
     ("mean(y)", "y.sum() / max(y.numel(), 1)",
      "return 0 where there is nothing to average", _is_of_nothing, False, True),
-    ("angle(x)", "torch.angle(x / x.detach().abs().clamp(min=TINY))", _SAME_ANGLE),
-    ("exp(y) / __getitem__(index_add(z, 0, c, exp(y)), c)",
-     f"(y - {_MAX}).exp() / z.index_add(0, c, (y - {_MAX}).exp())[c]",
-     "subtract the maximum of each index before exp"),
     ("exp(y)", "CALL_ON(y - y.detach().amax(DIM, keepdim=True))",
      "subtract the maximum before exp"),
 )
@@ -343,11 +328,6 @@ GUARDS = _rules(
     ("eigh|svd|eig(y)",
      f"CALL_ON(y + torch.diag(torch.linspace(0, 1e-3, y.shape[-1], {_LIKE})))",
      "add numbers from 0 to 1e-3 to the diagonal, which no two values share"),
-    ("scaled_dot_product_attention(*)",
-     "CALL(attn_mask=attn_mask | ~attn_mask.any(-1, keepdim=True))",
-     "let rows without a key see all keys", _has_boolean_mask),
-    ("scaled_dot_product_attention(*)", "CALL(attn_mask=attn_mask.clamp(min=LOW))",
-     "clamp the mask to at least LOW", _has_float_mask),
     ("to(y)", "CALL_ON(y.clamp(-N, N))",
      "clamp to what the dtype holds before the cast", _narrows),
     ("x * y", "x.clamp(min=LOW) * y", _FACTOR, None, True),
@@ -401,14 +381,14 @@ RULES = (
 )
 
 # Of LEAST the reciprocal is a number of the dtype, of SMALL its square, too, as the
-# derivatives of a logarithm and of a quotient are. TINY is its smallest normal number.
-_NUMBERS = {  # EPS, LEAST, SMALL, TINY, WIDE, JITTER, LOW
-    torch.float64: (1e-12, 1e-300, 1e-150, 3e-308, 1e-7, 1e-9, -1e9),
-    torch.float32: (1e-8, 1e-30, 1e-18, 2e-38, 1e-6, 1e-6, -1e9),
-    torch.bfloat16: (1e-6, 1e-30, 1e-18, 2e-38, 1e-2, 1e-2, -1e9),
-    torch.float16: (1e-4, 6e-5, 1e-2, 7e-5, 1e-3, 1e-3, -1e4),
+# derivatives of a logarithm and of a quotient are.
+_NUMBERS = {  # EPS, LEAST, SMALL, WIDE, JITTER, LOW
+    torch.float64: (1e-12, 1e-300, 1e-150, 1e-7, 1e-9, -1e9),
+    torch.float32: (1e-8, 1e-30, 1e-18, 1e-6, 1e-6, -1e9),
+    torch.bfloat16: (1e-6, 1e-30, 1e-18, 1e-2, 1e-2, -1e9),
+    torch.float16: (1e-4, 6e-5, 1e-2, 1e-3, 1e-3, -1e4),
 }
-_NAMES = ("EPS", "LEAST", "SMALL", "TINY", "WIDE", "JITTER", "LOW", "N")
+_NAMES = ("EPS", "LEAST", "SMALL", "WIDE", "JITTER", "LOW", "N")
 # The largest arguments of exp, the mildest first; a loss of exp(80) is of no use.
 _LARGEST = {torch.float64: (80, 20), torch.float16: (10, 5)}
 # The smallest divisors of scores: those of 10 stay in float16.
