@@ -178,21 +178,6 @@ def test_the_guards_report_is_that_of_eager_on_inductor():
     assert compiled == guarded_reports(["a gradient"], eager)
 
 
-@pytest.mark.slow
-@torch.no_grad()  # to compile the wrapper of backward takes 10 s more
-def test_the_guards_report_is_that_of_eager_in_a_wrapper_in_cpp():
-    def report(compile_, **options):
-        model, _ = make()
-        model.blocks[0].fc1.weight.data.fill_(INF)
-        with OverflowGuard(model, None, "warn", explain=False) as guard:
-            x, y = batches(1)[0]
-            compile_(model, **options)(x, y=y)
-            return without_times(guard.check())
-
-    compiled = report(wrapped, fullgraph=True, options={"cpp_wrapper": True})
-    assert compiled == report(eager)
-
-
 @dataclasses.dataclass
 class Result:
     first: torch.Tensor

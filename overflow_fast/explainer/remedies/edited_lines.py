@@ -10,7 +10,7 @@ from ...guard.report.remedy import Remedy
 from ..syntax import module_of
 from ..torch_calls import TorchCall
 from ..users_lines import source_lines
-from .source import Edit, NotWrittenError, Source, span_of
+from .source import Edit, NotWrittenError, SourceText, span_of
 
 _MOST_BLOCK = 40  # lines; edits that are farther from one another are listed alone
 
@@ -20,7 +20,7 @@ def shown_at(root: TorchCall) -> tuple[str, int]:
     site = root.sites[-1]
     if not is_of_program(site.file) or not source_lines(site.code):
         return "", 0
-    return Source.of(site.file).shown, site.line
+    return SourceText.of(site.file).shown, site.line
 
 
 def inner_place(root: TorchCall) -> str:
@@ -52,7 +52,7 @@ def remedy_of(text: str, edits: Sequence[Edit], told: Sequence[Remedy] = ()) -> 
         raise NotWrittenError("edits are of one expression")
 
     def part(file: str, first: int, last: int) -> Remedy:
-        source, own = Source.of(file), [e for e in edits if e.file == file]
+        source, own = SourceText.of(file), [e for e in edits if e.file == file]
         module_of(source.block(own, 1, len(source.lines)))  # else it is no text to give
         code = source.block(own, first, last)
         return Remedy(text, code, file=source.shown, line=first, last_line=last)

@@ -70,13 +70,21 @@ def _apart(node: Any) -> Any:
 
 
 class _AsWritten(ast.NodeTransformer):
-    """Writes as people do: `1e9`, and a generator in one pair of brackets."""
+    """Writes as people do: `1e9`, `x ** -2`, a generator in one pair of brackets."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
         if len(node.args) == 1 and isinstance(node.args[0], ast.GeneratorExp):
             inner = ast.unparse(ast.fix_missing_locations(node.args[0]))[1:-1]
             return ast.Call(node.func, [ast.Name(inner)], node.keywords)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Pow) and isinstance(node.right, ast.UnaryOp):
+            exponent = ast.unparse(ast.fix_missing_locations(node.right))
+            if isinstance(node.right.operand, (ast.Constant, ast.Name)):
+                node.right = ast.Name(exponent)
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:
@@ -98,7 +106,7 @@ def rebuilt(node: Any, new: Mapping[ast.AST, ast.AST]) -> Any:
     return made
 
 
-class Source:
+class SourceText:
     """The text of a file, and its tree."""
 
     def __init__(self, file: str, lines: Sequence[str]) -> None:
@@ -124,13 +132,13 @@ class Source:
         return ""
 
     @staticmethod
-    def of(file: str) -> Source:
+    def of(file: str) -> SourceText:
         """A file, read once as long as its text is the same."""
         return _read(file, tuple(linecache.getlines(file)))
 
     @functools.cached_property
     def by_span(self) -> dict[Span, Any]:
-        """What Python may say that a call stands at: the innermost node of a place."""
+        """The innermost node of each place that Python may say a call stands at."""
         kinds = (ast.expr, ast.AugAssign)
         found = {span_of(n): n for n in self._nodes if isinstance(n, kinds)}
         for n in self._nodes:  # a method whose name begins a line
@@ -174,7 +182,7 @@ class Source:
 
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List)
-_read = functools.lru_cache(maxsize=4)(Source)
+_read = functools.lru_cache(maxsize=4)(SourceText)
 span_of: Callable[[Any], Span] = operator.attrgetter(
     "lineno", "end_lineno", "col_offset", "end_col_offset"
 )
@@ -184,4 +192,4 @@ def node_at(site: Site) -> Any:
     """The expression or augmented assignment that made a call, or None."""
     if site.span is None or not source_lines(site.code):
         return None
-    return Source.of(site.file).by_span.get(site.span)
+    return SourceText.of(site.file).by_span.get(site.span)

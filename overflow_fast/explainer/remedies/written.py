@@ -28,7 +28,7 @@ from ..users_lines import Site
 from .edited_lines import inner_place
 from .patterns import Found, Input, parsed
 from .rules import safe_argument, with_numbers
-from .source import Edit, NotWrittenError, Source, node_at, rebuilt, unparsed
+from .source import Edit, NotWrittenError, SourceText, node_at, rebuilt, unparsed
 
 _MOST_TEXT = 60  # characters; a longer call is cut short where it is only named
 _OF_PART = re.compile(r"tuple\((.+)\(e\) if")  # of one of several results
@@ -92,7 +92,7 @@ class Writer(ast.NodeTransformer):
         self._site = root.sites[-1] if is_inner else root.sites[0]
         if not (anywhere or is_of_program(self._site.file)):
             raise NotWrittenError("it is in an installed package")
-        self._source = Source.of(self._site.file)
+        self._source = SourceText.of(self._site.file)
         self.node = node_at(self._site)
         if self.node is None:
             raise NotWrittenError("its code is not known")
@@ -370,7 +370,7 @@ def _of_torch_module(site: Site, outer: Any) -> ast.expr:
     Raises:
         NotWrittenError: If its forward does more than to return that.
     """
-    source, inner = Source.of(site.file), node_at(site)
+    source, inner = SourceText.of(site.file), node_at(site)
     around = [] if inner is None else list(source.around(inner))
     forward = next((each for each in around if isinstance(each, ast.FunctionDef)), None)
     is_torchs = installed_name(site.file).startswith("torch/nn/modules/")
