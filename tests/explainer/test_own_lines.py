@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import python
 from torch import nn
 
 from overflow_fast import Explain, NonFiniteError, OverflowGuard
@@ -513,3 +514,26 @@ def test_variables_of_the_loop_are_let_go():
     training.guard.remove()
     gc.collect()
     assert [each() for each in references] == [None, None]
+
+
+SCRIPT = """import torch
+from overflow_fast import OverflowGuard
+layer = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+OverflowGuard(layer, optimizer, "warn")
+with torch.no_grad():
+    layer.weight.copy_(torch.eye(2))
+p = torch.softmax(layer(torch.tensor([[400.0, -400.0]])), -1)
+loss = torch.log(p).mean()
+loss.backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_in_a_script_a_layer_is_called_once_with_a_remedy_too(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    done = python(str(path))
+    assert "p = torch.softmax((exact_argument := layer(" in done.stderr, done.stderr
+    assert "loss = exact_argument.log_softmax(-1).mean()" in done.stderr

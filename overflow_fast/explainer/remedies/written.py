@@ -182,7 +182,8 @@ class Writer(ast.NodeTransformer):
         kinds = (*_SCOPES, ast.FunctionDef, ast.AsyncFunctionDef)
         around = self._source.around(node)
         scope = next((each for each in around if isinstance(each, kinds)), None)
-        if len(times) > 1 or is_later or scope is None or isinstance(scope, _SCOPES):
+        is_placed = node in self._source.parents and not isinstance(scope, _SCOPES)
+        if len(times) > 1 or is_later or not is_placed:
             raise NotWrittenError("an argument of it may be computed once alone")
 
     def _is_inside(self, node: ast.AST) -> bool:
