@@ -356,7 +356,7 @@ def test_a_derivative_of_complex_numbers_that_float64_has_is_not_called_singular
     )
     assert (found.phase, found.cause) == ("backward", "rounding")
     as_kept(found.evidence[1])
-    assert found.remedies[0].is_right and "angle" in found.remedies[0].text
+    assert found.remedies[0].is_right
 
 
 @pytest.mark.slow

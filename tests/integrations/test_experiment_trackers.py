@@ -113,13 +113,9 @@ def test_mlflow_gets_metrics(tmp_path, monkeypatch):
         mlflow.flush_async_logging()
     client = mlflow.MlflowClient()
     history = client.get_metric_history(begun.info.run_id, BAD)
-    assert [(m.step, m.value) for m in history] == [
-        (0, 0),
-        (1, 1),
-        (2, 1),
-        (0, 0),
-        (2, 1),
-    ]
+    # Several threads of mlflow's write, in an order of their own.
+    values = sorted((m.step, m.value) for m in history)
+    assert values == [(0, 0), (0, 0), (1, 1), (2, 1), (2, 1)]
     found = client.get_run(begun.info.run_id).data.metrics
     assert found.keys() == {f"overflow_fast/{name}" for name in guard.metrics()}
 
