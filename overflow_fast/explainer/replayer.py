@@ -125,6 +125,7 @@ class StepPart:
         has_table: Record the traced call's operations; else it is run eagerly alone.
         looks_back: See `OpTable`.
         has_calls: Record the traced call's torch calls, which rules change.
+        has_backward: Run backwards, too.
     """
 
     traced: int = -1
@@ -133,6 +134,7 @@ class StepPart:
     has_table: bool = True
     looks_back: bool = False
     has_calls: bool = False
+    has_backward: bool = True
 
 
 _UP_TO_BAD = StepPart()
@@ -514,7 +516,7 @@ class Replayer:
         for place, call in enumerate(calls):
             is_last = place + 1 == len(calls)
             traced = step if is_traced and is_last else None
-            state = self._run_call(result, call, observers, traced)
+            state = self._run_call(result, call, observers, traced, step.has_backward)
             if state == FAILED:
                 return result
             if state == CLEAN:

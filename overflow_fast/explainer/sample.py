@@ -68,7 +68,10 @@ def find_sample(
         index = None
         found.notes.append(_NO_BUDGET)
     else:
-        index, others = _halved(source, replayer, place, size, may_run, stays_within)
+        has_backward = stays_within or found.phase == "backward"
+        index, others = _halved(
+            *(source, replayer, place, size, may_run, stays_within, has_backward)
+        )
         if index is not None and found.cause == EMPTY_REDUCTION.name:
             # One sample alone leaves nothing to reduce, whichever it is.
             rows = tuple(i for i in range(size) if i != index)
@@ -101,8 +104,11 @@ def _halved(
     size: int,
     may_run: Callable[[int], bool],
     stays_within: bool,
+    has_backward: bool,
 ) -> tuple[int | None, ReplayResult | None]:
     """The sample with which alone the same operation fails, and not without it.
+
+    Backwards are run where one may fail.
 
     Returns:
         The sample, and the replay of the others, which is finite; else None.
@@ -114,7 +120,10 @@ def _halved(
             return False
         fails_again = None if _reads_bad(source) else _FailsAgain(source)
         observers = [] if fails_again is None else [fails_again]
-        part = StepPart(place, tuple(rows), has_table=fails_again is None)
+        has_table = fails_again is None
+        part = StepPart(
+            place, tuple(rows), has_table=has_table, has_backward=has_backward
+        )
         result = replayer.run(part, observers=observers)
         is_bad = stays_within or result.is_forward or result.is_in_gradients
         is_bad = is_bad or bool(result.bad_buffers)
@@ -146,7 +155,7 @@ def _halved(
         return None, None
     rows = with_stand_in(found, size)
     observers = [_FailsAgain(source)] * stays_within
-    part = StepPart(place, rows, has_table=False)
+    part = StepPart(place, rows, has_table=False, has_backward=has_backward)
     others = replayer.run(part, observers=observers)
     is_finite = others.is_clean and not any(each.is_seen for each in observers)
     return (found, others) if is_finite else (None, None)

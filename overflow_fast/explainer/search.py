@@ -239,7 +239,13 @@ class Search:
         return found
 
     def _lead(self) -> Explanation:
-        self._note_first(self.replayer.run(observers=self._observers))
+        """Runs the step, answers what that tells, else lists its operations.
+
+        A step of one call is listed in its first run, unless listing it fails.
+        """
+        listed = self._listed_at_once()
+        first = listed or self.replayer.run(observers=self._observers)
+        self._note_first(first)
         if 0 <= self.first.bad_call < self.incident.forward and self._ranks.is_alone:
             self.num_unlike = self.incident.forward
             del self.replayer.calls[: self.num_unlike]
@@ -249,10 +255,19 @@ class Search:
         known = self.ask(self._tree.replayed)
         if known is not None:
             return known
-        first, last = self.first.bad_call, len(self.replayer.calls) - 1
-        place = first if first >= 0 else last
-        part = StepPart(place, looks_back=True, has_calls=True)
-        return self._explained(place, self.replayer.run(part))
+        bad, last = self.first.bad_call, len(self.replayer.calls) - 1
+        place = bad if bad >= 0 else last
+        return self._explained(place, listed or self.replayer.run(_listing(place)))
+
+    def _listed_at_once(self) -> ReplayResult | None:
+        """The first run with its operations; None where a plain one has to be made.
+
+        What is compiled runs as it is first, and ranks agree on the call to list.
+        """
+        if len(self.replayer.calls) > 1 or not self._ranks.is_alone or has_compiled():
+            return None
+        result = self.replayer.run(_listing(0), observers=self._observers)
+        return result if result.error is None else None
 
     @property
     def _observers(self) -> list[ReplayCheck]:
@@ -498,6 +513,10 @@ class Search:
             if other is not None and other.source is root_op.source:
                 names.append(name)
         return names[0] if len(names) == 1 else ""
+
+
+def _listing(place: int) -> StepPart:
+    return StepPart(place, looks_back=True, has_calls=True)
 
 
 def failed(error: Exception) -> Explanation:

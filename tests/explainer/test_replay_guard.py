@@ -152,7 +152,7 @@ def test_what_happens_once_is_not_reproducible(as_kept):
     FAULT["factor"] = NAN
     found = explained(guard, model, optimizer, data())
     assert place(found) == ("forward", "not reproducible", None, "1")
-    assert found.replays == 4
+    assert found.replays == 3
     as_kept(found.evidence)
 
 

@@ -309,12 +309,13 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
 
     That is with the batch of the last clean step, where it is known and finite still;
     else with another sample in place of the one that fails: with the same dropout
-    masks, and as many samples.
+    masks, and as many samples. What changes no finite result moves nothing there.
     """
     sample, size = failure.found.sample, failure.found.num_samples
-    if not trials.helped:
+    num_moving = sum(remedy.moves_results != 0 for _, remedy in trials.helped)
+    if not num_moving:
         return
-    if failure.clean is not None and trials.allow(1 + len(trials.helped)):
+    if failure.clean is not None and trials.allow(1 + num_moving):
         clean = OtherCall(failure.clean)
         plain = trials.run_part(StepPart(), [clean]) if trials.may_run() else None
         if plain is not None:
@@ -325,7 +326,7 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     rows = with_stand_in(sample, size)
     others = StepPart(failure.place, rows, has_table=False)
     plain = failure.others
-    if plain is None and trials.may_run():
+    if (plain is None or not plain.has_backward) and trials.may_run():
         plain = trials.run_part(others, ())
     if plain is not None and plain.has_backward:
         _measure(trials, plain, others, (), stand_in=rows[sample])
@@ -344,6 +345,8 @@ def _measure(
             return
         # Such a change is one of this step's samples, and no part is run with it.
         if any(type(patch).calls is not Patch.calls for patch in patches):
+            continue
+        if remedy.moves_results == 0:
             continue
         changed = trials.run_part(part, [*before, *patches])
         if changed is not None:

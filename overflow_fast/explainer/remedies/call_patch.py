@@ -143,6 +143,11 @@ class CallPatch(Patch):
         """True if each change was made."""
         return all(self.num_applied[i] for i in range(len(self.changes)))
 
+    @property
+    def leaves_finite(self) -> bool:
+        """True if each change left each result as it was that is finite without it."""
+        return len(self.moved) == len(self.changes) and not any(self.moved.values())
+
 
 class ChangedCalls(TorchCalls):
     """Makes changes of torch calls while it is entered.

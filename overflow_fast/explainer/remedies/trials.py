@@ -352,17 +352,20 @@ class Trials:
         stops = any(each.stops_gradient for each in applied.trials)
         is_flat = bool(own.gradients) and not any(map(_any, own.gradients.values()))
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
-        is_exact = all(each.is_exact for each in applied.trials)
-        moved = (
-            []
-            if is_exact
-            else [
-                e for p in patches if isinstance(p, CallPatch) for e in p.moved.values()
-            ]
-        )
-        facts |= {"moves_results": max(moved, default=None)}
+        facts["moves_results"] = self._moved(applied, patches)
         facts |= {"breaks": broken, "leaves": left, "is_flat": is_flat}
         return {**facts, "stops_gradient": stops}
+
+    @staticmethod
+    def _moved(applied: AppliedPatches, patches: Sequence[Patch]) -> float | None:
+        """The largest change of a finite result; 0 where each was seen to stay."""
+        if all(each.is_exact for each in applied.trials):
+            return None
+        of_calls = [each for each in patches if isinstance(each, CallPatch)]
+        if len(of_calls) == len(patches) and all(e.leaves_finite for e in of_calls):
+            return 0.0
+        moved = [each for patch in of_calls for each in patch.moved.values()]
+        return max(moved, default=0.0) or None
 
     def find_truth(self, patches: Sequence[Patch] = ()) -> None:
         """Replays the step in float64, with exact forms in place.

@@ -51,8 +51,9 @@ class Remedy:
         leaves: The buffer that is a thousand times as large after the step with it, as
             the statistics of a batch norm, in words; or "".
         moves_results: The largest change of those results of the changed calls that
-            were finite without it, relative to the largest of them; None where there
-            were none, they were 0, or it is the same in exact arithmetic.
+            were finite without it, relative to the largest of them; 0 where all of them
+            were seen to stay as they were. None where that is not known, or it is the
+            same in exact arithmetic.
         is_flat: Whether all gradients are 0 with it.
         stops_gradient: Whether no gradient goes through where it acts.
         is_of_data: Whether it changes the batch, and no code.
@@ -175,6 +176,8 @@ class Remedy:
         elif self.moves_results is not None and self.moves_results > SAME:
             by = f"{min(self.moves_results, _MOST_MOVED):.2g} of the largest"
             clauses.append(f"changes results that were finite by up to {by}")
+        elif self.moves_results == 0:
+            clauses.append("results that were finite stay as they are")
         if self.is_flat:
             clauses.append("all gradients are 0")
         elif self.stops_gradient:
