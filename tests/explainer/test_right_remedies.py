@@ -21,7 +21,7 @@ from overflow_fast.explainer.torch_calls import TorchCall
 from overflow_fast.guard.kept_calls.ambient import Ambient
 from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.op import Op
-from overflow_fast.guard.report.remedy import Remedy
+from overflow_fast.guard.report.remedy import Remedy, Worth
 
 
 def stopped(model, loss_of, batches, optimizer=None):
@@ -602,7 +602,7 @@ def test_of_functions_of_several_forwards_none_is_named():
 
 def test_an_exception_spends_no_line_on_what_is_far_off_beside_what_is_right():
     found = of_a_sure_class()
-    assert any(each.is_far for each in found.remedies)
+    assert any(each.worth == Worth.FAR for each in found.remedies)
     short, whole = found.words.remedy_rows(), found.words.rows()
     assert not any(row.startswith("did not help") for row in short)
     assert any(row.startswith("did not help") for row in whole)

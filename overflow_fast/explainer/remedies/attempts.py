@@ -278,8 +278,8 @@ def _note_drawn(failure: Failure) -> None:
 def _rank(remedy: Remedy) -> tuple[Any, ...]:
     """The order of remedies: what is right and plain comes first."""
     return (
-        *(not remedy.is_finite, not remedy.is_recommended, bool(remedy.hides)),
-        *(remedy.is_of_data, _error(remedy) > 0, remedy.is_flat, bool(remedy.leaves)),
+        *(remedy.worth, remedy.is_of_data, _error(remedy) > 0),
+        *(remedy.is_flat, bool(remedy.leaves)),
         _error(remedy),
         (remedy.moves_results or 0.0) > SAME,
         *(remedy.changes_others, _is_long(remedy)),

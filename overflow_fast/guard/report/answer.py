@@ -10,7 +10,7 @@ from ...base.text import counted, printable
 from .causes import SINGULAR_GRADIENT, UNKNOWN
 from .findings import Findings
 from .gist import BETWEEN, expression_of, first_clause, gist_of, on_rank
-from .remedy import Remedy
+from .remedy import Remedy, Worth
 
 _FEW = 3  # sentences of a kind, and ends of a chain; chosen
 _FEW_SHORT = 2  # of each kind of sentence in an exception
@@ -152,12 +152,9 @@ class ExplanationText:
         """
         remedies = self.found.remedies
         told = [*self._helped, self.found.nearest]
-        is_short = bool(most and self._helped)
-        failed = [
-            each
-            for each in remedies
-            if each.tried and each not in told and not (is_short and each.is_far)
-        ]
+        if most and self._helped:
+            told += [each for each in remedies if each.worth == Worth.FAR]
+        failed = [each for each in remedies if each.tried and each not in told]
         if failed:
             labels = [f"{self._label(e)}{e.harm and f' ({e.harm})'}" for e in failed]
             yield "did not help:", _listed(labels, most)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from dataclasses import dataclass
+from enum import IntEnum
 
 from ...base.text import rounded, short_name
 
@@ -14,6 +16,17 @@ _MOST_MOVED = 1e6  # a change of results is written up to here, and no larger
 _TIMES = 10.0  # an error is written as a factor from here on, below in percent
 _FAR = 0.1  # of the true loss: what misses it by more keeps no value; chosen
 _INDENT = " " * 4
+
+
+class Worth(IntEnum):
+    """What a trial has shown a remedy to be worth; a smaller one is worth more."""
+
+    HELPS = 0  # the step is finite with it, near what is right, and nothing breaks
+    HIDES = 1  # it helps, but an operation overflows that the loss does not show
+    FAR = 2  # finite, but the loss misses the true one by more than a tenth
+    HARMS = 3  # finite, but the output is far off, or the run breaks later
+    FAILS = 4  # not finite
+    UNTRIED = 5
 
 
 @dataclass(frozen=True)
@@ -102,15 +115,28 @@ class Remedy:
     modules: tuple[str, ...] = ()
     until: tuple[str, ...] = ()
 
+    @functools.cached_property
+    def worth(self) -> Worth:
+        """What the trial has shown it to be worth; by how much it is off is `error`."""
+        if not self.tried:
+            return Worth.UNTRIED
+        if not self.is_finite:
+            return Worth.FAILS
+        if not self.is_near or self._breaks_run:
+            return Worth.HARMS
+        if self.misses == "loss" and (self.error is None or self.error > _FAR):
+            return Worth.FAR
+        return Worth.HIDES if self.hides else Worth.HELPS
+
     @property
     def is_recommended(self) -> bool:
         """True if it was tried, made the step finite, is near and breaks nothing."""
-        return self.keeps_running and not self.is_far
+        return self.worth <= Worth.HIDES
 
     @property
     def keeps_running(self) -> bool:
         """True if it is recommended, but for how far its loss is off the true one."""
-        return self.tried and self.is_finite and self.is_near and not self._breaks_run
+        return self.worth <= Worth.FAR
 
     @property
     def off(self) -> float:
@@ -120,21 +146,16 @@ class Remedy:
         return abs(self.loss - self.true_loss)
 
     @property
-    def is_far(self) -> bool:
-        """True if its loss misses the true one by more than a tenth."""
-        is_off = self.error is None or self.error > _FAR
-        return self.misses == "loss" and is_off
-
-    @property
     def is_right(self) -> bool:
-        """True if it is recommended, and hides and misses nothing, as far as known."""
-        return self.is_recommended and not self.hides and not self.misses
+        """True if it helps, and misses nothing, as far as known."""
+        return self.worth == Worth.HELPS and not self.misses
 
     @property
     def harm(self) -> str:
         """The reason why it is no remedy though the step is finite with it, or ""."""
-        far = self._error_text().strip(", ()") if self.is_far else ""
-        return self._breaks_run or (far and f"a loss of {self.loss:.3g}: {far}")
+        if self.worth == Worth.FAR:
+            return f"a loss of {self.loss:.3g}: {self._error_text().strip(', ()')}"
+        return self._breaks_run
 
     @property
     def _breaks_run(self) -> str:

@@ -28,15 +28,15 @@ def add_doctor(commands: Commands) -> None:
         commands,
         "doctor",
         _run_doctor,
-        "check ranks, links, collectives and arithmetic before a run",
+        "check ranks, collectives and arithmetic before a run",
         """
         doctor
-        doctor --seconds 30 --folder checkpoints/ -o doctor.html
+        doctor --seconds 60 --json
         """,
         more=": [how](doctor.md#before-a-run-the-doctor)",
     )
     parser.description = (
-        "Check ranks, links, collectives and arithmetic before a run. For several "
+        "Check ranks, collectives and arithmetic before a run. For several "
         "ranks: `torchrun --nproc-per-node 8 -m overflow_fast doctor`. Exit status: 0 "
         "fine, 1 a warning, 2 broken."
     )
@@ -44,9 +44,7 @@ def add_doctor(commands: Commands) -> None:
         "--seconds", type=float, default=30, help="the limit of a stage (default: 30)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--folder", help="a folder of checkpoints to write to and read")
     parser.add_argument("--backend", help="of the collectives (default: nccl or gloo)")
-    parser.add_argument("-o", "--output", help="a page with a heatmap of the links")
 
 
 def _run_doctor(parsed: argparse.Namespace) -> int:
@@ -55,39 +53,26 @@ def _run_doctor(parsed: argparse.Namespace) -> int:
 
     if not parsed.seconds > 0:
         return fail(f"--seconds must be greater than 0, got {parsed.seconds:g}")
-    settings = ExaminationSettings(
-        limit=parsed.seconds, folder=parsed.folder, backend=parsed.backend
-    )
+    settings = ExaminationSettings(limit=parsed.seconds, backend=parsed.backend)
     try:
         examination = Examination(Address.from_environment(), settings)
     except ValueError as error:
         return fail(f"The ranks cannot meet: {error}")
     diagnosis = examination.run()
-    status: int = diagnosis.status
     if examination.is_leader:
-        status = max(status, _tell(diagnosis, parsed.json, parsed.output))
+        _tell(diagnosis, parsed.json)
     examination.part()
-    return status
+    return diagnosis.status
 
 
-def _tell(diagnosis: Diagnosis, as_json: bool, output: str | None) -> int:
-    """Prints it and writes its page; returns 2 if the page cannot be written."""
+def _tell(diagnosis: Diagnosis, as_json: bool) -> None:
     from .terminal import shown
 
-    status = 0
     if as_json:
         print(dumps(diagnosis.to_dict(), indent=1))
     else:
         print(shown(str(diagnosis)))
-    if output is not None:
-        from ..doctor.diagnosis import save_diagnosis
-
-        try:
-            print(save_diagnosis(output, diagnosis), file=sys.stderr)
-        except (OSError, ImportError) as error:
-            status = fail(f"The page cannot be written: {error}")
     sys.stdout.flush()
-    return status
 
 
 # `env`: what a bug report needs.

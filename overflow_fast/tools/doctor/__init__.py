@@ -1,1 +1,1 @@
-"""The doctor: checks ranks, links, collectives and arithmetic before a run."""
+"""The doctor: checks ranks, collectives and arithmetic before a run."""

@@ -1,15 +1,12 @@
-"""The checks of an examination, a stage each: arithmetic, storage, collectives."""
+"""The checks of an examination, a stage each: arithmetic, collectives, agreement."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +15,6 @@ from torch import nn
 
 from ...base.tensors import digest_of
 from ...base.text import capitalized, dtype_name
-from ...guard.files.reading import why_unreadable
 from ...guard.guard import OverflowGuard
 from .roll_call import facts_of, slow_network
 from .stage import (
@@ -269,9 +265,7 @@ def compared_pairs(operation: str, world: int) -> set[Pair]:
 # Bytes: from a message in one packet to one that is cut up, pipelined and aligned.
 SIZES = (8, 64, 512, 2**12, 2**15, 2**18, 2**21, 2**24, 2**26)
 _OF_LIMIT = 0.2  # of a stage's time
-_ALONE = "all-reduce alone"
 _UNTIMED = "sizes without time"  # from which on there was none
-_MOST_ALONE = 16  # ranks that get a group of their own
 _PRIME = 97  # no chunk or pipeline has a multiple of it as its length
 
 
@@ -327,28 +321,6 @@ def _first_wrong(received: torch.Tensor, expected: torch.Tensor) -> str:
     )
 
 
-def _run_alone(site: StageSite) -> Iterator[Wrong]:
-    """Sends each rank's part alone: what differs then is the rank's own doing."""
-    world = len(site.members)
-    if not 1 < world <= _MOST_ALONE:
-        return
-    site.note("groups of one rank")
-    groups = [dist.new_group([rank]) for rank in range(world)]
-    for dtype in DTYPES:
-        short = dtype_name(dtype)
-        site.note(f"{_ALONE} of {short}")
-        expected = values_of(site.position, dtype)
-        received = expected.clone().to(site.device)
-        try:
-            dist.all_reduce(received, group=groups[site.position])
-        except (RuntimeError, ValueError, TypeError) as error:
-            if not _is_unsupported(error):
-                raise
-            continue
-        if text := _difference(expected, received.cpu()):
-            yield _ALONE, short, site.position, text
-
-
 def _run_collectives(site: StageSite) -> tuple[list[Wrong], list[str]]:
     """Runs all; returns the wrong results of this rank, and what cannot be run."""
     wrong, unsupported = list[Wrong](), list[str]()
@@ -367,7 +339,7 @@ def _run_collectives(site: StageSite) -> tuple[list[Wrong], list[str]]:
             for contributor, expected, received in rows:
                 if text := _difference(expected, received):
                     wrong.append((name, short, contributor, text))
-    wrong += [*_run_alone(site), *_run_sizes(site)]
+    wrong += _run_sizes(site)
     return wrong, unsupported
 
 
@@ -400,7 +372,6 @@ def _judge_collectives(
             pair = contributor, q
             wrong.setdefault(operation, set()).add(pair)
             examples.setdefault((operation, pair), f"{dtype}: {text}")
-    alone = wrong.pop(_ALONE, set())
     found = list[Finding]()
     for pair in sorted(wrong.pop(_UNTIMED, set()))[:1]:
         size = examples[_UNTIMED, pair].partition(":")[0]
@@ -413,7 +384,7 @@ def _judge_collectives(
         found.append(Finding(COLLECTIVES_NAME, NOTE, (), text))
     for operation, pairs in wrong.items():
         if operation in _REDUCING:
-            found += _explained_sum(operation, pairs, members, examples, alone)
+            found += _explained_sum(operation, pairs, members, examples)
         else:
             found += _explained(operation, pairs, members, examples)
     return found
@@ -427,39 +398,32 @@ def _explained_sum(
     wrong: set[Pair],
     members: list[int],
     examples: Mapping[tuple[str, Pair], str],
-    alone: set[Pair],
 ) -> Iterator[Finding]:
     """Explains sums: each rank gives to all of them, so a wrong one shows no giver.
 
-    A giver is known where its own part came out wrong alone; a taker where others got
-    the same sum right.
+    A taker is known where others got the same sum right.
     """
     takers = sorted({taker for _, taker in wrong})
-    is_sum_of_all = operation == "all-reduce" and len(takers) == len(members) > 1
+    ranks = tuple(members[each] for each in takers)
     example = examples[operation, min(wrong)]
-    if operation == "all-reduce" and not is_sum_of_all:
+    if operation != "all-reduce":
+        text = (
+            f"{capitalized(named(ranks, {}))} received a wrong sum in {operation} "
+            f"({example}): it is not known whose contribution is wrong, or whether it "
+            "was received wrongly."
+        )
+        yield Finding(COLLECTIVES_NAME, BROKEN, ranks, text)
+    elif len(takers) == len(members) > 1:
+        text = (
+            f"Some rank's contribution to {operation} is wrong: all ranks received "
+            f"a wrong sum ({example}). It is not known whose."
+        )
+        yield Finding(COLLECTIVES_NAME, BROKEN, (), text)
+    else:
         for taker in takers:
             pair = min(each for each in wrong if each[1] == taker)
             text = examples[operation, pair]
             yield _finding(members[taker], operation, "received", text)
-        return
-    for giver, _ in sorted(alone):
-        text = f"alone in a group, {examples[_ALONE, (giver, giver)]}"
-        yield _finding(members[giver], operation, "contributed", text)
-    if not alone:
-        who = named([members[each] for each in takers], {})
-        text = (
-            f"{capitalized(who)} received a wrong sum in {operation} ({example}): it "
-            "is not known whose contribution is wrong, or whether it was received "
-            "wrongly."
-        )
-        if is_sum_of_all:
-            text = (
-                f"Some rank's contribution to {operation} is wrong: all ranks received "
-                f"a wrong sum ({example}). It is not known whose."
-            )
-        ranks = () if is_sum_of_all else tuple(members[each] for each in takers)
-        yield Finding(COLLECTIVES_NAME, BROKEN, ranks, text)
 
 
 def _explained(
@@ -655,116 +619,3 @@ def _judge_first_barrier(
 
 
 BARRIER = Stage(FIRST_BARRIER_NAME, _run_first_barrier, _judge_first_barrier)
-
-
-# Memory and the folder of checkpoints: each rank allocates, writes and reads.
-
-
-STORAGE_NAME = "memory and folder"
-_MOST = 2**30  # bytes to allocate, of which at most half of what is free
-_FILE = 2**20  # bytes of a file
-
-
-@dataclass
-class StorageResult:
-    """The success of one rank with memory and folder.
-
-    Attributes:
-        host: The name of its host.
-        errors: What failed, in sentences.
-        unseen: The rank before it, if its file is not to be seen from here.
-    """
-
-    host: str
-    errors: list[str] = field(default_factory=list)
-    unseen: int | None = None
-
-
-def _run_storage(site: StageSite) -> StorageResult:
-    found = StorageResult(site.hosts[site.rank])
-    site.note("memory")
-    with _noted(found, "memory"):
-        _fill(site.device)
-    if site.device.type == "cuda":
-        site.note("pinned memory")
-        with _noted(found, "pinned memory"):
-            torch.empty(_FILE, dtype=torch.uint8, pin_memory=True).fill_(1)
-    if site.settings.folder is not None:
-        _write_and_read(site, Path(site.settings.folder), found)
-    return found
-
-
-@contextlib.contextmanager
-def _noted(found: StorageResult, what: str):  # type: ignore[no-untyped-def]
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError) as error:
-        found.errors.append(f"{what}: {why_unreadable(error)}".splitlines()[0])
-
-
-def _fill(device: torch.device) -> None:
-    """Allocates memory, writes a pattern, and reads it."""
-    size = _FILE
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        size = min(_MOST, free // 2)
-    memory = torch.full((size,), 0xA5, dtype=torch.uint8, device=device)
-    if not bool((memory == 0xA5).all()):
-        raise RuntimeError("memory does not hold what was written to it")
-
-
-def _write_and_read(site: StageSite, folder: Path, found: StorageResult) -> None:
-    """Writes a file of one's own, and reads it and that of the rank before."""
-    members, place = list(site.members), site.position
-    before = members[place - 1]
-    own = folder / _name(site.session, site.rank)
-    site.note(f"a write to {folder}")
-    with _noted(found, f"write to {folder}"), open(own, "xb") as file:
-        file.write(_contents(site.rank))
-        os.fsync(file.fileno())
-    site.note("a barrier after the writes")
-    dist.barrier()
-    site.note(f"a read from {folder}")
-    with _noted(found, f"read from {folder}"):
-        if own.exists() and own.read_bytes() != _contents(site.rank):
-            raise OSError(f"{own} does not hold what was written to it")
-        other = folder / _name(site.session, before)
-        if not other.exists():
-            found.unseen = before
-        elif other.read_bytes() != _contents(before):
-            raise OSError(f"{other} does not hold what rank {before} wrote to it")
-    site.note("a barrier after the reads")
-    dist.barrier()
-    with contextlib.suppress(OSError):
-        own.unlink()
-
-
-def _name(session: str, rank: int) -> str:
-    return f"overflow_fast_doctor_{session}_{rank}"
-
-
-def _contents(rank: int) -> bytes:
-    return rank.to_bytes(8, "little") * (_FILE // 8)
-
-
-def _judge_storage(
-    data: Mapping[int, StorageResult], settings: ExaminationSettings
-) -> list[Finding]:
-    hosts = hosts_of(data)
-    found = []
-    failed = {rank for rank, each in data.items() if each.errors}
-    for rank, each in data.items():
-        for text in each.errors:
-            sentence = f"{capitalized(named([rank], hosts))}: {text}."
-            found.append(Finding(STORAGE_NAME, BROKEN, (rank,), sentence))
-        if each.unseen is not None and not {rank, each.unseen} & failed:
-            sentence = (
-                f"{capitalized(named([rank], hosts))} does not see the file that "
-                f"{named([each.unseen], hosts)} wrote to {settings.folder}: the folder "
-                "is not shared."
-            )
-            found.append(Finding(STORAGE_NAME, WARNING, (rank, each.unseen), sentence))
-    return found
-
-
-STORAGE = Stage(STORAGE_NAME, _run_storage, _judge_storage)

@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from ...base.text import capitalized, error_line
-from .checks import AGREEMENT, ARITHMETIC, BARRIER, COLLECTIVES, STORAGE
+from .checks import AGREEMENT, ARITHMETIC, BARRIER, COLLECTIVES
 from .diagnosis import Diagnosis
-from .links import LINKS
 from .roll_call import (
     ROLL_CALL,
     ask_nccl_for_a_log,
@@ -531,7 +530,7 @@ def _text_of(log: Path | None) -> str:
         return ""
 
 
-STAGES = (ROLL_CALL, BARRIER, COLLECTIVES, LINKS, ARITHMETIC, STORAGE, AGREEMENT)
+STAGES = (ROLL_CALL, BARRIER, COLLECTIVES, ARITHMETIC, AGREEMENT)
 
 
 class Ended(BaseException):
@@ -714,8 +713,7 @@ class Examination:
             findings.append(Finding(self._doing, BROKEN, (), unfinished))
         findings.sort(key=lambda each: -each.severity)
         facts = self._data.get(self._stages[0].name, {})
-        links = self._data.get(LINKS.name, {})
-        return Diagnosis(self._address.world, findings, self._results, facts, links)
+        return Diagnosis(self._address.world, findings, self._results, facts)
 
 
 @contextlib.contextmanager

@@ -26,23 +26,13 @@ class ExaminationSettings:
         limit: The time that a stage may take; then it is given up.
         grace: The further time that the answers of other ranks may take.
         late: A rank that arrives this much after half of the ranks is named.
-        slow: A link that takes this many times the median of its kind is named.
-        straggling: The same for the product of matrices on GPUs; CPUs have `slow`.
-        folder: A folder of checkpoints that each rank writes to and reads, or None.
         backend: The backend of the collectives; None: nccl with GPUs, else gloo.
-        repeats: The messages of a measurement, of which the fastest counts.
-        samples: The rounds of random pairs between hosts.
     """
 
     limit: float = 30.0
     grace: float = 10.0
     late: float = 10.0
-    slow: float = 2.0
-    straggling: float = 1.3
-    folder: str | None = None
     backend: str | None = None
-    repeats: int = 5
-    samples: int = 4
 
 
 @dataclass(frozen=True)

@@ -2,30 +2,25 @@
 
 import dataclasses
 import random
-import statistics
 
 import pytest
 import torch
-from golden_text import text_of
 
-from overflow_fast.tools.doctor import checks, links, roll_call
+from overflow_fast.tools.doctor import checks, roll_call
 from overflow_fast.tools.doctor.checks import (
     AGREEMENT,
     ARITHMETIC,
     BARRIER,
     COLLECTIVES,
     OPERATIONS,
-    STORAGE,
     BarrierResult,
     Digests,
     GuardSummary,
-    StorageResult,
     compared_pairs,
     faulty_ranks,
 )
-from overflow_fast.tools.doctor.diagnosis import Diagnosis, matrices_of, save_diagnosis
+from overflow_fast.tools.doctor.diagnosis import Diagnosis
 from overflow_fast.tools.doctor.examination import innermost_calls, lost_ranks
-from overflow_fast.tools.doctor.links import LINKS, Measured, rounds_of
 from overflow_fast.tools.doctor.roll_call import ROLL_CALL, RankFacts, late_ranks
 from overflow_fast.tools.doctor.stage import (
     BROKEN,
@@ -41,53 +36,9 @@ from overflow_fast.tools.doctor.stage import (
 WORLD, PER_HOST = 16, 8
 HOSTS = {rank: f"Node-{rank // PER_HOST}" for rank in range(WORLD)}
 SETTINGS = ExaminationSettings()
-ROUNDS = rounds_of(range(WORLD), HOSTS, SETTINGS.samples)
-MICRO = 1e-6
 
 
-# A cluster in numbers: times with noise.
-
-
-def noise_of(chance):
-    """What the times of measurements are multiplied by, for all of a cluster.
-
-    Some per cent of noise, outliers in one of 20.
-    """
-    generator = torch.Generator().manual_seed(chance.getrandbits(63))
-
-    def drawn():
-        shape = 2000, SETTINGS.repeats
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    outliers = (drawn() < 0.05) * (1 + 19 * drawn())
-    return iter((1 - (-drawn()).log1p() / 20 + outliers).tolist())
-
-
-def measured_of(chance, slow=lambda a, b: 1.0, straggling=lambda rank: 1.0):
-    noise = noise_of(chance)
-
-    def times(base):
-        return [base * each for each in next(noise)]
-
-    found = {
-        rank: Measured(
-            HOSTS[rank],
-            "cuda",
-            2**26,
-            8,
-            latency=[{}, {}],
-            transfer=[{}, {}],
-            product=[times(0.01 * straggling(rank)) for _ in range(2)],
-        )
-        for rank in range(WORLD)
-    }
-    for number in range(2):
-        for a, b in (pair for each in ROUNDS for pair in each):
-            base = 12 * MICRO if HOSTS[a] == HOSTS[b] else 35 * MICRO
-            factor = slow(a, b)
-            found[a].latency[number][b] = times(base * factor)
-            found[a].transfer[number][b] = times(200 * base * factor)
-    return found
+# A cluster in numbers.
 
 
 def facts_of(chance):
@@ -112,12 +63,10 @@ def healthy(chance):
     yield ROLL_CALL, facts_of(chance)
     yield BARRIER, {rank: BarrierResult(HOSTS[rank], "IB") for rank in range(WORLD)}
     yield COLLECTIVES, {rank: ([], ["all-reduce of int8"]) for rank in range(WORLD)}
-    yield LINKS, measured_of(chance)
     yield (
         ARITHMETIC,
         {r: Digests(HOSTS[r], "H200", [], digests, digests) for r in range(WORLD)},
     )
-    yield STORAGE, {rank: StorageResult(HOSTS[rank]) for rank in range(WORLD)}
     yield AGREEMENT, {rank: GuardSummary(8, {1: "it"}, 1, 7) for rank in range(WORLD)}
 
 
@@ -127,109 +76,6 @@ def test_a_thousand_healthy_runs_raise_nothing():
         chance = random.Random(seed)
         for stage, data in healthy(chance):
             assert stage.judge(data, SETTINGS) == [], (seed, stage.name)
-
-
-@pytest.mark.parametrize("pair", [(1, 2), (0, 8)])
-def test_a_slow_link_is_named_in_each_of_many_runs(pair):
-    for seed in range(50):
-        slow = lambda a, b: 5.0 if (a, b) == pair else 1.0  # noqa: E731
-        found = LINKS.judge(measured_of(random.Random(seed), slow), SETTINGS)
-        assert [each.ranks for each in found] == [pair, pair], seed
-        assert f"ranks {pair[0]} (Node-0), {pair[1]} (Node-" in found[0].text
-
-
-def test_a_rank_with_slow_links_is_named_once_and_not_by_its_links():
-    slow = lambda a, b: 6.0 if 3 in (a, b) else 1.0  # noqa: E731
-    found = LINKS.judge(measured_of(random.Random(0), slow), SETTINGS)
-    assert [each.ranks for each in found] == [(3,), (3,)]
-    assert "with most others" in found[0].text
-
-
-def test_a_link_that_is_slow_once_is_not_named():
-    data = measured_of(random.Random(0))
-    data[1].latency[0][2] = [1.0]
-    assert LINKS.judge(data, SETTINGS) == []
-
-
-def test_a_straggling_rank_is_named(as_kept):
-    slow = lambda rank: 1.5 if rank == 11 else 1.0  # noqa: E731
-    data = measured_of(random.Random(0), straggling=slow)
-    (found,) = LINKS.judge(data, SETTINGS)
-    assert found.ranks == (11,) and found.severity == WARNING
-    as_kept(found.text)
-
-
-def with_cores(cores, factor):
-    data = measured_of(random.Random(0), straggling=lambda r: factor if r == 1 else 1.0)
-    for each in data.values():
-        each.device, each.cores = "cpu", cores
-    return data
-
-
-def test_times_of_links_of_ranks_that_share_cores_are_not_judged(as_kept):
-    (found,) = LINKS.judge(with_cores(2, 1.5), SETTINGS)
-    assert found.severity == 0
-    as_kept(found.text)
-    slow, note = LINKS.judge(with_cores(2, 9.0), SETTINGS)
-    assert slow.ranks == (1,) and slow.severity == WARNING and note == found
-    (found,) = LINKS.judge(with_cores(8, 9.0), SETTINGS)
-    assert found.ranks == (1,)
-
-
-def of_products(**products):
-    """The measurements of ranks on a host, by their products in both passes."""
-    return {
-        rank: Measured("a", "cpu", 8, 8, [{}, {}], [{}, {}], [list(p), list(q)])
-        for rank, (p, q) in enumerate(products.values())
-    }
-
-
-@pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize("spread", [1.0, 8.0])
-def test_the_slower_of_two_ranks_is_named(slow, spread, as_kept):
-    """By its fastest beside what is usual for the other, whose outliers say nothing."""
-    fast = [1.0, 1.0, 1.1, 1.2, spread]
-    own = [3.0 * each for each in fast]
-    both = {"a": (fast, fast), "b": (own, own)}
-    data = of_products(**(both if slow else {"a": both["b"], "b": both["a"]}))
-    (found,) = LINKS.judge(data, SETTINGS)
-    assert found.ranks == (slow,) and found.severity == WARNING
-    as_kept(found.text)
-
-
-def test_a_rank_whose_times_spread_too_much_is_not_said_to_be_fine():
-    fast, spread = [1.0] * 5, [1.0, 3.0, 5.0, 5.0, 9.0]
-    (found,) = LINKS.judge(
-        of_products(a=(fast, fast), b=(spread, spread), c=(fast, fast)), SETTINGS
-    )
-    assert (found.severity, found.ranks) == (0, (1,)) and "not judged" in found.text
-    # In one pass alone it is fine.
-    assert not LINKS.judge(
-        of_products(a=(fast, fast), b=(spread, fast), c=(fast, fast)), SETTINGS
-    )
-
-
-@pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 9])
-def test_usual_is_the_median_of_the_other_ranks(number):
-    chance = random.Random(number)
-    own = [[chance.choice([1.0, 2.0, 3.0, 4.0])] for _ in range(number)]
-    data = of_products(**{f"r{i}": (each, each) for i, each in enumerate(own)})
-    for rank, passes in links._ratios(data, range(number)).items():
-        others = [own[r][0] for r in range(number) if r != rank]
-        assert passes == [(own[rank][0] / statistics.median(others),) * 2] * 2
-
-
-def test_what_has_nothing_to_be_compared_with_is_not_judged(as_kept):
-    fast = [1.0] * 5
-    (found,) = LINKS.judge(of_products(a=(fast, fast)), SETTINGS)
-    assert found.severity == 0
-    as_kept(found.text)
-    data = of_products(a=(fast, fast), b=(fast, fast))
-    for number in range(2):
-        data[0].latency[number][1] = data[0].transfer[number][1] = fast
-    (found,) = LINKS.judge(data, SETTINGS)
-    assert found.severity == 0
-    as_kept(found.text)
 
 
 # The roll call.
@@ -409,34 +255,6 @@ def test_guards_that_do_not_agree_are_named(as_kept):
     as_kept(found.text)
 
 
-# Pairs.
-
-
-@pytest.mark.parametrize("sizes", [[1], [2], [5], [8, 8], [3, 1, 4], [8] * 16])
-def test_rounds_have_each_rank_once_and_reach_every_host(sizes):
-    hosts, members = {}, []
-    for node, size in enumerate(sizes):
-        for _ in range(size):
-            members.append(3 * len(members))
-            hosts[members[-1]] = f"n{node}"
-    rounds = rounds_of(members, hosts, samples=4)
-    for pairs in rounds:
-        ranks = [rank for pair in pairs for rank in pair]
-        assert len(ranks) == len(set(ranks)) and set(ranks) <= set(members)
-        assert all(a < b for a, b in pairs)
-    met = {pair for pairs in rounds for pair in pairs}
-    within = [
-        (a, b) for a in members for b in members if a < b and hosts[a] == hosts[b]
-    ]
-    assert set(within) <= met
-    reached = {hosts[members[0]]}
-    for _ in sizes:
-        for a, b in met:
-            if {hosts[a], hosts[b]} & reached:
-                reached |= {hosts[a], hosts[b]}
-    assert reached == set(hosts.values())
-
-
 # NCCL.
 
 LOG = """node1:77:77 [0] NCCL INFO NET/IB : No device found.
@@ -472,17 +290,15 @@ def test_a_log_that_the_user_has_chosen_is_left_alone(monkeypatch):
 
 
 def diagnosis():
-    slow = lambda a, b: 5.0 if (a, b) == (1, 2) else 1.0  # noqa: E731
-    measured = measured_of(random.Random(0), slow)
+    slow = Finding("collectives", WARNING, (1, 2), "Rank 1 waits for rank 2.")
     return Diagnosis(
         WORLD,
-        [*LINKS.judge(measured, SETTINGS), Finding("barrier", BROKEN, (3,), "<b>!")],
+        [slow, Finding("barrier", BROKEN, (3,), "<b>!")],
         [
             StageResult("roll call", "fine", 0.5, WORLD),
-            StageResult("links", "left out"),
+            StageResult("collectives", "left out"),
         ],
         facts_of(random.Random(0)),
-        measured,
     )
 
 
@@ -493,21 +309,21 @@ def test_the_diagnosis_is_a_table_and_a_status(as_kept):
     assert Diagnosis(1).status == 0
 
 
-def test_one_rank_is_one_rank_and_what_was_not_judged_is_not_fine(tmp_path, as_kept):
-    stages = [StageResult("roll call", "fine", 0.5, 1), StageResult("links", UNJUDGED)]
+def test_one_rank_is_one_rank_and_what_was_not_judged_is_not_fine(as_kept):
+    stages = [
+        StageResult("roll call", "fine", 0.5, 1),
+        StageResult("collectives", UNJUDGED),
+    ]
     facts = {0: facts_of(random.Random(0))[0]}
-    note = Finding("links", 0, (), "The speed of rank 0 was not judged.")
-    alone = Diagnosis(1, [note], stages, facts)
-    as_kept(alone)
-    pytest.importorskip("jinja2")
-    as_kept(text_of(save_diagnosis(tmp_path / "one.html", alone).read_text()))
+    note = Finding("collectives", 0, (), "Messages of 64 MiB were not checked.")
+    as_kept(Diagnosis(1, [note], stages, facts))
 
 
 def test_a_stage_with_a_warning_is_not_all_judged_either(as_kept):
-    stages = [StageResult("links", "warning"), StageResult("memory", "fine")]
-    note = Finding("links", 0, (), "The speed of rank 0 was not judged.")
-    found = Diagnosis(2, [Finding("links", 1, (1,), "Rank 1 straggles."), note], stages)
-    as_kept(found.result)
+    stages = [StageResult("collectives", "warning"), StageResult("barrier", "fine")]
+    note = Finding("collectives", 0, (), "Messages of 64 MiB were not checked.")
+    warning = Finding("collectives", 1, (1,), "Rank 1 is late.")
+    as_kept(Diagnosis(2, [warning, note], stages).result)
 
 
 def test_the_diagnosis_is_plain_data():
@@ -515,53 +331,20 @@ def test_the_diagnosis_is_plain_data():
     assert (plain["kind"], plain["status"], plain["world_size"]) == ("diagnosis", 2, 16)
     assert plain["findings"][0]["ranks"] == [1, 2]
     assert plain["ranks"]["0"]["host"] == "Node-0"
-    link = next(each for each in plain["links"] if each["ranks"] == [1, 2])
-    assert link["latency"] > 50 * MICRO
-    times = plain["times"]["1"]
-    assert len(times["product"]) == len(times["latency"]) == 2
-    assert len(times["product"][0]) == len(times["latency"][1]["2"]) == SETTINGS.repeats
-    assert link["latency"] == min(*times["latency"][0]["2"], *times["latency"][1]["2"])
 
 
-def test_the_page_shows_the_links(tmp_path):
-    pytest.importorskip("jinja2")
-    path = save_diagnosis(tmp_path / "doctor.html", diagnosis())
-    save_diagnosis(path, diagnosis())  # over its own page
-    text = path.read_text()
-    assert "&lt;b&gt;!" in text and "<b>!" not in text
-    assert text.count("<table") == 4
-    assert "ranks 1 and 2: " in text
-    (latency, _) = matrices_of(diagnosis())
-    cells = dict(latency.rows)
-    assert cells[1][2].hue == cells[2][1].hue == 0  # beyond four times the median
-    assert cells[4][4] is None and cells[4][5].hue > 150
-    assert latency.has_numbers and f">{cells[1][2].number}</td>" in text
-    other = tmp_path / "mine.html"
-    other.write_text("mine")
-    with pytest.raises(FileExistsError, match="not written over"):
-        save_diagnosis(other, diagnosis())
-
-
-def collectives_of(wrong, alone=()):
+def collectives_of(wrong):
     """Findings of all-reduces with wrong rows: pairs of contributor and receiver."""
     text = "[2.5] instead of [1.5]"
     data = {rank: ([], []) for rank in range(4)}
     for giver, taker in wrong:
         data[taker][0].append(("all-reduce", "float32", giver, text))
-    for rank in alone:
-        data[rank][0].append(("all-reduce alone", "float32", rank, text))
     return COLLECTIVES.judge(data, ExaminationSettings())
 
 
 def test_a_sum_that_all_received_wrongly_names_no_rank(as_kept):
     (found,) = collectives_of([(0, taker) for taker in range(4)])
     assert found.ranks == ()
-    as_kept(found.text)
-
-
-def test_a_rank_whose_part_alone_is_wrong_is_named(as_kept):
-    (found,) = collectives_of([(0, taker) for taker in range(4)], alone=[2])
-    assert found.ranks == (2,)
     as_kept(found.text)
 
 
