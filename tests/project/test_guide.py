@@ -9,7 +9,7 @@ import pytest
 import torch
 from guarding import batches, make
 from made_up_trainer import MadeUpTrainer, two_layers
-from pages import Examples, assert_shown, guides, run
+from pages import ROOT, Examples, assert_shown, guides, run
 from small_models import (
     Small,
     loader_of,
@@ -87,6 +87,12 @@ def test_advice(capsys, code):
     ]
     assert f"keep_in_fp32(model, {kept})" in out
     assert_shown("docs/guide", "Use autocast to", out)
+
+
+def test_the_explanation_that_is_shown_is_one_of_today():
+    kept = ROOT / "tests/golden/logarithm_of_a_sure_discriminator.txt"
+    report = kept.read_text().partition("--- report\n")[2]
+    assert_shown("docs/guides/explanations", "Step 0: the loss is inf", report)
 
 
 class Residual(nn.Module):
