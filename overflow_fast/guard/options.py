@@ -217,7 +217,7 @@ _RANKS = option(
     'The ranks that write: "all", a file each; "node", the first of each host '
     '(`LOCAL_RANK` 0); or "rank0".',
     one_of("all", "node", "rank0"),
-    see="guides/ddp.md#many-ranks",
+    see="guides/distributed.md#many-ranks",
 )
 
 

@@ -1,6 +1,6 @@
 """An integration in another package, made of the guard's public methods alone.
 
-It is the recipe of docs/guides/engines.md, for a trainer of a made-up framework.
+It is the recipe of docs/guides/trainers.md, for a trainer of a made-up framework.
 """
 
 import ast
@@ -18,7 +18,7 @@ from pages import examples
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
-RECIPE = examples()["docs/guides/engines.md#a-trainer-of-your-own"]
+RECIPE = examples()["docs/guides/trainers.md#a-trainer-of-your-own"]
 BAD_STEP, BAD_ROW = 1, 2
 
 

@@ -116,7 +116,7 @@ def add_suspects(commands: Commands) -> None:
         _run_suspects,
         "count the incidents of each host and device in the guard's log",
         "suspects guard.jsonl",
-        more=": [which node to drain](ddp.md#many-ranks), across restarts",
+        more=": [which node to drain](distributed.md#many-ranks), across restarts",
     )
     parser.add_argument(
         "path",

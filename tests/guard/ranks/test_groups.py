@@ -423,7 +423,7 @@ def test_ranks_agree_on_each_of_two_optimizers():
 
 
 def test_powersgd_is_clean_after_a_skip_if_its_memory_is_cleared():
-    """As docs/guides/ddp.md says; else each later step is bad too."""
+    """As docs/guides/distributed.md says; else each later step is bad too."""
     assert all_of("compressed") == [[False, False, False, True, True, True]] * 4
     cleared = [False, False, False, True, False, False]
     assert all_of("compressed, cleared") == [cleared] * 4
