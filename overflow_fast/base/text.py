@@ -104,9 +104,22 @@ def capitalized(sentence: str) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """Writes which name was probably meant: `: did you mean skip?`; "" for none."""
-    found = difflib.get_close_matches(word, list(names), n=1)
-    return f": did you mean {found[0]}?" if found else ""
+    """Writes which name was probably meant: `: did you mean skip?`; "" for none.
+
+    A name that is spelled alike, else those that begin with the same word: `on_nan` is
+    meant for `on_overflow`.
+    """
+    bare, known = word.strip("-"), {name.strip("-"): name for name in names}
+    found = difflib.get_close_matches(bare, known, n=1)
+    if not found:
+        first, *others = _WORDS.split(bare)
+        alike = [each for each in known if others and _WORDS.split(each)[0] == first]
+        found = alike[:_MOST_MEANT]
+    return f": did you mean {either(known[each] for each in found)}?" if found else ""
+
+
+_WORDS = re.compile("[-_.]")
+_MOST_MEANT = 3  # more say nothing
 
 
 def rounded(number: float, digits: int = 3) -> str:

@@ -10,7 +10,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ... import binaries
@@ -89,8 +89,10 @@ class _Parser(argparse.ArgumentParser):
         commands: The names of its commands.
         add_arguments: Adds the arguments of a command that are not there yet, or None.
         needs_extension: The command does nothing where no extension is built.
+        flags_of: The options that stand for an argument of the guard, by `--argument`.
     """
 
+    flags_of: Mapping[str, Sequence[str]] = {}
     commands: Sequence[str] = ()
     needs_extension = False
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
@@ -124,6 +126,8 @@ class _Parser(argparse.ArgumentParser):
     def _sentence(self, message: str) -> str:
         if found := _UNKNOWN.match(message):
             word = found[1].partition("=")[0]
+            if word in self.flags_of:
+                return f"there is no {word}: use {either(self.flags_of[word])}"
             return f"there is no {word}{nearest(word, self._option_string_actions)}"
         if found := _CHOICE.match(message):
             names = [each.strip(" '") for each in found[3].split(",")]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,7 +17,13 @@ from ...base.text import either, nearest
 from ...guard.config import GuardConfig
 from ...guard.monitors.monitor import Monitor
 from ...guard.monitors.running import DEFAULT_MONITORS
-from ...guard.options import Option, options_of, snake_case, written_name
+from ...guard.options import (
+    Evidence,
+    Option,
+    options_of,
+    snake_case,
+    written_name,
+)
 
 # Those that come with the package.
 MONITORS: tuple[type[Monitor], ...] = tuple(
@@ -93,7 +102,9 @@ def add_guard_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "options of the guard", "As the arguments of OverflowGuard and their fields."
     )
+    flags: dict[str, list[str]] = {}
     for each in _all_typed():
+        flags.setdefault(f"--{each.argument}", []).append(each.flag)
         group.add_argument(
             each.flag,
             dest=each.dest,
@@ -101,6 +112,7 @@ def add_guard_options(parser: argparse.ArgumentParser) -> None:
             help=_help(each),
             **_form(each),
         )
+    vars(parser).update(flags_of=flags)
 
 
 def guard_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
@@ -123,6 +135,9 @@ def guard_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
         if any(each.argument == "monitors" for each in typed):
             given["monitors"] = _monitors(parsed, typed)
         GuardConfig(**given)
+        for each in typed:
+            if each.field == "path":
+                _check_can_be_written(each, getattr(parsed, each.dest))
     except (TypeError, ValueError) as error:
         raise type(error)(_as_typed(str(error))) from None
     return given
@@ -144,6 +159,23 @@ def _check_has_path(typed: _Typed, values: dict[str, Any]) -> None:
     first = fields(typed.owner)[0].name
     if first == "path" and first not in values:
         raise ValueError(f"{typed.flag} needs --{typed.argument} PATH")
+
+
+def _check_can_be_written(typed: _Typed, path: str) -> None:
+    """Raises ValueError where a run could write nothing to a path."""
+    is_folder = typed.owner is Evidence
+    folder = path if is_folder else os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        if not is_folder and os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        what = "a folder" if is_folder else "a file"
+        raise ValueError(
+            f"{typed.flag} must be {what} that can be written, got {path!r}: "
+            f"{error.strerror or error}"
+        ) from None
 
 
 def _monitors(parsed: argparse.Namespace, typed: list[_Typed]) -> list[Any]:

@@ -330,6 +330,9 @@ def _run_report(parsed: argparse.Namespace) -> int:
         return fail(f"The page cannot be written: {reason(error)}")
     for sentence in sources.damaged:
         warn(sentence)
+    if sources.older:
+        names = ", ".join(record.path.name for record in sources.older)
+        warn(f"The page is of the newest run; left out, of earlier ones: {names}.")
     if parsed.json:
         print(dumps({**sources.to_dict(), "path": str(page)}))
     else:

@@ -489,11 +489,13 @@ class Sources:
         records: Those of a run, by rank.
         incidents: The incidents, by step.
         damaged: Sentences on evidence that cannot be read.
+        older: The records of earlier runs, which are left out.
     """
 
     records: Sequence[FlightRecord]
     incidents: Sequence[Incident]
     damaged: Sequence[str] = ()
+    older: Sequence[FlightRecord] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The sources as dicts, lists, texts and numbers: see docs/formats.md."""
@@ -523,18 +525,21 @@ class Sources:
                 for incident in self.incidents
             ],
             "damaged": list(self.damaged),
+            "older": [str(record.path) for record in self.older],
         }
 
 
 def read_sources(paths: Iterable[str | os.PathLike[str]]) -> Sources:
     """Reads flight records and folders of evidence.
 
+    Of several runs, as `run.*.ofr` names them behind a restart, each rank's newest.
+
     Args:
         paths: The files of the ranks' records, and folders of evidence.
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If a path is of neither kind, or the records are of several runs.
+        ValueError: If a path is of neither kind, or a record is given twice.
     """
     records, incidents = list[FlightRecord](), list[Incident]()
     damaged = list[str]()
@@ -545,10 +550,21 @@ def read_sources(paths: Iterable[str | os.PathLike[str]]) -> Sources:
             damaged += cannot
         else:
             records.append(read_record(path))
-    ranks = [record.run.get("rank", 0) for record in records]
-    if len(set(ranks)) < len(ranks):
+    newest, older = _newest_of_ranks(records)
+    incidents.sort(key=lambda incident: incident.step)
+    return Sources(newest, incidents, damaged, older)
+
+
+def _newest_of_ranks(
+    records: Sequence[FlightRecord],
+) -> tuple[list[FlightRecord], list[FlightRecord]]:
+    """The records of the last run, by rank, and those of earlier ones."""
+    runs = {(record.run.get("run"), record.run.get("rank", 0)) for record in records}
+    if len(runs) < len(records):
         names = ", ".join(record.path.name for record in records)
         raise ValueError(f"a page is of one run, with one record a rank; got {names}")
-    order = sorted(range(len(records)), key=lambda i: ranks[i])
-    incidents.sort(key=lambda incident: incident.step)
-    return Sources([records[i] for i in order], incidents, damaged)
+    newest: dict[int, FlightRecord] = {}
+    for record in sorted(records, key=lambda each: each.run.get("time", 0.0)):
+        newest[record.run.get("rank", 0)] = record
+    older = [each for each in records if newest[each.run.get("rank", 0)] is not each]
+    return [newest[rank] for rank in sorted(newest)], older

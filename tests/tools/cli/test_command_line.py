@@ -232,7 +232,7 @@ def test_another_word_than_none_is_refused(option, capsys, as_kept):
     as_kept(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["report", "compare", "doctor", "export"])
+@pytest.mark.parametrize("name", ["report", "compare", "export"])
 def test_a_file_to_write_has_one_name_in_all_commands(name):
     options = [each.option_strings for each in commands()[name]._actions]
     assert ["-o", "--output"] in options
@@ -264,6 +264,9 @@ def test_help_says_what_is_separated_by_commas(name):
         "compare a",
         "run",
         "run --spikes skp a.py",
+        "run --on-nan skip a.py",
+        "run --schedule 3 a.py",
+        "run --json a.py",
     ],
 )
 def test_a_wrong_argument_is_one_sentence(typed, capsys, as_kept):
@@ -272,6 +275,27 @@ def test_a_wrong_argument_is_one_sentence(typed, capsys, as_kept):
     err = capsys.readouterr().err
     assert ended.value.code == 2 and err.count("\n") == 1, err
     as_kept(err)
+
+
+@pytest.mark.parametrize("option", ["--record", "--log", "--evidence"])
+def test_a_path_that_cannot_be_written_ends_run_before_the_script(
+    option, tmp_path, capsys
+):
+    """A file below a file, as root may write to any folder."""
+    script, blocked = tmp_path / "a.py", tmp_path / "a.py" / "b"
+    script.write_text("raise SystemExit('it ran')")
+    assert main(["run", option, str(blocked), str(script)]) == 2
+    err = capsys.readouterr().err
+    kind = "a folder" if option == "--evidence" else "a file"
+    assert err.startswith(f"overflow_fast run: {option} must be {kind} that can be")
+    assert err.count("\n") == 1 and "it ran" not in err
+
+
+@pytest.mark.parametrize("option", ["--record", "--log"])
+def test_a_folder_is_no_file_to_write(option, tmp_path, capsys):
+    assert main(["run", option, str(tmp_path), "a.py"]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 WITHOUT_COMPILER = """

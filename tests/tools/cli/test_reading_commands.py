@@ -239,20 +239,6 @@ def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys, as_k
     as_kept(capsys.readouterr().err)
 
 
-def test_doctor_ends_with_2_where_its_page_cannot_be_written(
-    capsys, monkeypatch, as_kept
-):
-    from overflow_fast.tools.cli import machine_commands
-    from overflow_fast.tools.doctor import diagnosis
-
-    def save(*_):
-        raise FileExistsError("d.html is not a page of overflow_fast")
-
-    monkeypatch.setattr(diagnosis, "save_diagnosis", save)
-    assert machine_commands._tell("fine", False, "d.html") == 2
-    as_kept(capsys.readouterr().err)
-
-
 def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys, as_kept):
     assert main(["log", write_record(tmp_path / "run.ofr")]) == 2
     as_kept(capsys.readouterr().err)

@@ -46,6 +46,29 @@ def test_ranks_are_in_order_whatever_that_of_their_files(tmp_path):
     assert Parsed(page.read_text()).meta["ranks"] == ["2", "10"]
 
 
+def test_behind_a_restart_a_page_is_of_the_newest_run(tmp_path, capsys):
+    files = [
+        write_record(tmp_path / f"{name}.ofr", rank=rank, run=f"{name}", time=time)
+        for name, rank, time in [
+            ("run.rank0", 0, 1.0),
+            ("run.rank1", 1, 2.0),
+            ("run.rank1.2", 1, 9.0),
+            ("run.rank0.2", 0, 8.0),
+        ]
+    ]
+    page = tmp_path / "run.html"
+    assert main(["report", *files, "-o", str(page), "--json"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    names = [Path(record["path"]).name for record in found["records"]]
+    assert names == ["run.rank0.2.ofr", "run.rank1.2.ofr"]
+    assert [Path(path).name for path in found["older"]] == [
+        "run.rank0.ofr",
+        "run.rank1.ofr",
+    ]
+    assert told.err.endswith("of earlier ones: run.rank0.ofr, run.rank1.ofr.\n")
+
+
 def wrong_files(folder):
     (folder / "no.ofr").write_text("no record")
     (folder / "empty").mkdir()
