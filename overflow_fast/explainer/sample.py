@@ -35,7 +35,7 @@ def find_sample(
     replayer: Replayer,
     place: int,
     may_run: Callable[[int], bool],
-    stays_within: bool = False,
+    traced: ReplayResult,
 ) -> ReplayResult | None:
     """Adds the sample to an explanation, where it is one alone.
 
@@ -68,10 +68,7 @@ def find_sample(
         index = None
         found.notes.append(_NO_BUDGET)
     else:
-        has_backward = stays_within or found.phase == "backward"
-        index, others = _halved(
-            *(source, replayer, place, size, may_run, stays_within, has_backward)
-        )
+        index, others = _halved(source, replayer, place, size, may_run, traced)
         if index is not None and found.cause == EMPTY_REDUCTION.name:
             # One sample alone leaves nothing to reduce, whichever it is.
             rows = tuple(i for i in range(size) if i != index)
@@ -103,16 +100,16 @@ def _halved(
     place: int,
     size: int,
     may_run: Callable[[int], bool],
-    stays_within: bool,
-    has_backward: bool,
+    traced: ReplayResult,
 ) -> tuple[int | None, ReplayResult | None]:
     """The sample with which alone the same operation fails, and not without it.
 
-    Backwards are run where one may fail.
+    Backwards are run where the forward alone did not show it.
 
     Returns:
         The sample, and the replay of the others, which is finite; else None.
     """
+    stays_within, has_backward = traced.is_clean, not traced.is_forward
 
     def fails(rows: Sequence[int]) -> bool:
         """True if a part of the batch fails at the same place."""

@@ -329,9 +329,8 @@ class Search:
             if found.is_overflow:
                 self._test_growth(found)
             self._name_forward(found, place)
-            within_step = traced.is_clean
             others = find_sample(
-                *(found, root_op, self.replayer, place, self.may_run, within_step)
+                *(found, root_op, self.replayer, place, self.may_run, traced)
             )
             self._others = None if others is None else others.held()
             self._find_sentinel(found, place)

@@ -580,3 +580,19 @@ def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_o
     assert named == ("forward", "undefined", "1", "aten.div.Tensor")
     assert "in backward" not in str(found)
     as_kept(found.notes)
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x.square()
+
+
+def test_the_sample_is_found_where_an_output_of_minus_inf_is_left_to_the_loss():
+    """The forward alone does not show it: an output of -inf may be a mask's."""
+    model = nn.Sequential(Square(), nn.Linear(1, 1, bias=False))
+    nn.init.constant_(model[1].weight, -1.0)
+    x = torch.ones(4, 1)
+    x[2] = 1e30
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = explained(OverflowGuard(model, optimizer), model, optimizer, x, runs=False)
+    assert (found.module, found.sample) == ("0", 2)
