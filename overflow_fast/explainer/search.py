@@ -472,6 +472,7 @@ class Search:
             failure.clean = with_clean_batch(call, incident.clean)
         failure.stays_within = traced.is_clean
         failure.within = incident.module if self.is_seen_in_call else None
+        failure.loss = loss_of(traced)
         losses = incident.past.finite_losses
         before = losses if loss_of(self.first) is None else losses[:-1]
         failure.usual_loss = max(before, default=None)

@@ -377,18 +377,18 @@ def test_a_change_that_could_not_be_made_is_not_said_to_be_tried(tmp_path, as_ke
     assert not any("exp itself" in text for text in texts)
 
 
-def test_what_has_a_name_elsewhere_alone_is_told_in_words(tmp_path, as_kept):
+def test_what_is_moved_on_its_way_is_told_in_words(tmp_path, as_kept):
     module, _ = module_of(
         tmp_path,
         "import torch\ndef entropy(p):\n    return -(p * torch.log(p)).sum()\n"
-        "def loss_of(x, w):\n    return entropy(torch.softmax(x * w * 1e4, -1))\n",
+        "def loss_of(x, w):\n    p = torch.softmax(x * w * 1e4, -1)\n"
+        "    return entropy(p.flatten())\n",
     )
     found = explained(module.loss_of, torch.tensor([[0.5, -0.5]]))
     line, words = found.remedies[:2]
     assert line.is_recommended and line.code and words.is_recommended
     assert words.code == "" and words.line == 3
     as_kept(re.sub(r"remedied_\d+", "remedied", words.text))
-    assert words.text.endswith(":5) in `torch.log(p)`")
 
 
 def test_what_did_not_help_is_not_recommended(tmp_path):

@@ -411,7 +411,8 @@ def test_what_the_next_module_leaves_out_is_found_within_the_step(name):
     assert any("is finite all the same" in each for each in found.notes)
     assert found.sample is None  # it is of each
     for remedy in found.remedies:  # one that changes what is masked helps nothing
-        assert remedy.is_finite == ("logarithm" in remedy.text)
+        if "leave values out" not in remedy.text:  # before it is masked
+            assert remedy.is_finite == ("logarithm" in remedy.text)
 
 
 @pytest.mark.slow

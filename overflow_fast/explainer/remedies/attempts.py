@@ -57,6 +57,7 @@ from .rule_attempts import (
     lost_trials,
     mask_trials,
     rounded_trials,
+    select_trials,
     value_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
@@ -457,7 +458,9 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     if failure.row is None and trials.replayer.ranks.is_alone:
         yield _zero_unwritten(failure, trials)
     if "samples" in cause.remedies:
-        yield _drop_bad_samples(failure, trials)
+        yield select_trials(failure, trials)
+        if not trials.found_remedy:
+            yield _drop_bad_samples(failure, trials)
     if failure.sentinel is not None:
         yield _replace_sentinel(failure.sentinel, failure, trials)
     if "checkpoints" in cause.remedies and failure.checkpoints:
@@ -466,6 +469,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
         yield try_checkpoints(failure.checkpoints, trials)
     if "calls" in cause.remedies:
         yield exact_trials(failure, trials, EXACT)
+        yield select_trials(failure, trials)
     if cause.is_overflow:
         yield float32_trials(failure, trials, in_words=False)
         yield exact_trials(failure, trials, IN_LOGARITHMS)

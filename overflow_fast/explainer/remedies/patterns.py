@@ -319,6 +319,7 @@ def computed(found: Found, call: TorchCall, args: Any, kwargs: Any) -> Any:
     space: dict[str, Any] = {**SPACE, **kwargs, **found.numbers}
     space["CALL"] = _changed(call, args, kwargs)
     space["CALL_ON"] = lambda of: call.func(of, *args[1:], **kwargs)
+    space["CALL_SECOND"] = lambda of: call.func(args[0], of, *args[2:], **kwargs)
     for name, of in found.names.items():
         if isinstance(of, Found):
             space[name] = computed(of, call, args, kwargs)

@@ -20,9 +20,11 @@ from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
 from ..op_rows import Row
 from ..torch_calls import Key, TorchCall, Value
+from ..users_lines import place_text
 from .call_patch import CallPatch, ClampedValue, InWider, RuleChange
 from .edited_lines import inner_place, remedy_in_words, remedy_of, shown_at
-from .patterns import Found, matched, parsed
+from .pairs import pair_of
+from .patterns import Found, Input, matched, parsed
 from .rules import (
     CANCELLED,
     DIVISORS,
@@ -34,12 +36,13 @@ from .rules import (
     MASKS,
     ROUNDED,
     RULES,
+    SELECTS,
     Rule,
     named_numbers,
     numbers_of,
     with_numbers,
 )
-from .source import NOT_WRITTEN, Edit, node_at, rebuilt
+from .source import NOT_WRITTEN, Edit, node_at, rebuilt, unparsed
 from .trials import Attempts, Failure, Trial, Trials, in_wider, joined
 from .written import rule_edits, short_text
 
@@ -65,6 +68,33 @@ def exact_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Att
                     is_near = any(value.call in reads for value in failed.inputs)
                     if failed in (root, *reads) or ("LOG" in rule.new and is_near):
                         yield from _with_twins(trial, rule, root, failure)
+
+
+_MEANT = ", which leaves them out afterwards: they are probably meant"
+
+
+def select_trials(failure: Failure, trials: Trials) -> Attempts:
+    """What the forward leaves out afterwards, left out before it is computed."""
+    if failure.loss is None or trials.found_remedy:  # it may not be left out
+        return
+    found, calls = failure.found, failure.failing_calls[:1]
+    if failure.bad is not None:
+        calls = [
+            call
+            for call in failure.calls
+            if any(value.requires_grad for value in call.results)
+            and any(value.tensor is failure.bad for value in call.inputs)
+        ]
+    for trial in _on(SELECTS, calls, failure, trials):
+        if not (yield replace(trial, keeps_loss=True)):
+            continue
+        if failure.bad is not None and found.evidence:
+            held, *more = found.evidence[0].split("; ")
+            found.evidence[0] = "; ".join([f"{held}{_MEANT}", *more])
+        if failure.bad is not None and failure.met is not None:
+            place = f"{failure.met.name}{place_text(failure.met.sites)}"
+            found.evidence.append(f"the derivative of {place} is the first to be bad")
+        return
 
 
 def link_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -386,6 +416,10 @@ def _trial(
     except NOT_WRITTEN as error:
         told = _in_words(text, root, found, str(error))
     with contextlib.suppress(*NOT_WRITTEN):
+        pair = pair_of(root, found, calls)
+        remedy = remedy_of(f"{text}; {pair.text}", pair.edits)
+        return Trial(remedy, CallPatch(pair.changes), pair.edits, *how)
+    with contextlib.suppress(*NOT_WRITTEN):
         if place:
             edits = rule_edits(root, calls, change.found, anywhere=True)
             told = f"{text}: `{remedy_of(text, edits).code}` in {place}"
@@ -404,8 +438,29 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     ]
     if elsewhere and not place:
         of = " and ".join(dict.fromkeys(elsewhere))
+        formula = _formula(found) if len(set(elsewhere)) == 1 else ""
+        if formula:
+            return f"{text}: `{formula}` for `{short_text(root)}`, where A is {of}"
         return f"{text} of {of} in `{short_text(root)}`"
     return whole if place else f"{whole}, which is not written out: {why}"
+
+
+def _formula(found: Found) -> str:
+    """An expression of one input A; "" where it has another one, or moves it."""
+    if found.moved is not None or len({leaf.value for leaf in found.inputs()}) != 1:
+        return ""
+    whole, new = parsed(found.code), dict[ast.AST, ast.AST]()
+    for node in ast.walk(whole):
+        of = found.names.get(node.id) if isinstance(node, ast.Name) else None
+        if isinstance(of, Found):
+            inner = _formula(of)
+            if not inner:
+                return ""
+            new[node] = parsed(inner)
+        elif isinstance(of, Input):
+            is_input = isinstance(of.value, Value)
+            new[node] = ast.Name("A") if is_input else ast.Constant(of.value)
+    return unparsed(rebuilt(whole, new))
 
 
 # The calls before and behind one.

@@ -7,7 +7,8 @@ itself. What is computed may call methods of these, torch's functions, and
 
 - `LOG(y)`: the logarithm of a value by how it was made, see `LOGS`;
 - `CALL(key=value)`: the call itself, with other keywords, none for None; `CALL(LOW)`
-  with a number in place of -inf; `CALL_ON(y)` with another first argument;
+  with a number in place of -inf; `CALL_ON(y)` with another first argument, and
+  `CALL_SECOND(y)` with another second one;
 - EPS, LEAST, SMALL, WIDE, JITTER and LOW: numbers by the dtype; N: one of several
   that are tried;
 - `SAFE`: an argument of `f` at which it is finite; `DIM`: see `ratio_dim`.
@@ -260,6 +261,24 @@ _IN_NORM = "add EPS inside the root of the norm"
 _NONE = "return 0 where there is nothing to average"
 _OF_INFS = "replace the nan of inf - inf and 0 * inf by 0"
 _FACTOR = "clamp the factor to at least LOW"
+# What a later line leaves out, left out before it is computed. Tried where the loss is
+# finite, and kept where it stays the same to the bit alone: where an entry is used,
+# another number gives another loss. A mask may be made of the very inf that it looks
+# for, which the second form of a row keeps.
+_LOSSES = (
+    "mse_loss|smooth_l1_loss|huber_loss|binary_cross_entropy_with_logits|kl_div|"
+    "poisson_nll_loss")
+SELECTS = _rules(
+    (f"{_LOSSES}(x, y)", "CALL_SECOND(where(y.isnan(), 0, y))", _FIRST),
+    ("y - x", "y - where(x.isnan(), 0, x)", _FIRST),
+    ("x - y", "where(x.isnan(), 0, x) - y", _FIRST),
+    ("x * y", "where(x.isnan(), 0, x) * y", _FIRST),
+    ("y / x", "where(x == 0, 0, y / where(x == 0, 1, x))", _FIRST),
+    ("y / x", "where(x == 0, (y / x).detach(), y / where(x == 0, 1, x))", _FIRST),
+    ("log|log2|log10(y)", "where(y > 0, CALL_ON(where(y > 0, y, 1)), 0)", _FIRST),
+    ("log|log2|log10(y)", "where(y > 0, CALL_ON(where(y > 0, y, 1)), -inf)", _FIRST),
+    ("rsqrt|reciprocal(y)", "where(y > 0, CALL_ON(where(y > 0, y, 1)), 0)", _FIRST),
+)
 # Guarded forms of a call, the mildest first.
 GUARDS = _rules(
     ("cross_entropy|nll_loss(y, z)",
@@ -370,6 +389,7 @@ EMPTY_ROWS = _rules(
 RULES = (
     *EXACT,
     *IN_LOGARITHMS,
+    *SELECTS,
     *GUARDS,
     *MASKS,
     *ROUNDED,

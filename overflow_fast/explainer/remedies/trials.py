@@ -53,6 +53,8 @@ class Trial:
         is_exact: Whether it is equal in exact arithmetic, where the call has a value.
         stops_gradient: Whether no gradient goes through where it acts.
         settles: Whether guarded forms are worse where it is a remedy.
+        keeps_loss: Whether it is a remedy only where the loss stays the same to the
+            bit.
     """
 
     remedy: Remedy
@@ -61,6 +63,7 @@ class Trial:
     is_exact: bool = False
     stops_gradient: bool = False
     settles: bool = False
+    keeps_loss: bool = False
 
 
 Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
@@ -82,7 +85,7 @@ class AppliedPatches:
         all_patches = [trial.patch for trial in self.trials]
         of_calls = [each for each in all_patches if isinstance(each, CallPatch)]
         others = [each for each in all_patches if not isinstance(each, CallPatch)]
-        changes = tuple(change for each in of_calls for change in each.changes)
+        changes = tuple(dict.fromkeys(c for each in of_calls for c in each.changes))
         return (CallPatch(changes), *others) if changes else tuple(others)
 
     @property
@@ -307,6 +310,8 @@ class Trials:
         if not is_finite and result.error is None:
             self.failed.append((trial, result.bad_call))
         loss = loss_of(result) if is_finite else None
+        if trial.keeps_loss and loss != self._failure.loss:
+            return False
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
@@ -467,6 +472,9 @@ class Failure:
         is_compiled: True if the step calls code that was compiled.
         calls: The torch calls of the replay in which it was found.
         in_float64: The step in float64; None where that is not the same step.
+        loss: The loss of the step, where it is finite; else None.
+        met: The forward operation whose derivative was the first to be non-finite,
+            where a tensor of the batch was so before.
         usual_loss: The largest loss of the steps before, or None.
         usual_gradient: The largest magnitude in the gradients of the steps before; 0 if
             none is known.
@@ -497,6 +505,8 @@ class Failure:
     hidden: Sequence[TorchCall] = ()
     stays_within: bool = False
     within: str | None = None
+    loss: float | None = None
+    met: Row | None = None
 
     @property
     def failing_calls(self) -> list[TorchCall]:
@@ -522,11 +532,18 @@ class Failure:
             table: The operations of the replay in which it was found.
             place: The place of the call.
         """
+        rows = ForwardRows(table)
         if not isinstance(root_op.source, Row):
             is_of_batch = root_op.source.kind == "batch"
             bad = root_op.source.tensor if is_of_batch else None
-            return cls(found, None, place, bad, is_compiled=table.is_compiled)
-        rows = ForwardRows(table)
+            derivatives = (row for row in table.rows if row.in_backward and row.kinds)
+            first = next(derivatives, None) if is_of_batch else None
+            return cls(
+                *(found, None, place, bad),
+                is_compiled=table.is_compiled,
+                calls=table.torch_calls,
+                met=None if first is None else rows.of(first),
+            )
         row, made = named_row(root_op.source, rows), mask_of(root_op.source)
         return cls(
             *(found, row, place),

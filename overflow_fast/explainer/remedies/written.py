@@ -111,7 +111,7 @@ class Writer(ast.NodeTransformer):
             if self._root.kwargs.get("out") is not None:
                 raise NotWrittenError("it writes to `out`")
             self._target = self._written_to()
-        new = self._written(found)
+        new = self.written(found)
         if self._target is not None:
             new = ast.Call(ast.Attribute(self._target, "copy_"), [new], [])
         return self.edits_to(new)
@@ -204,9 +204,10 @@ class Writer(ast.NodeTransformer):
 
     # What the names of an expression stand for.
 
-    def _written(self, found: Found) -> Any:
+    def written(self, found: Found) -> Any:
+        """An expression of a rule, with nodes of the file for its names."""
         if found.moved is not None:
-            inner = self._written(found.names["y"])
+            inner = self.written(found.names["y"])
             return self.with_operands(found.moved, {0: inner})
         outer, self._names = self._names, found.names
         written = self.visit(copy.deepcopy(parsed(found.code)))
@@ -217,7 +218,7 @@ class Writer(ast.NodeTransformer):
         """Writes what a name stands for."""
         name, of = node.id, self._names.get(node.id)
         if isinstance(of, Found):
-            return self._written(of)
+            return self.written(of)
         if name in self._names:
             return self._text_of(of) if isinstance(of, Input) else _constant(of)
         if name == "SAFE":
@@ -239,8 +240,9 @@ class Writer(ast.NodeTransformer):
             call = self._names["f"]
             place = int(call.plain_name == "div")
             return self.with_operands(call, {place: self.visit(node.args[0])})
-        if name == "CALL_ON":
-            return self.with_operands(self._root, {0: self.visit(node.args[0])})
+        if name in ("CALL_ON", "CALL_SECOND"):
+            place = int(name == "CALL_SECOND")
+            return self.with_operands(self._root, {place: self.visit(node.args[0])})
         if name == "CALL":
             return self._changed(node)
         if name == "log":

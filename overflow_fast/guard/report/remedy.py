@@ -167,7 +167,8 @@ class Remedy:
         """The remedy and what came of it, and its code on lines below."""
         place = f" ({self.place})" if self.place else ""
         parts = self.parts or (self,)
-        codes = [each.code or (each.text if self.parts else "") for each in parts]
+        has_code = any(each.code for each in parts)  # else the text has said all
+        codes = [each.code or (each.text if has_code else "") for each in parts]
         lines = [f"{self.text}{place}: {self.outcome}"]
         lines += [textwrap.indent(code, _INDENT) for code in codes if code]
         return "\n".join(lines)
