@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..guard.explaining import USE_RUN
+from ..guard.kept_calls.call_keeper import Samples
 from ..guard.kept_calls.kept_call import KeptCall
 from ..guard.optimizers.last_steps import LastSteps
 from ..guard.report.findings import NOT_THE_LOSS
@@ -43,6 +44,7 @@ class BadStep:
             0; -1 where that is not known.
         is_of_flag: Whether a device's overflow flag is all that was seen.
         clean: See `CallKeeper`.
+        recent: See `CallKeeper`.
     """
 
     kind: str = ""
@@ -63,6 +65,7 @@ class BadStep:
     had_gradients: bool = False
     left_over: Mapping[str, int] = field(default_factory=dict)
     clean: KeptCall | None = None
+    recent: Sequence[tuple[Samples, Samples]] = ()
 
 
 # Sentences on what a replay leaves open.

@@ -44,9 +44,13 @@ SCALED_BACK = Bound(2.0)
 # The loss, gradients and weights over the last steps: a wrong one puts another of them
 # first in "grew tenfold first".
 FIRST_TO_GROW = Bound(10.0)
-# What a model was given or returned, by its last steps: too low says so of a batch that
-# is not at fault.
+# A batch, by the last one and samples of those before: too low tells of a batch that is
+# not at fault.
 WHOLE_BATCH = Bound(10.0)
+# A weight that is larger at once, and the loss or gradients from each step to the next:
+# too low tells of what an update did, or of noise.
+WEIGHT_AT_ONCE = Bound(10.0)
+TREND = Bound(3.0)
 # A sample beside the others: too low names a large sample that is like the rest, which
 # costs a trial, and too high leaves the remedy of clamping it out.
 OUTLIER = Bound(100.0)

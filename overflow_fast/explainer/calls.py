@@ -178,6 +178,13 @@ class Call(KeptCall):
     kept: KeptCall | None = None
     seconds = math.inf
 
+    @classmethod
+    def view_of(cls, kept: KeptCall) -> Call:
+        """A kept call as one that can be asked about its batch; it is not run."""
+        call = object.__new__(cls)
+        vars(call).update(vars(kept))
+        return call
+
     @property
     def caller(self) -> int:
         """Which model it is of; 0 for a function that calls them."""
@@ -380,8 +387,7 @@ def with_clean_batch(call: Call, clean: KeptCall | None) -> Call | None:
     now, then = marks_of(call.kept.function), clean.function
     if len(now) != len(then) or not all(map(_is_same_mark, now, then)):
         return None
-    kept = object.__new__(Call)
-    vars(kept).update(vars(clean))
+    kept = Call.view_of(clean)
     return None if kept.is_overwritten() else call.again(kept.batch, call.held)
 
 

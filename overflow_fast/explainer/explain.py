@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +21,19 @@ from ..guard.process import world_size
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import Artifact
 from ..guard.undo.restore_point import RestorePoint
+from ..torch_internals.replaying import no_dispatch
 from .bad_step import ALL_BAD, BadStep, counted_text
 from .calls import Call
 from .effects.held_signals import as_raised
 from .long_explanation import LongExplanation
+from .news import news_of
 from .program_globals import changed_names, global_values
 from .questions import TREE
 from .replay_ranks import NotJoined, RankCoordinator
 from .replayer import ReplayCheck
 from .search import Case, Search
+
+_log = logging.getLogger("overflow_fast")
 
 
 def investigate(
@@ -72,6 +77,7 @@ def investigate(
         if stopped:
             calls = [each for call in calls for each in call.forwards or [call]]
         found = _by_other_views(case, calls, found, stopped, ranks)
+        found.news = _news(case, calls, found)
         changed = changed_names(before, global_values(classes=_classes_of(models)))
         if changed and case.num_forwards:
             found.notes.append(counted_text(changed))
@@ -83,6 +89,16 @@ def investigate(
     result = ranks.finish(found)
     result.artifacts = own
     return result
+
+
+def _news(case: Case, calls: Sequence[Call], found: Explanation) -> str:
+    """What is new in the step; "" where that cannot be found out."""
+    try:
+        with no_dispatch(), torch.no_grad():
+            return news_of(case.incident, case.models, calls, found)
+    except Exception as error:
+        _log.debug("What is new in a bad step was not found out: %s", error)
+        return ""
 
 
 def _classes_of(models: Mapping[str, nn.Module]) -> set[type]:

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .. import _C
-from ..base.text import rounded
 from ..base.tree import label_text
 from ..guard.monitors.monitor import scalar_places
 from ..guard.verdict.roles import GRADIENTS
 from ..guard.watching.watch import ModelWatch
-from .bounds import WHOLE_BATCH
 
 KEPT = 16  # `kSteps` of csrc/record/headroom.h
 
@@ -36,8 +34,6 @@ class PastSteps:
         last_gradient: The largest finite one of all gradients that was seen last.
         finite_losses: What was recorded, or returned by a model, as "loss", where it
             was finite: of this step, too.
-        sizes: What models were given and returned, by name; of finite ones the last is
-            that of this step.
     """
 
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -46,19 +42,6 @@ class PastSteps:
     losses: Sequence[float] = ()
     last_gradient: float = 0.0
     finite_losses: Sequence[float] = ()
-    sizes: Mapping[str, Sequence[float]] = field(default_factory=dict)
-
-    def outgrown(self) -> str:
-        """Describes what a model was given or returned and is far larger, or ""."""
-        for name, (*before, now) in self.sizes.items():
-            most = max(before, default=0.0)
-            if WHOLE_BATCH.is_passed(now, most):
-                steps = "step" if len(before) == 1 else f"{len(before)} steps"
-                return (
-                    f"the model's `{name}` is up to {now:.3g} in magnitude, "
-                    f"{rounded(now / most, 2)} times the largest of the last {steps}"
-                )
-        return ""
 
 
 def past_steps_of(
@@ -81,15 +64,12 @@ def past_steps_of(
     gradients: dict[str, list[float]] = {}
     losses: list[float] = []
     finite_losses: list[float] = []
-    sizes: dict[str, list[float]] = {}
     for watch in watches:
         loss = scalar_places(watch).get("loss")
         for history in watch.recorder.headroom():
             place, recent = history.last.place, history.recent
             label = place.label
             is_own = place.kind == _C.FrameKind.FORWARD and place.module == 0
-            if is_own and label.role in (_C.Role.INPUT, _C.Role.OUTPUT):
-                sizes[f"{watch.prefix}{label_text(label)}"] = recent
             is_own |= place.kind == _C.FrameKind.RECORDED
             is_loss = loss is not None and _key(place) == _key(loss)
             if is_loss or (is_own and label_text(label) == "loss"):
@@ -118,7 +98,7 @@ def past_steps_of(
         return values[-num:] if between == 1 and is_whole else []
 
     whole = weights, between, aligned(slopes), aligned(losses), last
-    return PastSteps(*whole, finite_losses, sizes)
+    return PastSteps(*whole, finite_losses)
 
 
 def _key(place: _C.Place) -> tuple[_C.FrameKind, int, str]:

@@ -334,7 +334,6 @@ class Search:
             )
             self._others = None if others is None else others.held()
             self._find_sentinel(found, place)
-            self._compare_batch(found)
             self.try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same
             self._ranks.is_broken = True
@@ -422,13 +421,6 @@ class Search:
         if sentinel is not None:
             self._sentinel = sentinel
             found.evidence.insert(1, sentinel.text)
-
-    def _compare_batch(self, found: Explanation) -> None:
-        """Adds that the whole batch is larger than those before, where size matters."""
-        is_of_size = found.is_overflow or found.lost_by is not None
-        if found.sample is None and is_of_size:
-            text = self.incident.past.outgrown()
-            found.evidence[:0] = [text] * bool(text)
 
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""

@@ -241,6 +241,7 @@ class StepExplainer:
             had_gradients=keeper is not None and keeper.had_gradients,
             left_over={} if keeper is None else dict(keeper.left_over),
             clean=None if keeper is None else keeper.clean,
+            recent=() if keeper is None else tuple(keeper.recent),
         )
 
     def _forward_of(self, verdict: Verdict) -> int:

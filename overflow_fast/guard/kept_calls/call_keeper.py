@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
@@ -38,6 +39,8 @@ from .left_gradients import LeftGradients
 # The last calls of a step; chosen, not measured. Those before them are not run again,
 # which a note says.
 _MAX_KEPT = 8
+_NUM_RECENT = 8  # clean steps whose samples are kept; more only tell more of them
+Samples = Sequence[bytes | None]
 COMPILED = "was compiled together with code around it, which hides its arguments"
 GRAPH = "was captured in a CUDA graph, which runs no code that could be run again"
 
@@ -70,11 +73,14 @@ class CallKeeper:
             first forward, by name, with that step.
         clean: The last call of the last clean step, with `marks_of` its function; None
             if its batch is not kept.
+        recent: Of the last call of each of the last clean steps, and of the last
+            forward in it, some values of each tensor; the oldest step first.
     """
 
     def __init__(self, start: RestorePoint) -> None:
         self.start = start
         self.clean: KeptCall | None = None
+        self.recent: deque[tuple[Samples, Samples]] = deque(maxlen=_NUM_RECENT)
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
         self.calls: list[KeptCall] = []
         self.num_dropped = 0
@@ -229,6 +235,9 @@ class CallKeeper:
         if self.calls or is_bad:  # each of several models calls this
             self._doubts_gradients = is_bad
         if self.calls and not is_bad:
+            last = self.calls[-1]
+            inner = last.forwards[-1].samples if last.forwards else ()
+            self.recent.append((last.samples, inner))
             self.clean = self.calls[-1].batch_alone()
             self.left.clear()
         self.calls.clear()

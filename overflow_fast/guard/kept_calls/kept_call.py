@@ -90,6 +90,16 @@ class KeptCall:
         self._samples = _C.samples_of(self._tensors, NUM_SAMPLED)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the batch."""
+        return self._tensors
+
+    @property
+    def samples(self) -> list[bytes | None]:
+        """Some values of each of them, from when it was called; None if not known."""
+        return self._samples
+
+    @property
     def awaits_backward(self) -> bool:
         """True if no gradient has come to what it returned so far."""
         return not self.held and not self.not_held

@@ -88,6 +88,7 @@ class ExplanationText:
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         found = self.found
+        yield from self._news()
         yield from self._code()
         yield "cause", f"{self._what()}{self._where()}"
         if found.op is not None and found.op.called_from:
@@ -107,6 +108,7 @@ class ExplanationText:
     def _short_rows(self) -> Iterator[tuple[str, str]]:
         found = self.found
         gist = self.gist()
+        yield from self._news()
         yield from self._code()
         if gist and found.op is not None:
             yield "cause", f"{self._what()}{self._where()}"
@@ -133,6 +135,10 @@ class ExplanationText:
     def _is_in_first_line(self, sentence: str) -> bool:
         why = self.why_unknown()
         return bool(why) and sentence.removesuffix(".")[1:] == why[1:]
+
+    def _news(self) -> Iterator[tuple[str, str]]:
+        if self.found.news:
+            yield "new", self.found.news
 
     def _code(self) -> Iterator[tuple[str, str]]:
         """The line that failed, and marks below the expression in it that did."""

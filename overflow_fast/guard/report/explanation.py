@@ -33,6 +33,8 @@ class Explanation(Findings):
         lost_by: Where the cause is "underflow" or "rounding", the operation before `op`
             whose result in its dtype has lost the value; else None.
         reason: Why it is so in a clause, where the fields do not tell.
+        news: What is new in the step beside those before it; "" for nothing that is
+            known.
     """
 
     def __str__(self) -> str:

@@ -76,6 +76,7 @@ class Findings:
     artifacts: list[Artifact] = field(default_factory=list, repr=False, compare=False)
     lost_by: Op | None = None
     reason: str = ""
+    news: str = ""
 
     @property
     def nearest(self) -> Remedy | None:

@@ -1,0 +1,224 @@
+"""What is new in the bad step, beside the steps before it: one line, or nothing.
+
+Clean steps scan nothing for it. What is compared is there anyway:
+
+1. Of the batch: that of the last clean step, which is held for remedies, and 64 values
+   of each tensor in the last 8 clean steps (`CallKeeper.recent`).
+2. Of weights, the loss and gradients: the largest magnitudes of the last steps
+   (`PastSteps`).
+
+The first question counts that has an answer. What is common in healthy steps, as a 0 or
+a nan label, is told only where the operation that failed was given such a number; a
+wrong threshold makes the line one that is true and beside the point.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..base.text import counted
+from ..guard.kept_calls.kept_call import NUM_SAMPLED
+from ..guard.report.causes import (
+    BAD_DATA,
+    EMPTY_REDUCTION,
+    SINGULAR_GRADIENT,
+    UNDEFINED,
+)
+from ..guard.report.explanation import Explanation
+from ..guard.report.gist import plain_number
+from .bad_step import BadStep
+from .bounds import TREND, WEIGHT_AT_ONCE, WHOLE_BATCH
+from .calls import Call
+from .named_tensors import names_of
+
+_OF_NUMBERS = (UNDEFINED.name, SINGULAR_GRADIENT.name)  # such as of a 0
+_FEW = 4  # steps of a trend
+_NEAR = 1e-2  # of a number that an operation prints in three digits
+
+
+def news_of(
+    incident: BadStep,
+    models: Mapping[str, nn.Module],
+    calls: Sequence[Call],
+    found: Explanation,
+) -> str:
+    """Writes what is new in a step, or "". Incurs a sync for tensors on a device.
+
+    Args:
+        incident: The step as a guard saw it.
+        models: The models, by what their modules' names begin with.
+        calls: Its kept calls.
+        found: Its explanation.
+    """
+    texts = (
+        text
+        for texts in (
+            _of_batch(incident, calls, found),
+            _of_own_input(incident, calls),
+            _of_weights(incident),
+            _of_walk(incident, models, found),
+            _of_trend(incident),
+        )
+        for text in texts
+    )
+    return next(texts, "")
+
+
+def _bad_call(incident: BadStep, calls: Sequence[Call]) -> Call | None:
+    place = incident.forward if 0 <= incident.forward < len(calls) else len(calls) - 1
+    return calls[place] if calls and not calls[place].is_overwritten() else None
+
+
+def _of_batch(
+    incident: BadStep, calls: Sequence[Call], found: Explanation
+) -> Iterator[str]:
+    """The batch beside the last clean one, and samples of those before."""
+    call, clean = _bad_call(incident, calls), incident.clean
+    if call is None or clean is None or Call.view_of(clean).is_overwritten():
+        return
+    given, before = call.tensors, clean.tensors
+    names = {id(tensor): name for name, tensor in call.leaves()}
+    if len(given) != len(before):
+        return
+    pairs = [
+        (names[id(now)], now.detach(), was.detach(), _sampled(incident, i, now))
+        for i, (now, was) in enumerate(zip(given, before, strict=True))
+        if _is_data(now) and now is not was and now.dtype == was.dtype
+        if id(now) in names
+    ]
+    for name, now, was, sampled in pairs:
+        most, last = _largest(now), _largest(was)
+        if WHOLE_BATCH.is_passed(most, max([last, *sampled])):
+            yield (
+                f"`{name}` is up to {plain_number(most)} in this batch, at most "
+                f"{plain_number(last)} in the last one{_of_samples(sampled[:-1])}"
+            )
+    numbers = () if found.op is None else found.op.operands
+    has_zero = 0.0 in numbers or found.cause in _OF_NUMBERS
+    for name, now, was, _ in pairs:
+        bad, num_zeros = int((~now.isfinite()).sum()), int((now == 0).sum())
+        if bad and found.cause == BAD_DATA.name and was.isfinite().all():
+            yield (
+                f"{bad} of {now.numel()} values of `{name}` are not finite; none was "
+                "in the last clean step"
+            )
+        if num_zeros and has_zero and bool((was != 0).all()):
+            yield (
+                f"`{name}` has {counted(num_zeros, 'zero')} among {now.numel()} "
+                "values, none in the last clean step"
+            )
+        is_asked = has_zero or found.cause == EMPTY_REDUCTION.name
+        is_single = is_asked and now.dim() and was.dim()
+        if is_single and len(now) <= 1 < len(was):
+            yield (
+                f"`{name}` is {list(now.shape)} in this batch, {list(was.shape)} in "
+                "the last one"
+            )
+
+
+def _of_own_input(incident: BadStep, calls: Sequence[Call]) -> Iterator[str]:
+    """What the model was given within a function: only samples are known of it."""
+    call = _bad_call(incident, calls)
+    if call is None or not call.forwards:
+        return
+    inner = call.forwards[-1]
+    names = {id(tensor): name for name, tensor in inner.leaves()}
+    for place, tensor in enumerate(inner.tensors):
+        sampled = _sampled(incident, place, tensor, is_inner=True)
+        own = inner.samples[place]
+        is_known = _is_data(tensor) and sampled and own and id(tensor) in names
+        if not is_known or inner.is_overwritten():
+            continue
+        if WHOLE_BATCH.is_passed(_largest(_values(own, tensor)), max(sampled)):
+            now = plain_number(_largest(tensor.detach()))
+            yield (
+                f"the model's `{names[id(tensor)]}` is up to {now} in this batch"
+                f"{_of_samples(sampled)}"
+            )
+
+
+def _of_samples(sampled: Sequence[float]) -> str:
+    if not sampled:
+        return ""
+    steps = "the step" if len(sampled) == 1 else f"each of {len(sampled)} steps"
+    most = plain_number(max(sampled))
+    return f" ({NUM_SAMPLED} values of {steps} before: at most {most})"
+
+
+def _sampled(
+    incident: BadStep, place: int, tensor: torch.Tensor, is_inner: bool = False
+) -> list[float]:
+    """The largest magnitude of the values kept of each last step, the oldest first."""
+    if not tensor.is_floating_point():
+        return []
+    kept = [each[is_inner] for each in incident.recent]
+    found = [each[place] for each in kept if len(each) > place]
+    return [_largest(_values(each, tensor)) for each in found if each]
+
+
+def _values(sample: bytes, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(bytearray(sample), dtype=tensor.dtype)
+
+
+def _is_data(tensor: torch.Tensor) -> bool:
+    is_float = tensor.is_floating_point() and bool(tensor.numel())
+    return is_float and not isinstance(tensor, nn.Parameter)
+
+
+def _largest(values: torch.Tensor) -> float:
+    values = values[values.isfinite()]
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _of_weights(incident: BadStep) -> Iterator[str]:
+    """A weight that something else than an update has made larger, or 0."""
+    for name, recent in incident.past.weights.items():
+        *before, now = recent or [0.0]
+        most = max(before, default=0.0)
+        if WEIGHT_AT_ONCE.is_passed(now, most):
+            yield (
+                f"the weight `{name}` is up to {plain_number(now)}, at most "
+                f"{plain_number(most)} in the {counted(len(before), 'step')} before"
+            )
+        elif before and now == 0 < min(before):
+            yield (
+                f"the weight `{name}` is 0 throughout, up to "
+                f"{plain_number(before[-1])} in the step before"
+            )
+
+
+def _of_walk(
+    incident: BadStep, models: Mapping[str, nn.Module], found: Explanation
+) -> Iterator[str]:
+    """A number that its updates walk through 0, where the operation is given it."""
+    numbers = () if found.op is None else found.op.operands
+    for kind, name, weight in names_of(models):
+        if kind != "parameter" or weight.numel() != 1:
+            continue
+        now, recent = float(weight.detach()), incident.past.weights.get(name, ())[-4:-1]
+        is_given = any(math.isclose(now, each, rel_tol=_NEAR) for each in numbers)
+        if now <= 0 and is_given and len(recent) > 1 and recent[0] > recent[-1]:
+            walked = ", ".join(f"{each:.2g}" for each in [*recent, now])
+            yield (
+                f"`{name}` went {walked} in the last steps: its updates walk it "
+                "through 0"
+            )
+
+
+def _of_trend(incident: BadStep) -> Iterator[str]:
+    """What grows from step to step: the loss, or the gradients."""
+    past = incident.past
+    for name, values in (
+        ("the loss", past.finite_losses),
+        ("the gradients", past.gradients),
+    ):
+        last = [each for each in values if math.isfinite(each)][-_FEW:]
+        pairs = list(itertools.pairwise(last))
+        if len(last) == _FEW and all(TREND.is_passed(b, a) for a, b in pairs):
+            went = ", ".join(map(plain_number, last))
+            yield f"{name} went {went} in the steps before"

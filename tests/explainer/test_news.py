@@ -1,0 +1,175 @@
+"""What is new in a bad step: one line of what clean steps have kept anyway."""
+
+import pytest
+import torch
+from torch import nn
+
+from overflow_fast import NonFiniteError, OverflowGuard
+
+NAN = float("nan")
+BAD = 3  # the step
+
+
+def numbers(step):
+    return torch.Generator().manual_seed(step)
+
+
+def rows(step, *size):
+    return torch.rand(*size, generator=numbers(step)) + 0.5
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def news_of(batch_of, loss_of, model=None, runs=True, before=lambda model, step: None):
+    """The line of the first bad step of a loop."""
+    model = make() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = OverflowGuard(model, optimizer, explain=True)
+    with pytest.raises(NonFiniteError) as error:
+        for step in range(8):
+            before(model, step)
+            batch = batch_of(step)
+            loss = (
+                guard.run(lambda batch=batch: loss_of(model, *batch))
+                if runs
+                else loss_of(model, *batch)
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = error.value.report
+    assert report.step == BAD, report
+    found = report.explanation
+    assert (f"new       {found.news}" in str(report)) == bool(found.news)
+    return found.news
+
+
+def in_another_unit(step):
+    return (rows(step, 8, 4) * (1e30 if step == BAD else 1),)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_batch_in_another_unit(runs):
+    name = "batch[0]" if runs else "input"
+    text = news_of(in_another_unit, lambda m, x: (m(x) ** 2).mean(), runs=runs)
+    assert text.startswith(f"`{name}` is up to 1.4")
+    assert "in this batch, at most 1.48 in the last one" in text
+    assert text.endswith("(64 values of each of 2 steps before: at most 1.47)")
+
+
+def test_what_the_function_makes_of_the_batch_is_known_by_samples():
+    def loss_of(model, x, scale):
+        return (model(x * scale) ** 2).mean()
+
+    text = news_of(lambda s: (rows(s, 8, 4), 1e30 if s == BAD else 1.0), loss_of)
+    assert text.startswith("the model's `input` is up to ")
+    assert "(64 values of each of 3 steps before: at most 1." in text
+
+
+def test_labels_that_are_nan():
+    def batch_of(step):
+        y = rows(step, 8, 1)
+        y[2] = NAN if step == BAD else y[2]
+        return rows(step, 8, 4), y
+
+    text = news_of(batch_of, lambda m, x, y: (m(x) - y).square().mean())
+    assert text.startswith("1 of 8 values of `batch[1]` are not finite; none was in")
+
+
+def test_a_divisor_of_zero():
+    def batch_of(step):
+        y = rows(step, 8, 1)
+        y[2] = 0 if step == BAD else y[2]
+        return rows(step, 8, 4), y
+
+    text = news_of(batch_of, lambda m, x, y: (m(x) / y).mean())
+    assert text == "`batch[1]` has 1 zero among 8 values, none in the last clean step"
+
+
+def test_a_batch_of_one():
+    def batch_of(step):
+        return (rows(step, 1 if step == BAD else 8, 4),)
+
+    text = news_of(batch_of, lambda m, x: m(x).squeeze(-1).std() * 1.0)
+    assert text == "`batch[0]` is [1, 4] in this batch, [8, 4] in the last one"
+
+
+def test_a_weight_that_something_else_has_written():
+    def before(model, step):
+        if step == BAD:
+            with torch.no_grad():
+                model[1].weight.fill_(1e30)
+
+    text = news_of(
+        lambda s: (rows(s, 8, 4),), lambda m, x: (m(x) ** 2).mean(), before=before
+    )
+    assert text.startswith("the weight `1.weight` is up to 1e+30, at most ")
+
+
+def test_a_number_that_updates_walk_through_zero():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.5))
+
+        def forward(self, x):
+            return self.scale.log() + 0 * x.sum()
+
+    def before(model, step):
+        model.scale.data.fill_(2.5 - step)
+
+    text = news_of(
+        lambda s: (rows(s, 8, 4),),
+        lambda m, x: m(x),
+        model=Scaled(),
+        before=before,
+    )
+    assert "`scale` went 2.5, 1.5, 0.5, -0.5" in text and "through 0" in text
+
+
+def test_where_nothing_is_new_nothing_is_told():
+    def loss_of(model, x, divisor):
+        return model(x).mean() / divisor
+
+    assert news_of(lambda s: (rows(s, 8, 4), float(s != BAD)), loss_of) == ""
+
+
+def test_zeros_and_small_batches_are_told_only_where_they_were_given():
+    """An overflow of a weight: a 0 in the batch is no news."""
+
+    def batch_of(step):
+        x = rows(step, 8, 4)
+        x[0, 0] = 0.0 if step == BAD else x[0, 0]
+        return x, 1e38 if step == BAD else 1.0
+
+    assert "zero" not in news_of(batch_of, lambda m, x, s: (m(x) * s).pow(4).mean())
+
+
+def test_a_batch_that_was_written_to_is_not_compared():
+    def loss_of(model, x):
+        loss = (model(x.clone()) ** 2).mean()
+        x.mul_(1e7)  # it is not what the step was given
+        return loss
+
+    kept = rows(0, 8, 4)
+    assert "in this batch" not in news_of(lambda step: (kept,), loss_of)
+
+
+def test_samples_of_eight_clean_steps_are_kept_and_none_of_a_bad_one():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = OverflowGuard(model, optimizer, on_overflow="skip")
+    for step in range(12):
+        x = rows(step, 8, 4) * (NAN if step == 11 else 1)
+        guard.run(lambda x=x: model(x).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    recent = guard._parts.keeper.recent
+    assert len(recent) == 8
+    of_function, of_forward = recent[-1]
+    assert len(of_function) == len(of_forward) == 1
+    last = torch.frombuffer(bytearray(of_function[0]), dtype=torch.float32)
+    assert last.isfinite().all() and last.numel() == 32
