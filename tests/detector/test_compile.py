@@ -12,6 +12,7 @@ import guarding
 import pytest
 import torch
 import torch._dynamo.utils
+from assembled import Assembled
 from containers import CONTAINERS
 from guarding import (
     INF,
@@ -185,13 +186,8 @@ class Result:
     none: torch.Tensor | None = None
 
 
-class Nested(nn.Module):
+class Nested(Assembled):
     """Takes and returns whatever a module may."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Inner()
-        self.same = nn.Identity()
 
     def forward(self, x, mask=None):
         result = self.inner(
@@ -200,12 +196,7 @@ class Nested(nn.Module):
         return self.same(result.first), (result.rest[0], (result.rest[1]["a"],)), 5
 
 
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.act = nn.ReLU(inplace=True)
-
+class Inner(Assembled):
     def forward(self, x, parts, nothing, number, mask=None, n=0, e=None):
         hidden = self.linear(x + parts[0])
         hidden = self.act(hidden) + n
@@ -220,7 +211,10 @@ class Inner(nn.Module):
 def test_any_nesting_is_listed_as_in_eager(is_strict, lists_kwargs):
     def frames(compile_, **options):
         torch.manual_seed(0)
-        model = Nested()
+        model = Nested(
+            inner=Inner(linear=nn.Linear(4, 4), act=nn.ReLU(inplace=True)),
+            same=nn.Identity(),
+        )
         detector = DebugUnderflowOverflow(
             model, strict_compat=is_strict, list_kwargs=lists_kwargs
         )
@@ -713,19 +707,15 @@ def test_an_exported_model_has_no_trace_of_its_watch(is_strict):
     detector.remove()
 
 
-class Sum(nn.Module):
+class Sum(Assembled):
     """Its submodules' outputs have one gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         return self.a(x) + self.b(x)
 
 
 def test_a_gradient_of_two_outputs_is_scanned_once():
-    model = Sum()
+    model = Sum(a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     compiled = in_a_function(model, backend="aot_eager", fullgraph=True)
     watch = ["activations", "grad_outputs"]
     with OverflowGuard(model, on_overflow="warn", watch=watch) as guard:
@@ -736,12 +726,8 @@ def test_a_gradient_of_two_outputs_is_scanned_once():
             assert coverage.tensors_scanned == (4 + 1) * steps
 
 
-class Between(nn.Module):
+class Between(Assembled):
     """Makes a nan between the calls of its submodules."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
 
     def forward(self, x):
         return self.b(torch.log(self.a(x) * 0 + x))
@@ -750,7 +736,7 @@ class Between(nn.Module):
 @pytest.mark.parametrize("form", [eager, wrapped, in_place])
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_who_made_it_is_known_through_a_wrapper(form, is_warm, as_kept):
-    model = Between()
+    model = Between(a=nn.Linear(8, 8), b=nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = form(model, backend="eager")
     with OverflowGuard(compiled, optimizer, "warn", explain=False) as guard:

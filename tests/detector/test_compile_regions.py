@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import batches, make
 from report_texts import without_times
 from torch import nn
@@ -117,11 +118,7 @@ def test_a_whole_model_in_a_body():
         assert guard.coverage().not_scanned == {"inside torch.cond": 8}
 
 
-class Region(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
+class Region(Assembled):
     @torch.compiler.nested_compile_region
     def forward(self, x):
         return self.linear(x) + x
@@ -130,7 +127,7 @@ class Region(nn.Module):
 @pytest.mark.parametrize("watch", [watched, DebugUnderflowOverflow])
 def test_compile_regions_that_are_repeated(watch):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Region() for _ in range(2)))
+    model = nn.Sequential(*(Region(linear=nn.Linear(4, 4)) for _ in range(2)))
     bare, _ = outcome(model, unwatched, is_compiled=False)
     torch._dynamo.reset()
     guard = watch(model)
@@ -176,12 +173,7 @@ def test_parts_of_a_model_under_ddp(backend):
         dist.destroy_process_group()
 
 
-class Encoded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        self.head = nn.Linear(4, 1)
-
+class Encoded(Assembled):
     def forward(self, x):
         return self.head(self.encoder(x))
 
@@ -191,7 +183,10 @@ def test_watches_of_a_model_and_of_a_part_of_it(is_inner_first):
     def listed(is_compiled):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Encoded()
+        model = Encoded(
+            encoder=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+            head=nn.Linear(4, 1),
+        )
         parts = [model.encoder, model][:: 1 if is_inner_first else -1]
         guards = [OverflowGuard(part, None, "warn") for part in parts]
         call = torch.compile(model, backend="aot_eager") if is_compiled else model
@@ -222,13 +217,8 @@ def test_a_model_that_is_called_twice_in_one_compiled_function():
     detector.remove()
 
 
-class Tail(nn.Module):
+class Tail(Assembled):
     """Computes after its last submodule."""
-
-    def __init__(self, tail):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.tail = tail
 
     def forward(self, x):
         return self.tail(self.last(self.first(x)), x)
@@ -253,7 +243,7 @@ def test_a_root_that_computes_after_its_last_submodule(tail, form):
     def report(is_compiled):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Tail(TAILS[tail])
+        model = Tail(first=nn.Linear(4, 4), last=nn.Linear(4, 4), tail=TAILS[tail])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         call = model
         if is_compiled and form == "wrapped":

@@ -4,6 +4,7 @@ import datetime
 
 import pytest
 import torch
+from assembled import Assembled
 from containers import CONTAINERS, FEW
 from torch import nn
 
@@ -100,11 +101,7 @@ def test_a_sample_that_fails_in_the_model_is_found_by_cutting(kind):
 
 
 def test_a_forward_that_writes_to_its_batch_is_replayed_with_what_it_got():
-    class Writing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 1)
-
+    class Writing(Assembled):
         def forward(self, batch):
             batch.x = batch.x - 1
             batch.extra.pop()
@@ -112,7 +109,7 @@ def test_a_forward_that_writes_to_its_batch_is_replayed_with_what_it_got():
 
     batch = CONTAINERS["namespace"].make(torch.full((3, 4), 1.0))
     batch.extra = [torch.ones(1)]
-    model = Writing()
+    model = Writing(lin=nn.Linear(4, 1))
     optimizer, _ = guarded(model)
     found = stopped(optimizer, lambda: model(batch)).explanation
     assert (found.cause, found.op.name) == ("undefined", "aten.log")
@@ -123,18 +120,14 @@ def test_a_batch_that_cannot_be_cut_is_said():
     class Day(datetime.date):
         pass
 
-    class Dividing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 1)
-
+    class Dividing(Assembled):
         def forward(self, batch):
             return (self.lin(batch.x) / batch.x[:, :1]).sum()
 
     batch = Day(2024, 1, 1)
     batch.x = torch.rand(8, 4) + 1
     batch.x[6, 0] = 0
-    model = Dividing()
+    model = Dividing(lin=nn.Linear(4, 1))
     optimizer, _ = guarded(model)
     found = stopped(optimizer, lambda: model(batch)).explanation
     assert found.op.name == "aten.div.Tensor"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -97,11 +98,7 @@ def test_a_flipped_gradient():
     assert not any("output of" in each.split("grad_")[0] for each in found.evidence)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
+class Checkpointed(Assembled):
     def forward(self, x, y):
         for block in self.net.blocks:
             x = checkpoint(block, x, use_reentrant=False)
@@ -113,7 +110,7 @@ def test_dropout_checkpoints_and_micro_batches_repeat():
     """What differs by design of the step does not differ in its replay."""
     model, _ = make()
     model.blocks[0].act = nn.Sequential(model.blocks[0].act, nn.Dropout(0.5))
-    model = Checkpointed(model)
+    model = Checkpointed(net=model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     OverflowGuard(model, optimizer)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import assert_same, state_of
 from remedied_files import Holder, edited, explained, module_of, recommended
 from torch import nn
@@ -443,14 +444,8 @@ def test_of_a_file_that_is_not_what_runs_no_line_is_shown(tmp_path, as_kept):
 # Precision.
 
 
-class Wide(nn.Module):
+class Wide(Assembled):
     """Overflows in float16 in `body.1`, and is small again after `norm`."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 1)
 
     def forward(self, x):
         return self.head(self.norm(self.body(x)))
@@ -458,7 +453,11 @@ class Wide(nn.Module):
 
 def make_wide():
     torch.manual_seed(0)
-    model = Wide()
+    model = Wide(
+        body=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        norm=nn.LayerNorm(4),
+        head=nn.Linear(4, 1),
+    )
     with torch.no_grad():
         model.body[1].weight *= 1e6
     return model

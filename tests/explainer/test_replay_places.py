@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from assembled import Assembled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -97,7 +98,7 @@ def guarded_log(y):
 def test_gradients_that_reach_no_parameter(as_kept):
     torch.manual_seed(0)
     last = nn.Linear(4, 1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fn(guarded_log), last)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fn(function=guarded_log), last)
     found = explained(model, lambda: model(x()).mean())
     assert (found.phase, found.cause) == ("backward", "singular gradient")
     assert (found.op.name, found.module) == ("aten.log", "2")
@@ -106,11 +107,7 @@ def test_gradients_that_reach_no_parameter(as_kept):
     assert any("y.clamp(min=" in code for code in codes)
 
 
-class Fn(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
+class Fn(Assembled):
     def forward(self, y):
         return self.function(y)
 
@@ -325,16 +322,11 @@ READ = {
 def test_what_the_operation_read_has_the_name_of_a_weight_or_input(case):
     function, names = READ[case]
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Parameter(torch.ones(12, 4))
-            self.register_buffer("scale", torch.ones(4))
-
+    class Net(Assembled):
         def forward(self, x, y):
             return function(self, x, y)
 
-    model = Net()
+    model = Net(qkv=nn.Parameter(torch.ones(12, 4)), scale=nn.Buffer(torch.ones(4)))
     batch = {"x": torch.ones(2, 4), "y": torch.ones(2, 4)}
     found = explain(model, batch, lambda batch: model(**batch).sum())
     assert [each.name for each in found.op.inputs] == names

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assembled import Assembled
 from remedied_files import Holder, edited, explained, module_of
 from torch import nn
 from torch.nn import functional as F
@@ -170,11 +171,7 @@ def test_a_loss_of_a_size_that_the_run_never_had_is_no_remedy():
     assert "did not help" in str(found) and "after at most" in str(found)
 
 
-class ReturnsLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-
+class ReturnsLoss(Assembled):
     def forward(self, x, number):
         return self.linear(x).abs().sum() / number
 
@@ -182,7 +179,9 @@ class ReturnsLoss(nn.Module):
 def test_the_loss_that_a_model_returns_has_the_size_that_it_had():
     x = torch.ones(3, 2)
     batches = [(x, torch.tensor(number)) for number in (4.0, 4.0, 0.0)]
-    found = stopped(ReturnsLoss(), lambda model, batch: model(*batch), batches)
+    found = stopped(
+        ReturnsLoss(linear=nn.Linear(2, 1)), lambda model, batch: model(*batch), batches
+    )
     huge = [each for each in found.remedies if each.is_finite and each.usual]
     assert huge and not any(each.is_recommended for each in huge)
 
@@ -752,19 +751,15 @@ def test_an_output_of_one_infinity_is_explained_without_its_loss(sign):
     assert found.is_overflow
 
 
-class Flow(nn.Module):
+class Flow(Assembled):
     """A flow that returns what it made of a sample, and its log-determinant."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(2))
 
     def forward(self, x):
         return x * torch.exp(self.scale * 50), self.scale.sum()
 
 
 def test_a_replay_takes_no_other_scalar_for_the_loss():
-    model = Flow()
+    model = Flow(scale=nn.Parameter(torch.zeros(2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer, "warn")
     with guard:

@@ -5,6 +5,7 @@ import logging
 import numpy
 import pytest
 import torch
+from assembled import Assembled
 from failed_runs import failed
 from torch import nn
 
@@ -34,18 +35,14 @@ def test_a_wrapper_has_its_attributes_again():
     assert model.number == 0 and model.items == []
 
 
-class Reading(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.stream = nn.Linear(4, 1), iter(range(100))
-
+class Reading(Assembled):
     def forward(self, x):
         self.last = next(self.stream)
         return self.linear(x).sum()
 
 
 def test_clean_steps_with_an_iterator_are_not_replayed(caplog, as_kept):
-    model = Reading()
+    model = Reading(linear=nn.Linear(4, 1), stream=iter(range(100)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         caplog.at_level(logging.WARNING, "overflow_fast"),
@@ -59,7 +56,7 @@ def test_clean_steps_with_an_iterator_are_not_replayed(caplog, as_kept):
 
 
 def test_a_report_names_the_line_that_takes_from_an_iterator(as_kept):
-    model = Reading()
+    model = Reading(linear=nn.Linear(4, 1), stream=iter(range(100)))
     report = failed(model, lambda: (model(torch.ones(2, 4)) - 1e9).sqrt())
     as_kept(report.explanation.notes[0])
     assert next(model.stream) == model.last + 1

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from assembled import Assembled
 from ranks import on_ranks
 from torch import nn
 
@@ -73,15 +74,11 @@ def test_an_attribute_may_have_the_name_of_a_method(name, policy, caplog):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_names_are_those_of_the_model_within(depth):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.module = nn.Linear(4, 4), nn.Linear(4, 1)
-
+    class Net(Assembled):
         def forward(self, x):
             return self.module(self.up(x) * torch.tensor(float("nan")))
 
-    inner = Net()
+    inner = Net(up=nn.Linear(4, 4), module=nn.Linear(4, 1))
     model = inner
     for _ in range(depth):
         model = Wrapper(model)
@@ -94,15 +91,11 @@ def test_names_are_those_of_the_model_within(depth):
 
 
 def test_a_users_model_with_one_layer_called_module_keeps_its_names():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = nn.Linear(4, 1)
-
+    class Net(Assembled):
         def forward(self, x):
             return self.module(x)
 
-    model = Net()
+    model = Net(module=nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     OverflowGuard(model, optimizer, include=["module"])
     assert run(model, optimizer).verdict.first.fqn == "module"

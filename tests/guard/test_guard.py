@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import (
     INF,
     NAN,
@@ -67,15 +68,11 @@ def test_a_module_that_passed_it_on_is_told_from_its_caller(as_kept):
 
 
 def test_the_root_that_made_it_between_its_submodules_is_named(as_kept):
-    class Root(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Root(Assembled):
         def forward(self, x):
             return self.b(self.a(x) / 0.0)
 
-    model = Root()
+    model = Root(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn") as guard:
         model(torch.ones(1, 4)).sum().backward()
@@ -200,12 +197,7 @@ class Wrapped:
     values: list
 
 
-class Nested(nn.Module):
-    def __init__(self, wrap):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.wrap = wrap
-
+class Nested(Assembled):
     def forward(self, x):
         out = self.inner(x)
         return self.wrap(out, out * INF if self.training else out)
@@ -222,7 +214,7 @@ class Nested(nn.Module):
     ],
 )
 def test_outputs_in_any_nesting_are_seen(wrap, label):
-    model = Nested(wrap)
+    model = Nested(inner=nn.Linear(4, 4), wrap=wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn") as guard:
         model(torch.ones(2, 4))
@@ -378,17 +370,13 @@ class Attention(nn.Module):
 @pytest.mark.explains
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword, as_kept):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = Attention()
-
+    class Model(Assembled):
         def forward(self, x, mask):
             if by_keyword:
                 return self.attention(x, mask=mask)
             return self.attention(x, mask)
 
-    model = Model()
+    model = Model(attention=Attention())
     mask = torch.tensor([[0.0, -INF], [0.0, 0.0]])
     with OverflowGuard(model, on_overflow="warn") as guard:
         model(torch.ones(2, 2), mask)

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import (
     INF,
     NAN,
@@ -173,11 +174,7 @@ def test_gradients_are_neither_changed_nor_kept():
 
 
 def test_in_place_operations_on_outputs_work_as_before():
-    class InPlace(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class InPlace(Assembled):
         def forward(self, x):
             h = self.a(x)
             h.mul_(2).add_(1)
@@ -189,7 +186,7 @@ def test_in_place_operations_on_outputs_work_as_before():
     results = []
     for guarded in (False, True):
         torch.manual_seed(0)
-        model = InPlace()
+        model = InPlace(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         guard = OverflowGuard(model, optimizer) if guarded else None
         model(torch.ones(2, 4)).sum().backward()
@@ -219,12 +216,7 @@ def test_double_backward_and_retained_graphs_work():
     assert_same(*results)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.reentrant = reentrant
-
+class Checkpointed(Assembled):
     def forward(self, x):
         return self.b(checkpoint(self.a, x, use_reentrant=self.reentrant))
 
@@ -234,7 +226,7 @@ def test_checkpointing_works(reentrant):
     results = []
     for guarded in (False, True):
         torch.manual_seed(0)
-        model = Checkpointed(reentrant)
+        model = Checkpointed(a=nn.Linear(4, 4), b=nn.Linear(4, 1), reentrant=reentrant)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         guard = OverflowGuard(model, optimizer) if guarded else None
         for _ in range(2):
@@ -249,7 +241,7 @@ def test_checkpointing_works(reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
-    model = Checkpointed(reentrant)
+    model = Checkpointed(a=nn.Linear(4, 4), b=nn.Linear(4, 1), reentrant=reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "skip") as guard:
         for is_bad in (False, True, False):
@@ -269,19 +261,16 @@ def test_a_bad_value_under_checkpointing_is_of_the_forward(reentrant):
 def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(
     reentrant, as_kept
 ):
-    class Fickle(nn.Module):
+    class Fickle(Assembled):
         """Overflows from its second call on."""
-
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-            self.calls = 0
 
         def forward(self, x):
             self.calls += 1
             return self.linear(x) * (INF if self.calls > 1 else 1.0)
 
-    model = nn.Sequential(nn.Linear(8, 8), Fickle(), nn.Linear(8, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 8), Fickle(linear=nn.Linear(8, 8), calls=0), nn.Linear(8, 1)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn") as guard:
         # The output of the last but one step is what backward needs again.

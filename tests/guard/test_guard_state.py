@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, NAN, batches, make, train
 from torch import nn
 
@@ -277,16 +278,11 @@ def test_an_optimizer_that_holds_itself_is_found_once():
 
 @pytest.mark.explains
 def test_a_replay_does_not_log_again_what_is_not_scanned(caplog):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.scripted = torch.jit.script(nn.ReLU())
-
+    class Net(Assembled):
         def forward(self, x):
             return torch.log(torch.func.vmap(self.layer)(x) * 0).sum()
 
-    model = Net()
+    model = Net(layer=nn.Linear(2, 2), scripted=torch.jit.script(nn.ReLU()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "skip") as guard:
         model(torch.ones(1, 2)).backward()

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, NAN, assert_same, make
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -230,11 +231,7 @@ def test_other_outputs_without_end(returned):
         assert guard.coverage().failures == 0
 
 
-class Takes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(2, 2)
-
+class Takes(Assembled):
     def forward(self, x, *args, **kwargs):
         return self.fc(x)
 
@@ -245,7 +242,7 @@ class Takes(nn.Module):
     ids=lambda make: make.__name__,
 )
 def test_such_inputs(given):
-    model = Takes()
+    model = Takes(fc=nn.Linear(2, 2))
     with OverflowGuard(model, None, "warn") as guard:
         model(X, given(X), key=given(X))
         assert guard.check() is None

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from guarding import assert_same, make, state_of
 from ranks import on_ranks
 from torch import nn
@@ -79,12 +80,7 @@ def test_what_stays_is_the_new_level():
 # Under a guard.
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 1)
-        self.norm = nn.BatchNorm1d(4)
-
+class Model(Assembled):
     def forward(self, x, weight):
         return (self.body(self.norm(x)) ** 2).mean() * weight + 1
 
@@ -92,7 +88,7 @@ class Model(nn.Module):
 def trained(num, spike_at, after=lambda guard, model: None, **arguments):
     """A run whose loss is 50 times as large in one step."""
     torch.manual_seed(0)
-    model = Model()
+    model = Model(body=nn.Linear(4, 1), norm=nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     states = []
     with OverflowGuard(model, optimizer, **arguments) as guard:

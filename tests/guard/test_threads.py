@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
@@ -74,12 +75,8 @@ def test_a_forward_in_a_thread_is_no_part_of_a_step_that_runs():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = []
 
-    class Asks(nn.Module):
+    class Asks(Assembled):
         """Its forward waits for one of the same model in another thread."""
-
-        def __init__(self):
-            super().__init__()
-            self.inner = model
 
         def forward(self, x, asks=True):
             if asks:
@@ -95,7 +92,7 @@ def test_a_forward_in_a_thread_is_no_part_of_a_step_that_runs():
         except NonFiniteError as error:
             found.append(error.report)
 
-    net = Asks()
+    net = Asks(inner=model)
     with OverflowGuard(net, optimizer) as guard:
         net(torch.ones(2, 3)).mean().backward()
         optimizer.step()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import assert_same, state_of
 from torch import nn
 
@@ -26,15 +27,8 @@ class BadBackward(torch.autograd.Function):
 TRANSIENT = []  # of the machine: what a module holds is put back for a replay
 
 
-class Inner(nn.Module):
+class Inner(Assembled):
     """Fails in the way that a test asks for."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.2)
-        self.register_buffer("total", torch.zeros(4))
 
     def forward(self, x, fault):
         fault = TRANSIENT.pop() if TRANSIENT else fault
@@ -56,7 +50,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(4, 4)
-        self.inner = Inner()
+        self.inner = Inner(
+            linear=nn.Linear(4, 4),
+            norm=nn.BatchNorm1d(4),
+            drop=nn.Dropout(0.2),
+            total=nn.Buffer(torch.zeros(4)),
+        )
         self.last = nn.Linear(4, 1)
 
     def forward(self, x, fault=""):
@@ -228,17 +227,13 @@ def test_without_the_loss_it_says_what_was_not_run():
 def test_what_no_hook_sees_in_a_forward_is_not_called_finite(as_kept):
     """A value that the forward leaves in an attribute, and the loss adds."""
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 1)
-
+    class Net(Assembled):
         def forward(self, x):
             hidden = self.linear(x)
             self.extra = hidden[:0].mean()
             return hidden
 
-    model = Net()
+    model = Net(linear=nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:
         loss = model(torch.ones(6, 4)).mean() + model.extra
@@ -417,12 +412,8 @@ def test_arguments_are_checked(as_kept):
     as_kept(raised.value)
 
 
-class WithLoss(nn.Module):
+class WithLoss(Assembled):
     """Returns its loss, which is not finite where its batch is not."""
-
-    def __init__(self):
-        super().__init__()
-        self.last = nn.Linear(4, 1)
 
     def forward(self, x):
         return {"loss": self.last(x).square().mean()}
@@ -431,7 +422,7 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize("explain", [False, True])
 @pytest.mark.parametrize("is_bad_in", ["evaluation", "training"])
 def test_a_loss_is_of_the_forward_that_returned_it(is_bad_in, explain):
-    model = WithLoss()
+    model = WithLoss(last=nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     good, bad = torch.ones(2, 4), torch.full((2, 4), NAN)
     options = {"on_overflow": "skip", "watch": "tripwire", "explain": explain}

@@ -8,6 +8,7 @@ import guarding
 import numpy as np
 import pytest
 import torch
+from assembled import Assembled
 from containers import FEW, Model
 from guarding import (
     NAN,
@@ -197,19 +198,15 @@ def test_layers_that_backward_does_not_reach_are_not_missed():
     assert result.has_passed
 
 
-class Pair(nn.Module):
+class Pair(Assembled):
     """Takes positional arguments, returns no loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x, y):
         return self.a(x), {"b": [self.b(y)]}
 
 
 def test_batches_come_in_any_form():
-    model = Pair()
+    model = Pair(a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     guard = OverflowGuard(model)
     assert guard.self_test([torch.ones(2, 3), torch.ones(2, 3)]).has_passed
     assert guard.self_test((torch.ones(2, 3), torch.ones(2, 3))).has_passed
@@ -264,19 +261,17 @@ def test_all_random_states_and_odd_buffers_are_left_alone():
 
 
 def test_what_a_model_has_done_to_a_buffer_is_undone_when_it_raises():
-    class Raises(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("a", torch.zeros(2))
-            self.register_buffer("b", torch.zeros(2))
-            self.weight = nn.Parameter(torch.ones(2))
-
+    class Raises(Assembled):
         def forward(self, x):
             self.a += 1
             self.b = torch.ones(2)
             raise ValueError("no such batch")
 
-    model = Raises()
+    model = Raises(
+        a=nn.Buffer(torch.zeros(2)),
+        b=nn.Buffer(torch.zeros(2)),
+        weight=nn.Parameter(torch.ones(2)),
+    )
     own = model.b
     with pytest.raises(ValueError, match="no such batch"):
         OverflowGuard(model).self_test(torch.ones(2))
@@ -309,7 +304,7 @@ def test_layers_that_run_without_autograd_are_tried():
 
 
 def test_wrappers_have_a_row_of_their_own():
-    model = Pair()
+    model = Pair(a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     compiled = torch.compile(model, backend="aot_eager")
     result = OverflowGuard(compiled).self_test((torch.ones(2, 3), torch.ones(2, 3)))
     rows = str(result).splitlines()[1:-1]

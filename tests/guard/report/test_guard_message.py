@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, NAN, batches, make, plant, train, train_step
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -270,11 +271,7 @@ def test_no_origin_is_called_unknown_where_the_replay_names_it(cause, op):
     assert "of its" not in text  # a share of one value is none
 
 
-class Exponential(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Exponential(Assembled):
     def forward(self, x):
         return self.fc(x).exp().log()
 
@@ -282,7 +279,7 @@ class Exponential(nn.Module):
 @pytest.mark.parametrize("explain", [False, True])
 @pytest.mark.explains
 def test_where_a_replay_answers_nothing_else_does(explain, as_kept):
-    model = nn.Sequential(Exponential(), nn.Linear(4, 1)).half()
+    model = nn.Sequential(Exponential(fc=nn.Linear(4, 4)), nn.Linear(4, 1)).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
         model[0].fc.bias.fill_(20)
@@ -295,12 +292,8 @@ def test_where_a_replay_answers_nothing_else_does(explain, as_kept):
     assert (guard.last_report.explanation is not None) is explain
 
 
-class Divided(nn.Module):
+class Divided(Assembled):
     """Gives a module what it made non-finite itself, with a mask of that module's."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.attention = nn.Linear(4, 4), Masked()
 
     def forward(self, x):
         mask = torch.tensor([0.0, -INF, 0.0, 0.0])
@@ -314,7 +307,7 @@ class Masked(nn.Module):
 
 @pytest.mark.explains
 def test_a_mask_is_not_said_to_be_given_to_another_module():
-    model = Divided()
+    model = Divided(fc=nn.Linear(4, 4), attention=Masked())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=True) as guard:
         model(torch.ones(2, 4)).sum().backward()
@@ -325,12 +318,8 @@ def test_a_mask_is_not_said_to_be_given_to_another_module():
     assert "Given to" not in str(report)
 
 
-class WithPosition(nn.Module):
+class WithPosition(Assembled):
     """Uses a weight of its own in its own code, which might write to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.position = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
 
     def forward(self, x):
         return self.fc(x) + self.position
@@ -342,7 +331,7 @@ class WithPosition(nn.Module):
 def test_a_weight_is_not_both_known_and_not_known_to_be_bad_before(
     is_trained, explain, as_kept
 ):
-    model = WithPosition()
+    model = WithPosition(fc=nn.Linear(4, 4), position=nn.Parameter(torch.zeros(4)))
     model.position.requires_grad_(is_trained).data.fill_(NAN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=explain) as guard:

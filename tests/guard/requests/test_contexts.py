@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule
@@ -224,12 +225,8 @@ def test_the_exception_of_a_request_stays_the_programs(served, kind):
 # With autograd.
 
 
-class Forces(nn.Module):
+class Forces(Assembled):
     """Returns minus the gradient of an energy, as potentials of atoms do."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 1)
 
     def forward(self, x):
         x = x.detach().requires_grad_()
@@ -297,7 +294,7 @@ def test_a_step_of_an_optimizer_is_no_request():
 
 
 def test_gradients_within_a_request_are_explained():
-    net = nn.Sequential(Forces()).eval()
+    net = nn.Sequential(Forces(lin=nn.Linear(4, 1))).eval()
     with OverflowGuard(net) as guard:
         for call in (net, lambda x: guard.run(lambda: net(x))):
             assert call(torch.ones(2, 4)).isfinite().all()

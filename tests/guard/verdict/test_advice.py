@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, NAN, batches, make, plant, train_step, warned
 from torch import nn
 
@@ -72,18 +73,13 @@ class Widened(nn.Module):
         return x.float()
 
 
-class Tower(nn.Module):
-    def __init__(self, is_batchnorm):
-        super().__init__()
-        self.batchnorm = nn.Linear(8, 8)
-        self.is_batchnorm = is_batchnorm
-
+class Tower(Assembled):
     def forward(self, x, y):
         return ((self.batchnorm(x) * (NAN if self.is_batchnorm else 1)) - y).mean()
 
 
 def test_a_module_with_batch_in_its_name_is_no_batch():
-    model = Tower(True)
+    model = Tower(batchnorm=nn.Linear(8, 8), is_batchnorm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(*batches(1)[0]).backward()

@@ -3,17 +3,14 @@
 import copy
 
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import compare_live, shadow
 
 
-class FromEmpty(nn.Module):
+class FromEmpty(Assembled):
     """Hands memory that nobody has written to an operation that does not read it."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.o = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(8, 8)
 
     def forward(self, x):
         q, k = self.q(x), self.k(x)
@@ -23,7 +20,7 @@ class FromEmpty(nn.Module):
 
 def test_memory_that_nobody_has_written_to_is_no_difference():
     torch.manual_seed(0)
-    model = FromEmpty()
+    model = FromEmpty(q=nn.Linear(16, 16), k=nn.Linear(16, 16), o=nn.Linear(8, 8))
     with torch.no_grad():
         model.q.weight.mul_(2000)
         model.k.weight.mul_(2000)
@@ -34,11 +31,7 @@ def test_memory_that_nobody_has_written_to_is_no_difference():
     assert found.first.op.startswith("aten.baddbmm")
 
 
-class Filled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
-
+class Filled(Assembled):
     def forward(self, x, keep):
         scores = self.q(x) @ x.mT
         lowest = torch.finfo(scores.dtype).min
@@ -49,7 +42,7 @@ class Filled(nn.Module):
 
 def test_a_fill_value_that_follows_the_dtype_is_no_difference():
     torch.manual_seed(0)
-    model = Filled().eval()
+    model = Filled(q=nn.Linear(16, 16), down=nn.Linear(16, 16)).eval()
     with torch.no_grad():
         model.down.weight.mul_(2e5)
     x = torch.randn(2, 6, 16).half()
@@ -71,11 +64,7 @@ def test_what_overflows_behind_a_fill_value_is_named():
     assert found.first.op.startswith("aten.mul")
 
 
-class Divides(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Divides(Assembled):
     def forward(self, x):
         h = self.a(x)
         return self.b(h / h.abs().amax(-1, keepdim=True))
@@ -83,7 +72,7 @@ class Divides(nn.Module):
 
 def test_nans_of_both_are_told(as_kept):
     torch.manual_seed(0)
-    model = Divides()
+    model = Divides(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     with torch.no_grad():
         model.a.bias.zero_()
     half, x = copy.deepcopy(model).bfloat16(), torch.randn(3, 4)

@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+from assembled import Assembled
 from planted_runs import (
     BATCH,
     LENGTH,
@@ -473,15 +474,11 @@ def keep_functions(model):
 
 
 def renamed(model):
-    class Other(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = copy.deepcopy(model)
-
+    class Other(Assembled):
         def forward(self, ids, keep):
             return self.inner(ids, keep)
 
-    return Other()
+    return Other(inner=copy.deepcopy(model))
 
 
 def foreign_hooks(model):

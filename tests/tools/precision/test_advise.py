@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from containers import CONTAINERS, FEW
 from guarding import assert_same, hooks_of, make
 from kept_texts import errors_of
@@ -119,15 +120,11 @@ def test_an_outlier_layer_stays_and_the_code_makes_float16_finite():
 
 
 def test_a_layer_norm_whose_inputs_hide_their_differences_stays():
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 1)
-
+    class Shifted(Assembled):
         def forward(self, x):
             return self.head(self.norm(x + 3000))
 
-    advice = advise(Shifted())
+    advice = advise(Shifted(norm=nn.LayerNorm(8), head=nn.Linear(8, 1)))
     row = row_of(advice, "norm")
     assert row.bits["float16"] > 1  # within the range
     assert "what rounding explains" in row.reasons["float16"]
@@ -135,15 +132,11 @@ def test_a_layer_norm_whose_inputs_hide_their_differences_stays():
 
 
 def test_tiny_gradients_keep_a_layer_out_of_float16():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 1), nn.Linear(8, 1)
-
+    class Two(Assembled):
         def forward(self, x):
             return self.a(x).float().sum() + 1e-12 * self.b(x).float().sum()
 
-    model = Two()
+    model = Two(a=nn.Linear(8, 1), b=nn.Linear(8, 1))
     advice = advise(model, loss=lambda m, x: m(x))
     row = row_of(advice, "b")
     assert row.gradient_lost_scaled == 1.0
@@ -247,11 +240,7 @@ def test_a_module_that_makes_bad_gradients_is_kept_before_the_scale_is_lowered()
 
 
 def test_gradients_that_overflow_elsewhere_lower_the_loss_scale():
-    class Steep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
-
+    class Steep(Assembled):
         def forward(self, x):
             return self.b(_Steep.apply(self.a(x)))
 
@@ -266,7 +255,7 @@ def test_gradients_that_overflow_elsewhere_lower_the_loss_scale():
         def backward(ctx, gradient):
             return gradient * 2000 / 2000
 
-    advice = advise(Steep())
+    advice = advise(Steep(a=nn.Linear(8, 8), b=nn.Linear(8, 1)))
     check = check_of(advice, "float16")
     assert check.passed and check.widened == [] and check.runs > 1
     assert advice.loss_scale == check.loss_scale
@@ -347,32 +336,26 @@ def test_complex_layers_stay():
         def forward(self, x):
             return torch.fft.ifft(torch.fft.fft(x) * self.factor)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fourier, self.head = Fourier(), nn.Linear(8, 1)
-
+    class Model(Assembled):
         def forward(self, x):
             return self.head(self.fourier(x).real)
 
-    advice = advise(Model())
+    advice = advise(Model(fourier=Fourier(), head=nn.Linear(8, 1)))
     assert advice.float32 == ["fourier"]
     assert "complex64" in row_of(advice, "fourier").not_compared
 
 
 def test_modules_that_keep_their_weights_in_lists_or_use_those_of_others():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(8, 8, batch_first=True)
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
+    class Model(Assembled):
         def forward(self, x):
             x, _ = self.lstm(x)
             return self.attention(x, x, x)[0]
 
     torch.manual_seed(0)
-    model = Model()
+    model = Model(
+        lstm=nn.LSTM(8, 8, batch_first=True),
+        attention=nn.MultiheadAttention(8, 2, batch_first=True),
+    )
     flat = list(model.lstm._flat_weights)
     advice = advise(model, data(2, 3, 8))
     for name in ("lstm", "attention"):
@@ -425,16 +408,11 @@ def test_dropout_is_not_taken_for_an_error(as_kept):
 
 
 def test_checkpointed_layers_are_called_once():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.c = nn.Linear(8, 1)
-
+    class Model(Assembled):
         def forward(self, x):
             return self.c(checkpoint(lambda x: self.b(self.a(x)).tanh(), x, **OPTIONS))
 
-    advice = advise(Model())
+    advice = advise(Model(a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 1)))
     assert [(r.name, r.calls) for r in advice.rows] == [("a", 1), ("b", 1), ("c", 1)]
     assert row_of(advice, "a").abs_max["grad_weight"] > 0
 

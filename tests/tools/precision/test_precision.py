@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from assembled import Assembled
 from containers import CONTAINERS, FEW
 from containers import Model as Holding
 from guarding import hooks_of
@@ -531,11 +532,7 @@ class Cache:
         self.num_calls = 0
 
 
-class Caching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-
+class Caching(Assembled):
     def forward(self, x, cache):
         cache.keys = torch.cat([cache.keys, self.lin(x)], 1)
         cache.fixed[:, 1] = 2
@@ -546,15 +543,11 @@ class Caching(nn.Module):
 
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_a_cache_is_updated_by_a_module_in_float32(is_inference):
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Caching()
-
+    class Outer(Assembled):
         def forward(self, x, cache):
             return self.inner(x, cache)
 
-    model = Outer().half()
+    model = Outer(inner=Caching(lin=nn.Linear(4, 4))).half()
     keep_in_fp32(model, ["inner"])
     with torch.inference_mode(is_inference):
         cache = Cache()
