@@ -22,26 +22,8 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
-OPTIMIZERS = {
-    "Adadelta": {},
-    "Adafactor": {},
-    "Adagrad": {},
-    "Adam": {},
-    "Adam, foreach": {"foreach": True},
-    "Adam, fused": {"fused": True},
-    "Adam, amsgrad": {"amsgrad": True},
-    "AdamW": {},
-    "AdamW, capturable": {},
-    "Adamax": {},
-    "ASGD": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {"momentum": 0.9},
-    "Rprop": {},
-    "SGD": {"momentum": 0.9},
-    "SGD, fused": {"momentum": 0.9, "fused": True},
-    "Adagrad, fused": {"fused": True},
-}
+# Each optimizer of torch is tried in test_skip.py.
+OPTIMIZERS = {"AdamW": {}, "Adam, fused": {"fused": True}, "SGD": {"momentum": 0.9}}
 
 
 def optimizer_of(name, model):
@@ -93,7 +75,7 @@ def test_a_skipped_step_never_happened(name, closure):
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "skip"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adam, fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_clean_run_is_the_same_in_every_bit(name, policy):
     results = []
     for guarded in (False, True):
@@ -116,15 +98,6 @@ def test_raise_comes_before_a_weight_is_touched():
     assert_same(after["model"]["head.weight"], before["model"]["head.weight"])
     assert raised.value.report.action == "raise"
     assert isinstance(raised.value, FloatingPointError)
-
-
-def test_an_error_can_be_pickled():
-    import pickle
-
-    model, optimizer = make()
-    with OverflowGuard(model, optimizer), pytest.raises(NonFiniteError) as raised:
-        step_with_bad_gradient(model, optimizer, batches(1)[0])
-    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 def test_after_a_caught_error_the_run_goes_on():
@@ -471,29 +444,6 @@ def test_optimizers_that_nobody_knows_are_skipped_too(kind, closure):
     if kind is Custom:  # what the optimizer writes to itself in a good step stays
         assert optimizer.calls == 2
         assert optimizer.param_groups[0]["k"] == 2
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Has another optimizer do the work."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
-def test_an_optimizer_inside_an_optimizer_is_skipped_too():
-    model, inner = make()
-    optimizer = Lookahead(inner)
-    data = batches(2)
-    with OverflowGuard(model, optimizer, "skip") as guard:
-        train_step(model, optimizer, data[0])
-        before = state_of(model, inner)
-        step_with_bad_gradient(model, optimizer, data[1])
-        assert guard.num_skipped == 1
-        assert_same(state_of(model, inner), before)
 
 
 def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():
