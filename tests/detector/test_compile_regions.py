@@ -1,6 +1,7 @@
 """Compiled code with bodies of its own, or in parts; several watches; a last step."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
+from overflow_fast.detector import compiled
 
 pytestmark = [
     pytest.mark.slow,
@@ -116,6 +118,26 @@ def test_a_whole_model_in_a_body():
             torch.ones(3, 4)
         )
         assert guard.coverage().not_scanned == {"inside torch.cond": 8}
+
+
+@pytest.mark.day
+@pytest.mark.parametrize(
+    "bodies, why",
+    [
+        ([], ""),
+        (["autograd.Function", "tag_activation_checkpoint"], ""),
+        (["autograd.Function", "cond", "map_impl"], "inside torch.cond"),
+        (["scan"], "inside scan"),
+    ],
+)
+def test_the_first_body_that_is_closed_is_the_reason(bodies, why, monkeypatch):
+    outermost = SimpleNamespace(source_target=None)
+    tracers = [outermost, *(SimpleNamespace(source_target=each) for each in bodies)]
+    output = SimpleNamespace(tracers=tracers)
+    tx = SimpleNamespace(export=False, output=output)
+    monkeypatch.setattr(compiled, "dynamo_translator", lambda: tx)
+    assert compiled.step_out() == why
+    assert (len(tracers) == len(bodies) + 2 and tracers[-1] is outermost) == bool(why)
 
 
 class Region(Assembled):

@@ -158,6 +158,21 @@ def test_parts_of_a_model_that_are_called_by_themselves(comes):
         assert_same(everything(model), before)
 
 
+def test_what_hooks_write_before_a_part_that_is_called_by_itself_is_put_back():
+    model = norm_net()
+    model[0].register_buffer("calls", torch.zeros(()))
+    model[0].register_forward_pre_hook(
+        lambda module, args: module.calls.add_(1) and None
+    )
+    optimizer, guard = watched(model)
+    with guard:
+        for x in (X, BAD):  # the first call of a part tells that there are such calls
+            optimizer.zero_grad()
+            model[0](x).sum().backward()
+            optimizer.step()
+        assert guard.num_skipped == 1 and model[0].calls == 1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -239,6 +239,7 @@ def by_logged_number(model, optimizer, x):
     loss.backward()
     int(model.fc.weight.grad.sum())
 
+
 def by_step_hook(model, optimizer, x):
     root(model(x), x).backward()
     optimizer.register_step_pre_hook(refusing_step)
@@ -566,6 +567,7 @@ def test_an_evaluation_that_raises_is_reported(policy):
         model(batches()[BAD_STEP])
     assert_reported(guard, raised.value, step=0)
     guard.remove()
+
 
 def test_a_metric_that_raises_behind_an_evaluation_leaves_its_report():
     model, error = Net(), ValueError("Input contains NaN.")

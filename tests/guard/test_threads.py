@@ -8,7 +8,7 @@ import torch
 from assembled import Assembled
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import _C, NonFiniteError, OverflowGuard
 from overflow_fast.detector import steps
 from overflow_fast.detector.hooks import threads_in
 
@@ -322,3 +322,14 @@ def test_a_forward_that_begins_while_the_hooks_are_put_on_is_left_out(monkeypatc
     assert len(found) == 1  # True if it has waited for the hooks
     assert guard.coverage().failures == 0 and guard.check() is None
     guard.remove()
+
+
+def test_a_replay_ends_no_forward_that_is_left_out():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with OverflowGuard(model) as guard:
+        (watch,), thread = guard._parts.watches, threading.get_ident()
+        watch._strays.add(thread)
+        with _C.Unwatched():
+            assert not watch.resumes("before_root", model)
+        assert watch._strays == {thread}
+        assert watch.resumes("before_root", model) and not watch._strays
