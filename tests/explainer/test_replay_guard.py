@@ -78,8 +78,7 @@ def place(found):
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_an_alarm_is_explained(runs):
-    model, optimizer = make()
+def test_an_alarm_is_explained(model, optimizer, runs):
     guard = OverflowGuard(model, optimizer)
     step(guard, model, optimizer, data(), runs=runs)
     model[1].factor = 1e38
@@ -93,16 +92,14 @@ def test_an_alarm_is_explained(runs):
     assert pickle.loads(pickle.dumps(report)).explanation.op == found.op
 
 
-def test_nothing_is_kept_or_explained_where_it_is_not_asked_for():
-    model, optimizer = make()
+def test_nothing_is_kept_or_explained_where_it_is_not_asked_for(model, optimizer):
     guard = OverflowGuard(model, optimizer, explain=False)
     model[1].factor = NAN
     assert explained(guard, model, optimizer, data()) is None
     assert guard._parts.keeper is None
 
 
-def test_a_batch_is_let_go_when_its_step_is_judged():
-    model, optimizer = make()
+def test_a_batch_is_let_go_when_its_step_is_judged(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     for runs in (True, False):
         step(guard, model, optimizer, data(), runs=runs)
@@ -110,8 +107,7 @@ def test_a_batch_is_let_go_when_its_step_is_judged():
 
 
 @pytest.mark.slow
-def test_auto_explains_each_place_once_and_one_in_100_steps():
-    model, optimizer = make()
+def test_auto_explains_each_place_once_and_one_in_100_steps(model, optimizer):
     guard = OverflowGuard(model, optimizer, "skip")
     had = []
     for i in range(4):
@@ -125,8 +121,7 @@ def test_auto_explains_each_place_once_and_one_in_100_steps():
 
 
 @pytest.mark.slow
-def test_true_explains_always():
-    model, optimizer = make()
+def test_true_explains_always(model, optimizer):
     guard = OverflowGuard(model, optimizer, "skip", explain=True)
     for _ in range(3):
         model[1].factor = NAN
@@ -134,8 +129,7 @@ def test_true_explains_always():
         assert guard.last_report.explanation.cause == "undefined"
 
 
-def test_a_callable_policy_is_given_the_explanation():
-    model, optimizer = make()
+def test_a_callable_policy_is_given_the_explanation(model, optimizer):
     seen = []
     guard = OverflowGuard(
         model, optimizer, lambda report: seen.append(report.explanation) or "skip"
@@ -145,8 +139,7 @@ def test_a_callable_policy_is_given_the_explanation():
     assert isinstance(seen[0], Explanation)
 
 
-def test_what_happens_once_is_not_reproducible(as_kept):
-    model, optimizer = make()
+def test_what_happens_once_is_not_reproducible(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer)
     step(guard, model, optimizer, data())
     FAULT["factor"] = NAN
@@ -197,8 +190,7 @@ def test_a_learning_rate_that_is_too_high(rate):
     assert "largest weight went from" in str(found) or "learning rate" in str(found)
 
 
-def test_a_weight_that_was_bad_from_the_start():
-    model, optimizer = make()
+def test_a_weight_that_was_bad_from_the_start(model, optimizer):
     with torch.no_grad():
         model[4].weight[0, 2] = NAN
     found = explained(OverflowGuard(model, optimizer), model, optimizer, data())
@@ -278,8 +270,7 @@ def test_a_loss_that_cannot_be_replayed_is_not_blamed_on_anything(nan):
     assert "guard.run(lambda: loss)" in str(found)
 
 
-def test_a_batch_that_was_written_to_is_told(as_kept):
-    model, optimizer = make()
+def test_a_batch_that_was_written_to_is_told(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer)
     x = data()
     x[0] = NAN
@@ -322,8 +313,7 @@ def test_a_forward_that_was_not_kept_is_not_said_to_be_finite(as_kept):
     as_kept(found.notes)
 
 
-def test_a_replay_that_raises_is_a_sentence(as_kept):
-    model, optimizer = make()
+def test_a_replay_that_raises_is_a_sentence(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer)
     once = [None]
     model[1].factor = NAN
@@ -346,8 +336,7 @@ def test_nothing_is_replayed_where_other_ranks_would_not_join(monkeypatch, as_ke
 
 
 @pytest.mark.parametrize("budget", [2, 3, 8])
-def test_the_budget(budget):
-    model, optimizer = make()
+def test_the_budget(model, optimizer, budget):
     model[1].factor = NAN
     guard = OverflowGuard(model, optimizer, explain=Explain(budget=budget))
     found = explained(guard, model, optimizer, data())
@@ -427,8 +416,7 @@ def test_everything_is_put_back(optimizer, policy, flaky):
         assert_same(each, other)
 
 
-def test_gradients_are_the_same_objects_and_nothing_steps_in_backward():
-    model, _ = make()
+def test_gradients_are_the_same_objects_and_nothing_steps_in_backward(model):
     stepped = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(stepped.append)
@@ -447,8 +435,7 @@ def test_gradients_are_the_same_objects_and_nothing_steps_in_backward():
 
 
 @pytest.mark.slow
-def test_another_guard_sees_nothing_of_it():
-    model, optimizer = make()
+def test_another_guard_sees_nothing_of_it(model, optimizer):
     first = OverflowGuard(model, optimizer, "skip")
     second = OverflowGuard(model, optimizer, "skip")
     model[1].factor = NAN
@@ -462,16 +449,14 @@ def test_another_guard_sees_nothing_of_it():
 # guard.run().
 
 
-def test_run_returns_what_the_function_returns():
-    model, optimizer = make()
+def test_run_returns_what_the_function_returns(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     assert guard.run(lambda: "anything") == "anything"
     guard.disable()
     assert guard.run(lambda: 3) == 3
 
 
-def test_run_hands_on_an_exception():
-    model, optimizer = make()
+def test_run_hands_on_an_exception(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     with pytest.raises(ZeroDivisionError):
         guard.run(lambda: 1 / 0)
@@ -479,8 +464,7 @@ def test_run_hands_on_an_exception():
     assert guard.last_report is None
 
 
-def test_run_sees_a_loss_whose_gradients_are_finite():
-    model, optimizer = make()
+def test_run_sees_a_loss_whose_gradients_are_finite(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     guard.run(lambda: model(data()).sum() + torch.tensor(NAN)).backward()
     with pytest.raises(NonFiniteError) as error:

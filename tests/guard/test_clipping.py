@@ -36,8 +36,7 @@ def scanned(model, optimizer, between=lambda: None, **options):
         return guard.coverage().bytes_scanned - before
 
 
-def test_a_norm_is_read_in_place_of_the_gradients():
-    model, optimizer = make()
+def test_a_norm_is_read_in_place_of_the_gradients(model, optimizer):
     clip = lambda: clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
     assert scanned(model, optimizer) == 4 * NUMBERS
     assert scanned(model, optimizer, clip) == 4
@@ -49,8 +48,7 @@ ORDERS = [-INF, -1.0, 0.0, 0.5, 1, 2.0, 3.0, INF, "inf"]
 @pytest.mark.parametrize(
     "order, foreach, bad", pairs(ORDERS, (None, False), (NAN, INF, -INF))
 )
-def test_no_norm_hides_a_bad_gradient(order, foreach, bad):
-    model, optimizer = make()
+def test_no_norm_hides_a_bad_gradient(model, optimizer, order, foreach, bad):
     with OverflowGuard(
         model, optimizer, "skip", watch="tripwire", explain=False
     ) as guard:
@@ -63,8 +61,7 @@ def test_no_norm_hides_a_bad_gradient(order, foreach, bad):
 
 
 @pytest.mark.parametrize("most", [NAN, -INF, -1.0, 0.0, 1.0, INF])
-def test_no_factor_hides_a_gradient_that_it_makes_bad(most):
-    model, optimizer = make()
+def test_no_factor_hides_a_gradient_that_it_makes_bad(model, optimizer, most):
     with OverflowGuard(
         model, optimizer, "skip", watch="tripwire", explain=False
     ) as guard:
@@ -121,9 +118,7 @@ def test_a_norm_that_does_not_stand_for_all_gradients_leaves_them_to_be_read(cli
     assert scanned(model, optimizer, lambda: clip(model, other)) >= 4 * NUMBERS
 
 
-def test_several_norms_may_stand_for_all_gradients():
-    model, optimizer = make()
-
+def test_several_norms_may_stand_for_all_gradients(model, optimizer):
     def clip():
         for parameter in model.parameters():
             clip_grad_norm_(parameter, 1.0)
@@ -131,15 +126,13 @@ def test_several_norms_may_stand_for_all_gradients():
     assert scanned(model, optimizer, clip) == 8
 
 
-def test_a_norm_need_not_stand_for_gradients_that_nothing_steps():
-    model, _ = make()
+def test_a_norm_need_not_stand_for_gradients_that_nothing_steps(model):
     optimizer = torch.optim.SGD([model.bias], lr=0.1)
     assert scanned(model, optimizer) == 4 * 4
     assert scanned(model, optimizer, lambda: clip_grad_norm_(model.bias, 1.0)) == 4
 
 
-def test_a_norm_is_read_in_a_check_without_optimizers():
-    model, _ = make()
+def test_a_norm_is_read_in_a_check_without_optimizers(model):
     with OverflowGuard(model, None, "warn", watch="tripwire") as guard:
         backward(model)
         clip_grad_norm_(model.parameters(), 1.0)
@@ -156,14 +149,12 @@ def test_a_norm_is_read_in_a_check_without_optimizers():
         {"sync": "lagged"},
     ],
 )
-def test_gradients_whose_magnitudes_are_asked_for_are_read(options):
-    model, optimizer = make()
+def test_gradients_whose_magnitudes_are_asked_for_are_read(model, optimizer, options):
     clip = lambda: clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
     assert scanned(model, optimizer, clip, **options) == 4 * NUMBERS
 
 
-def test_gradients_of_a_record_are_read(tmp_path):
-    model, optimizer = make()
+def test_gradients_of_a_record_are_read(model, optimizer, tmp_path):
     clip = lambda: clip_grad_norm_(model.parameters(), 1.0)  # noqa: E731
     path = tmp_path / "run.ofr"
     assert scanned(model, optimizer, clip, record=path) == 4 * NUMBERS
@@ -175,8 +166,7 @@ def test_gradients_in_float16_are_read():
     assert scanned(model, optimizer, clip) == 2 * NUMBERS
 
 
-def test_a_norm_that_overflows_is_no_alarm():
-    model, optimizer = make()
+def test_a_norm_that_overflows_is_no_alarm(model, optimizer):
     with OverflowGuard(model, optimizer, watch="tripwire", explain=False) as guard:
         backward(model)
         model.weight.grad.fill_(3e38)
@@ -185,8 +175,7 @@ def test_a_norm_that_overflows_is_no_alarm():
     assert guard.num_skipped == 0
 
 
-def test_a_norm_that_raises_is_forgotten():
-    model, optimizer = make()
+def test_a_norm_that_raises_is_forgotten(model, optimizer):
     with OverflowGuard(
         model, optimizer, "skip", watch="tripwire", explain=False
     ) as guard:
@@ -198,8 +187,7 @@ def test_a_norm_that_raises_is_forgotten():
     assert guard.num_skipped == 1
 
 
-def test_spikes_are_looked_for_in_the_norm(caplog):
-    model, optimizer = make()
+def test_spikes_are_looked_for_in_the_norm(model, optimizer, caplog):
     with OverflowGuard(model, optimizer, watch="tripwire", explain=False):
         for step in range(130):
             optimizer.zero_grad()
@@ -223,8 +211,7 @@ def test_the_functions_of_torch_are_put_back():
         assert [getattr(clip_grad, name) for name in FUNCTIONS] == before
 
 
-def test_what_other_code_has_wrapped_since_stays(monkeypatch):
-    model, optimizer = make()
+def test_what_other_code_has_wrapped_since_stays(model, optimizer, monkeypatch):
     with OverflowGuard(model, optimizer, watch="tripwire"):
         ours = clip_grad._clip_grads_with_norm_
         theirs = lambda *args: ours(*args)  # noqa: E731
@@ -236,8 +223,7 @@ def test_what_other_code_has_wrapped_since_stays(monkeypatch):
     clip()  # without a guard
 
 
-def test_compiled_clipping_is_left_alone():
-    model, optimizer = make()
+def test_compiled_clipping_is_left_alone(model, optimizer):
     clip = torch.compile(clip_grad_norm_, backend="eager")
     take = lambda: clip(list(model.parameters()), 1.0)  # noqa: E731
     assert scanned(model, optimizer, take) in (4, 4 * NUMBERS)

@@ -31,25 +31,22 @@ from torch.utils.checkpoint import checkpoint
 from overflow_fast import NonFiniteError, OverflowGuard, Schedule
 
 
-def test_removing_leaves_no_hook():
-    model, optimizer = make()
+def test_removing_leaves_no_hook(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     train(model, optimizer, batches(1))
     guard.remove()
     assert hooks_of(model, optimizer) == 0
 
 
-def test_an_exception_leaves_no_hook():
-    model, optimizer = make()
+def test_an_exception_leaves_no_hook(model, optimizer):
     with pytest.raises(KeyError), OverflowGuard(model, optimizer):
         train(model, optimizer, batches(1))
         raise KeyError
     assert hooks_of(model, optimizer) == 0
 
 
-def test_an_exception_is_not_replaced_by_a_late_verdict(emulated):
+def test_an_exception_is_not_replaced_by_a_late_verdict(model, optimizer, emulated):
     emulated.state.holds_events = 1
-    model, optimizer = make()
     with (
         pytest.raises(KeyError),
         OverflowGuard(model, optimizer, sync="lagged", _defer=True),
@@ -93,8 +90,7 @@ def test_a_graph_that_outlives_its_guard_still_runs():
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_of_the_model_is_not_watched(how):
-    model, optimizer = make()
+def test_a_copy_of_the_model_is_not_watched(model, optimizer, how):
     x, y = batches(1)[0]
     with OverflowGuard(model, optimizer) as guard:
         train_step(model, optimizer, (x, y))
@@ -117,8 +113,7 @@ def test_a_copy_of_the_model_is_not_watched(how):
     assert_same(other(x, y=y), copy.deepcopy(other)(x, y=y))
 
 
-def test_a_copied_optimizer_is_not_watched():
-    model, optimizer = make()
+def test_a_copied_optimizer_is_not_watched(model, optimizer):
     with OverflowGuard(model, optimizer):
         train(model, optimizer, batches(1))
         assert hooks_of(model, copy.deepcopy(optimizer)) == hooks_of(model)
@@ -287,8 +282,7 @@ def test_a_value_that_is_bad_only_when_computed_again_is_told_as_that(
     assert any("(recomputed)" in frame for frame in guard.last_report.frames)
 
 
-def test_a_backward_in_another_thread_is_seen():
-    model, optimizer = make()
+def test_a_backward_in_another_thread_is_seen(model, optimizer):
     x, y = batches(1)[0]
     with OverflowGuard(model, optimizer, "skip") as guard:
         with plant(model.blocks[1].fc1, NAN, backward=True):
@@ -300,8 +294,7 @@ def test_a_backward_in_another_thread_is_seen():
     assert guard.last_report.verdict.first.fqn == "blocks.1.fc1"
 
 
-def test_a_forward_that_raises_leaves_the_guard_in_order():
-    model, optimizer = make()
+def test_a_forward_that_raises_leaves_the_guard_in_order(model, optimizer):
     data = batches(2)
     with OverflowGuard(model, optimizer) as guard:
         with pytest.raises(TypeError):
@@ -312,8 +305,7 @@ def test_a_forward_that_raises_leaves_the_guard_in_order():
         assert guard.step == 2
 
 
-def test_two_guards_on_one_model_do_not_meet():
-    model, optimizer = make()
+def test_two_guards_on_one_model_do_not_meet(model, optimizer):
     with (
         OverflowGuard(model, optimizer, "warn") as first,
         OverflowGuard(model, optimizer, "skip") as second,
@@ -348,18 +340,16 @@ def test_an_error_of_the_guard_stops_nothing(monkeypatch, caplog, as_kept):
     assert_same(*results)
 
 
-def test_an_error_of_the_users_callable_is_the_users():
+def test_an_error_of_the_users_callable_is_the_users(model, optimizer):
     def decide(report):
         raise KeyError("mine")
 
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, decide):
         with plant(model.head, INF), pytest.raises(KeyError, match="mine"):
             train_step(model, optimizer, batches(1)[0])
 
 
-def test_a_trainer_numbers_the_steps(tmp_path):
-    model, optimizer = make()
+def test_a_trainer_numbers_the_steps(model, optimizer, tmp_path):
     log = tmp_path / "guard.jsonl"
     with OverflowGuard(
         model, optimizer, "warn", schedule=Schedule(warmup=500), log=log
@@ -382,8 +372,7 @@ def test_a_trainer_numbers_the_steps(tmp_path):
 @pytest.mark.parametrize(
     "number, error", [(-1, ValueError), (1.0, TypeError), (True, TypeError)]
 )
-def test_a_steps_number_is_an_int(number, error):
-    model, optimizer = make()
+def test_a_steps_number_is_an_int(model, optimizer, number, error):
     with OverflowGuard(model, optimizer) as guard:
         with pytest.raises(error, match="step must be"):
             guard.step = number

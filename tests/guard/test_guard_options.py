@@ -10,9 +10,7 @@ from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
 from overflow_fast.guard.watching import unjudged_frames
 
 
-def test_wrong_arguments_are_told(as_kept):
-    model, optimizer = make()
-
+def test_wrong_arguments_are_told(model, optimizer, as_kept):
     def call(arguments):
         OverflowGuard(model, optimizer, **arguments)
 
@@ -54,8 +52,7 @@ def test_wrong_optimizers_are_told(optimizer, as_kept):
     as_kept(raised.value)
 
 
-def test_a_wrong_record_is_told(as_kept):
-    model, optimizer = make()
+def test_a_wrong_record_is_told(model, optimizer, as_kept):
     with OverflowGuard(model, optimizer) as guard:
         with pytest.raises(TypeError) as raised:
             guard.record(loss=1.0)
@@ -95,8 +92,7 @@ def test_modules_are_chosen_by_patterns():
     guard.remove()
 
 
-def test_weights_and_gradients_follow_the_patterns():
-    model, optimizer = make()
+def test_weights_and_gradients_follow_the_patterns(model, optimizer):
     model.head.weight.data[0, 0] = INF
     watch = ("weights", "gradients")
     batch = batches(1)[0]
@@ -113,15 +109,13 @@ def test_weights_and_gradients_follow_the_patterns():
         (("activations",), 16),
     ],
 )
-def test_only_what_is_needed_has_hooks(watch, hooks):
-    model, optimizer = make()
+def test_only_what_is_needed_has_hooks(model, optimizer, watch, hooks):
     with OverflowGuard(model, optimizer, watch=watch):
         hooked = [m for m in model.modules() if m._forward_hooks]
     assert len(hooked) == hooks
 
 
-def test_the_loss_alone_is_seen():
-    model, optimizer = make()
+def test_the_loss_alone_is_seen(model, optimizer):
     with plant(model.head, NAN):
         verdict = report_of(
             model, optimizer, batches(1)[0], watch=("loss", "gradients")
@@ -129,8 +123,7 @@ def test_the_loss_alone_is_seen():
     assert (verdict.first.kind, verdict.first.label) == ("recorded", "loss")
 
 
-def test_weights_alone_are_scanned_once_each():
-    model, optimizer = make()
+def test_weights_alone_are_scanned_once_each(model, optimizer):
     model.unused = torch.nn.Linear(2, 2)
     with OverflowGuard(model, optimizer, watch=("weights",)) as guard:
         x, y = batches(1)[0]
@@ -143,8 +136,7 @@ def test_weights_alone_are_scanned_once_each():
     assert coverage.bytes_scanned == sum(sizes)
 
 
-def test_what_was_not_asked_for_is_said():
-    model, optimizer = make()
+def test_what_was_not_asked_for_is_said(model, optimizer):
     with OverflowGuard(model, optimizer, watch=("gradients",)) as guard:
         train(model, optimizer, batches(1))
     assert guard.coverage().not_watched == [
@@ -166,8 +158,7 @@ def test_steps_are_chosen():
     assert watched(Schedule(every=2, warmup=3), 8) == [0, 0, 0, 1, 0, 1, 0, 1]
 
 
-def test_between_watched_steps_no_module_has_a_hook():
-    model, optimizer = make()
+def test_between_watched_steps_no_module_has_a_hook(model, optimizer):
     seen = []
     with OverflowGuard(
         model, optimizer, "warn", schedule=Schedule(every=3, warmup=1)
@@ -181,8 +172,7 @@ def test_between_watched_steps_no_module_has_a_hook():
     assert (guard.coverage().steps, guard.coverage().steps_watched) == (8, 3)
 
 
-def test_switching_off_leaves_no_hook():
-    model, optimizer = make()
+def test_switching_off_leaves_no_hook(model, optimizer):
     x, y = batches(1)[0]
     guard = OverflowGuard(model, optimizer)
     assert guard.enabled
@@ -203,8 +193,7 @@ def test_switching_off_leaves_no_hook():
     assert guard.check() is None
 
 
-def test_what_backward_finds_while_the_guard_is_off_is_not_judged():
-    model, optimizer = make()
+def test_what_backward_finds_while_the_guard_is_off_is_not_judged(model, optimizer):
     x, y = batches(1)[0]
     with OverflowGuard(
         model, optimizer, watch=("activations", "grad_outputs")
@@ -218,8 +207,7 @@ def test_what_backward_finds_while_the_guard_is_off_is_not_judged():
 
 
 @pytest.mark.parametrize("is_toggled", [False, True])
-def test_buffers_are_put_back_whatever_the_first_step_was(is_toggled):
-    model, optimizer = make()
+def test_buffers_are_put_back_whatever_the_first_step_was(model, optimizer, is_toggled):
     data = batches(3)
     with OverflowGuard(model, optimizer, "skip") as guard:
         if is_toggled:
@@ -236,8 +224,7 @@ def test_buffers_are_put_back_whatever_the_first_step_was(is_toggled):
     assert before.equal(model.norm.running_mean)
 
 
-def test_buffers_that_moved_while_the_guard_was_off_are_kept():
-    model, optimizer = make()
+def test_buffers_that_moved_while_the_guard_was_off_are_kept(model, optimizer):
     data = batches(4)
     with OverflowGuard(model, optimizer, "skip") as guard:
         train(model, optimizer, data[:2])
@@ -251,8 +238,7 @@ def test_buffers_that_moved_while_the_guard_was_off_are_kept():
     assert before.equal(model.norm.running_mean)
 
 
-def test_a_cost_is_measured():
-    model, optimizer = make()
+def test_a_cost_is_measured(model, optimizer):
     with OverflowGuard(model, optimizer) as guard:
         train(model, optimizer, batches(3))
         cost = guard.cost
@@ -272,8 +258,7 @@ def test_the_loop_of_the_example_needs_nothing_else():
     guard.remove()
 
 
-def test_an_optimizer_of_another_model_is_told_of(caplog, as_kept):
-    model, optimizer = make()
+def test_an_optimizer_of_another_model_is_told_of(model, optimizer, caplog, as_kept):
     other, strangers = make(width=4)
     OverflowGuard(model, optimizer).remove()
     OverflowGuard([model, other], [optimizer, strangers]).remove()
@@ -310,9 +295,8 @@ def test_a_guard_that_judges_no_forward_says_so(caplog, monkeypatch, as_kept):
     as_kept(record.getMessage())
 
 
-def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
+def test_evaluations_are_judged_without_anybody(model, caplog, monkeypatch):
     monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
-    model, _ = make()
     with OverflowGuard(model), torch.no_grad():
         for x, y in batches(9):
             model(x, y=y)
@@ -320,8 +304,7 @@ def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["StepLR", "ReduceLROnPlateau"])
-def test_a_scheduler_is_refused_as_an_optimizer(kind, as_kept):
-    model, optimizer = make()
+def test_a_scheduler_is_refused_as_an_optimizer(model, optimizer, kind, as_kept):
     arguments = (1,) if kind == "StepLR" else ()
     scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
     with pytest.raises(TypeError) as raised:
@@ -369,8 +352,7 @@ def test_a_path_that_cannot_be_used_ends_nothing(where, name, tmp_path, caplog):
         assert 1 <= len(said) <= 2
 
 
-def test_arguments_that_do_something_are_not_logged(tmp_path, caplog):
-    model, optimizer = make()
+def test_arguments_that_do_something_are_not_logged(model, optimizer, tmp_path, caplog):
     for folder in (tmp_path, tmp_path / "new" / "folder"):
         arguments = {"log": folder / "log", "record": folder / "record"}
         monitors = [Headroom(), Underflow()]

@@ -51,9 +51,8 @@ def step_with_bad_gradient(model, optimizer, batch, closure=False):
 
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_never_happened(name, closure):
+def test_a_skipped_step_never_happened(model, name, closure):
     data = batches(4)
-    model, _ = make()
     optimizer = optimizer_of(name, model)
     with OverflowGuard(model, optimizer, "skip") as guard:
         train(model, optimizer, data[:2])
@@ -89,8 +88,7 @@ def test_a_clean_run_is_the_same_in_every_bit(name, policy):
     assert_same(*results)
 
 
-def test_raise_comes_before_a_weight_is_touched():
-    model, optimizer = make()
+def test_raise_comes_before_a_weight_is_touched(model, optimizer):
     with OverflowGuard(model, optimizer), pytest.raises(NonFiniteError) as raised:
         before = state_of(model, optimizer)
         step_with_bad_gradient(model, optimizer, batches(1)[0])
@@ -100,8 +98,7 @@ def test_raise_comes_before_a_weight_is_touched():
     assert isinstance(raised.value, FloatingPointError)
 
 
-def test_after_a_caught_error_the_run_goes_on():
-    model, optimizer = make()
+def test_after_a_caught_error_the_run_goes_on(model, optimizer):
     data = batches(3)
     with OverflowGuard(model, optimizer) as guard:
         with pytest.raises(NonFiniteError):
@@ -111,8 +108,7 @@ def test_after_a_caught_error_the_run_goes_on():
         assert guard.step == 3
 
 
-def test_warn_lets_the_step_happen(caplog):
-    model, optimizer = make()
+def test_warn_lets_the_step_happen(model, optimizer, caplog):
     with OverflowGuard(model, optimizer, "warn") as guard:
         with caplog.at_level(logging.WARNING, "overflow_fast"):
             step_with_bad_gradient(model, optimizer, batches(1)[0])
@@ -122,8 +118,7 @@ def test_warn_lets_the_step_happen(caplog):
     assert guard.last_report.headline() in caplog.text
 
 
-def test_a_run_that_stays_bad_is_not_noisy(caplog, as_kept):
-    model, optimizer = make()
+def test_a_run_that_stays_bad_is_not_noisy(model, optimizer, caplog, as_kept):
     with OverflowGuard(model, optimizer, "warn"):
         with caplog.at_level(logging.WARNING, "overflow_fast"):
             for batch in batches(20):
@@ -153,8 +148,7 @@ def test_a_state_that_stays_bad_is_a_fact_and_asks_for_a_checkpoint(
         as_kept(caplog.messages)
 
 
-def test_what_a_step_was_given_leaves_nothing_behind_if_it_is_skipped():
-    model, optimizer = make()
+def test_what_a_step_was_given_leaves_nothing_behind_if_it_is_skipped(model, optimizer):
     with OverflowGuard(model, optimizer, "skip") as guard:
         step_with_bad_gradient(model, optimizer, batches(1)[0])
         assert not guard.last_report.is_beyond_repair
@@ -178,8 +172,7 @@ def test_repeated_alarms_of_one_place_are_logged_ever_more_rarely(
 
 
 @pytest.mark.explains
-def test_too_many_skips_in_a_row_raise(as_kept):
-    model, optimizer = make()
+def test_too_many_skips_in_a_row_raise(model, optimizer, as_kept):
     data = batches(7)
     with OverflowGuard(model, optimizer, "skip", max_consecutive_skips=2) as guard:
         for batch in data[:2]:
@@ -196,8 +189,7 @@ def test_too_many_skips_in_a_row_raise(as_kept):
 
 
 @pytest.mark.parametrize("answer", ["raise", "warn", "skip"])
-def test_a_callable_gets_the_report_and_decides(answer):
-    model, optimizer = make()
+def test_a_callable_gets_the_report_and_decides(model, optimizer, answer):
     reports = []
 
     def decide(report):
@@ -255,8 +247,7 @@ class Choice(str, enum.Enum):
 
 
 @pytest.mark.parametrize("policy", [Choice.SKIP, lambda report: Choice.SKIP])
-def test_an_action_may_be_of_an_enum(policy, tmp_path):
-    model, optimizer = make()
+def test_an_action_may_be_of_an_enum(model, optimizer, policy, tmp_path):
     log = tmp_path / "guard.jsonl"
     with OverflowGuard(model, optimizer, policy, log=log) as guard:
         step_with_bad_gradient(model, optimizer, batches(1)[0])
@@ -265,8 +256,7 @@ def test_an_action_may_be_of_an_enum(policy, tmp_path):
     assert '"action": "skip"' in log.read_text()
 
 
-def test_gradients_add_up_before_they_are_judged():
-    model, optimizer = make()
+def test_gradients_add_up_before_they_are_judged(model, optimizer):
     data = batches(4)
     with OverflowGuard(model, optimizer, "skip") as guard:
         for i, (x, y) in enumerate(data):
@@ -280,8 +270,7 @@ def test_gradients_add_up_before_they_are_judged():
     assert before.equal(model.blocks[0].fc1.weight)
 
 
-def test_several_optimizers_make_a_round():
-    model, _ = make()
+def test_several_optimizers_make_a_round(model):
     parts = [list(model.blocks.parameters()), list(model.head.parameters())]
     optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
     data = batches(3)
@@ -302,8 +291,7 @@ def test_several_optimizers_make_a_round():
     assert guard.num_skipped == 1
 
 
-def test_an_optimizer_that_steps_more_often_makes_the_rounds():
-    model, _ = make()
+def test_an_optimizer_that_steps_more_often_makes_the_rounds(model):
     model.eval()
     parts = [list(model.blocks.parameters()), list(model.head.parameters())]
     often, seldom = (torch.optim.SGD(part, lr=0.1) for part in parts)
@@ -334,8 +322,7 @@ def test_several_models_have_their_names():
         assert guard.check().verdict.origin.maker == "1"
 
 
-def test_frozen_unused_and_unset_gradients_are_fine():
-    model, _ = make()
+def test_frozen_unused_and_unset_gradients_are_fine(model):
     model.unused = nn.Linear(3, 3)
     model.blocks[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -348,8 +335,7 @@ def test_frozen_unused_and_unset_gradients_are_fine():
     assert guard.coverage().without_gradient == 2
 
 
-def test_parameters_of_no_watched_model_are_judged():
-    model, _ = make()
+def test_parameters_of_no_watched_model_are_judged(model):
     stranger = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
     with OverflowGuard(model, optimizer, "skip") as guard:
@@ -359,8 +345,7 @@ def test_parameters_of_no_watched_model_are_judged():
     assert stranger.tolist() == [1, 1]
 
 
-def test_modules_that_come_later_have_their_names():
-    model, _ = make()
+def test_modules_that_come_later_have_their_names(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "skip") as guard:
         train_step(model, optimizer, batches(1)[0])
@@ -409,10 +394,9 @@ class Custom(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("kind", [Custom, torch.optim.LBFGS])
-def test_optimizers_that_nobody_knows_are_skipped_too(kind, closure):
+def test_optimizers_that_nobody_knows_are_skipped_too(model, kind, closure):
     if kind is torch.optim.LBFGS and not closure:
         pytest.skip("LBFGS needs a closure")
-    model, _ = make()
     model.eval()
     optimizer = kind(model.parameters())
     x, y = batches(1)[0]
@@ -446,8 +430,7 @@ def test_optimizers_that_nobody_knows_are_skipped_too(kind, closure):
         assert optimizer.param_groups[0]["k"] == 2
 
 
-def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():
-    model, _ = make()
+def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone(model):
     optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
     x, y = batches(1)[0]
     calls = []
@@ -471,9 +454,7 @@ def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone():
         assert guard.num_skipped == 1
 
 
-def test_a_closure_that_raises_is_the_users():
-    model, optimizer = make()
-
+def test_a_closure_that_raises_is_the_users(model, optimizer):
     def compute():
         raise KeyError("mine")
 
@@ -483,9 +464,8 @@ def test_a_closure_that_raises_is_the_users():
         train(model, optimizer, batches(1))
 
 
-def test_schedulers_see_a_step_that_was_skipped():
+def test_schedulers_see_a_step_that_was_skipped(model, optimizer):
     """LRScheduler counts calls of step(); a skipped one was called."""
-    model, optimizer = make()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with OverflowGuard(model, optimizer, "skip") as guard:
         for i, batch in enumerate(batches(3)):

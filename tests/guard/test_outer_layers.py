@@ -52,8 +52,7 @@ def broken(request):
 
 
 @pytest.mark.parametrize("watch", [("activations", "loss"), "tripwire"])
-def test_a_step_is_skipped_bit_for_bit(broken, watch):
-    model, optimizer = make()
+def test_a_step_is_skipped_bit_for_bit(model, optimizer, broken, watch):
     before = state_of(model, optimizer)
     with OverflowGuard(model, optimizer, "skip", watch=watch) as guard:
         bad_step(model, optimizer)
@@ -70,8 +69,7 @@ def test_a_step_is_skipped_bit_for_bit(broken, watch):
     assert report.explanation.cause == "unknown"
 
 
-def test_a_step_raises(broken):
-    model, optimizer = make()
+def test_a_step_raises(model, optimizer, broken):
     with (
         OverflowGuard(model, optimizer),
         pytest.raises(NonFiniteError, match=broken),
@@ -79,8 +77,7 @@ def test_a_step_raises(broken):
         bad_step(model, optimizer)
 
 
-def test_the_policy_is_asked(broken):
-    model, optimizer = make()
+def test_the_policy_is_asked(model, optimizer, broken):
     asked = []
 
     def policy(report):
@@ -93,8 +90,7 @@ def test_the_policy_is_asked(broken):
     assert broken in note and guard.num_skipped == 1
 
 
-def test_log_and_evidence_are_written(broken, tmp_path):
-    model, optimizer = make()
+def test_log_and_evidence_are_written(model, optimizer, broken, tmp_path):
     log, evidence = tmp_path / "log.jsonl", tmp_path / "evidence"
     with OverflowGuard(model, optimizer, "skip", log=log, evidence=evidence) as guard:
         bad_step(model, optimizer)
@@ -107,8 +103,7 @@ def test_log_and_evidence_are_written(broken, tmp_path):
     assert guard.last_report.evidence == str(report.parent)
 
 
-def test_it_is_tried_again_at_the_next_bad_step(monkeypatch):
-    model, optimizer = make()
+def test_it_is_tried_again_at_the_next_bad_step(model, optimizer, monkeypatch):
     with OverflowGuard(model, optimizer, "skip", explain=True) as guard:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, OUTER["explainer"], None)

@@ -175,8 +175,7 @@ def test_a_skip_leaves_every_bit(fault):
     assert_same(*states)
 
 
-def test_no_module_has_a_hook():
-    model, optimizer = make()
+def test_no_module_has_a_hook(model, optimizer):
     with OverflowGuard(model, optimizer, watch="tripwire"):
         inner = [m for m in model.modules() if m is not model]
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in inner)
@@ -200,8 +199,7 @@ def test_modules_that_have_other_names_by_then_are_watched():
 
 
 @pytest.mark.explains
-def test_a_transient_fault_is_told_as_one(as_kept):
-    model, optimizer = make()
+def test_a_transient_fault_is_told_as_one(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer, watch="tripwire")
     TRANSIENT.append("forward")
     guard.run(lambda: model(torch.ones(6, 4)).mean()).backward()
@@ -214,8 +212,7 @@ def test_a_transient_fault_is_told_as_one(as_kept):
 
 
 @pytest.mark.explains
-def test_without_the_loss_it_says_what_was_not_run():
-    model, optimizer = make()
+def test_without_the_loss_it_says_what_was_not_run(model, optimizer):
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:
         (model(torch.ones(6, 4)).mean() * 0.0).log().sub(INF).backward()
         with pytest.raises(NonFiniteError) as error:
@@ -325,9 +322,8 @@ def test_a_norm_stands_for_gradients_as_they_were_when_it_was_computed(spoil, ex
     assert_same(before, [p.detach() for p in model.parameters()])
 
 
-def test_a_norm_holds_for_one_judgement():
+def test_a_norm_holds_for_one_judgement(model, optimizer):
     """Without a second norm, the gradients are read in the next step."""
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, "skip", watch="tripwire") as guard:
         a_backward(model)
         clip(model)
@@ -337,8 +333,7 @@ def test_a_norm_holds_for_one_judgement():
     assert guard.num_skipped == 1
 
 
-def test_a_norm_stands_in_a_check_without_optimizers():
-    model, _ = make()
+def test_a_norm_stands_in_a_check_without_optimizers(model):
     with OverflowGuard(model, None, "warn", watch="tripwire", explain=False) as guard:
         a_backward(model)
         clip(model)
@@ -361,8 +356,7 @@ def test_the_second_of_two_optimizers_has_its_own_gradients_read():
     assert all(bool(p.isfinite().all()) for m in models for p in m.parameters())
 
 
-def test_gradients_of_no_counted_writes_are_always_scanned():
-    model, optimizer = make()
+def test_gradients_of_no_counted_writes_are_always_scanned(model, optimizer):
     with OverflowGuard(model, optimizer, "skip", watch="tripwire") as guard:
         a_backward(model)
         with torch.inference_mode():
@@ -372,8 +366,7 @@ def test_gradients_of_no_counted_writes_are_always_scanned():
     assert guard.coverage().failures == 0
 
 
-def test_a_norm_that_is_not_finite_names_the_gradients():
-    model, optimizer = make()
+def test_a_norm_that_is_not_finite_names_the_gradients(model, optimizer):
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:
         guard.run(lambda: model(torch.ones(6, 4), "backward").mean()).backward()
         clip(model)
@@ -384,8 +377,7 @@ def test_a_norm_that_is_not_finite_names_the_gradients():
 
 
 @pytest.mark.explains
-def test_weights_that_grew_are_told_as_divergence():
-    model, optimizer = make()
+def test_weights_that_grew_are_told_as_divergence(model, optimizer):
     with OverflowGuard(model, optimizer, watch="tripwire") as guard:
         for step in range(3):
             optimizer.zero_grad()
@@ -402,8 +394,7 @@ def test_weights_that_grew_are_told_as_divergence():
 
 
 @pytest.mark.explains
-def test_arguments_are_checked(as_kept):
-    model, optimizer = make()
+def test_arguments_are_checked(model, optimizer, as_kept):
     with pytest.raises(TypeError) as raised:
         OverflowGuard(model, optimizer, watch="trip")
     as_kept(raised.value)

@@ -80,8 +80,7 @@ def test_no_alarm_is_false(name):
     assert guard.coverage().rules_unused == []
 
 
-def test_everything_is_left_as_it_was():
-    model, optimizer = make()
+def test_everything_is_left_as_it_was(model, optimizer):
     model.head = nn.Sequential(nn.Dropout(), model.head)
     batch = batch_of()
     with OverflowGuard(model, optimizer, log=None) as guard:
@@ -115,8 +114,7 @@ def test_training_goes_on_as_if_there_had_been_no_test():
     assert_same(losses[0], losses[1])
 
 
-def test_what_it_has_found_is_not_forgotten():
-    model, optimizer = make()
+def test_what_it_has_found_is_not_forgotten(model, optimizer):
     with OverflowGuard(model, optimizer) as guard:
         with plant(model.head, NAN):
             model(**batch_of())
@@ -125,8 +123,7 @@ def test_what_it_has_found_is_not_forgotten():
             optimizer.step()
 
 
-def test_it_still_guards_afterwards():
-    model, optimizer = make()
+def test_it_still_guards_afterwards(model, optimizer):
     with OverflowGuard(model, optimizer, "skip") as guard:
         guard.self_test(batch_of())
         with plant(model.head, NAN):
@@ -134,8 +131,7 @@ def test_it_still_guards_afterwards():
     assert guard.num_skipped == 1
 
 
-def test_a_guard_that_is_off_can_be_tried():
-    model, optimizer = make()
+def test_a_guard_that_is_off_can_be_tried(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     guard.disable()
     assert guard.self_test(batch_of()).has_passed
@@ -143,8 +139,7 @@ def test_a_guard_that_is_off_can_be_tried():
     assert hooks_of(model, optimizer) == 0
 
 
-def test_what_it_does_not_look_at_is_missed():
-    model, optimizer = make()
+def test_what_it_does_not_look_at_is_missed(model, optimizer):
     watch = ["activations", "loss"]
     result = OverflowGuard(model, optimizer, watch=watch).self_test(batch_of())
     assert not result.has_passed
@@ -154,8 +149,7 @@ def test_what_it_does_not_look_at_is_missed():
     assert "MISSED" in str(result)
 
 
-def test_a_wrong_blame_is_shown(as_kept):
-    model, optimizer = make()
+def test_a_wrong_blame_is_shown(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer, watch=["gradients"])
     result = guard.self_test(batch_of(), layers=["head"])
     fault = result.faults[2]  # in backward, of which the first parameter tells
@@ -163,8 +157,7 @@ def test_a_wrong_blame_is_shown(as_kept):
     as_kept(fault.text)
 
 
-def test_a_batch_that_is_bad_itself_is_reported(as_kept):
-    model, optimizer = make()
+def test_a_batch_that_is_bad_itself_is_reported(model, optimizer, as_kept):
     batch = batch_of()
     batch["x"][0, 0] = NAN
     result = OverflowGuard(model, optimizer).self_test(batch)
@@ -187,8 +180,7 @@ def test_layers_can_be_chosen():
     assert len(guard.self_test(batch_of(), max_layers=1).faults) == 4
 
 
-def test_layers_that_backward_does_not_reach_are_not_missed():
-    model, optimizer = make()
+def test_layers_that_backward_does_not_reach_are_not_missed(model, optimizer):
     for parameter in model.blocks[0].parameters():
         parameter.requires_grad_(False)
     result = OverflowGuard(model, optimizer).self_test(batch_of())
@@ -278,8 +270,7 @@ def test_what_a_model_has_done_to_a_buffer_is_undone_when_it_raises():
     assert model.b is own and not model.a.any() and not model.b.any()
 
 
-def test_a_backward_that_waits_goes_on_where_no_buffer_was_written_to():
-    model, optimizer = make()
+def test_a_backward_that_waits_goes_on_where_no_buffer_was_written_to(model, optimizer):
     model.eval()
     with OverflowGuard(model, optimizer) as guard:
         loss = model(**batch_of())["loss"]
@@ -311,15 +302,13 @@ def test_wrappers_have_a_row_of_their_own():
     assert 4 * len(rows) == len(result.faults)
 
 
-def test_what_watch_leaves_out_is_said(as_kept):
-    model, optimizer = make()
+def test_what_watch_leaves_out_is_said(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer, watch=["activations", "loss"])
     text = str(guard.self_test(batch_of()))
     as_kept(text)
 
 
-def test_compiled_models_are_tried_in_eager_mode():
-    model, optimizer = make()
+def test_compiled_models_are_tried_in_eager_mode(model, optimizer):
     compiled = torch.compile(model, backend="eager")
     with OverflowGuard(compiled, optimizer) as guard:
         x, y = batches(1)[0]
@@ -342,11 +331,10 @@ def test_checkpointed_layers_are_tried():
     assert result.has_passed, str(result)
 
 
-def test_an_optimizer_within_backward_is_reported():
+def test_an_optimizer_within_backward_is_reported(model):
     def double(parameter):
         parameter.data.mul_(2)  # which no version tells of
 
-    model, _ = make()
     before = copy.deepcopy(model.state_dict())
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(double)
@@ -358,8 +346,7 @@ def test_an_optimizer_within_backward_is_reported():
     assert_same(before, model.state_dict())
 
 
-def test_an_error_of_the_model_leaves_nothing_behind():
-    model, optimizer = make()
+def test_an_error_of_the_model_leaves_nothing_behind(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     before = hooks_of(model, optimizer)
     with pytest.raises(TypeError):
@@ -382,8 +369,7 @@ def test_wrong_arguments_are_reported(as_kept):
     )
 
 
-def test_a_loss_that_is_no_tensor_is_reported(as_kept):
-    model, _ = make()
+def test_a_loss_that_is_no_tensor_is_reported(model, as_kept):
     with pytest.raises(TypeError) as raised:
         OverflowGuard(model).self_test(batch_of(), loss=lambda batch: 3.0)
     as_kept(raised.value)
@@ -410,8 +396,7 @@ def test_a_model_without_anything_to_sum_needs_a_loss(as_kept):
     as_kept(raised.value)
 
 
-def test_results_are_data():
-    model, _ = make()
+def test_results_are_data(model):
     result = OverflowGuard(model).self_test(batch_of(), layers=["head"])
     assert dataclasses.asdict(result)["faults"][0] == {
         "layer": "head",

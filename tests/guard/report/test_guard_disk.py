@@ -86,8 +86,7 @@ def move_the_run_elsewhere(step):
         *(remove_the_marker, move_it_elsewhere, move_the_run_elsewhere),
     ],
 )
-def test_what_was_changed_is_not_removed(tmp_path, change):
-    model, optimizer = make()
+def test_what_was_changed_is_not_removed(model, optimizer, tmp_path, change):
     with OverflowGuard(model, optimizer, "skip", evidence=Evidence(tmp_path, keep=1)):
         for i, batch in enumerate(batches(3)):
             with plant(model.head, INF):
@@ -102,8 +101,7 @@ def test_what_was_changed_is_not_removed(tmp_path, change):
     assert sorted(names) == ["step-00000000", "step-00000002"]
 
 
-def test_two_reports_of_one_step_are_both_kept(tmp_path):
-    model, optimizer = make()
+def test_two_reports_of_one_step_are_both_kept(model, optimizer, tmp_path):
     batch = batches(1)[0]
     with OverflowGuard(model, optimizer, "warn", evidence=tmp_path) as guard:
         with plant(model.head, INF):

@@ -57,8 +57,7 @@ def test_the_step_is_said_to_be_made_or_not(policy, sentence):
     assert outcome(step_under(policy)) == sentence
 
 
-def test_too_many_skips_raise_before_the_step():
-    model, optimizer = make()
+def test_too_many_skips_raise_before_the_step(model, optimizer):
     with OverflowGuard(model, optimizer, "skip", max_consecutive_skips=1) as guard:
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
@@ -74,8 +73,7 @@ def test_a_callable_is_not_told_what_it_has_yet_to_decide():
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip"])
-def test_a_check_skips_nothing_and_says_so(policy):
-    model, _ = make()
+def test_a_check_skips_nothing_and_says_so(model, policy):
     with OverflowGuard(model, None, policy) as guard:
         with plant(model.head, INF):
             model(*batches(1)[0])
@@ -83,8 +81,7 @@ def test_a_check_skips_nothing_and_says_so(policy):
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip"])
-def test_an_evaluation_is_no_step(policy):
-    model, optimizer = make()
+def test_an_evaluation_is_no_step(model, optimizer, policy):
     with OverflowGuard(model, optimizer, policy) as guard:
         with plant(model.head, INF), torch.no_grad():
             model(*batches(1)[0])
@@ -92,8 +89,7 @@ def test_an_evaluation_is_no_step(policy):
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip"])
-def test_a_scaler_is_named_that_skipped(policy, as_kept):
-    model, optimizer = make()
+def test_a_scaler_is_named_that_skipped(model, optimizer, policy, as_kept):
     scaler = GradScaler("cpu", init_scale=2.0)
     with OverflowGuard(model, optimizer, policy) as guard:
         with plant(model.head, INF):
@@ -105,9 +101,8 @@ def test_a_scaler_is_named_that_skipped(policy, as_kept):
     as_kept(outcome(guard.last_report))
 
 
-def test_late_stats_cannot_undo_the_step(emulated):
+def test_late_stats_cannot_undo_the_step(model, optimizer, emulated):
     emulated.state.holds_events = True
-    model, optimizer = make()  # whose kernels know no found_inf
     with OverflowGuard(model, optimizer, "warn", sync="lagged", _defer=True) as guard:
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
@@ -116,8 +111,7 @@ def test_late_stats_cannot_undo_the_step(emulated):
     assert outcome(guard.last_report) == LATE
 
 
-def test_a_state_is_no_step():
-    model, _ = make()
+def test_a_state_is_no_step(model):
     model.head.weight.data[0, 0] = NAN
     with pytest.raises(NonFiniteError) as raised:
         assert_finite_state(model)
@@ -198,9 +192,8 @@ def without_share(lines):
     return [(level, re.sub(share, "", text)) for level, text in lines]
 
 
-def test_a_clean_run_has_a_line_at_both_ends(caplog, as_kept):
+def test_a_clean_run_has_a_line_at_both_ends(model, optimizer, caplog, as_kept):
     caplog.set_level(logging.INFO, "overflow_fast")
-    model, optimizer = make()
     guard = OverflowGuard(model, optimizer, "skip")
     train(model, optimizer, batches(3))
     guard.remove()
@@ -208,8 +201,7 @@ def test_a_clean_run_has_a_line_at_both_ends(caplog, as_kept):
     as_kept(run_lines(caplog))
 
 
-def test_a_run_with_a_report_ends_with_a_warning(caplog, as_kept):
-    model, optimizer = make()
+def test_a_run_with_a_report_ends_with_a_warning(model, optimizer, caplog, as_kept):
     with OverflowGuard(model, optimizer, "skip", schedule=2):
         with plant(model.head, INF):
             train(model, optimizer, batches(2))

@@ -97,8 +97,7 @@ def test_microbatches_are_one_step():
     assert row_of(guard, "output of 0").recent == [16.0]
 
 
-def test_several_optimizers_make_one_step():
-    model, _ = make()
+def test_several_optimizers_make_one_step(model):
     optimizers = [
         torch.optim.SGD(part.parameters(), lr=0.01)
         for part in (model.blocks, model.head)
@@ -164,8 +163,7 @@ def test_before_the_first_step_there_is_nothing(as_kept):
     as_kept(OverflowGuard(nn.Linear(1, 1)).headroom())
 
 
-def test_the_table_has_everything_that_was_made():
-    model, optimizer = make()
+def test_the_table_has_everything_that_was_made(model, optimizer):
     with OverflowGuard(model, optimizer) as guard:
         train(model, optimizer, batches(2))
         names = {row.where for row in guard.headroom().rows}
@@ -235,8 +233,7 @@ def test_nothing_is_said_in_vain(said, value, monitors):
     assert said() == []
 
 
-def test_gradients_under_a_scaler_are_left_out(said):
-    model, optimizer = make()
+def test_gradients_under_a_scaler_are_left_out(model, optimizer, said):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125)
     with OverflowGuard(model, optimizer, monitors=[Headroom(bits=8.0)]) as guard:
         x, y = batches(1)[0]
@@ -247,8 +244,7 @@ def test_gradients_under_a_scaler_are_left_out(said):
     assert said() == []
 
 
-def test_a_bad_step_is_not_called_finite(said, as_kept):
-    model, optimizer = make()
+def test_a_bad_step_is_not_called_finite(model, optimizer, said, as_kept):
     with OverflowGuard(model, optimizer, "skip", monitors=[Headroom(bits=200.0)]):
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
@@ -275,8 +271,7 @@ def test_more_places_than_have_a_course(said):
     assert any("3e+38" in each for each in said())
 
 
-def test_many_are_said_in_one_message(said):
-    model, optimizer = make()
+def test_many_are_said_in_one_message(model, optimizer, said):
     with OverflowGuard(model, optimizer, monitors=[Headroom(bits=127.9)]):
         train_step(model, optimizer, batches(1)[0])
     (line,) = said()
@@ -364,9 +359,8 @@ def test_what_cannot_underflow_is_not_counted(value):
     assert guard.coverage().failures == 0
 
 
-def test_it_is_counted_when_it_is_due():
+def test_it_is_counted_when_it_is_due(model, optimizer):
     told = []
-    model, optimizer = make()
     recorder = None
     with OverflowGuard(
         model,
@@ -386,8 +380,7 @@ def test_it_is_counted_when_it_is_due():
 
 
 @pytest.mark.parametrize("schedule", [Schedule(10, warmup=5), Schedule(7)], ids=str)
-def test_watched_steps_count(schedule):
-    model, optimizer = make()
+def test_watched_steps_count(model, optimizer, schedule):
     seen = []
     with OverflowGuard(
         model,
@@ -400,8 +393,7 @@ def test_watched_steps_count(schedule):
     assert seen and all(seen)
 
 
-def test_checks_count():
-    model, _ = make()
+def test_checks_count(model):
     with OverflowGuard(model, monitors=[Underflow(every=2)]) as guard:
         recorder = guard._parts.watches[0].recorder
         due = []
@@ -421,8 +413,7 @@ def test_counting_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
-def test_gradients_that_are_gone_show_in_the_metrics():
-    model, optimizer = make()
+def test_gradients_that_are_gone_show_in_the_metrics(model, optimizer):
     with OverflowGuard(model, optimizer, monitors=[Underflow(every=1)]) as guard:
         train_step(model, optimizer, batches(1)[0])
         assert guard.metrics()["gradient_zeros"] < 0.1
@@ -436,9 +427,8 @@ def test_gradients_that_are_gone_show_in_the_metrics():
 # Metrics.
 
 
-def test_metrics_are_told_after_each_step():
+def test_metrics_are_told_after_each_step(model, optimizer):
     told = {}
-    model, optimizer = make()
     exporter = told.__setitem__
     with OverflowGuard(model, optimizer, "skip", metrics=exporter) as guard:
         train_step(model, optimizer, batches(1)[0])
@@ -453,13 +443,12 @@ def test_metrics_are_told_after_each_step():
     assert told[0]["headroom_bits"] > 100
 
 
-def test_an_exporter_that_fails_stops_nothing(said, as_kept):
+def test_an_exporter_that_fails_stops_nothing(model, optimizer, said, as_kept):
     told = []
 
     def fails(step, values):
         raise RuntimeError("no route")
 
-    model, optimizer = make()
     exporters = [fails, lambda step, values: told.append(step)]
     with OverflowGuard(model, optimizer, metrics=exporters) as guard:
         train(model, optimizer, batches(3))

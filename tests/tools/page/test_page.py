@@ -341,8 +341,7 @@ def test_the_way_names_what_was_bad_and_counts_what_was_not(as_kept):
 # The guard's page.
 
 
-def test_a_guard_writes_its_page(tmp_path):
-    model, optimizer = make()
+def test_a_guard_writes_its_page(model, optimizer, tmp_path):
     path = tmp_path / "run.html"
     with OverflowGuard(model, optimizer, "skip", record=tmp_path / "run.ofr") as guard:
         for i, batch in enumerate(batches(3)):
@@ -512,9 +511,8 @@ def test_a_remedy_of_two_lines_has_them_in_the_table_too():
         ([], ""),
     ],
 )
-def test_a_run_has_its_script(argv, script, monkeypatch, tmp_path):
+def test_a_run_has_its_script(model, optimizer, argv, script, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", argv)
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, record=tmp_path / "run.ofr"):
         train_step(model, optimizer, batches(1)[0])
     assert read_record(tmp_path / "run.ofr").run["script"] == script
