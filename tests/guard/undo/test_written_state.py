@@ -28,16 +28,14 @@ class Codebook(nn.Module):
         return y.sum()
 
 
-@pytest.mark.parametrize("size", [1000, 2**14 + 1, 2**18, 2**18 + 1, 2**20])
-def test_buffers_of_every_size_are_those_of_the_beginning_in_a_replay(size):
-    model = Codebook(size)
-    report = failed(model, lambda: model(torch.ones(3, 4)))
-    assert report.explanation.cause == "undefined"
-    assert not model.ema.any()
-
-
-def test_a_weight_that_the_forward_adds_to_is_that_of_the_beginning_in_a_replay():
-    model = Codebook(1000, is_trained=True)
+@pytest.mark.parametrize(
+    "size, is_trained",
+    [*((n, False) for n in (1000, 2**14 + 1, 2**18, 2**18 + 1, 2**20)), (1000, True)],
+)
+def test_buffers_of_every_size_and_weights_are_those_of_the_beginning_in_a_replay(
+    size, is_trained
+):
+    model = Codebook(size, is_trained)
     report = failed(model, lambda: model(torch.ones(3, 4)))
     assert report.explanation.cause == "undefined"
     assert not model.ema.any()
