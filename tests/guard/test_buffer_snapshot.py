@@ -7,7 +7,7 @@ from buffers import (
     LARGE,
     Stateful,
     X,
-    assert_skip_puts_back,
+    assert_undone,
     everything,
     norm_net,
     step,
@@ -92,7 +92,7 @@ def test_what_is_discarded_stays():
         step(model, optimizer)
         model(X + 1)
         guard.discard()
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)
 
 
 def test_two_models_with_an_optimizer_each():
@@ -196,7 +196,7 @@ def test_whatever_is_watched(arguments):
     with guard:
         for _ in range(3):
             step(model, optimizer)
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)
 
 
 def test_a_model_that_steps_twice_in_a_row_on_bad_batches():
@@ -224,4 +224,4 @@ def test_a_bad_evaluation_takes_nothing_back_that_came_before():
         with torch.no_grad():
             model(BAD)
         model.train()
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)

@@ -64,20 +64,6 @@ def test_a_module_that_passed_it_on_is_told_from_its_caller(model, optimizer, as
     as_kept(verdict.origin.maker)
 
 
-def test_the_root_that_made_it_between_its_submodules_is_named(as_kept):
-    class Root(Assembled):
-        def forward(self, x):
-            return self.b(self.a(x) / 0.0)
-
-    model = Root(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    verdict = guard.last_report.verdict
-    as_kept(verdict.origin.maker)
-
-
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_a_bad_batch_is_the_batch(model, optimizer, by_keyword):
     (x, y) = batches(1)[0]

@@ -246,18 +246,6 @@ def test_a_cost_is_measured(model, optimizer):
     assert 0 < cost.share < 1
 
 
-def test_the_loop_of_the_example_needs_nothing_else():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = OverflowGuard(model, optimizer, on_overflow="raise")
-    for _ in range(2):
-        model(torch.ones(3, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert guard.step == 2
-    guard.remove()
-
-
 def test_an_optimizer_of_another_model_is_told_of(model, optimizer, caplog, as_kept):
     other, strangers = make(width=4)
     OverflowGuard(model, optimizer).remove()

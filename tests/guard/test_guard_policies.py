@@ -98,16 +98,6 @@ def test_raise_comes_before_a_weight_is_touched(model, optimizer):
     assert isinstance(raised.value, FloatingPointError)
 
 
-def test_after_a_caught_error_the_run_goes_on(model, optimizer):
-    data = batches(3)
-    with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(NonFiniteError):
-            step_with_bad_gradient(model, optimizer, data[0])
-        optimizer.zero_grad()
-        train(model, optimizer, data[1:])
-        assert guard.step == 3
-
-
 def test_warn_lets_the_step_happen(model, optimizer, caplog):
     with OverflowGuard(model, optimizer, "warn") as guard:
         with caplog.at_level(logging.WARNING, "overflow_fast"):
@@ -169,23 +159,6 @@ def test_repeated_alarms_of_one_place_are_logged_ever_more_rarely(
         assert len(caplog.records) == 4  # the 1st, 2nd, 4th and 8th
         as_kept(caplog.messages[-1])
         assert all("head.weight" in record.message for record in caplog.records)
-
-
-@pytest.mark.explains
-def test_too_many_skips_in_a_row_raise(model, optimizer, as_kept):
-    data = batches(7)
-    with OverflowGuard(model, optimizer, "skip", max_consecutive_skips=2) as guard:
-        for batch in data[:2]:
-            step_with_bad_gradient(model, optimizer, batch)
-        optimizer.zero_grad()
-        train_step(model, optimizer, data[2])  # a clean one begins anew
-        assert guard.consecutive_skips == 0
-        for batch in data[3:5]:
-            step_with_bad_gradient(model, optimizer, batch)
-        with pytest.raises(NonFiniteError) as raised:
-            step_with_bad_gradient(model, optimizer, data[5])
-        as_kept(raised.value)
-        assert guard.num_skipped == 4
 
 
 @pytest.mark.parametrize("answer", ["raise", "warn", "skip"])
@@ -270,27 +243,6 @@ def test_gradients_add_up_before_they_are_judged(model, optimizer):
     assert before.equal(model.blocks[0].fc1.weight)
 
 
-def test_several_optimizers_make_a_round(model):
-    parts = [list(model.blocks.parameters()), list(model.head.parameters())]
-    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
-    data = batches(3)
-    with OverflowGuard(model, optimizers, "skip") as guard:
-        for i, (x, y) in enumerate(data):
-            model(x, y=y)["loss"].backward()
-            if i == 1:
-                model.head.weight.grad[0, 0] = NAN
-            before = [part[0].detach().clone() for part in parts]
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            changed = [
-                not old.equal(part[0]) for old, part in zip(before, parts, strict=True)
-            ]
-            assert changed == [i != 1, i != 1]  # all of a round, or nothing
-        assert guard.step == 3
-    assert guard.num_skipped == 1
-
-
 def test_an_optimizer_that_steps_more_often_makes_the_rounds(model):
     model.eval()
     parts = [list(model.blocks.parameters()), list(model.head.parameters())]
@@ -367,93 +319,6 @@ def test_sparse_gradients_are_judged():
     assert before.equal(model.weight)
 
 
-class Custom(torch.optim.Optimizer):
-    """Writes to itself and its groups, and moves weights before its closure."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"k": 0})
-        self.calls = 0
-
-    def step(self, closure=None):
-        self.calls += 1
-        with torch.no_grad():
-            for group in self.param_groups:
-                group["k"] += 1
-                for p in group["params"]:
-                    p.add_(0.01)
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.sub_(p.grad)
-                        self.state[p]["step"] = group["k"]
-        return loss
-
-
-@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
-@pytest.mark.parametrize("kind", [Custom, torch.optim.LBFGS])
-def test_optimizers_that_nobody_knows_are_skipped_too(model, kind, closure):
-    if kind is torch.optim.LBFGS and not closure:
-        pytest.skip("LBFGS needs a closure")
-    model.eval()
-    optimizer = kind(model.parameters())
-    x, y = batches(1)[0]
-
-    def compute():
-        optimizer.zero_grad()
-        loss = model(x, y=y)["loss"]
-        loss.backward()
-        return loss
-
-    def step():
-        if closure:
-            return optimizer.step(compute)
-        compute()
-        return optimizer.step()
-
-    with OverflowGuard(model, optimizer, "skip") as guard:
-        step()
-        assert guard.num_skipped == 0
-        before = state_of(model, optimizer)
-        model.blocks[0].factor = INF
-        step()
-        assert guard.num_skipped == 1
-        assert_same(state_of(model, optimizer), before)
-        model.blocks[0].factor = 1.0
-        step()
-        assert guard.num_skipped == 1
-    assert guard.step == 3
-    if kind is Custom:  # what the optimizer writes to itself in a good step stays
-        assert optimizer.calls == 2
-        assert optimizer.param_groups[0]["k"] == 2
-
-
-def test_a_bad_evaluation_in_the_middle_of_lbfgs_is_undone(model):
-    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
-    x, y = batches(1)[0]
-    calls = []
-
-    def compute():
-        calls.append(None)
-        optimizer.zero_grad()
-        loss = model(x, y=y)["loss"]
-        loss.backward()
-        if len(calls) == 3:
-            spoil_gradient(model)
-        return loss
-
-    with OverflowGuard(model, optimizer, "skip") as guard:
-        before = state_of(model, optimizer)
-        optimizer.step(compute)
-        assert guard.num_skipped == 1
-        assert_same(state_of(model, optimizer), before)
-        assert model.head.weight.grad.isnan().sum() == 1  # as it was computed
-        optimizer.step(compute)
-        assert guard.num_skipped == 1
-
-
 def test_a_closure_that_raises_is_the_users(model, optimizer):
     def compute():
         raise KeyError("mine")
@@ -462,21 +327,6 @@ def test_a_closure_that_raises_is_the_users(model, optimizer):
         with pytest.raises(KeyError, match="mine"):
             optimizer.step(compute)
         train(model, optimizer, batches(1))
-
-
-def test_schedulers_see_a_step_that_was_skipped(model, optimizer):
-    """LRScheduler counts calls of step(); a skipped one was called."""
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with OverflowGuard(model, optimizer, "skip") as guard:
-        for i, batch in enumerate(batches(3)):
-            if i == 1:
-                step_with_bad_gradient(model, optimizer, batch)
-            else:
-                train_step(model, optimizer, batch)
-            optimizer.zero_grad()
-            if not guard.last_step_skipped:
-                scheduler.step()
-    assert scheduler.last_epoch == 2
 
 
 def raising(report):

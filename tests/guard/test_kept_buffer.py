@@ -6,7 +6,7 @@ from buffers import (
     BAD,
     Stateful,
     X,
-    assert_skip_puts_back,
+    assert_undone,
     everything,
     norm_net,
     step,
@@ -21,7 +21,7 @@ def test_running_statistics_of_the_first_step(policy):
     model = norm_net()
     optimizer, guard = watched(model, policy)
     with guard:
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)
 
 
 @pytest.mark.parametrize("is_in_loop", [True, False])
@@ -46,7 +46,7 @@ def test_what_users_write_between_steps_survives(write, is_in_loop):
             if is_in_loop:
                 write(model)
         write(model)
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)
 
 
 def test_a_bad_forward_without_autograd_before_the_step_is_put_back_too():
@@ -109,7 +109,7 @@ def test_expanded_buffers():
     with guard:
         step(model, optimizer)
         for _ in range(2):
-            assert_skip_puts_back(model, optimizer, guard)
+            assert_undone(model, optimizer, guard)
 
 
 def test_an_interrupt_in_the_middle():

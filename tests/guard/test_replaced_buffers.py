@@ -8,7 +8,7 @@ from buffers import (
     BAD,
     Stateful,
     X,
-    assert_skip_puts_back,
+    assert_undone,
     everything,
     norm_net,
     step,
@@ -28,7 +28,7 @@ def test_a_norm_that_is_unfrozen_later():
         for _ in range(3):
             step(model, optimizer)
         model[1].train()
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)
         for _ in range(3):
             step(model, optimizer)
 
@@ -44,7 +44,7 @@ def test_lazy_statistics_that_a_later_step_has_made_are_not_reset():
             if i == 9:
                 model.forward = lambda x: model[2](norm(model[0](x)))
             step(model, optimizer)
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)
 
 
 def test_a_tensor_that_takes_the_place_of_a_freed_one_is_another():
@@ -108,7 +108,7 @@ def test_lazy_modules():
         assert_same(model[1].running_var, torch.ones(4))
         assert_same(model[1].running_mean, torch.zeros(4))
         step(model, optimizer)
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)
 
 
 def test_buffers_that_are_none_and_become_something():
@@ -189,7 +189,7 @@ def test_buffers_that_are_replaced_and_written_to(write, buffers, steps_before):
     with guard:
         for _ in range(steps_before):
             step(model, optimizer)
-        assert_skip_puts_back(model, optimizer, guard)
+        assert_undone(model, optimizer, guard)
         step(model, optimizer)
         assert not guard.last_step_skipped
 

@@ -18,7 +18,7 @@ def step(model, optimizer, x=X):
     optimizer.step()
 
 
-def assert_skip_puts_back(model, optimizer, guard):
+def assert_undone(model, optimizer, guard):
     """A bad step is skipped, and leaves nothing behind."""
     before = everything(model)
     step(model, optimizer, BAD)
