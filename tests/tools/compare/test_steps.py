@@ -104,9 +104,3 @@ def test_what_all_steps_have_is_said_once(compared, as_kept):
     said = [each for each in diff.said if "run alone" in each]
     assert 1 <= len(said) <= 2
     as_kept(said[0])
-
-
-def test_the_setting_of_a_buffers_module_is_said(compared, as_kept):
-    norms = (torch.nn.BatchNorm1d(16, momentum=each) for each in (0.1, 0.2))
-    diff = compared(sgd(), sgd(), *map(model_of, norms))
-    as_kept(diff.first)
