@@ -538,9 +538,9 @@ def test_a_loop_that_has_gone_on_does_not_change_the_replay(way, tmp_path):
     assert found.sample == 2 or way == "index"
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
 def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_out(
-    watch, as_kept
+    options, as_kept
 ):
     """Rows of 0 over their norm: nan that a finite loss masks, and backward meets."""
 
@@ -552,7 +552,6 @@ def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_o
     x = torch.ones(3, 4)
     x[1] = 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {} if watch is None else {"watch": watch}
     guard = OverflowGuard(model, optimizer, **options)
     loss = guard.run(lambda: model(x)[[0, 2]].mean())
     assert loss.isfinite()

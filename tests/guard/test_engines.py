@@ -239,9 +239,9 @@ def test_a_healthy_run_is_the_same_bit_for_bit_and_silent(caplog):
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("watch", [None, "tripwire"])
+@pytest.mark.parametrize("options", [{}, {"watch": "tripwire"}])
 @pytest.mark.parametrize("name", ["loss_scale", "cur_scale", "loss_scaler", "tensor"])
-def test_a_scale_that_searches_is_no_alarm(name, watch):
+def test_a_scale_that_searches_is_no_alarm(name, options):
     class Searching(EngineOptimizer):
         pass
 
@@ -257,7 +257,6 @@ def test_a_scale_that_searches_is_no_alarm(name, watch):
         optimizer.__class__ = Searching
         optimizer.loss_scale = scale
         optimizer.loss_scaler = holder
-    options = {} if watch is None else {"watch": watch}
     guard = Unexplained(model, optimizer, **options)
     train(model, optimizer, num_steps=12)
     assert optimizer.num_overflows > 2

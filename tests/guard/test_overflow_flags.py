@@ -104,11 +104,10 @@ def test_a_bad_tensor_is_named_before_the_flag(model, optimizer, device):
     assert not is_of_flag(caught.value.report.verdict)
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
 @pytest.mark.explains
-def test_the_explanation_names_no_operation(device, watch, as_kept):
+def test_the_explanation_names_no_operation(device, options, as_kept):
     model, optimizer = saturating()
-    options = {} if watch is None else {"watch": watch}
     OverflowGuard(model, optimizer, **options)
     first, second = batches(2)
     train_step(model, optimizer, first)

@@ -235,14 +235,13 @@ class Forces(Assembled):
         return -gradient
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
 @pytest.mark.parametrize("is_training", [False, True])
-def test_a_request_is_judged_with_autograd_too(watch, is_training):
+def test_a_request_is_judged_with_autograd_too(options, is_training):
     net = make_net().train(is_training)
     nn.init.ones_(net[0].weight)
     x = torch.ones(3, 4)
     x[1] = 3e38
-    options = {} if watch is None else {"watch": watch}
     with OverflowGuard(net, **options) as guard:
         with pytest.raises(NonFiniteError) as raised, guard.request(ids="abc"):
             net(x)
@@ -256,10 +255,9 @@ def test_a_request_is_judged_with_autograd_too(watch, is_training):
         assert guard.check() is None
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_a_model_in_eval_mode_is_judged_with_autograd_too(watch):
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_a_model_in_eval_mode_is_judged_with_autograd_too(options):
     net = make_net()
-    options = {} if watch is None else {"watch": watch}
     calls = [net, lambda x: guard.run(lambda: net(x)), lambda x: net[0](x)]
     with OverflowGuard(net, explain=False, **options) as guard:
         for call in calls:

@@ -478,10 +478,9 @@ class Vae(Assembled):
         return self.decode(self.encoder(x))
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_a_submodule_that_is_called_alone_is_a_request(watch):
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_a_submodule_that_is_called_alone_is_a_request(options):
     vae = Vae(encoder=nn.Linear(4, 4), decoder=make_net()).eval()
-    options = {} if watch is None else {"watch": watch}
     with OverflowGuard(vae, **options):
         report = report_of(lambda: vae.decode(rows_bad(2)))
         with torch.no_grad():
@@ -491,11 +490,10 @@ def test_a_submodule_that_is_called_alone_is_a_request(watch):
     assert not vae.decoder._forward_hooks and not vae.decoder._forward_pre_hooks
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_an_encoder_within_a_submodule_is_a_request_too(watch):
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_an_encoder_within_a_submodule_is_a_request_too(options):
     """As of transformers' models of that kind, whose generation calls it first."""
     whole = nn.Sequential(Vae(encoder=nn.Linear(4, 4), decoder=make_net())).eval()
-    options = {} if watch is None else {"watch": watch}
     with OverflowGuard(whole, **options):
         report = report_of(lambda: whole[0].encoder(rows_bad(2)))
     assert (report.rows, report.explanation.cause) == ([2], "bad data")
@@ -592,13 +590,12 @@ def test_no_loss_is_looked_for_in_what_a_token_has_returned(monkeypatch):
     assert looked
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_clean_outputs_are_the_same_bit_for_bit(watch):
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_clean_outputs_are_the_same_bit_for_bit(options):
     net, x = make_net(), torch.randn(3, 4)
     with torch.no_grad():
         before = net(x)
         state = torch.get_rng_state()
-        options = {} if watch is None else {"watch": watch}
         with OverflowGuard(net, **options) as guard:
             with guard.request(ids=list("abc")):
                 assert torch.equal(net(x), before)
