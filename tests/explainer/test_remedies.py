@@ -19,31 +19,19 @@ from overflow_fast.explainer.remedies import written
 
 NAN = float("nan")
 
-# A loss of x and w that fails in the marked line, and x.
+# A loss of x and w that fails in the marked line, and x. Each rule by itself, and that
+# a search tries it, is asked for in test_rules.py.
 LINES = {
     "sqrt": ("torch.sqrt((x * w).pow(2).sum(-1)).mean()", torch.zeros(3, 2)),
     "method": ("(x * w).pow(2).sum(-1).sqrt().mean()", torch.zeros(3, 2)),
     "rsqrt": ("torch.rsqrt((x * w).pow(2).sum(-1)).mean()", torch.zeros(3, 2)),
-    "power": ("(((x * w) ** 2) ** 0.25).mean()", torch.zeros(3, 2)),
     "pow": ("torch.pow(x.abs() * w, 0.5).mean()", torch.zeros(3, 2)),
     "log": ("torch.log(x * w).mean()", torch.zeros(3, 2)),
-    "log of a negative": ("(x * w).log2().mean()", -torch.ones(3, 2)),
-    "log1p": ("torch.log1p(x * w).mean()", -torch.ones(3, 2)),
-    "acos": ("torch.acos(x * w).mean()", torch.ones(3, 2)),
-    "atanh": ("(x * w).atanh().mean()", torch.ones(3, 2)),
     "quotient": ("(x * w / (x * w).sum(-1, keepdim=True)).mean()", torch.zeros(3, 2)),
-    "div": ("torch.div(x * w, (x * w).sum()).mean()", torch.zeros(3, 2)),
-    "reciprocal": ("(x * w).reciprocal().mean()", torch.zeros(3, 2)),
     "deviation": ("(x * w)[:1].std(0).mean()", torch.ones(3, 2)),
-    "variance": ("torch.var((x * w)[:1], dim=0).mean()", torch.ones(3, 2)),
     "softmax": (
         "torch.softmax((x * w).masked_fill(x == 0, -torch.inf), -1)[:, 0].mean()",
         torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
-    ),
-    "attention": (
-        "F.scaled_dot_product_attention(*[(x * w)[None]] * 3, "
-        "attn_mask=torch.full((2, 2), -torch.inf)).log().mean()",
-        torch.ones(2, 2),
     ),
     "mean of nothing": ("(x * w)[x > 5].mean() + (x * w).mean()", torch.ones(3, 2)),
     "exp": ("torch.exp(x * w).mean().log()", torch.full((3, 2), 200.0)),
@@ -71,10 +59,6 @@ LINES |= {
     "several calls, a line each": (
         "(\n        (x * w)\n        .sum(-1)\n        .log()\n        .mean()\n    )",
         torch.zeros(3, 2),
-    ),
-    "rate": (
-        "F.poisson_nll_loss(x * w, torch.ones(3, 2))",
-        torch.full((3, 2), 200.0),
     ),
     "keywords": (
         "torch.div(other=(x * w).sum(), input=x * w).mean()",
@@ -108,7 +92,6 @@ LINES |= {
         "torch.logdet((x * w).T @ (x * w))",
         torch.ones(3, 2),
     ),
-    "matrix, as a method": ("((x * w).T @ (x * w)).logdet()", torch.ones(3, 2)),
     "equal eigenvalues": (
         "torch.linalg.eigh((x * w).T @ (x * w))[1].square()[0, 0]",
         torch.eye(2),
@@ -124,31 +107,13 @@ LINES |= {
         "((x * w) / ((x * w)[:, :1].std(1, keepdim=True) + 1e-5)).mean()",
         torch.ones(3, 2),
     ),
-    "dispersion of a dead unit": ("torch.lgamma(x * w).mean()", torch.zeros(3, 2)),
-    "digamma of 0": ("(x * w).digamma().mean()", torch.zeros(3, 2)),
-    "Bessel function of a sure angle": (
-        "torch.special.i0(x * w).log().mean()",
-        torch.full((3, 2), 300.0),
-    ),
-    "sigmoid by hand": (
-        "((x * w).exp() / (1 + (x * w).exp())).mean()",
-        torch.full((3, 2), 200.0),
-    ),
     "tanh by hand": (
         "(((x * w).exp() - (-(x * w)).exp())"
         " / ((x * w).exp() + (-(x * w)).exp())).mean()",
         torch.full((3, 2), 200.0),
     ),
-    "relative error of 0": ("((x * w - 1) / x).abs().mean()", torch.eye(2)),
-    "potential at the origin": ("(1 / (x * w)).mean()", torch.eye(2)),
-    "gamma of a negative pixel": ("((x * w) ** 0.45).mean()", -torch.ones(3, 2)),
     "power that is learned": (
         "((x * w) ** (1 / w.exp().sum())).mean()",
-        torch.zeros(3, 2),
-    ),
-    "isolated node": ("(x * w).sum(1).pow(-0.5).mean()", torch.eye(3)[:, :2]),
-    "odds of a sure answer": (
-        "torch.log1p(-torch.exp(x * w)).mean()",
         torch.zeros(3, 2),
     ),
     "cosine of nothing": (
@@ -160,7 +125,6 @@ LINES |= {
         1000 + torch.rand(3, 2, generator=torch.Generator().manual_seed(6)) / 2,
     ),
 }
-HELPED = [name for name in LINES if name != "attention"]  # torch gives 0 there: log(0)
 SOURCE = """import torch
 import torch.nn.functional as F
 ENTROPY, CTC = torch.nn.CrossEntropyLoss(), torch.nn.CTCLoss()
@@ -171,7 +135,7 @@ def loss_of(x, w):
 """
 
 
-@pytest.mark.parametrize("name", HELPED)
+@pytest.mark.parametrize("name", LINES)
 def test_the_line_that_is_recommended_or_nearest_helps(name, tmp_path):
     code, x = LINES[name]
     module, path = module_of(tmp_path, SOURCE.format(code))
@@ -529,8 +493,9 @@ def test_a_smaller_loss_scale(as_kept):
     with pytest.raises(NonFiniteError) as error:
         (loss * 1024).backward()
         optimizer.step()
-    good = [e for e in error.value.report.explanation.remedies if e.is_recommended]
-    as_kept([each.text for each in good])
+    found = error.value.report.explanation
+    assert (found.phase, found.cause) == ("backward", "range overflow")
+    as_kept([each.text for each in found.remedies if each.is_recommended])
 
 
 # Data and weights.

@@ -12,7 +12,6 @@ from remedied_files import module_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
-from overflow_fast.guard.report.causes import ONLY_COMPILED
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -96,25 +95,6 @@ def test_a_weight_that_an_update_has_spoiled_was_not_bad_before(as_kept):
     as_kept(found.evidence[0])
 
 
-@pytest.mark.slow
-def test_a_forward_that_compiled_code_alone_gets_wrong():
-    def backend(graph, inputs):
-        for node in graph.graph.nodes:
-            if node.target is F.softplus:
-                node.target = lambda x, *rest: (1 + x.exp()).log()
-        graph.recompile()
-        return graph.forward
-
-    class Model(Assembled):
-        def forward(self, x):
-            return F.softplus(self.body(x))
-
-    torch.manual_seed(0)
-    model, x = torch.compile(Model(body=nn.Linear(3, 4)), backend=backend), 1e3 * data()
-    found = explained(model, lambda: model(x).pow(2).mean(), runs=False)
-    assert (found.phase, found.cause) == ("forward", ONLY_COMPILED.name)
-
-
 def test_what_called_the_guard_is_no_line_of_the_model():
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)), data()
     model[1].weight.data.fill_(1e38)
@@ -171,25 +151,6 @@ def test_gradients_that_were_there_before_the_first_step(as_kept):
     found = error.value.report.explanation
     assert (found.phase, found.cause, found.module) == ("", "unknown", "")
     as_kept(found.notes[0])
-
-
-def test_gradients_that_a_skipped_step_has_left():
-    model, seen = net(nn.Linear(4, 1)), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    guard = OverflowGuard(
-        model,
-        optimizer,
-        lambda report: seen.append(report.explanation) or "skip",
-        explain=True,
-    )
-    for number in range(3):
-        x = data() * (torch.nan if number == 1 else 1)
-        guard.run(lambda x=x: model(x).mean()).backward()
-        optimizer.step()
-        if not guard.last_step_skipped:
-            optimizer.zero_grad()
-    assert seen[0].cause == "bad data"
-    assert seen[1].cause == "left-over gradients"
 
 
 def test_gradients_that_are_kept_over_good_steps_are_no_excuse():

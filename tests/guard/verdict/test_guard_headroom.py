@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, batches, flat, make, plant, train, train_step
 from kept_texts import errors_of
 from torch import nn
@@ -292,6 +293,22 @@ def counted(tensor):
     return zeros, int((magnitudes < limit).sum()) - zeros
 
 
+def underflow_of(value):
+    """What is counted of a value that a module returns."""
+    model = nn.Sequential(Out(value=value))
+    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
+        model(torch.ones(1))
+        guard.check()
+        assert guard.coverage().failures == 0
+        found = [r.underflow for r in guard.headroom().rows if r.where == "output of 0"]
+    return found[0] if found else None
+
+
+class Out(Assembled):
+    def forward(self, x):
+        return self.value.t()  # no copy: strided
+
+
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -303,28 +320,15 @@ def test_zeros_and_subnormals_are_counted_exactly(dtype, flush):
     values = torch.randn(40, 7, dtype=torch.float64) * tiny
     values[::3] = 0.0
     values[1::5] = -0.0
-    model = nn.Sequential(Out(values.to(dtype)))
-    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
-        if flush:
-            torch.set_flush_denormal(True)
-        try:
-            model(torch.ones(1))
-            guard.check()
-        finally:
-            torch.set_flush_denormal(False)
-        underflow = row_of(guard, "output of 0").underflow
+    values = values.to(dtype)
+    torch.set_flush_denormal(flush)
+    try:
+        underflow = underflow_of(values)
+    finally:
+        torch.set_flush_denormal(False)
     assert underflow.numel == 280
-    assert (underflow.zeros, underflow.subnormals) == counted(values.to(dtype))
+    assert (underflow.zeros, underflow.subnormals) == counted(values)
     assert underflow.subnormals > 50
-
-
-class Out(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def forward(self, x):
-        return self.value.t()  # no copy: strided
 
 
 @pytest.mark.parametrize(
@@ -339,11 +343,7 @@ class Out(nn.Module):
 )
 def test_eight_bit_formats_are_counted_too(dtype, smallest, steps):
     values = torch.arange(16).float() * smallest
-    model = nn.Sequential(Out((values * -1).to(dtype)))
-    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
-        model(torch.ones(1))
-        guard.check()
-        underflow = row_of(guard, "output of 0").underflow
+    underflow = underflow_of((values * -1).to(dtype))
     assert (underflow.zeros, underflow.subnormals) == (1, steps - 1)
 
 
@@ -351,12 +351,7 @@ def test_eight_bit_formats_are_counted_too(dtype, smallest, steps):
     "value", [torch.ones(3, dtype=torch.int32), torch.ones(3) + 1j, torch.ones(0)]
 )
 def test_what_cannot_underflow_is_not_counted(value):
-    model = nn.Sequential(Out(value))
-    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
-        model(torch.ones(1))
-        guard.check()
-        assert all(row.underflow is None for row in guard.headroom().rows)
-    assert guard.coverage().failures == 0
+    assert underflow_of(value) is None
 
 
 def test_it_is_counted_when_it_is_due(model, optimizer):

@@ -404,26 +404,19 @@ ENDS = {
 }
 
 
+@pytest.mark.day
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_ends_of_a_sparkline_have_the_digits_that_tell_them_apart():
+@pytest.mark.parametrize(
+    "table, call", [(ENDS, "(v) => range(...v)"), (NUMBERS, "short")]
+)
+def test_numbers_have_the_digits_that_tell_them_apart(table, call):
+    """Also the ends of a sparkline."""
     script = (Path(grid.__file__).parent / "heatmap.js").read_text()
-    short, ends = re.findall(
-        r"  const short = .*?\n  };\n|  function range.*?\n  }\n", script, re.DOTALL
-    )
-    values = json.dumps(list(ENDS))
-    code = f"{short}{ends}console.log(JSON.stringify({values}.map((v) => range(...v))))"
+    functions = r"  const short = .*?\n  };\n|  function range.*?\n  }\n"
+    code = "".join(re.findall(functions, script, re.DOTALL))
+    code += f"console.log(JSON.stringify({json.dumps(list(table))}.map({call})))"
     done = subprocess.run(["node", "-e", code], capture_output=True, check=True)
-    assert json.loads(done.stdout) == list(ENDS.values())
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_numbers_keep_the_zeros_that_are_digits():
-    script = (Path(grid.__file__).parent / "heatmap.js").read_text()
-    (short,) = re.findall(r"  const short = .*?\n  };\n", script, re.DOTALL)
-    values = json.dumps(list(NUMBERS))
-    code = f"{short}console.log(JSON.stringify({values}.map(short)))"
-    done = subprocess.run(["node", "-e", code], capture_output=True, check=True)
-    assert json.loads(done.stdout) == list(NUMBERS.values())
+    assert json.loads(done.stdout) == list(table.values())
 
 
 def test_a_page_without_an_incident_is_not_headed_so():
