@@ -61,9 +61,7 @@ def test_the_verdict_is_that_of_the_cpu(device):
     texts = []
     for defer in (False, True):
         model, optimizer = make()
-        with OverflowGuard(
-            model, optimizer, "skip", explain=False, _defer=defer
-        ) as guard:
+        with OverflowGuard(model, optimizer, "skip", _defer=defer) as guard:
             train_step(model, optimizer, data[0])
             with plant(model.blocks[1].act, INF):
                 train_step(model, optimizer, data[1])

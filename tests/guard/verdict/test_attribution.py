@@ -17,18 +17,27 @@ from overflow_fast.guard.report.entry_words import what_of
 INF, NAN = math.inf, math.nan
 
 
-def verdict_of(model, loss_fn, optimizer=None, record=True, **arguments):
-    """The verdict of one step under a guard that only warns."""
+def report_of(model, loss_fn, optimizer=None, record=False, **arguments):
+    """The report of one step under a guard that only warns."""
     models = model if isinstance(model, (list, tuple)) else [model]
     parameters = [p for each in models for p in each.parameters()]
     optimizer = optimizer or torch.optim.SGD(parameters, lr=0.1)
-    with OverflowGuard(model, optimizer, "warn", explain=False, **arguments) as guard:
+    with OverflowGuard(model, optimizer, "warn", **arguments) as guard:
         loss = loss_fn(model)
         if record:
             guard.record(loss=loss)
         loss.backward()
         optimizer.step()
-    return guard.last_report.verdict
+    return guard.last_report
+
+
+def verdict_of(*arguments, record=True, **options):
+    return report_of(*arguments, record=record, explain=False, **options).verdict
+
+
+def mean_of(model):
+    """What most tests take for a loss."""
+    return model(inputs()).mean()
 
 
 def inputs(seed=0, *shape):
@@ -97,7 +106,7 @@ class Outer(nn.Module):
     ],
 )
 def test_the_last_finite_gradient_before_a_bad_one_is_named(where, at, after):
-    verdict = verdict_of(Outer(where), lambda m: m(inputs()).mean())
+    verdict = verdict_of(Outer(where), mean_of)
     assert (verdict.first.kind, verdict.first.fqn) == ("grad_output", at)
     assert verdict.origin.after == after
     assert verdict.origin.maker == (
@@ -116,7 +125,7 @@ class Branches(Assembled):
 def test_the_branch_that_ran_last_is_not_blamed():
     verdict = verdict_of(
         Branches(stem=nn.Linear(3, 3), good=nn.Linear(3, 3), bad=SqrtAtZero()),
-        lambda m: m(inputs()).mean(),
+        mean_of,
     )
     assert verdict.first.fqn == "stem"
     assert (verdict.origin.how, verdict.origin.candidates) == ("unclear", [])
@@ -132,9 +141,7 @@ def test_a_branch_between_that_is_not_connected_is_not_blamed():
             h = torch.sqrt(self.a(x).sub(self.a(x)).pow(2).sum(-1))
             return h[:, None] + self.b2(torch.tanh(self.b1(x)))
 
-    verdict = verdict_of(
-        nn.Sequential(Two(), nn.Linear(3, 1)), lambda m: m(inputs()).mean()
-    )
+    verdict = verdict_of(nn.Sequential(Two(), nn.Linear(3, 1)), mean_of)
     assert verdict.first.fqn == "0.a"
     assert (verdict.origin.how, verdict.origin.candidates) == ("unclear", [])
 
@@ -191,7 +198,7 @@ def test_a_hook_on_a_tensor_can_have_made_it(as_kept):
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].register_forward_hook(spoil)
-    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    verdict = verdict_of(model, mean_of)
     assert verdict.first.fqn == "0"
     assert verdict.origin.how == "unclear"
     as_kept(verdict.origin.maker)
@@ -224,7 +231,7 @@ def test_gradients_that_arise_in_checkpointed_code():
             return self.c(torch.sqrt(x * 0))
 
     for use_reentrant in (False, True):
-        verdict = verdict_of(Net(use_reentrant), lambda m: m(inputs()).mean())
+        verdict = verdict_of(Net(use_reentrant), mean_of)
         assert verdict.first.fqn == "b"
         assert verdict.origin.how == "unclear"
 
@@ -268,9 +275,7 @@ def test_all_gradients_bad_is_after_backward(change, as_kept):
 def test_a_penalty_on_a_weight_may_have_made_a_gradient(as_kept):
     model = mlp()
     nn.init.zeros_(model[2].weight)
-    verdict = verdict_of(
-        model, lambda m: m(inputs()).mean() + m[2].weight.pow(2).sum().sqrt()
-    )
+    verdict = verdict_of(model, lambda m: mean_of(m) + m[2].weight.pow(2).sum().sqrt())
     assert verdict.origin.how == "unclear"
     as_kept(verdict.origin.maker)
 
@@ -394,7 +399,7 @@ def test_a_model_that_writes_to_the_batch_is_not_overlooked():
         def forward(self, x):
             return self.fc(x.div_(x.std() * 0))
 
-    verdict = verdict_of(Normalizes(fc=nn.Linear(3, 1)), lambda m: m(inputs()).mean())
+    verdict = verdict_of(Normalizes(fc=nn.Linear(3, 1)), mean_of)
     assert verdict.origin.how == "unclear"
     assert set(verdict.origin.candidates) == {"the model", *HANDED_OVER}
 
@@ -533,26 +538,17 @@ def test_what_an_object_holds_is_searched(wrap, is_keyword, as_kept):
     as_kept(verdict.origin.maker)
 
 
-def test_an_object_that_the_model_made_is_searched():
+@pytest.mark.parametrize(
+    "wrap, candidates",
+    [(Data, ["the model"]), (lambda x: Hidden(x.detach()), ["reads", "the model"])],
+)
+def test_an_object_that_the_model_made_is_searched_or_may_hold_it(wrap, candidates):
     class Wraps(Assembled):
         def forward(self, x):
-            return self.reads(Data(self.fc(x) / 0))
+            return self.reads(wrap(self.fc(x) / 0))
 
-    verdict = verdict_of(
-        Wraps(fc=nn.Linear(3, 3), reads=Reads(False)), lambda m: m(inputs()).mean()
-    )
-    assert verdict.origin.candidates == ["the model"]
-
-
-def test_an_object_that_the_model_made_may_hold_it():
-    class Wraps(Assembled):
-        def forward(self, x):
-            return self.reads(Hidden((self.fc(x) / 0).detach()))
-
-    verdict = verdict_of(
-        Wraps(fc=nn.Linear(3, 3), reads=Reads(False)), lambda m: m(inputs()).mean()
-    )
-    assert verdict.origin.candidates == ["reads", "the model"]
+    verdict = verdict_of(Wraps(fc=nn.Linear(3, 3), reads=Reads(False)), mean_of)
+    assert verdict.origin.candidates == candidates
 
 
 def test_plain_arguments_of_the_model_hold_nothing_bad():
@@ -629,12 +625,7 @@ class Doubles(Assembled):
 
 @pytest.mark.parametrize("compute", [roll_out, frozen_teacher, refilled_in_place])
 def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute, as_kept):
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
-        compute(model).mean().backward()
-        optimizer.step()
-    report = guard.last_report
+    report = report_of(nn.Linear(3, 3), lambda m: compute(m).mean())
     assert report.verdict.origin.source == "unclear"
     assert report.verdict.origin.candidates == HANDED_OVER
     as_kept(report.sentences())
@@ -643,16 +634,20 @@ def test_what_the_loop_computed_is_not_said_to_be_the_batchs(compute, as_kept):
 # Calls.
 
 
-def test_a_module_that_writes_to_its_input_is_a_candidate():
-    class InPlace(nn.Module):
-        def forward(self, x):
-            return x.mul_(INF)
+class Logs(Assembled):
+    def forward(self, x):
+        return self.fc(x.mul_(INF))
 
-    verdict = verdict_of(
-        nn.Sequential(nn.Linear(3, 3), InPlace()), lambda m: m(inputs()).mean()
-    )
-    assert verdict.origin.how == "unclear"
-    assert "1" in verdict.origin.candidates
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(INF)
+
+
+@pytest.mark.parametrize("make", [InPlace, lambda: Logs(fc=nn.Linear(3, 1))])
+def test_who_writes_to_its_input_is_a_candidate(make):
+    verdict = verdict_of(nn.Sequential(nn.Linear(3, 3), make()), mean_of)
+    assert verdict.origin.how == "unclear" and "1" in verdict.origin.candidates
 
 
 def test_what_is_not_watched_within_is_said(as_kept):
@@ -663,16 +658,10 @@ def test_what_is_not_watched_within_is_said(as_kept):
     model = nn.Sequential(
         Block(fc1=nn.Linear(3, 3), fc2=nn.Linear(3, 3)), nn.Linear(3, 1)
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(
-        model, optimizer, "warn", exclude=["0.fc*"], explain=False
-    ) as guard:
-        model(inputs()).mean().backward()
-        optimizer.step()
-    verdict = guard.last_report.verdict
-    assert verdict.origin.maker == "0"
-    assert verdict.origin.unwatched == ["0.fc1", "0.fc2"]
-    as_kept(guard.last_report.sentences())
+    report = report_of(model, mean_of, exclude=["0.fc*"])
+    assert report.verdict.origin.maker == "0"
+    assert report.verdict.origin.unwatched == ["0.fc1", "0.fc2"]
+    as_kept(report.sentences())
 
 
 def test_a_module_whose_frames_are_printed_is_watched(as_kept):
@@ -687,13 +676,9 @@ def test_a_module_whose_frames_are_printed_is_watched(as_kept):
         def forward(self, x):
             return self.head(self.body(x)[0]) / 0
 
-    model = Model(body=Body(3, 3), head=nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
-        model(inputs()).mean().backward()
-        optimizer.step()
-    assert guard.last_report.verdict.origin.maker == "the model"
-    as_kept(guard.last_report)
+    report = report_of(Model(body=Body(3, 3), head=nn.Linear(3, 1)), mean_of)
+    assert report.verdict.origin.maker == "the model"
+    as_kept(report)
 
 
 def test_the_batch_is_not_blamed_for_what_is_not_watched():
@@ -711,9 +696,7 @@ def test_a_parent_that_was_not_called_is_not_blamed():
         def forward(self, x):  # calls its grandchild
             return self.head(self.body.a(x / 0))
 
-    verdict = verdict_of(
-        Root(body=Inner("between"), head=nn.Linear(3, 1)), lambda m: m(inputs()).mean()
-    )
+    verdict = verdict_of(Root(body=Inner("between"), head=nn.Linear(3, 1)), mean_of)
     assert verdict.first.fqn == "body.a"
     assert verdict.origin.candidates == ["the model"]
 
@@ -724,12 +707,9 @@ def test_a_container_says_after_which_call(as_kept):
             return self.qkv(x) / 0
 
     model = nn.Sequential(nn.Linear(3, 3), Tail(qkv=nn.Linear(3, 3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
-        model(inputs()).mean().backward()
-        optimizer.step()
-    assert guard.last_report.verdict.origin.after == "1.qkv"
-    as_kept(guard.last_report)
+    report = report_of(model, mean_of)
+    assert report.verdict.origin.after == "1.qkv"
+    as_kept(report)
 
 
 def test_running_statistics_of_training_are_not_what_made_it():
@@ -786,7 +766,7 @@ def test_a_bad_setting_of_the_optimizer_is_looked_up(as_kept):
 def test_a_hook_that_replaces_inputs_is_a_candidate():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[1].register_forward_pre_hook(lambda module, args: (args[0] / 0,))
-    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    verdict = verdict_of(model, mean_of)
     assert verdict.origin.how == "unclear"
     assert {"the model", "1"} <= set(verdict.origin.candidates)
 
@@ -795,7 +775,7 @@ def test_a_hook_that_replaces_inputs_is_a_candidate():
 def test_a_hook_that_replaces_inputs_of_the_model_is_a_candidate(value):
     model = nn.Linear(3, 3)
     model.register_forward_pre_hook(lambda m, args: (torch.full_like(args[0], value),))
-    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    verdict = verdict_of(model, mean_of)
     assert set(verdict.origin.candidates) >= {"the model", *HANDED_OVER}
 
 
@@ -818,16 +798,14 @@ def test_an_output_that_was_not_scanned_may_hold_it(as_kept):
         def forward(self, x):
             return self.fc(self.hides(x).x)
 
-    verdict = verdict_of(
-        Net(hides=Hides(), fc=nn.Linear(3, 1)), lambda m: m(inputs()).mean()
-    )
+    verdict = verdict_of(Net(hides=Hides(), fc=nn.Linear(3, 1)), mean_of)
     as_kept(verdict.origin.unwatched)
     as_kept(verdict.origin.maker)
 
 
 @pytest.mark.parametrize("where", ["leaf", "between", "before", "residual"])
 def test_gradients_on_a_device_are_not_blamed_on_one_module(where):
-    verdict = verdict_of(Outer(where), lambda m: m(inputs()).mean(), _defer=True)
+    verdict = verdict_of(Outer(where), mean_of, _defer=True)
     assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
 
 
@@ -881,16 +859,6 @@ def test_batches_are_not_kept_alive():
         del x
         assert held() is None
         optimizer.step()
-
-
-def test_a_caller_that_writes_to_its_input_is_a_candidate():
-    class Logs(Assembled):
-        def forward(self, x):
-            return self.fc(x.mul_(INF))
-
-    model = nn.Sequential(nn.Linear(3, 3), Logs(fc=nn.Linear(3, 1)))
-    verdict = verdict_of(model, lambda m: m(inputs()).mean())
-    assert verdict.origin.how == "unclear" and "1" in verdict.origin.candidates
 
 
 def test_statistics_in_a_parameter_are_not_what_was_there_before():
@@ -949,10 +917,7 @@ def test_gradients_that_torch_func_hides_are_not_called_finite(is_called, as_kep
         optimizer.step()
     maker = guard.last_report.verdict.origin.maker
     assert "outputs were finite" not in maker
-    if is_called:
-        as_kept(maker)
-    else:
-        as_kept(maker)
+    as_kept(maker)
 
 
 def test_who_used_what_an_identity_returned_on_a_device():
@@ -963,7 +928,7 @@ def test_who_used_what_an_identity_returned_on_a_device():
 
     verdict = verdict_of(
         Net(stem=nn.Linear(3, 3), bad=SqrtAtZero(), same=nn.Identity()),
-        lambda m: m(inputs()).mean(),
+        mean_of,
         _defer=True,
     )
     assert verdict.first.fqn == "same"
@@ -1000,7 +965,7 @@ class ReadsOwners(nn.Module):
 @pytest.mark.parametrize(("through_child", "code"), [(False, ""), (True, "child")])
 def test_a_bad_buffer_of_any_module_is_a_candidate(through_child, code, watch):
     model = Adds(through_child)
-    verdict = verdict_of(model, lambda m: m(inputs()).mean(), watch=watch)
+    verdict = verdict_of(model, mean_of, watch=watch)
     assert verdict.origin.how == "unclear"
     assert verdict.origin.candidates == [code or "the model", "pos"]
 
@@ -1032,7 +997,7 @@ class Half(nn.Module):
 def test_all_who_have_a_shared_module_are_candidates(bad):
     shared = nn.Linear(3, 3)
     model = nn.Sequential(*(Half(shared, i == bad) for i in range(2)))
-    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    verdict = verdict_of(model, mean_of)
     assert str(bad) in verdict.origin.candidates
     assert verdict.origin.how == "unclear"
 
@@ -1070,7 +1035,7 @@ def test_a_hook_that_runs_before_an_output_is_looked_at_is_named(is_global, as_k
     )
     handle = register(spoil)
     try:
-        verdict = verdict_of(model, lambda m: m(inputs()).mean())
+        verdict = verdict_of(model, mean_of)
     finally:
         handle.remove()
     assert (verdict.origin.how, verdict.origin.candidates) == ("made", ["0"])
@@ -1084,9 +1049,7 @@ def test_a_hook_on_a_tensor_in_the_model_is_a_candidate(as_kept):
             h.register_hook(lambda gradient: gradient * NAN)
             return self.b(h)
 
-    verdict = verdict_of(
-        Hooks(a=nn.Linear(3, 3), b=nn.Linear(3, 1)), lambda m: m(inputs()).mean()
-    )
+    verdict = verdict_of(Hooks(a=nn.Linear(3, 3), b=nn.Linear(3, 1)), mean_of)
     assert verdict.first.kind == "gradient"
     as_kept(verdict.origin.maker)
 
@@ -1094,7 +1057,7 @@ def test_a_hook_on_a_tensor_in_the_model_is_a_candidate(as_kept):
 def test_gradients_that_were_there_before_are_candidates(as_kept):
     model = mlp()
     model[0].weight.grad = torch.full((3, 3), NAN)
-    verdict = verdict_of(model, lambda m: m(inputs()).mean())
+    verdict = verdict_of(model, mean_of)
     as_kept(verdict.origin.maker)
 
 
@@ -1134,14 +1097,9 @@ def test_a_weight_that_a_forward_wrote_was_not_bad_before(as_kept):
             self.fc.weight.data.mul_(NAN)
             return self.fc(x)
 
-    model = Writes(fc=nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
-        model(inputs()).mean().backward()
-        optimizer.step()
-    verdict = guard.last_report.verdict
-    as_kept(verdict.origin.candidates)
-    assert "mul_(NAN)" in guard.last_report.explanation.op.code
+    report = report_of(Writes(fc=nn.Linear(3, 1)), mean_of)
+    as_kept(report.verdict.origin.candidates)
+    assert "mul_(NAN)" in report.explanation.op.code
 
 
 # Values that a module leaves in an attribute.

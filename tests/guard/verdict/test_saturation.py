@@ -95,9 +95,7 @@ def test_it_can_be_switched_off(caplog):
 def test_underflow_counts_are_those_of_their_own_steps(caplog):
     model = Cast(linear=nn.Linear(2, 2), cast=Returned())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = OverflowGuard(
-        model, optimizer, explain=False, monitors=[Underflow(every=4)]
-    )
+    guard = OverflowGuard(model, optimizer, monitors=[Underflow(every=4)])
     value = end_of(torch.float8_e4m3fn, 500)
     shares = []
     with guard:
