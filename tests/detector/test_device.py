@@ -518,6 +518,4 @@ def test_events_are_recorded_again(emulated, variant):
 
 
 def test_wrong_sync(as_kept):
-    with pytest.raises(ValueError) as raised:
-        DebugUnderflowOverflow(nn.Linear(1, 1), sync="never")
-    as_kept(raised.value)
+    as_kept.error(ValueError, DebugUnderflowOverflow, nn.Linear(1, 1), sync="never")

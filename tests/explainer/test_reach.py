@@ -316,27 +316,21 @@ def test_a_self_test_says_it(tmp_path, as_kept):
     model = Net(write)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(RuntimeError) as raised:
-            guard.self_test(torch.ones(4, 6))
-        as_kept(raised.value)
+        as_kept.error(RuntimeError, guard.self_test, torch.ones(4, 6))
     assert not path.exists()
 
 
 def test_advice_on_precision_says_it(tmp_path, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write)
-    with pytest.raises(ValueError) as raised:
-        overflow_fast.advise_precision(model, [torch.ones(4, 6)])
-    as_kept(raised.value)
+    as_kept.error(ValueError, overflow_fast.advise_precision, model, [torch.ones(4, 6)])
     assert path.read_text() == "x"  # the first run is the one that was asked for
 
 
 def test_a_shadow_says_it(tmp_path, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write).bfloat16()
-    with pytest.raises(ValueError) as raised:
-        overflow_fast.shadow(model, torch.ones(4, 6).bfloat16())
-    as_kept(raised.value)
+    as_kept.error(ValueError, overflow_fast.shadow, model, torch.ones(4, 6).bfloat16())
     assert path.read_text() == "x"
 
 

@@ -47,16 +47,12 @@ def test_wrong_models_are_told(as_kept):
 
 @pytest.mark.parametrize("optimizer", [3, "adam", [None], nn.ReLU()])
 def test_wrong_optimizers_are_told(optimizer, as_kept):
-    with pytest.raises(TypeError) as raised:
-        OverflowGuard(nn.ReLU(), optimizer)
-    as_kept(raised.value)
+    as_kept.error(TypeError, OverflowGuard, nn.ReLU(), optimizer)
 
 
 def test_a_wrong_record_is_told(model, optimizer, as_kept):
     with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(TypeError) as raised:
-            guard.record(loss=1.0)
-        as_kept(raised.value)
+        as_kept.error(TypeError, guard.record, loss=1.0)
 
 
 # What is looked at.
@@ -295,9 +291,7 @@ def test_evaluations_are_judged_without_anybody(model, caplog, monkeypatch):
 def test_a_scheduler_is_refused_as_an_optimizer(model, optimizer, kind, as_kept):
     arguments = (1,) if kind == "StepLR" else ()
     scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
-    with pytest.raises(TypeError) as raised:
-        OverflowGuard(model, scheduler)
-    as_kept(raised.value)
+    as_kept.error(TypeError, OverflowGuard, model, scheduler)
     with pytest.raises(TypeError, match=f"the scheduler {kind}"):
         OverflowGuard(model, [optimizer, scheduler])
     assert hooks_of(model, optimizer) == 0

@@ -98,15 +98,11 @@ def test_accelerate_is_guarded_as_usual(tmp_path):
 
 def test_wrong_set_ups_of_accelerate_are_told(tmp_path, monkeypatch, as_kept):
     guard_with = of_accelerate.guard_with
-    with pytest.raises(TypeError) as raised:
-        guard_with(None, *make())
-    as_kept(raised.value)
+    as_kept.error(TypeError, guard_with, None, *make())
     name = "overflow_fast.integrations.accelerate"
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError) as raised:
-        __import__(name)
-    as_kept(raised.value)
+    as_kept.error(ImportError, __import__, name)
 
 
 @pytest.fixture
@@ -214,9 +210,7 @@ def test_trainer_keeps_the_last_good_checkpoint(
 def test_trainer_is_stopped_where_it_would_save(trainer, tmp_path, as_kept):
     trainer = trainer(SpoilWeights(2), save_strategy="steps", save_steps=1)
     trainer.add_callback(TrainerGuardCallback(watch=["gradients"]))
-    with pytest.raises(NonFiniteError) as raised:
-        trainer.train()
-    as_kept(raised.value)
+    as_kept.error(NonFiniteError, trainer.train)
     assert checkpoints(tmp_path) == ["checkpoint-1"]
 
 
@@ -421,9 +415,7 @@ def test_wrong_set_ups_are_told(name, callback, library, monkeypatch, as_kept):
     monkeypatch.delitem(sys.modules, module.__name__)
     needed = {"transformers": "transformers", "lightning": "lightning.pytorch"}
     monkeypatch.setitem(sys.modules, needed[library], None)
-    with pytest.raises(ImportError) as raised:
-        importlib.import_module(module.__name__)
-    as_kept(raised.value)
+    as_kept.error(ImportError, importlib.import_module, module.__name__)
 
 
 class Aside(torch.nn.Module):

@@ -107,6 +107,12 @@ class AsKept:
         if not is_same(text, kept):
             assert text == kept, RENEW
 
+    def error(self, kind, call, *arguments, **named):
+        """The error of a kind that a call raises has the text that is kept."""
+        with pytest.raises(kind) as raised:
+            call(*arguments, **named)
+        self(raised.value)
+
     def _renew(self, text, shared, own):
         is_first = self.path not in self.renews
         known = {} if is_first and self.is_whole else sections(self.path)

@@ -372,6 +372,4 @@ def test_a_dataframe_has_the_same_rows(path):
 def test_without_pandas_a_sentence_says_what_to_install(path, monkeypatch, as_kept):
     record = recorded(path, steps=1)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError) as raised:
-        record.to_dataframe()
-    as_kept(raised.value)
+    as_kept.error(ImportError, record.to_dataframe)

@@ -23,12 +23,8 @@ def test_a_recording_needs_a_model_and_a_folder(tmp_path):
 
 
 def test_models_side_by_side_must_be_modules(as_kept):
-    with pytest.raises(TypeError) as raised:
-        overflow_fast.compare_live(tower(), None, batch())
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        overflow_fast.shadow(torch.nn.functional.relu, batch())
-    as_kept(raised.value)
+    as_kept.error(TypeError, overflow_fast.compare_live, tower(), None, batch())
+    as_kept.error(TypeError, overflow_fast.shadow, torch.nn.functional.relu, batch())
 
 
 def test_what_a_comparison_cannot_use_is_refused(tmp_path, as_kept):

@@ -367,9 +367,7 @@ def test_a_guard_without_a_record_writes_its_report(tmp_path, as_kept):
 def test_only_a_page_is_written_over(tmp_path, as_kept):
     path = tmp_path / "notes.html"
     path.write_text("my notes")
-    with pytest.raises(FileExistsError) as raised:
-        write_page(path, [])
-    as_kept(raised.value)
+    as_kept.error(FileExistsError, write_page, path, [])
     assert path.read_text() == "my notes"
 
 

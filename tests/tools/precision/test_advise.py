@@ -558,9 +558,7 @@ def test_ddp_must_be_taken_off(as_kept):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(mlp())
-        with pytest.raises(ValueError) as raised:
-            advise_precision(wrapped, [data(6, 8)])
-        as_kept(raised.value)
+        as_kept.error(ValueError, advise_precision, wrapped, [data(6, 8)])
     finally:
         dist.destroy_process_group()
 

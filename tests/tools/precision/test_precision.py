@@ -188,9 +188,7 @@ def test_a_module_that_shares_a_weight_runs_in_float32_too():
 def test_a_shared_weight_of_a_module_with_others_is_reported(as_kept):
     model = Tied().bfloat16()
     model.body.embed_weight = model.embed.weight
-    with pytest.raises(ValueError) as raised:
-        keep_in_fp32(model, ["head"])
-    as_kept(raised.value)
+    as_kept.error(ValueError, keep_in_fp32, model, ["head"])
     assert model.head.weight.dtype == torch.bfloat16  # nothing was changed
     assert "forward" not in model.head.__dict__
 
@@ -207,9 +205,7 @@ def test_gradients_are_cast_with_their_weights():
 
 def test_weights_that_cannot_be_cast_are_reported(as_kept):
     lazy = nn.Sequential(nn.LazyLinear(4, dtype=torch.float16))
-    with pytest.raises(ValueError) as raised:
-        keep_in_fp32(lazy, ["0"])
-    as_kept(raised.value)
+    as_kept.error(ValueError, keep_in_fp32, lazy, ["0"])
 
     class DistributedDataParallel(nn.Module):  # as torch's is recognized
         def __init__(self, module):
@@ -225,9 +221,7 @@ def test_weights_that_cannot_be_cast_are_reported(as_kept):
             [torch.ones(2).half(), torch.ones(3).half()], layout=torch.jagged
         )
     )
-    with pytest.raises(ValueError) as raised:
-        keep_in_fp32(nn.Sequential(nested), ["0"])
-    as_kept(raised.value)
+    as_kept.error(ValueError, keep_in_fp32, nn.Sequential(nested), ["0"])
 
 
 def test_weights_on_meta():
@@ -491,21 +485,11 @@ def test_a_guard_sees_what_the_module_returns(graphs):
 
 
 def test_wrong_arguments_are_reported(as_kept):
-    with pytest.raises(TypeError) as raised:
-        keep_in_fp32(3, ["2"])
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        keep_in_fp32(make(), "2")
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        keep_in_fp32(make(), ["2"], until="3")
-    as_kept(raised.value)
-    with pytest.raises(ValueError) as raised:
-        keep_in_fp32(make(), ["2"], until=["x"])
-    as_kept(raised.value)
-    with pytest.raises(ValueError) as raised:
-        keep_in_fp32(make(), ["x"])
-    as_kept(raised.value)
+    as_kept.error(TypeError, keep_in_fp32, 3, ["2"])
+    as_kept.error(TypeError, keep_in_fp32, make(), "2")
+    as_kept.error(TypeError, keep_in_fp32, make(), ["2"], until="3")
+    as_kept.error(ValueError, keep_in_fp32, make(), ["2"], until=["x"])
+    as_kept.error(ValueError, keep_in_fp32, make(), ["x"])
 
 
 @pytest.mark.parametrize("kind", FEW)
