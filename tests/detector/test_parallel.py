@@ -9,14 +9,7 @@ import torch.distributed as dist
 from assembled import Assembled
 from guarding import INF, NAN, Block, assert_same, train_step
 from ranks import device, on_ranks
-from sharded_models import (
-    data,
-    ddp,
-    fsdp2,
-    make,
-    sharded_in_two_ways,
-    tensor_parallel,
-)
+from sharded_models import data, ddp, fsdp2, make, sharded_in_two_ways, tensor_parallel
 
 from overflow_fast import OverflowGuard
 

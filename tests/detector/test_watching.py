@@ -33,9 +33,7 @@ def train(watch):
 
 
 @pytest.mark.parametrize(
-    "watch",
-    [{}, {"memo": False}, {"_defer": True}, {"list_kwargs": True}],
-    ids=str,
+    "watch", [{}, {"memo": False}, {"_defer": True}, {"list_kwargs": True}], ids=str
 )
 def test_training_is_bit_identical(watch):
     for a, b in zip(train(None), train(watch), strict=True):

@@ -159,9 +159,7 @@ def test_an_operation_is_named_before_the_state_that_it_has_spoiled():
 def test_what_the_loop_has_computed_is_no_data():
     maker, judge = nn.Linear(4, 4), nn.Linear(4, 1)
     found = explained(
-        [maker, judge],
-        lambda: judge((maker(x()).abs() * 1e3).exp()).mean(),
-        runs=False,
+        [maker, judge], lambda: judge((maker(x()).abs() * 1e3).exp()).mean(), runs=False
     )
     assert (found.phase, found.cause, found.tensor) == ("", "unknown", "input")
     assert "Exp" in found.evidence[0]

@@ -35,10 +35,7 @@ LINES = {
     ),
     "mean of nothing": ("(x * w)[x > 5].mean() + (x * w).mean()", torch.ones(3, 2)),
     "exp": ("torch.exp(x * w).mean().log()", torch.full((3, 2), 200.0)),
-    "all ignored": (
-        "F.cross_entropy(x * w, torch.full((3,), -100))",
-        torch.ones(3, 2),
-    ),
+    "all ignored": ("F.cross_entropy(x * w, torch.full((3,), -100))", torch.ones(3, 2)),
     "count": ("(x * w * (x > 9)).sum() / (x > 9).sum()", torch.ones(3, 2)),
 }
 LINES |= {
@@ -71,14 +68,8 @@ LINES |= {
     ),
 }
 LINES |= {
-    "module, all ignored": (
-        "ENTROPY(x * w, torch.full((3,), -100))",
-        torch.ones(3, 2),
-    ),
-    "module, weights of 0": (
-        "WEIGHTED(x * w, torch.full((3,), 1))",
-        torch.ones(3, 2),
-    ),
+    "module, all ignored": ("ENTROPY(x * w, torch.full((3,), -100))", torch.ones(3, 2)),
+    "module, weights of 0": ("WEIGHTED(x * w, torch.full((3,), 1))", torch.ones(3, 2)),
     "module, transcript longer than its audio": (
         "CTC((x * w).log_softmax(-1)[:, None], torch.ones(1, 3).long(), "
         "torch.tensor([3]), torch.tensor([3]))",
@@ -88,10 +79,7 @@ LINES |= {
         "torch.logsumexp((x * w).masked_fill(x == 0, -torch.inf), -1).mean()",
         torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
     ),
-    "matrix that is singular": (
-        "torch.logdet((x * w).T @ (x * w))",
-        torch.ones(3, 2),
-    ),
+    "matrix that is singular": ("torch.logdet((x * w).T @ (x * w))", torch.ones(3, 2)),
     "equal eigenvalues": (
         "torch.linalg.eigh((x * w).T @ (x * w))[1].square()[0, 0]",
         torch.eye(2),

@@ -183,12 +183,7 @@ def test_what_hooks_write_before_a_part_that_is_called_by_itself_is_put_back():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"watch": ["gradients"]},
-        {"schedule": Schedule(warmup=1)},
-    ],
-    ids=str,
+    "arguments", [{"watch": ["gradients"]}, {"schedule": Schedule(warmup=1)}], ids=str
 )
 def test_whatever_is_watched(arguments):
     model = norm_net()

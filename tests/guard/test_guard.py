@@ -6,17 +6,7 @@ import json
 import pytest
 import torch
 from assembled import Assembled
-from guarding import (
-    INF,
-    NAN,
-    Net,
-    batches,
-    make,
-    plant,
-    train,
-    train_step,
-    warned,
-)
+from guarding import INF, NAN, Net, batches, make, plant, train, train_step, warned
 from pairs import pairs
 from torch import nn
 

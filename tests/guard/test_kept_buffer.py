@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from buffers import (
-    BAD,
-    Stateful,
-    X,
-    assert_undone,
-    everything,
-    norm_net,
-    step,
-    watched,
-)
+from buffers import BAD, Stateful, X, assert_undone, everything, norm_net, step, watched
 from guarding import assert_same
 from torch.optim import swa_utils
 

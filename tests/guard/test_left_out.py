@@ -28,10 +28,7 @@ def is_finite(model):
     return all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-LEFT_OUT = {
-    "every": (Schedule(10), 10),
-    "warmup": (Schedule(warmup=6), 6),
-}
+LEFT_OUT = {"every": (Schedule(10), 10), "warmup": (Schedule(warmup=6), 6)}
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,7 @@ def test_a_step_is_skipped_bit_for_bit(model, optimizer, broken, watch):
 
 
 def test_a_step_raises(model, optimizer, broken):
-    with (
-        OverflowGuard(model, optimizer),
-        pytest.raises(NonFiniteError, match=broken),
-    ):
+    with OverflowGuard(model, optimizer), pytest.raises(NonFiniteError, match=broken):
         bad_step(model, optimizer)
 
 

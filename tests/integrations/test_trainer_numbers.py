@@ -101,10 +101,7 @@ def test_steps_under_lightning_have_its_numbers_also_after_a_resume(tmp_path):
 
 @pytest.mark.parametrize(
     "module, arguments, expected",
-    [
-        (Manual, {}, [0, 2, 4]),
-        (Lit, {"accumulate_grad_batches": 2}, [0, 1]),
-    ],
+    [(Manual, {}, [0, 2, 4]), (Lit, {"accumulate_grad_batches": 2}, [0, 1])],
 )
 def test_steps_are_those_of_the_optimizers(tmp_path, module, arguments, expected):
     numbers = NumberOfSteps()

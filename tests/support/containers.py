@@ -320,9 +320,7 @@ CONTAINERS = {
     ),
     "beside a list": _beside(OwnList),
     "beside a named tuple": Container(
-        lambda x: setattr(value := OwnPair(1), "y", x) or value,
-        lambda v: v.y,
-        ".y",
+        lambda x: setattr(value := OwnPair(1), "y", x) or value, lambda v: v.y, ".y"
     ),
     "beside a dict": _beside(collections.OrderedDict),
     "beside a deque": _beside(type("OwnDeque", (collections.deque,), {})),

@@ -331,9 +331,7 @@ def remedy_of_several_lines():
 
     def loss():
         z = model(torch.ones(3, 4)) + 200
-        high = torch.log(
-            torch.exp(z) + 1,
-        )
+        high = torch.log(torch.exp(z) + 1)
         return high.sum()
 
     with OverflowGuard(model, optimizer) as guard:

@@ -10,16 +10,7 @@ import pytest
 import torch
 from assembled import Assembled
 from containers import FEW, Model
-from guarding import (
-    NAN,
-    Net,
-    assert_same,
-    batches,
-    hooks_of,
-    plant,
-    train,
-    train_step,
-)
+from guarding import NAN, Net, assert_same, batches, hooks_of, plant, train, train_step
 from kept_texts import errors_of
 from torch import nn
 from workloads import WORKLOADS

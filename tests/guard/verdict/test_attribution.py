@@ -124,8 +124,7 @@ class Branches(Assembled):
 
 def test_the_branch_that_ran_last_is_not_blamed():
     verdict = verdict_of(
-        Branches(stem=nn.Linear(3, 3), good=nn.Linear(3, 3), bad=SqrtAtZero()),
-        mean_of,
+        Branches(stem=nn.Linear(3, 3), good=nn.Linear(3, 3), bad=SqrtAtZero()), mean_of
     )
     assert verdict.first.fqn == "stem"
     assert (verdict.origin.how, verdict.origin.candidates) == ("unclear", [])

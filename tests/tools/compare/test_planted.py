@@ -10,16 +10,7 @@ import functools
 import pytest
 import torch
 from assembled import Assembled
-from planted_runs import (
-    BATCH,
-    LENGTH,
-    Run,
-    adam,
-    cross_entropy,
-    ids_of,
-    keep_of,
-    sgd,
-)
+from planted_runs import BATCH, LENGTH, Run, adam, cross_entropy, ids_of, keep_of, sgd
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
