@@ -1,6 +1,5 @@
 """Bad values that a step reads from objects, modules and variables around it."""
 
-import copy
 import functools
 from types import SimpleNamespace
 
@@ -222,14 +221,6 @@ def test_objects_are_looked_through_without_their_code():
     )
     found = explained(net, loss)
     assert found.tensor == "held.batch['target']"
-
-
-def test_a_deep_copy_of_the_model_is_not_watched():
-    net, features = model(), x()
-    average = copy.deepcopy(net)
-    average.weight.data.fill_(INF)
-    found = explained(net, lambda: F.mse_loss(net(features), average(features)))
-    assert found.tensor == "average.weight"
 
 
 @pytest.mark.tries_remedies

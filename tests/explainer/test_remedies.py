@@ -456,8 +456,7 @@ def test_autocast_in_bfloat16(as_kept):
             return model(x).float().pow(2).mean()
 
     found = explain(model, torch.ones(3, 4) * 8, loss)
-    texts = [each.text for each in found.remedies if each.is_recommended]
-    as_kept(texts)
+    as_kept([each.text for each in found.remedies if each.is_recommended])
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16  # torch's own default
 
 
