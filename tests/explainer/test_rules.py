@@ -1,7 +1,6 @@
 """Rules of torch calls: each row of the table, as it is computed and as written."""
 
 import ast
-import itertools
 import pickle
 import re
 
@@ -47,7 +46,6 @@ import torch.nn.functional as F
 def f(x):
     return {}
 """
-_names = itertools.count()
 
 
 def recorded(function, *given):

@@ -46,11 +46,6 @@ def plain_step(guard, model, optimizer):
     optimizer.step()
 
 
-def step_of_the_class(guard, model, optimizer):
-    backward(model, optimizer)
-    type(optimizer).step(optimizer)
-
-
 def step_with_closure(guard, model, optimizer):
     optimizer.step(functools.partial(backward, model, optimizer))
 
