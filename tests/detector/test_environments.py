@@ -161,8 +161,7 @@ def test_torchaos_quantized_weights_are_not_scanned_and_said_so(caplog, as_kept)
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
     quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-    frames = frames_of(model, torch.ones(1, 32))
-    as_kept(frames[0])
+    as_kept(frames_of(model, torch.ones(1, 32))[0])
     assert "tensor subclass" in caplog.text
 
 

@@ -21,8 +21,7 @@ def test_a_module_that_cannot_be_walked_is_listed_as_not_scanned(as_kept):
     model = OwnParameters(error=RuntimeError("no way\nat all"))
     detector = DebugUnderflowOverflow(model)
     model(torch.ones(2))
-    lines = detector.frames[-1].splitlines()[-3:]
-    as_kept(lines)
+    as_kept(detector.frames[-1].splitlines()[-3:])
 
 
 def test_an_interrupt_inside_a_hook_is_the_users():

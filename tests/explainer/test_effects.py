@@ -123,8 +123,7 @@ def test_a_method_of_a_tensors_is_no_iterator_of_that_name():
         model.weight.fill_(1.0)
     around = {"log": iter([1]), "model": model, "x": x}  # and x.log() reads no `log`
     loss = eval("lambda: model(x).log().mean()", around)
-    found = explained(model, loss)
-    assert found.cause == "undefined"
+    assert explained(model, loss).cause == "undefined"
 
 
 @pytest.mark.parametrize("is_on", [True, False])

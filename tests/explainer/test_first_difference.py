@@ -158,5 +158,4 @@ def test_an_error_of_the_comparison_costs_only_the_comparison(monkeypatch):
 def test_a_flight_record_beside_it(model, optimizer, tmp_path):
     guard = OverflowGuard(model, optimizer, record=tmp_path / "run.ofr")
     flip_once(model.blocks[0].fc1, 5, 3e38)
-    found = failing_step(model, optimizer, guard, *DATA)
-    assert found.module == "blocks.0.fc1"
+    assert failing_step(model, optimizer, guard, *DATA).module == "blocks.0.fc1"

@@ -219,8 +219,7 @@ def test_objects_are_looked_through_without_their_code():
         ),
         held,
     )
-    found = explained(net, loss)
-    assert found.tensor == "held.batch['target']"
+    assert explained(net, loss).tensor == "held.batch['target']"
 
 
 @pytest.mark.tries_remedies

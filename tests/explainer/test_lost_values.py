@@ -327,8 +327,7 @@ def test_the_input_outside_of_the_domain(case):
 def test_a_negative_running_variance(as_kept):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()
     model[1].running_var[2] = -0.5
-    found = explain(model, torch.ones(4, 2), lambda x: model(x).sum())
-    as_kept(found.evidence[0])
+    as_kept(explain(model, torch.ones(4, 2), lambda x: model(x).sum()).evidence[0])
 
 
 def test_class_weights_of_zero_are_not_ignored_labels(as_kept):
@@ -344,8 +343,7 @@ def test_labels_that_are_all_ignored(as_kept):
     found = explained(1.0, lambda x: F.cross_entropy(x, labels))
     assert found.cause == "empty reduction"
     assert "all are ignored" in found.evidence[1]
-    first = next(each for each in found.remedies if each.is_finite)
-    as_kept(first.text)
+    as_kept(next(each for each in found.remedies if each.is_finite).text)
 
 
 def test_a_nan_that_a_masks_infs_made_is_what_is_explained(as_kept):

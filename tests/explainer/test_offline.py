@@ -103,8 +103,7 @@ def test_weights_of_another_step_are_refused(tmp_path, as_kept):
         other.layer.weight[0, 0] += 1
         other.norm.running_var[1] = 2
     as_kept.error(UnreadableStepError, explain_folder, tmp_path, other)
-    found = explain_folder(tmp_path, other, any_weights=True)
-    as_kept(found.notes[0])
+    as_kept(explain_folder(tmp_path, other, any_weights=True).notes[0])
     as_kept.error(UnreadableStepError, explain_folder, tmp_path, nn.Linear(2, 2))
 
 
@@ -173,8 +172,7 @@ def test_types_that_are_not_json_come_back_or_are_named(tmp_path, as_kept):
     here = left_by(tmp_path, model, call)
     found = explain_folder(tmp_path, Mixed())
     assert place(found) == place(here) and found.op is not None
-    notes = " ".join(found.notes)
-    as_kept(notes)
+    as_kept(" ".join(found.notes))
 
 
 def ambient(**values):

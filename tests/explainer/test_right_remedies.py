@@ -536,8 +536,7 @@ def test_a_zero_that_was_drawn_is_said_to_be(as_kept):
         noise = torch.rand_like(x.bfloat16())
         return (x * model.w * -noise.log()).mean()
 
-    found = explain(model, torch.ones(400, 2), noisy)
-    as_kept(found.evidence[1])
+    as_kept(explain(model, torch.ones(400, 2), noisy).evidence[1])
 
 
 @pytest.mark.slow
@@ -679,8 +678,7 @@ LINKED = {
 def test_what_a_layer_returns_is_made_positive_where_that_is_needed(name, as_kept):
     torch.manual_seed(0)
     model = Layer()
-    found = stopped(model, LINKED[name], [torch.ones(3, 2)])
-    as_kept(found.remedies[0].code)
+    as_kept(stopped(model, LINKED[name], [torch.ones(3, 2)]).remedies[0].code)
 
 
 def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_kept):
@@ -690,8 +688,7 @@ def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_
         mean, var = model.rate(x).unbind(-1)
         return (var.log() + (1 - mean) ** 2 / var).sum()
 
-    found = stopped(Layer(2), loss, [torch.ones(3, 2)])
-    as_kept(found.remedies[0].code)
+    as_kept(stopped(Layer(2), loss, [torch.ones(3, 2)]).remedies[0].code)
 
 
 def test_a_difference_below_zero_is_no_raw_output_of_a_layer():

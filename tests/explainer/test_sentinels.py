@@ -58,8 +58,7 @@ def test_a_missing_value_that_is_not_large(as_kept):
 
     batch = torch.ones(4, 3)
     batch[1, 0] = -9999
-    found = explained(batch, Root(3, 1))
-    as_kept(found.evidence[1])
+    as_kept(explained(batch, Root(3, 1)).evidence[1])
 
 
 def test_large_numbers_in_all_rows_are_none():

@@ -78,8 +78,7 @@ def test_a_bad_weight_comes_first(model, optimizer):
 def test_a_bad_weight_that_no_call_uses_is_found(model, optimizer):
     model.unused = nn.Linear(2, 2)
     model.unused.bias.data[1] = NAN
-    verdict = verdict_of(model, optimizer, batches(1)[0])
-    assert verdict.first.fqn == "unused.bias"
+    assert verdict_of(model, optimizer, batches(1)[0]).first.fqn == "unused.bias"
 
 
 def test_a_bad_buffer_is_blamed_for_its_module(model, optimizer):
@@ -115,8 +114,7 @@ def test_the_backward_of_the_loss_is_named(model, optimizer, as_kept):
         out = model(*batches(1)[0])["out"]
         (out.sum() * INF).backward()
         optimizer.step()
-    verdict = guard.last_report.verdict
-    as_kept(verdict.origin.maker)
+    as_kept(guard.last_report.verdict.origin.maker)
 
 
 def test_a_gradient_that_is_bad_by_itself(model, optimizer, as_kept):

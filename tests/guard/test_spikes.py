@@ -105,8 +105,7 @@ def trained(num, spike_at, after=lambda guard, model: None, **arguments):
 def test_a_spike_is_told_and_marked_and_changes_nothing(tmp_path, caplog, as_kept):
     log, record = tmp_path / "g.jsonl", tmp_path / "run.ofr"
     guard, states = trained(115, 105, log=log, record=record)
-    text = " ".join(caplog.text.replace("[overflow_fast]", "").split())
-    as_kept(text)
+    as_kept(" ".join(caplog.text.replace("[overflow_fast]", "").split()))
     assert not torch.equal(
         states[105]["model"]["body.weight"], states[106]["model"]["body.weight"]
     )

@@ -234,8 +234,7 @@ def test_what_no_hook_sees_in_a_forward_is_not_called_finite(as_kept):
         (loss * model.linear.weight.sum()).backward()
         report = report_from(optimizer.step)
         guard.disable()
-    notes = " ".join(report.notes)
-    as_kept(notes)
+    as_kept(" ".join(report.notes))
 
 
 def a_backward(model, scale=1.0):

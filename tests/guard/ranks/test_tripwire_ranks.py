@@ -81,5 +81,4 @@ def test_all_ranks_see_what_one_has_made(as_kept):
     as_kept(where)
     assert one["raise"]["found"][:2] == ("undefined", "aten.div.Tensor")
     assert one["skip"]["changed"] == [True, False, True]
-    notes = " ".join(one["transient"]["notes"])
-    as_kept(notes)
+    as_kept(" ".join(one["transient"]["notes"]))

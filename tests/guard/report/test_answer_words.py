@@ -71,8 +71,7 @@ def test_a_row_of_scores_that_is_minus_inf_throughout_is_named(as_kept):
     def loss_of(x):
         return model(x).masked_fill(hidden, -torch.inf).softmax(-1).mean()
 
-    found = explain(model, torch.ones(3, 4), loss_of)
-    as_kept(found.evidence[0])
+    as_kept(explain(model, torch.ones(3, 4), loss_of).evidence[0])
     hidden[1, 0] = False
     assert explain(model, torch.ones(3, 4), loss_of).cause == "not reproducible"
 

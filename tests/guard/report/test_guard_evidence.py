@@ -81,8 +81,7 @@ def test_what_is_no_plain_tensor_is_listed(tmp_path, as_kept):
         model(torch.ones(1, 2), sparse, INF, name="x").sum().backward()
         optimizer.step()
     folder = step_folders(tmp_path)["step-00000000"]
-    left_out = (folder / "left_out.txt").read_text().splitlines()
-    as_kept(left_out)
+    as_kept((folder / "left_out.txt").read_text().splitlines())
 
 
 def test_a_clean_run_leaves_nothing(model, optimizer, tmp_path):

@@ -104,8 +104,7 @@ def test_a_loss_that_is_returned_is_not_said_to_be_finite():
 def test_what_a_request_was_given_is_not_left_by_it():
     with torch.inference_mode():
         x = rows_bad(1)
-    report = judged({"x": x, "loss": torch.ones(())}, ["a", "b", "c"])
-    assert report.poisoned == {}
+    assert judged({"x": x, "loss": torch.ones(())}, ["a", "b", "c"]).poisoned == {}
 
 
 @pytest.mark.parametrize(

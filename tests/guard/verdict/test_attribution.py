@@ -596,8 +596,7 @@ def test_an_index_is_not_called_a_sample_where_that_is_not_known(
 ):
     x = torch.ones(shape)
     x[7] = NAN
-    verdict = verdict_of(make(), lambda m: m(x, *others)[0].sum())
-    as_kept(verdict.origin.batch_places)
+    as_kept(verdict_of(make(), lambda m: m(x, *others)[0].sum()).origin.batch_places)
     x[2] = NAN
     as_kept(verdict_of(make(), lambda m: m(x, *others)[0].sum()).origin.batch_places[0])
 
@@ -1056,8 +1055,7 @@ def test_a_hook_on_a_tensor_in_the_model_is_a_candidate(as_kept):
 def test_gradients_that_were_there_before_are_candidates(as_kept):
     model = mlp()
     model[0].weight.grad = torch.full((3, 3), NAN)
-    verdict = verdict_of(model, mean_of)
-    as_kept(verdict.origin.maker)
+    as_kept(verdict_of(model, mean_of).origin.maker)
 
 
 # Weights that may have been written or replaced within the step.

@@ -156,8 +156,7 @@ def test_a_nan_is_not_said_to_overflow_in_float16(as_kept):
         for factor in (1.0, math.nan):
             guard.run(lambda f=factor: model(torch.ones(2, 8)).mean() * f).backward()
             optimizer.step()
-    text = str(guard.headroom())
-    as_kept(text)
+    as_kept(str(guard.headroom()))
 
 
 def test_before_the_first_step_there_is_nothing(as_kept):

@@ -50,8 +50,7 @@ def test_a_layer_more_leaves_one_alone(few_cells, tmp_path, as_kept):
     mine, its = Chain("abcdefgh"), Chain("stuvwxyz")
     its.layers["v"] = torch.nn.Identity()
     diff = compared(tmp_path, mine, its)
-    renamed = " ".join(diff.said)
-    as_kept(renamed)
+    as_kept(" ".join(diff.said))
 
 
 def test_without_equal_results_the_order_decides(few_cells, tmp_path):

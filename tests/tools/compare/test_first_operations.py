@@ -48,8 +48,7 @@ def test_a_fill_value_that_follows_the_dtype_is_no_difference():
     x = torch.randn(2, 6, 16).half()
     keep = torch.ones(2, 6, dtype=torch.bool)
     keep[1, 3:] = False
-    found = shadow(model.half(), (x, keep))
-    assert found.first.op.startswith("aten.addmm")
+    assert shadow(model.half(), (x, keep)).first.op.startswith("aten.addmm")
 
 
 def test_what_overflows_behind_a_fill_value_is_named():
@@ -77,8 +76,7 @@ def test_nans_of_both_are_told(as_kept):
         model.a.bias.zero_()
     half, x = copy.deepcopy(model).bfloat16(), torch.randn(3, 4)
     x[1] = 0
-    text = str(compare_live(half, model, x.bfloat16(), reference_batch=x))
-    as_kept(text)
+    as_kept(str(compare_live(half, model, x.bfloat16(), reference_batch=x)))
 
 
 def test_the_look_at_operations_compiles_nothing():
@@ -89,6 +87,5 @@ def test_the_look_at_operations_compiles_nothing():
     compiled = torch.compile(model, backend="aot_eager")
     other = torch.compile(other, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
-    found = compare_live(compiled, other, torch.randn(2, 4))
-    assert found.first is not None
+    assert compare_live(compiled, other, torch.randn(2, 4)).first is not None
     assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) <= 2

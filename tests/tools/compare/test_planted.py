@@ -432,14 +432,12 @@ def head_gradient(change):
 
 def test_a_gradient_of_nans_is_no_multiple(compared, as_kept):
     run = Run(gradients=head_gradient(lambda g: g.fill_(torch.nan)), steps=1)
-    said = str(compared(run, Run(steps=1)).first)
-    as_kept(said)
+    as_kept(str(compared(run, Run(steps=1)).first))
 
 
 def test_one_gradient_that_is_a_multiple_is_one(compared, as_kept):
     run = Run(gradients=head_gradient(lambda g: g.mul_(0.5)), steps=1)
-    said = str(compared(run, Run(steps=1)).first)
-    as_kept(said)
+    as_kept(str(compared(run, Run(steps=1)).first))
 
 
 def test_a_step_without_gradients_in_one_run_is_not_called_equal(compared, as_kept):

@@ -83,8 +83,7 @@ def test_a_later_loss_is_in_its_step(compared, as_kept):
 def test_steps_between_that_were_not_recorded_leave_it_open(compared, as_kept):
     diff = compared(sgd(0.02), sgd(), steps=[0, 2])
     assert (diff.first.kind, diff.first.row.step) == ("weights", 2)
-    said = str(diff.first)
-    as_kept(said)
+    as_kept(str(diff.first))
 
 
 def test_a_buffer_is_no_update(compared, as_kept):

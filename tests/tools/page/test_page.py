@@ -157,8 +157,7 @@ def test_nothing_at_all(as_kept):
 
 
 def test_a_clean_record(as_kept):
-    page = parsed([record_of(torch.ones(2, 1))])
-    as_kept(page.sections["No non-finite value"])
+    as_kept(parsed([record_of(torch.ones(2, 1))]).sections["No non-finite value"])
 
 
 def test_the_first_bad_entry_is_named_without_evidence(as_kept):
@@ -313,8 +312,7 @@ def test_the_line_that_failed_has_its_neighbours(tmp_path, as_kept):
 def test_a_gradient_on_the_way_is_no_weight(as_kept):
     gradient = entry("h.0", "weight", "gradient")
     sheet = Sheet([record_of(torch.tensor([[NAN]]), [gradient], torch.tensor([[1]]))])
-    path = failure_path(Incident(0), sheet, sheet.grid(9))
-    as_kept(path.stations)
+    as_kept(failure_path(Incident(0), sheet, sheet.grid(9)).stations)
 
 
 def test_the_way_names_what_was_bad_and_counts_what_was_not(as_kept):
@@ -329,8 +327,7 @@ def test_the_way_names_what_was_bad_and_counts_what_was_not(as_kept):
     h = path.tree.children["h"]
     assert list(h.children) == ["1"] and (h.num_finite, h.num_unseen) == (2, 0)
     assert h.children["1"].num_unseen == 1
-    marks = h.children["1"].children["b"].marks
-    as_kept(marks)
+    as_kept(h.children["1"].children["b"].marks)
     explained = Incident(0, report, {"module": "h.1"})
     path = failure_path(explained, sheet, sheet.grid(9))
     h = path.tree.children["h"].children["1"]

@@ -282,8 +282,7 @@ def test_a_layer_without_a_kernel_for_a_dtype_stays(as_kept):
 
     model = nn.Sequential(nn.Linear(8, 8), NoHalf(), nn.Linear(8, 1))
     advice = advise(model)
-    why = row_of(advice, "1").reasons["float16"]
-    as_kept(why)
+    as_kept(row_of(advice, "1").reasons["float16"])
     assert advice.float16 == ["0", "2"] and advice.bfloat16 == ["0", "1", "2"]
 
 

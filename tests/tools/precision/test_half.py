@@ -68,8 +68,7 @@ def test_a_model_that_fits_needs_no_list():
 
 
 def test_the_first_line_says_what_to_call(as_kept):
-    advice = advise_precision(make(), [batch()], cast="half")
-    as_kept(advice)
+    as_kept(advise_precision(make(), [batch()], cast="half"))
 
 
 @pytest.mark.parametrize("cast", ["full", None])
