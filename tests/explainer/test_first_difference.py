@@ -34,8 +34,7 @@ def flip_once(module, place, value, on="output"):
 def failing_step(model, optimizer, guard, x, y):
     with pytest.raises(NonFiniteError) as error:
         for _ in range(3):
-            loss = guard.run(lambda: model(x, y=y)["loss"])
-            loss.backward()
+            guard.run(lambda: model(x, y=y)["loss"]).backward()
             optimizer.step()
             optimizer.zero_grad()
     return error.value.report.explanation

@@ -64,8 +64,7 @@ def distance(output, true):
 
 
 def test_a_residual_stream_is_cured_up_to_its_normalization():
-    found = explain(make_decoder(), batch())
-    best = found.remedies[0]
+    best = explain(make_decoder(), batch()).remedies[0]
     assert best.code == (
         "overflow_fast.keep_in_fp32(model, ['layers.1.mlp.down', 'layers.2', "
         "'layers.3'], until=['norm'])"

@@ -118,8 +118,7 @@ def test_two_keys_of_the_batch_that_are_bad():
     def loss(batch):
         return (model(batch["x"]) - batch["y"]).pow(2).mean()
 
-    found = explain(model, batch, loss)
-    remedy = found.remedies[0]
+    remedy = explain(model, batch, loss).remedies[0]
     assert remedy.is_recommended and len(remedy.parts) == 2
     for part in remedy.parts:
         space = {"torch": torch, "batch": batch}

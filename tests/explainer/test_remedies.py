@@ -210,8 +210,7 @@ def test_what_a_layer_holds_is_repaired(name):
     model = nn.Sequential(nn.Linear(3, 3), UNUSABLE[name]())
     before = {key: each.clone() for key, each in model.state_dict().items()}
     x = torch.randn(4, 3)
-    found = explain(model, x, lambda x: model(x).sum())
-    (remedy,) = recommended(found)
+    (remedy,) = recommended(explain(model, x, lambda x: model(x).sum()))
     assert all(each.equal(before[key]) for key, each in model.state_dict().items())
     exec(remedy.code, {"torch": torch, "model": model})
     assert model(x).isfinite().all()
@@ -259,8 +258,7 @@ def test_an_augmented_assignment(tmp_path, as_kept):
         "    return {}", "    y = x * w\n    y **= 0.5\n    return y.sum()"
     )
     module, path = module_of(tmp_path, text)
-    found = explained(module.loss_of, -torch.ones(3, 2))
-    good = recommended(found)
+    good = recommended(explained(module.loss_of, -torch.ones(3, 2)))
     as_kept([remedy.code for remedy in good])
     fresh, _ = module_of(tmp_path, edited(path, good[0]))
     assert fresh.loss_of(-torch.ones(3, 2), torch.ones(2)).isfinite()
@@ -464,8 +462,7 @@ def test_autocast_in_bfloat16(as_kept):
 def test_a_cast_of_the_programs_own_is_none_of_autocasts(name, tmp_path, as_kept):
     code, x = LINES[name]
     module, _ = module_of(tmp_path, SOURCE.format(code))
-    found = explained(module.loss_of, x)
-    cast, clamp = found.remedies
+    cast, clamp = explained(module.loss_of, x).remedies
     assert cast.is_right
     as_kept(cast.text)
     assert ".clamp(-65504, 65504)" in clamp.code and clamp.misses == "loss"

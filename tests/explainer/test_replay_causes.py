@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from kept_texts import errors_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -387,7 +386,7 @@ def test_wrong_arguments(as_kept):
     def call(arguments):
         explain(*arguments)
 
-    as_kept(errors_of(call, [(1, 2), (Net(), 1, 2)]))
+    as_kept.errors(call, [(1, 2), (Net(), 1, 2)])
 
 
 @pytest.mark.tries_remedies

@@ -251,8 +251,7 @@ def loss_of(x, w):
 
 def test_the_same_form_a_line_below_is_changed_with_it(tmp_path):
     module, _ = module_of(tmp_path, TWINS)
-    found = explained(module.loss_of, torch.full((3, 2), -200.0))
-    first = found.remedies[0]
+    first = explained(module.loss_of, torch.full((3, 2), -200.0)).remedies[0]
     assert first.is_right and first.code.count("F.logsigmoid(") == 2
     assert (first.line, first.last_line) == (8, 9)
     alone = explained(module_of(tmp_path, TWINS.replace("1 - p", "p.abs()"))[0].loss_of,
@@ -631,8 +630,7 @@ def test_a_value_of_a_distribution_without_an_edge_is_left_as_it_is(tmp_path):
 
 def test_half_inputs_of_a_model_without_weights_are_what_is_cast():
     x = torch.full((3, 8), 5e4).half()
-    found = explain(nn.PairwiseDistance(), (x, -x))
-    best = found.remedies[0]
+    best = explain(nn.PairwiseDistance(), (x, -x)).remedies[0]
     assert best.is_recommended and "autocast" not in best.code
     assert best.code.count(".to(torch.bfloat16)") == 2
 

@@ -32,8 +32,7 @@ def explained(device, dtype=None):
                 with torch.autocast(device, dtype, enabled=dtype is not None):
                     return (model(x) - y).square().mean()
 
-            loss = guard.run(forward)
-            loss.backward()
+            guard.run(forward).backward()
             try:
                 optimizer.step()
             except NonFiniteError as error:

@@ -126,8 +126,7 @@ def test_the_bad_row_of_an_embedding_and_its_place_in_the_batch(as_kept):
     optimizer = torch.optim.SGD(model.parameters())
     with OverflowGuard(model, optimizer) as guard:
         with pytest.raises(NonFiniteError) as caught:
-            loss = guard.run(lambda: model(ids).mean())
-            loss.backward()
+            guard.run(lambda: model(ids).mean()).backward()
             optimizer.step()
     as_kept(caught.value.report.explanation)
 

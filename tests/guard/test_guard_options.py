@@ -3,7 +3,6 @@
 import pytest
 import torch
 from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
-from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
@@ -14,26 +13,24 @@ def test_wrong_arguments_are_told(model, optimizer, as_kept):
     def call(arguments):
         OverflowGuard(model, optimizer, **arguments)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                {"on_overflow": "stop"},
-                {"on_overflow": None},
-                {"watch": "weights"},
-                {"watch": []},
-                {"watch": ["grads"]},
-                {"watch": ["tripwir"]},
-                {"watch": ["grad_outputs"]},
-                {"include": "head"},
-                {"include": ["tail"]},
-                {"exclude": None},
-                {"exclude": ["x.*"]},
-                {"sync": "never"},
-                {"max_consecutive_skips": -1},
-                {"process_group": True},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            {"on_overflow": "stop"},
+            {"on_overflow": None},
+            {"watch": "weights"},
+            {"watch": []},
+            {"watch": ["grads"]},
+            {"watch": ["tripwir"]},
+            {"watch": ["grad_outputs"]},
+            {"include": "head"},
+            {"include": ["tail"]},
+            {"exclude": None},
+            {"exclude": ["x.*"]},
+            {"sync": "never"},
+            {"max_consecutive_skips": -1},
+            {"process_group": True},
+        ],
     )
     assert hooks_of(model, optimizer) == 0
 
@@ -42,7 +39,7 @@ def test_wrong_models_are_told(as_kept):
     def call(model):
         OverflowGuard(model)
 
-    as_kept(errors_of(call, [None, [nn.ReLU(), 3], [], {}]))
+    as_kept.errors(call, [None, [nn.ReLU(), 3], [], {}])
 
 
 @pytest.mark.parametrize("optimizer", [3, "adam", [None], nn.ReLU()])

@@ -5,7 +5,6 @@ import types
 import pytest
 import torch
 from guarding import batches, make, train_step
-from kept_texts import errors_of
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, flags
@@ -159,9 +158,7 @@ def test_what_cannot_be_registered_is_refused(as_kept):
         device_type, clear, read = arguments
         flags.register(device_type, clear=clear, read=read)
 
-    as_kept(
-        errors_of(call, [(3, print, print), ("npu", None, print), ("npu", print, 1)])
-    )
+    as_kept.errors(call, [(3, print, print), ("npu", None, print), ("npu", print, 1)])
     assert overflow_fast.flags is flags
 
 

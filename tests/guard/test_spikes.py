@@ -156,8 +156,7 @@ def test_a_recorded_norm_stands_for_the_gradients(caplog):
         for i in range(115):
             out = model(torch.randn(4, 8), y=torch.randn(4, 1))
             out["loss"].backward()
-            norm = torch.tensor(1e3 if i == 110 else 1.0)
-            guard.record(grad_norm=norm)
+            guard.record(grad_norm=torch.tensor(1e3 if i == 110 else 1.0))
             optimizer.step()
             optimizer.zero_grad()
     assert "grad norm 1000" in caplog.text

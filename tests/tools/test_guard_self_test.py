@@ -11,7 +11,6 @@ import torch
 from assembled import Assembled
 from containers import FEW, Model
 from guarding import NAN, Net, assert_same, batches, hooks_of, plant, train, train_step
-from kept_texts import errors_of
 from torch import nn
 from workloads import WORKLOADS
 
@@ -347,11 +346,8 @@ def test_wrong_arguments_are_reported(as_kept):
         model, _ = make()
         OverflowGuard(model).self_test(batch_of(), **arguments)
 
-    as_kept(
-        errors_of(
-            call,
-            [{"loss": 3}, {"layers": "head"}, {"layers": ["tail"]}, {"max_layers": 0}],
-        )
+    as_kept.errors(
+        call, [{"loss": 3}, {"layers": "head"}, {"layers": ["tail"]}, {"max_layers": 0}]
     )
 
 

@@ -253,8 +253,7 @@ def one_rank_skips_a_layer():
 
 def bad_state(joint):
     model = ddp(make())
-    optimizer = sgd(model)
-    guard = OverflowGuard(model, optimizer)
+    guard = OverflowGuard(model, sgd(model))
     messages = []
     for _ in range(2):
         try:

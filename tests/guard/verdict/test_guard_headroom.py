@@ -8,7 +8,6 @@ import pytest
 import torch
 from assembled import Assembled
 from guarding import INF, batches, flat, make, plant, train, train_step
-from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import Headroom, NonFiniteError, OverflowGuard, Schedule, Underflow
@@ -455,7 +454,7 @@ def test_wrong_exporters_are_reported(as_kept):
     def call(metrics):
         OverflowGuard(nn.Linear(1, 1), metrics=metrics)
 
-    as_kept(errors_of(call, [nn.Linear, "runs", [print, 3]]))
+    as_kept.errors(call, [nn.Linear, "runs", [print, 3]])
 
 
 @pytest.mark.explains

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from compared_models import batch, tower
-from kept_texts import errors_of
 
 import overflow_fast
 
@@ -31,21 +30,19 @@ def test_what_a_comparison_cannot_use_is_refused(tmp_path, as_kept):
     def call(options):
         overflow_fast.compare(tmp_path, tmp_path, **options)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                {"threshold": float("nan")},
-                {"threshold": -1.0},
-                {"threshold": "1"},
-                {"cosine": 1.5},
-                {"cosine": float("nan")},
-                {"names": ["a"]},
-                {"names": {"(": "x"}},
-                {"names": {"a": r"\1"}},
-                {"names": {"a": r"\g<b>"}},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            {"threshold": float("nan")},
+            {"threshold": -1.0},
+            {"threshold": "1"},
+            {"cosine": 1.5},
+            {"cosine": float("nan")},
+            {"names": ["a"]},
+            {"names": {"(": "x"}},
+            {"names": {"a": r"\1"}},
+            {"names": {"a": r"\g<b>"}},
+        ],
     )
 
 

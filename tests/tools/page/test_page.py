@@ -48,8 +48,7 @@ def numbers(payload, shape, is_wide):
 
 def test_cells_are_headroom_in_bits_and_what_is_no_number():
     high = torch.tensor([[LIMIT, LIMIT / 2, 0.0], [NAN, LIMIT / 4, NAN]])
-    nans = torch.tensor([[0, 0, 0], [3, 0, 0]])
-    page = parsed([record_of(high, nans=nans)])
+    page = parsed([record_of(high, nans=torch.tensor([[0, 0, 0], [3, 0, 0]]))])
     codes = numbers(page.payloads["headroom"], (3, 2), True)
     expected = [[0, NONFINITE], [BITS, 2 * BITS], [ALL_ZERO, NOT_SEEN]]
     assert codes.tolist() == expected
@@ -69,8 +68,7 @@ def test_counts_are_carried_where_they_were_counted(as_kept):
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
 def test_random_magnitudes_survive_the_packing(scale):
     high = torch.rand(40, 7) * LIMIT * scale
-    page = parsed([record_of(high)])
-    codes = numbers(page.payloads["headroom"], (7, 40), True)
+    codes = numbers(parsed([record_of(high)]).payloads["headroom"], (7, 40), True)
     torch.testing.assert_close(
         codes / BITS, (LIMIT / high.double()).log2().T.float(), atol=0.5 / BITS, rtol=0
     )
@@ -429,8 +427,7 @@ def test_gradients_stand_for_the_norm_where_nobody_gave_that():
 
 
 def test_a_clean_record_says_how_far_it_is_from_its_maximum(as_kept):
-    high = torch.tensor([[1.0, 2.0], [LIMIT / 4, 1.0]])
-    page = parsed([record_of(high)])
+    page = parsed([record_of(torch.tensor([[1.0, 2.0], [LIMIT / 4, 1.0]]))])
     text = "h.0: output (float16) in step 1, which could grow 4-fold (2.0 bits)"
     assert text in page.text
     as_kept(page.sections["No non-finite value"])

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from assembled import Assembled
 from containers import CONTAINERS, FEW
 from guarding import assert_same, hooks_of, make
-from kept_texts import errors_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -280,8 +279,7 @@ def test_a_layer_without_a_kernel_for_a_dtype_stays(as_kept):
                 raise RuntimeError("not implemented for 'Half'")
             return x * 2
 
-    model = nn.Sequential(nn.Linear(8, 8), NoHalf(), nn.Linear(8, 1))
-    advice = advise(model)
+    advice = advise(nn.Sequential(nn.Linear(8, 8), NoHalf(), nn.Linear(8, 1)))
     as_kept(row_of(advice, "1").reasons["float16"])
     assert advice.float16 == ["0", "2"] and advice.bfloat16 == ["0", "1", "2"]
 
@@ -566,15 +564,9 @@ def test_models_that_cannot_be_copied(as_kept):
     def call(model):
         advise_precision(model, [torch.ones(1, 2)])
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                nn.Linear(2, 2, device="meta"),
-                nn.LazyLinear(2),
-                torch.jit.script(nn.ReLU()),
-            ],
-        )
+    as_kept.errors(
+        call,
+        [nn.Linear(2, 2, device="meta"), nn.LazyLinear(2), torch.jit.script(nn.ReLU())],
     )
 
 
@@ -583,23 +575,21 @@ def test_wrong_arguments_are_named(as_kept):
         arguments = {"model": mlp(), "batches": [data(6, 8)], **arguments}
         advise_precision(**arguments)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                {"model": 1},
-                {"batches": torch.ones(2)},
-                {"batches": {"x": 1}},
-                {"batches": 1},
-                {"batches": []},
-                {"loss": 1},
-                {"loss": lambda m, x: m(x)},
-                {"loss": lambda x: None},
-                {"max_error": "8"},
-                {"max_rounds": -1},
-                {"batches": [torch.full((6, 8), torch.inf)]},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            {"model": 1},
+            {"batches": torch.ones(2)},
+            {"batches": {"x": 1}},
+            {"batches": 1},
+            {"batches": []},
+            {"loss": 1},
+            {"loss": lambda m, x: m(x)},
+            {"loss": lambda x: None},
+            {"max_error": "8"},
+            {"max_rounds": -1},
+            {"batches": [torch.full((6, 8), torch.inf)]},
+        ],
     )
 
 
@@ -609,8 +599,7 @@ def test_wrong_arguments_are_named(as_kept):
 def test_the_text_leads_with_the_verdict_and_fits_a_screen(as_kept):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(20)]
-    model = nn.Sequential(*blocks, outlier())
-    advice = advise(model)
+    advice = advise(nn.Sequential(*blocks, outlier()))
     text = str(advice)
     lines = text.splitlines()
     assert len(lines) <= 24
