@@ -187,6 +187,8 @@ def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog, as_kept)
     assert optimizer.overflow is False  # of the last step
     assert optimizer.num_overflows == 0  # the engine was not asked
     as_kept(caplog.messages)
+    train(model, optimizer, num_steps=1, bad=[0])
+    assert optimizer.overflow is True
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip", "raise"])
@@ -220,13 +222,6 @@ def test_a_state_of_an_engine_that_was_bad_before_is_not_of_this_step():
     optimizer.backward(1e25 * model(torch.ones(3, 4)).square().mean())
     optimizer.step()
     assert guard.last_report is None
-
-
-def test_an_engine_is_told_of_a_skip():
-    model, optimizer = make_engine()
-    Unexplained(model, optimizer, "skip")
-    train(model, optimizer, num_steps=2, bad=[1])
-    assert optimizer.overflow is True
 
 
 def test_a_healthy_run_is_the_same_bit_for_bit_and_silent(caplog):

@@ -141,9 +141,7 @@ def test_log_is_filtered(tmp_path, capsys, options, found):
 
 def test_log_for_readers(tmp_path, capsys, as_kept):
     shown = output_of(capsys, "log", write_log(tmp_path / "g.jsonl")).splitlines()
-    as_kept(shown[0])
-    as_kept(shown[1])
-    as_kept(shown[2])
+    as_kept(*shown[:3])
 
 
 def test_log_follows_a_file_that_grows_and_is_renamed(tmp_path, capsys, monkeypatch):

@@ -373,6 +373,7 @@ COMPILED = {
     "module": lambda net, **how: net.compile(**how) or net,
     "function": lambda net, **how: torch.compile(lambda x: net(x), **how),
     "child": lambda net, **how: net.fc2.compile(**how) or net,
+    "checkpointed": lambda net, **how: torch.compile(net, **how),
 }
 
 
@@ -407,6 +408,7 @@ def run_net(net, is_autocast):
 )
 def test_it_compiles_in_one_graph(graphs, what, fullgraph, is_autocast):
     net = half_net(is_autocast)
+    net.is_checkpointed = what == "checkpointed"
     keep_in_fp32(net, ["fc2"], until=["norm"])
     eager = copy.deepcopy(net)
     how = {"backend": "aot_eager", "fullgraph": fullgraph}
@@ -427,20 +429,6 @@ def test_it_compiles_with_inductor(graphs):
     with torch.no_grad():  # backward is of the same graph, and compiles as long
         out = torch.compile(net, fullgraph=True)(x)
         torch.testing.assert_close(out, eager(x), atol=0.02, rtol=0.02)
-    assert graphs() == (1, {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_autocast", [False, True], ids=["half", "autocast"])
-def test_it_compiles_with_checkpointing(graphs, is_autocast):
-    net = half_net(is_autocast)
-    net.is_checkpointed = True
-    keep_in_fp32(net, ["fc2"], until=["norm"])
-    eager = copy.deepcopy(net)
-    run = torch.compile(net, backend="aot_eager", fullgraph=True)
-    out = run_net(run, is_autocast)
-    assert torch.equal(out, run_net(eager, is_autocast))
-    assert net.fc2.weight.grad.isfinite().all()
     assert graphs() == (1, {})
 
 
