@@ -231,7 +231,8 @@ def captured(emulated, model, static, **options):
 @pytest.mark.parametrize("sync", SYNCS)
 def test_a_replay_is_judged_by_check(emulated, sync, variant, as_kept):
     static = CLEAN.clone()
-    detector = captured(emulated, nn.Linear(4, 4), static, sync=sync)
+    model = nn.Linear(4, 4)
+    detector = captured(emulated, model, static, sync=sync)
     detector.check()
     emulated.replay()
     detector.check()
@@ -303,7 +304,8 @@ def test_a_capture_without_a_forward_before_says_why(emulated, caplog, as_kept):
 
 def test_memory_that_a_graph_writes_to_outlives_the_detector(emulated):
     static = CLEAN.clone()
-    detector = captured(emulated, nn.Linear(4, 4), static)
+    model = nn.Linear(4, 4)
+    detector = captured(emulated, model, static)
     detector.remove()
     recorder = weakref.ref(detector)
     del detector

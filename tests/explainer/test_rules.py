@@ -488,7 +488,8 @@ def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, zero, tmp_
 
 def test_a_symmetric_matrix_is_to_have_a_determinant_above_zero(tmp_path):
     module, _ = module_of(tmp_path, HEAD.format("torch.logdet(x)"))
-    _, calls = recorded(module.f, torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+    x = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
+    _, calls = recorded(module.f, x)
     rule = next(e for e in GUARDS if e.pattern == "logdet(y)" and e.when is not None)
     changes = list(changes_of(rule, calls))
     assert changes == []

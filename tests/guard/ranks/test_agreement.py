@@ -253,7 +253,8 @@ def one_rank_skips_a_layer():
 
 def bad_state(joint):
     model = ddp(make())
-    guard = OverflowGuard(model, sgd(model))
+    optimizer = sgd(model)
+    guard = OverflowGuard(model, optimizer)
     messages = []
     for _ in range(2):
         try:

@@ -101,7 +101,8 @@ def test_a_report_in_a_notebook_has_aligned_rows_and_code_as_code(as_kept):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 4)
     with OverflowGuard(model, optimizer, "warn") as guard:
-        guard.run(lambda: -(1e4 * model(x)).softmax(1).log().mean()).backward()
+        loss = guard.run(lambda: -(1e4 * model(x)).softmax(1).log().mean())
+        loss.backward()
         optimizer.step()
     shown, _, folded = guard.last_report._repr_html_().partition("<details>")
     assert "color" not in shown  # a theme's own are, light or dark

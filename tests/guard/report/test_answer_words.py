@@ -71,7 +71,8 @@ def test_a_row_of_scores_that_is_minus_inf_throughout_is_named(as_kept):
     def loss_of(x):
         return model(x).masked_fill(hidden, -torch.inf).softmax(-1).mean()
 
-    as_kept(explain(model, torch.ones(3, 4), loss_of).evidence[0])
+    found = explain(model, torch.ones(3, 4), loss_of)
+    as_kept(found.evidence[0])
     hidden[1, 0] = False
     assert explain(model, torch.ones(3, 4), loss_of).cause == "not reproducible"
 
@@ -87,7 +88,8 @@ def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_d
         guard.run(lambda: model(torch.full((2, 4), size)).pow(2).mean()).backward()  # noqa: B023
         optimizer.step()
     optimizer.zero_grad()
-    guard.run(lambda: model(torch.ones(2, 4)).abs().exp().mean()).backward()
+    loss = guard.run(lambda: model(torch.ones(2, 4)).abs().exp().mean())
+    loss.backward()
     as_kept(raised(optimizer.step))
     guard.remove()
 
