@@ -255,6 +255,22 @@ def fresh():
     server.close()
 
 
+@pytest.fixture
+def made(request):
+    """What `make` of the test's file makes: a model and its optimizer."""
+    return request.module.make()
+
+
+@pytest.fixture
+def model(made):
+    return made[0]
+
+
+@pytest.fixture
+def optimizer(made):
+    return made[1]
+
+
 @pytest.fixture(autouse=True)
 def no_guard_is_left():
     """Guards end with their test: no other test meets what they have changed.

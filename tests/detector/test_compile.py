@@ -12,6 +12,7 @@ import guarding
 import pytest
 import torch
 import torch._dynamo.utils
+from assembled import Assembled
 from containers import CONTAINERS
 from guarding import (
     INF,
@@ -185,13 +186,8 @@ class Result:
     none: torch.Tensor | None = None
 
 
-class Nested(nn.Module):
+class Nested(Assembled):
     """Takes and returns whatever a module may."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Inner()
-        self.same = nn.Identity()
 
     def forward(self, x, mask=None):
         result = self.inner(
@@ -200,12 +196,7 @@ class Nested(nn.Module):
         return self.same(result.first), (result.rest[0], (result.rest[1]["a"],)), 5
 
 
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.act = nn.ReLU(inplace=True)
-
+class Inner(Assembled):
     def forward(self, x, parts, nothing, number, mask=None, n=0, e=None):
         hidden = self.linear(x + parts[0])
         hidden = self.act(hidden) + n
@@ -220,7 +211,10 @@ class Inner(nn.Module):
 def test_any_nesting_is_listed_as_in_eager(is_strict, lists_kwargs):
     def frames(compile_, **options):
         torch.manual_seed(0)
-        model = Nested()
+        model = Nested(
+            inner=Inner(linear=nn.Linear(4, 4), act=nn.ReLU(inplace=True)),
+            same=nn.Identity(),
+        )
         detector = DebugUnderflowOverflow(
             model, strict_compat=is_strict, list_kwargs=lists_kwargs
         )
@@ -414,8 +408,7 @@ def test_a_gradient_from_outside_is_that_of_the_module_within(form):
 
 
 @pytest.mark.slow
-def test_dynamic_shapes():
-    model, optimizer = make()
+def test_dynamic_shapes(model, optimizer):
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         compiled = torch.compile(model, **IN_ONE_GRAPH, dynamic=True)
         train_step(compiled, optimizer, (torch.randn(2, 8), torch.ones(2, 1)))
@@ -448,8 +441,7 @@ def test_blocks_that_are_compiled_share_their_graph(form):
     assert guard.last_report.verdict.first.fqn == "blocks.10.fc2.weight"
 
 
-def test_a_block_that_is_compiled_after_attaching():
-    model, optimizer = make()
+def test_a_block_that_is_compiled_after_attaching(model, optimizer):
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
         with plant(model.blocks[0].fc1, INF):
@@ -499,8 +491,7 @@ def test_hooks_that_come_late_take_effect(form, caplog, no_other_hooks, as_kept)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [Schedule(2), Schedule(warmup=1)], ids=str)
-def test_steps_that_are_not_watched_compile_nothing_again(schedule):
-    model, optimizer = make()
+def test_steps_that_are_not_watched_compile_nothing_again(model, optimizer, schedule):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     options = {"schedule": schedule, "explain": False}
     with OverflowGuard(model, optimizer, "warn", **options) as guard:
@@ -519,8 +510,7 @@ def test_steps_that_are_not_watched_compile_nothing_again(schedule):
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_watched_is_not_recorded():
-    model, optimizer = make()
+def test_a_step_that_is_not_watched_is_not_recorded(model, optimizer):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with OverflowGuard(model, optimizer, "warn", schedule=2) as guard:
         train(compiled, optimizer, batches(3))
@@ -547,8 +537,7 @@ def test_a_cadence_leaves_alone_what_else_is_compiled(monkeypatch, no_other_hook
 
 
 @pytest.mark.slow
-def test_two_watches_of_one_model():
-    model, optimizer = make()
+def test_two_watches_of_one_model(model, optimizer):
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     detector = DebugUnderflowOverflow(model, max_frames_to_save=None)
     with OverflowGuard(model, optimizer, "warn", watch=["activations"]) as guard:
@@ -602,8 +591,7 @@ def test_an_exception_in_a_compiled_forward_ends_its_step():
 
 
 @pytest.mark.slow
-def test_a_guard_raises_and_skips_as_in_eager():
-    model, optimizer = make()
+def test_a_guard_raises_and_skips_as_in_eager(model, optimizer):
     compiled = wrapped(model, **CAPTURED)
     with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
         train(compiled, optimizer, batches(2))
@@ -619,9 +607,8 @@ def test_a_guard_raises_and_skips_as_in_eager():
 
 
 @pytest.mark.slow
-def test_evidence_of_a_compiled_step(tmp_path):
+def test_evidence_of_a_compiled_step(model, optimizer, tmp_path):
     load_file = pytest.importorskip("safetensors.torch").load_file
-    model, optimizer = make()
     compiled = in_place(model, backend="eager")
     with OverflowGuard(model, optimizer, "warn", evidence=tmp_path, explain=False):
         with plant(model.blocks[0].fc1, INF):
@@ -677,8 +664,7 @@ def test_a_compiled_block_that_is_checkpointed():
 
 
 @pytest.mark.slow
-def test_threads_run_compiled_code():
-    model, optimizer = make()
+def test_threads_run_compiled_code(model, optimizer):
     model.eval()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with OverflowGuard(model, optimizer, "warn") as guard, torch.no_grad():
@@ -700,8 +686,7 @@ def test_threads_run_compiled_code():
 
 
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_an_exported_model_has_no_trace_of_its_watch(is_strict):
-    model, _ = make()
+def test_an_exported_model_has_no_trace_of_its_watch(model, is_strict):
     model.eval()
     x, y = batches(1)[0]
     expected = model(x, y=y)
@@ -713,19 +698,15 @@ def test_an_exported_model_has_no_trace_of_its_watch(is_strict):
     detector.remove()
 
 
-class Sum(nn.Module):
+class Sum(Assembled):
     """Its submodules' outputs have one gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
         return self.a(x) + self.b(x)
 
 
 def test_a_gradient_of_two_outputs_is_scanned_once():
-    model = Sum()
+    model = Sum(a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     compiled = in_a_function(model, backend="aot_eager", fullgraph=True)
     watch = ["activations", "grad_outputs"]
     with OverflowGuard(model, on_overflow="warn", watch=watch) as guard:
@@ -736,12 +717,8 @@ def test_a_gradient_of_two_outputs_is_scanned_once():
             assert coverage.tensors_scanned == (4 + 1) * steps
 
 
-class Between(nn.Module):
+class Between(Assembled):
     """Makes a nan between the calls of its submodules."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
 
     def forward(self, x):
         return self.b(torch.log(self.a(x) * 0 + x))
@@ -750,7 +727,7 @@ class Between(nn.Module):
 @pytest.mark.parametrize("form", [eager, wrapped, in_place])
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_who_made_it_is_known_through_a_wrapper(form, is_warm, as_kept):
-    model = Between()
+    model = Between(a=nn.Linear(8, 8), b=nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = form(model, backend="eager")
     with OverflowGuard(compiled, optimizer, "warn", explain=False) as guard:

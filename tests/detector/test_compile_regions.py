@@ -1,9 +1,11 @@
 """Compiled code with bodies of its own, or in parts; several watches; a last step."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import batches, make
 from report_texts import without_times
 from torch import nn
@@ -13,6 +15,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
+from overflow_fast.detector import compiled
 
 pytestmark = [
     pytest.mark.slow,
@@ -117,11 +120,27 @@ def test_a_whole_model_in_a_body():
         assert guard.coverage().not_scanned == {"inside torch.cond": 8}
 
 
-class Region(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+@pytest.mark.day
+@pytest.mark.parametrize(
+    "bodies, why",
+    [
+        ([], ""),
+        (["autograd.Function", "tag_activation_checkpoint"], ""),
+        (["autograd.Function", "cond", "map_impl"], "inside torch.cond"),
+        (["scan"], "inside scan"),
+    ],
+)
+def test_the_first_body_that_is_closed_is_the_reason(bodies, why, monkeypatch):
+    outermost = SimpleNamespace(source_target=None)
+    tracers = [outermost, *(SimpleNamespace(source_target=each) for each in bodies)]
+    output = SimpleNamespace(tracers=tracers)
+    tx = SimpleNamespace(export=False, output=output)
+    monkeypatch.setattr(compiled, "dynamo_translator", lambda: tx)
+    assert compiled.step_out() == why
+    assert (len(tracers) == len(bodies) + 2 and tracers[-1] is outermost) == bool(why)
 
+
+class Region(Assembled):
     @torch.compiler.nested_compile_region
     def forward(self, x):
         return self.linear(x) + x
@@ -130,7 +149,7 @@ class Region(nn.Module):
 @pytest.mark.parametrize("watch", [watched, DebugUnderflowOverflow])
 def test_compile_regions_that_are_repeated(watch):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Region() for _ in range(2)))
+    model = nn.Sequential(*(Region(linear=nn.Linear(4, 4)) for _ in range(2)))
     bare, _ = outcome(model, unwatched, is_compiled=False)
     torch._dynamo.reset()
     guard = watch(model)
@@ -176,12 +195,7 @@ def test_parts_of_a_model_under_ddp(backend):
         dist.destroy_process_group()
 
 
-class Encoded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-        self.head = nn.Linear(4, 1)
-
+class Encoded(Assembled):
     def forward(self, x):
         return self.head(self.encoder(x))
 
@@ -191,7 +205,10 @@ def test_watches_of_a_model_and_of_a_part_of_it(is_inner_first):
     def listed(is_compiled):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Encoded()
+        model = Encoded(
+            encoder=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+            head=nn.Linear(4, 1),
+        )
         parts = [model.encoder, model][:: 1 if is_inner_first else -1]
         guards = [OverflowGuard(part, None, "warn") for part in parts]
         call = torch.compile(model, backend="aot_eager") if is_compiled else model
@@ -222,13 +239,8 @@ def test_a_model_that_is_called_twice_in_one_compiled_function():
     detector.remove()
 
 
-class Tail(nn.Module):
+class Tail(Assembled):
     """Computes after its last submodule."""
-
-    def __init__(self, tail):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.tail = tail
 
     def forward(self, x):
         return self.tail(self.last(self.first(x)), x)
@@ -253,7 +265,7 @@ def test_a_root_that_computes_after_its_last_submodule(tail, form):
     def report(is_compiled):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = Tail(TAILS[tail])
+        model = Tail(first=nn.Linear(4, 4), last=nn.Linear(4, 4), tail=TAILS[tail])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         call = model
         if is_compiled and form == "wrapped":

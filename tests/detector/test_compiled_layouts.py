@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from assembled import Assembled
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -96,14 +97,8 @@ LAYOUTS = {
 }
 
 
-class Views(nn.Module):
+class Views(Assembled):
     """Gives modules inputs and outputs of each layout, and reads one as an image."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = nn.ModuleList(Scaled() for _ in LAYOUTS)
-        self.viewed = nn.ModuleList(Scaled() for _ in LAYOUTS)
-        self.conv = nn.Conv2d(8, 8, 3)
 
     def forward(self, *inputs):
         made = [module(x) for module, x in zip(self.made, inputs, strict=True)]
@@ -115,7 +110,11 @@ class Views(nn.Module):
 def run_views(compiles, is_watched=True):
     """What frames list of a call, what it returns, and the gradients of its inputs."""
     torch.manual_seed(0)
-    model = Views()
+    model = Views(
+        made=nn.ModuleList(Scaled() for _ in LAYOUTS),
+        viewed=nn.ModuleList(Scaled() for _ in LAYOUTS),
+        conv=nn.Conv2d(8, 8, 3),
+    )
     inputs = []
     for number, change in enumerate(LAYOUTS.values()):
         x = torch.randn(2, 8, 16, 16)

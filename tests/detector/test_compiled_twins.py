@@ -89,7 +89,6 @@ def inputs(num):
     return [torch.randn(5, 4) for _ in range(num)]
 
 
-WRAPS = [whole, method, parts, function]
 # A boundary is dynamo's: what follows it sees each way of compiling once. A Sequential
 # has no forward of its own. Each of the four orders is seen in two ways of compiling.
 KINDS = [

@@ -1,6 +1,5 @@
 """What the drop-in does besides what transformers' does: arguments, removal."""
 
-import pytest
 from parity import small_model
 
 from overflow_fast import DebugUnderflowOverflow
@@ -14,15 +13,7 @@ def test_remove_leaves_nothing_behind():
 
 
 def test_wrong_arguments(as_kept):
-    with pytest.raises(TypeError) as raised:
-        DebugUnderflowOverflow(3)
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        DebugUnderflowOverflow(small_model(), "21")
-    as_kept(raised.value)
-    with pytest.raises(ValueError) as raised:
-        DebugUnderflowOverflow(small_model(), -1)
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        DebugUnderflowOverflow(small_model(), trace_batch_nums=3)
-    as_kept(raised.value)
+    as_kept.error(TypeError, DebugUnderflowOverflow, 3)
+    as_kept.error(TypeError, DebugUnderflowOverflow, small_model(), "21")
+    as_kept.error(ValueError, DebugUnderflowOverflow, small_model(), -1)
+    as_kept.error(TypeError, DebugUnderflowOverflow, small_model(), trace_batch_nums=3)

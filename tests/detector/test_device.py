@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import parity
 import pytest
 import torch
+from assembled import Assembled
 from parity import small_model, spoil
 from torch import nn
 
@@ -189,11 +190,7 @@ def test_steps_inside_a_transform(emulated, name, is_emulated):
     assert printed(lambda: model(BAD))[1]
 
 
-class Many(nn.Module):
-    def __init__(self, count):
-        super().__init__()
-        self.count = count
-
+class Many(Assembled):
     def forward(self, x):
         return tuple(x + i for i in range(self.count))
 
@@ -209,7 +206,7 @@ class Many(nn.Module):
     indirect=["variant"],
 )
 def test_a_frame_of_any_number_of_tensors(count, variant):
-    model = Many(count)
+    model = Many(count=count)
     detector = watch(model, max_frames_to_save=None)
     for _ in range(2):
         model(torch.ones(2))
@@ -273,17 +270,13 @@ def test_nothing_waits_while_a_graph_is_captured(emulated):
 
 
 def test_a_captured_scan_is_not_taken_from_what_was_scanned_before(emulated):
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Identity(), nn.Identity()
-
+    class Mixed(Assembled):
         def forward(self, x):
             self.first(x)
             with emulated.capture():
                 return self.second(x)
 
-    model, static = Mixed(), CLEAN.clone()
+    model, static = Mixed(first=nn.Identity(), second=nn.Identity()), CLEAN.clone()
     detector = watch(model)
     model(static)
     model(static)
@@ -418,15 +411,11 @@ def test_a_step_that_is_ended_while_a_frame_is_recorded(as_kept):
             detector.check()  # as another thread could
             return ()
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = nn.Identity()
-
+    class Model(Assembled):
         def forward(self, x):
             return self.child(x), Ends()
 
-    model = Model()
+    model = Model(child=nn.Identity())
     detector = watch(model)
     model(CLEAN)
     assert "not scanned output[0]: " in detector.frames[-1]
@@ -449,11 +438,7 @@ def test_a_slot_that_nobody_wrote_is_not_clean(emulated, as_kept):
 @by_every_step_end
 @torch.no_grad()
 def test_streams_wait_for_each_other(emulated, variant):
-    class TwoStreams(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class TwoStreams(Assembled):
         def forward(self, x):
             x = self.first(x)
             emulated.state.stream = 7
@@ -461,7 +446,7 @@ def test_streams_wait_for_each_other(emulated, variant):
             emulated.state.stream = 0
             return x
 
-    model = TwoStreams()
+    model = TwoStreams(first=nn.Linear(4, 4), second=nn.Linear(4, 4))
     watch(model)
     model(CLEAN)
     # The side stream waits for the slots' first reset, the copy for the side stream.
@@ -504,11 +489,7 @@ def test_a_stream_that_ends_within_the_step_is_asked_for_nothing(emulated, varia
 
 @torch.no_grad()
 def test_a_stream_that_is_first_used_as_slots_run_out_waits_for_their_reset(emulated):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Identity(), nn.Identity()
-
+    class Two(Assembled):
         def forward(self, many, few):
             self.first(many)
             emulated.state.stream = 7
@@ -516,7 +497,7 @@ def test_a_stream_that_is_first_used_as_slots_run_out_waits_for_their_reset(emul
             emulated.state.stream = 0
 
     many = [torch.ones(1) for _ in range(4095)]
-    model = Two()
+    model = Two(first=nn.Identity(), second=nn.Identity())
     watch(model)
     # So that the frame of the root lists nothing that was not scanned before.
     model(many, [torch.ones(1), torch.ones(1)])
@@ -537,6 +518,4 @@ def test_events_are_recorded_again(emulated, variant):
 
 
 def test_wrong_sync(as_kept):
-    with pytest.raises(ValueError) as raised:
-        DebugUnderflowOverflow(nn.Linear(1, 1), sync="never")
-    as_kept(raised.value)
+    as_kept.error(ValueError, DebugUnderflowOverflow, nn.Linear(1, 1), sync="never")

@@ -321,8 +321,7 @@ def test_an_inf_in_a_recomputed_frame_is_reported_in_its_batch(capsys, as_kept):
     spoil(model)
     with pytest.raises(ValueError, match=DETECTED):
         loss.backward()
-    out = capsys.readouterr().out
-    as_kept(out)
+    as_kept(capsys.readouterr().out)
 
 
 def test_the_scan_saves_nothing_for_backward():

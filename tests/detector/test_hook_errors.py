@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overflow_fast import DebugUnderflowOverflow
 
 
-class OwnParameters(nn.Module):
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
+class OwnParameters(Assembled):
     def named_parameters(self, *args, **kwargs):
         raise self.error
 
@@ -21,15 +18,14 @@ class OwnParameters(nn.Module):
 
 
 def test_a_module_that_cannot_be_walked_is_listed_as_not_scanned(as_kept):
-    model = OwnParameters(RuntimeError("no way\nat all"))
+    model = OwnParameters(error=RuntimeError("no way\nat all"))
     detector = DebugUnderflowOverflow(model)
     model(torch.ones(2))
-    lines = detector.frames[-1].splitlines()[-3:]
-    as_kept(lines)
+    as_kept(detector.frames[-1].splitlines()[-3:])
 
 
 def test_an_interrupt_inside_a_hook_is_the_users():
-    model = OwnParameters(KeyboardInterrupt())
+    model = OwnParameters(error=KeyboardInterrupt())
     DebugUnderflowOverflow(model)
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2))

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from assembled import Assembled
 from parity import small_model, spoil
 from torch import nn
 
@@ -89,13 +90,8 @@ def test_model_and_detector_go_together():
     assert [reference() for reference in gone] == [None, None]
 
 
-class Looks(nn.Module):
+class Looks(Assembled):
     """Notes which activations of an earlier child are still alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4096), nn.Linear(4096, 4)
-        self.alive = None
 
     def forward(self, x):
         hidden = self.first(x)
@@ -108,7 +104,7 @@ class Looks(nn.Module):
 
 @pytest.mark.parametrize("defer", [False, True])
 def test_activations_are_not_kept(defer):
-    model = Looks()
+    model = Looks(first=nn.Linear(4, 4096), second=nn.Linear(4096, 4), alive=None)
     DebugUnderflowOverflow(model, _defer=defer)
     with torch.no_grad():
         model(torch.ones(1, 4))
@@ -116,11 +112,7 @@ def test_activations_are_not_kept(defer):
 
 
 def test_the_memory_of_an_activation_is_given_back_within_the_step():
-    class Frees(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = nn.Identity()
-
+    class Frees(Assembled):
         def forward(self, x):
             big = torch.ones(1 << 20)
             self.child(big)
@@ -130,24 +122,20 @@ def test_the_memory_of_an_activation_is_given_back_within_the_step():
             self.alive = self.reference() is not None
             return x
 
-    model = Frees()
+    model = Frees(child=nn.Identity())
     DebugUnderflowOverflow(model)
     model(torch.ones(1))
     assert model.alive is False
 
 
 def test_a_new_tensor_at_an_old_address_is_scanned():
-    class Reuses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.child = nn.Identity()
-
+    class Reuses(Assembled):
         def forward(self, x):
             for value in (*range(50), torch.inf):
                 self.child(torch.full((4096,), float(value)))
             return x
 
-    model = Reuses()
+    model = Reuses(child=nn.Identity())
     DebugUnderflowOverflow(model)
     with pytest.raises(ValueError, match="inf/nan"):
         model(torch.ones(1))

@@ -6,17 +6,10 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from guarding import INF, NAN, Block, assert_same, train_step
 from ranks import device, on_ranks
-from sharded_models import (
-    data,
-    ddp,
-    fsdp2,
-    make,
-    sharded_in_two_ways,
-    tensor_parallel,
-)
-from torch import nn
+from sharded_models import data, ddp, fsdp2, make, sharded_in_two_ways, tensor_parallel
 
 from overflow_fast import OverflowGuard
 
@@ -201,14 +194,7 @@ def test_fsdp1(order):
 # Pipelines.
 
 
-class Stage(nn.Module):
-    def __init__(self, index, bad_batch):
-        super().__init__()
-        self.block = Block(8)
-        self.index = index
-        self.bad_batch = bad_batch
-        self.calls = 0
-
+class Stage(Assembled):
     def forward(self, x):
         out = self.block(x)
         self.calls += 1
@@ -222,7 +208,9 @@ def run_pipeline(schedule_name, bad_batch):
 
     torch.manual_seed(dist.get_rank())
     rank, world = dist.get_rank(), dist.get_world_size()
-    module = Stage(rank, bad_batch).to(device())
+    module = Stage(block=Block(8), index=rank, bad_batch=bad_batch, calls=0).to(
+        device()
+    )
     stage = pipelining.PipelineStage(module, rank, world, device())
     schedule = getattr(pipelining, schedule_name)(
         stage, n_microbatches=4, loss_fn=lambda out, y: ((out - y) ** 2).mean()

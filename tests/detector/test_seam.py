@@ -175,8 +175,7 @@ def test_the_training_loop_is_no_module_of_that_name(as_kept):
 
 
 def test_settings_are_not_known_by_their_text(as_kept):
-    parameter = nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter], lr=INF)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=INF)
     remarks = bad_settings([optimizer])
     as_kept(remarks)
     as_kept(nonfinite_settings(remarks))

@@ -53,16 +53,6 @@ def expected_of(found, begin):
     return [(f"{begin}{tree.path_text(path)}", float(t.max())) for path, t in found]
 
 
-def shares_outer_tuples(output):
-    """True if a tuple of the outer two levels occurs again: it is listed again."""
-    if type(output) is not tuple:
-        return False
-    ids = [id(each) for each in output if isinstance(each, tuple)]
-    deeper = [part for part in output if isinstance(part, tuple)]
-    below = [t for _, t in tree.find(deeper, (tuple,), depth=0)]
-    return len(set(ids)) < len(ids) or bool(below)
-
-
 def check(args, kwargs):
     entries, opaque = listed(*args, **kwargs)
     given = tree.Walk((torch.Tensor,))

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from assembled import Assembled
 from parity import small_model, spoil
 from torch import nn
 
@@ -32,9 +33,7 @@ def train(watch):
 
 
 @pytest.mark.parametrize(
-    "watch",
-    [{}, {"memo": False}, {"_defer": True}, {"list_kwargs": True}],
-    ids=str,
+    "watch", [{}, {"memo": False}, {"_defer": True}, {"list_kwargs": True}], ids=str
 )
 def test_training_is_bit_identical(watch):
     for a, b in zip(train(None), train(watch), strict=True):
@@ -182,12 +181,7 @@ def test_one_watched_model_called_from_many_threads():
     assert detector.total_calls == 4 * 15 * 4
 
 
-class Interrupted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.child = nn.Linear(4, 4)
-        self.error = None
-
+class Interrupted(Assembled):
     def forward(self, x):
         x = self.child(x)
         if self.error is not None:
@@ -197,7 +191,7 @@ class Interrupted(nn.Module):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), RuntimeError()])
 def test_the_step_after_an_interrupted_one_is_whole(error):
-    model = Interrupted()
+    model = Interrupted(child=nn.Linear(4, 4), error=None)
     detector = DebugUnderflowOverflow(model)
     model(torch.ones(1, 4))
     model.error = error
@@ -212,7 +206,7 @@ def test_the_step_after_an_interrupted_one_is_whole(error):
 
 
 def test_a_deferred_verdict_of_a_forward_that_raises_is_printed(capsys, as_kept):
-    model = Interrupted()
+    model = Interrupted(child=nn.Linear(4, 4), error=None)
     DebugUnderflowOverflow(model, _defer=True)
     spoil(model)
     model.error = RuntimeError("the user's")

@@ -243,10 +243,10 @@ def test_the_other_samples_are_measured_where_the_clean_batch_fails_by_now():
 # How long it is kept.
 
 
-def guarded(model=None):
-    model = Exp() if model is None else model
+def guarded(explain=True):
+    model = Exp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-    return OverflowGuard(model, optimizer, explain=True), model, optimizer
+    return OverflowGuard(model, optimizer, explain=explain), model, optimizer
 
 
 def stepped(guard, model, optimizer, step=by_keyword, x=None):
@@ -274,9 +274,7 @@ def test_one_batch_is_kept_until_the_next_clean_step_or_the_guard_is_off(step):
 
 
 def test_none_is_kept_where_nothing_is_run_again():
-    model = Exp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
-    guard = OverflowGuard(model, optimizer, explain=False)
+    guard, model, optimizer = guarded(explain=False)
     assert stepped(guard, model, optimizer)() is None
     guard.remove()
 

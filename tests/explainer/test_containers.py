@@ -4,10 +4,11 @@ import datetime
 
 import pytest
 import torch
+from assembled import Assembled
 from containers import CONTAINERS, FEW
+from guarding import report_from
 from torch import nn
 
-import overflow_fast
 from overflow_fast import OverflowGuard
 
 pytestmark = pytest.mark.usefixtures("untried")
@@ -44,26 +45,19 @@ class Undefined(nn.Module):
         return self.container.make(self.log(self.lin(x)))
 
 
-def guarded(model, **options):
+def stopped(model, step, is_run=False):
+    """The explanation of a step that the guard stops."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return optimizer, OverflowGuard(model, optimizer, **options)
-
-
-def stopped(optimizer, step):
-    """The report of a step that the guard stops."""
-    with pytest.raises(overflow_fast.NonFiniteError) as caught:
-        step().backward()
-        optimizer.step()
-    return caught.value.report
+    with OverflowGuard(model, optimizer) as guard:
+        (guard.run(step) if is_run else step()).backward()
+        return report_from(optimizer.step).explanation
 
 
 @KINDS
 def test_a_bad_output_is_explained(kind):
     model = Undefined(kind)
-    optimizer, _ = guarded(model)
     x = torch.randn(3, 4)
-    report = stopped(optimizer, lambda: CONTAINERS[kind].get(model(x)).sum())
-    found = report.explanation
+    found = stopped(model, lambda: CONTAINERS[kind].get(model(x)).sum())
     assert (found.cause, found.op.name) == ("undefined", "aten.log")
     assert "torch.log" in found.op.code
 
@@ -74,10 +68,7 @@ def test_a_bad_sample_of_a_batch_is_named(kind, is_read_by_a_function):
     x = torch.randn(8, 4)
     x[5, 2] = NAN
     batch, model = CONTAINERS[kind].make(x), Taking(kind)
-    optimizer, guard = guarded(model)
-    step = lambda: model(batch)  # noqa: E731
-    run = (lambda: guard.run(step)) if is_read_by_a_function else step
-    found = stopped(optimizer, run).explanation
+    found = stopped(model, lambda: model(batch), is_read_by_a_function)
     assert (found.cause, found.tensor) == ("bad data", f"batch{CONTAINERS[kind].path}")
     assert found.sample == 5
 
@@ -92,19 +83,14 @@ def test_a_sample_that_fails_in_the_model_is_found_by_cutting(kind):
     x = torch.rand(8, 4) + 1
     x[6, 0] = 0
     batch, model = CONTAINERS[kind].make(x), Dividing(kind)
-    optimizer, _ = guarded(model)
-    found = stopped(optimizer, lambda: model(batch)).explanation
+    found = stopped(model, lambda: model(batch))
     assert found.op.name == "aten.div.Tensor"
     assert found.sample == 6
     assert CONTAINERS[kind].get(batch) is x  # the batch is as it was
 
 
 def test_a_forward_that_writes_to_its_batch_is_replayed_with_what_it_got():
-    class Writing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 1)
-
+    class Writing(Assembled):
         def forward(self, batch):
             batch.x = batch.x - 1
             batch.extra.pop()
@@ -112,9 +98,8 @@ def test_a_forward_that_writes_to_its_batch_is_replayed_with_what_it_got():
 
     batch = CONTAINERS["namespace"].make(torch.full((3, 4), 1.0))
     batch.extra = [torch.ones(1)]
-    model = Writing()
-    optimizer, _ = guarded(model)
-    found = stopped(optimizer, lambda: model(batch)).explanation
+    model = Writing(lin=nn.Linear(4, 1))
+    found = stopped(model, lambda: model(batch))
     assert (found.cause, found.op.name) == ("undefined", "aten.log")
     assert found.op.inputs[0].abs_max == 0
 
@@ -123,20 +108,15 @@ def test_a_batch_that_cannot_be_cut_is_said():
     class Day(datetime.date):
         pass
 
-    class Dividing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 1)
-
+    class Dividing(Assembled):
         def forward(self, batch):
             return (self.lin(batch.x) / batch.x[:, :1]).sum()
 
     batch = Day(2024, 1, 1)
     batch.x = torch.rand(8, 4) + 1
     batch.x[6, 0] = 0
-    model = Dividing()
-    optimizer, _ = guarded(model)
-    found = stopped(optimizer, lambda: model(batch)).explanation
+    model = Dividing(lin=nn.Linear(4, 1))
+    found = stopped(model, lambda: model(batch))
     assert found.op.name == "aten.div.Tensor"
     assert found.sample is None
     assert any("cannot rebuild" in note and "Day" in note for note in found.notes)
@@ -151,7 +131,6 @@ def test_an_object_that_leads_to_a_model_is_no_batch():
     model = nn.Linear(4, 1)
     trainer, target = Trainer(model), torch.randn(8, 1)
     target[3] = NAN
-    optimizer, guard = guarded(model)
     step = lambda: (trainer.model(trainer.x) - target).sum()  # noqa: E731
-    found = stopped(optimizer, lambda: guard.run(step)).explanation
+    found = stopped(model, step, is_run=True)
     assert (found.cause, found.tensor, found.sample) == ("bad data", "target", 3)

@@ -41,8 +41,7 @@ def diverged(at=0, spike=1.0, policy="raise", num_bad=0, **arguments):
     for step in range(300):
         x = torch.randn(16, 8) * (spike if step == at else 1.0)
         x[0] = float("nan") if 20 <= step < 20 + num_bad else x[0]
-        loss = guard.run(lambda x=x: (model(x) - x[:, :1]).pow(2).mean())
-        loss.backward()
+        guard.run(lambda x=x: (model(x) - x[:, :1]).pow(2).mean()).backward()
         try:
             optimizer.step()
         except NonFiniteError:

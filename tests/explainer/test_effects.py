@@ -1,6 +1,5 @@
 """What a step changes and a replay cannot put back makes no claim of a fault."""
 
-import functools
 import gc
 import random
 from types import SimpleNamespace
@@ -118,80 +117,13 @@ def test_a_number_that_stays_is_no_doubt():
     assert found.cause == "not reproducible"
 
 
-class Loop:
-    """A program's own loop, which holds what it takes its batches from."""
-
-    def __init__(self, model, stream):
-        self.model, self.stream = model, stream
-
-    def batch(self):
-        return next(self.stream)
-
-    def loss(self):
-        return self.model(self.batch()).log().mean()
-
-
-def by_name(model, stream):
-    return lambda: model(next(stream)).log().mean()
-
-
-def by_an_argument(model, stream):
-    return functools.partial(lambda batches: model(next(batches)).log().mean(), stream)
-
-
-def by_a_default(model, stream):
-    return lambda batches=stream: model(next(batches)).log().mean()
-
-
-def by_a_method(model, stream):
-    return Loop(model, stream).loss
-
-
-def by_a_method_of_an_object(model, stream):
-    loop = Loop(model, stream)
-    return lambda: loop.loss()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [by_name, by_an_argument, by_a_default, by_a_method, by_a_method_of_an_object],
-)
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_a_loss_that_takes_from_an_iterator_is_not_run_again(make, watch, as_kept):
-    stream, model = iter([torch.full((3, 4), float(i)) for i in range(9)]), net()
-    with torch.no_grad():
-        model.bias.fill_(-100.0)  # of whose output a logarithm is nan
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {} if watch is None else {"watch": watch}
-    with OverflowGuard(model, optimizer, "warn", explain=True, **options) as guard:
-        guard.run(make(model, stream)).backward()
-        optimizer.step()
-        found = guard.last_report.explanation
-    assert next(stream)[0, 0] == 1
-    as_kept(found.notes)
-
-
-def test_a_loss_that_writes_to_a_file_is_not_run_again(tmp_path):
-    model = net()
-    with (tmp_path / "log").open("w+") as log:
-
-        def loss():
-            log.write("a step\n")
-            return (model(torch.ones(3, 4)) * NAN).mean()
-
-        assert explained(model, loss).cause == "unknown"
-        log.seek(0)
-        assert log.read() == "a step\n"
-
-
 def test_a_method_of_a_tensors_is_no_iterator_of_that_name():
     model, x = net(), torch.full((3, 4), -100.0)
     with torch.no_grad():
         model.weight.fill_(1.0)
     around = {"log": iter([1]), "model": model, "x": x}  # and x.log() reads no `log`
     loss = eval("lambda: model(x).log().mean()", around)
-    found = explained(model, loss)
-    assert found.cause == "undefined"
+    assert explained(model, loss).cause == "undefined"
 
 
 @pytest.mark.parametrize("is_on", [True, False])

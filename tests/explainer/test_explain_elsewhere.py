@@ -75,8 +75,7 @@ def test_the_command_explains_it(left, as_kept):
     assert done.returncode == 0, done.stderr
     as_kept(done.stdout)
     whole = ("--model", f"{path}:build", "--loss", f"{path}:loss", "--json")
-    found = json.loads(command(folder, *whole).stdout)
-    assert found["module"] == ""
+    assert json.loads(command(folder, *whole).stdout)["module"] == ""
 
 
 WRONG = {

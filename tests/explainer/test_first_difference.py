@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -33,8 +34,7 @@ def flip_once(module, place, value, on="output"):
 def failing_step(model, optimizer, guard, x, y):
     with pytest.raises(NonFiniteError) as error:
         for _ in range(3):
-            loss = guard.run(lambda: model(x, y=y)["loss"])
-            loss.backward()
+            guard.run(lambda: model(x, y=y)["loss"]).backward()
             optimizer.step()
             optimizer.zero_grad()
     return error.value.report.explanation
@@ -44,9 +44,8 @@ DATA = (torch.ones(4, 8) * torch.arange(1, 5)[:, None], torch.zeros(4, 1))
 
 
 @pytest.mark.parametrize("defer", [False, True])
-def test_the_first_frame_that_differs_is_named(defer, as_kept):
+def test_the_first_frame_that_differs_is_named(model, optimizer, defer, as_kept):
     """A large finite value goes on through two blocks before it overflows."""
-    model, optimizer = make()
     guard = OverflowGuard(model, optimizer, _defer=defer)
     flip_once(model.blocks[0].fc1, 5, 3e38)
     found = failing_step(model, optimizer, guard, *DATA)
@@ -56,8 +55,7 @@ def test_the_first_frame_that_differs_is_named(defer, as_kept):
 
 
 @pytest.mark.slow
-def test_a_step_that_repeats_has_no_difference():
-    model, optimizer = make()
+def test_a_step_that_repeats_has_no_difference(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     with torch.no_grad():
         model.blocks[1].fc1.weight.mul_(1e30)
@@ -67,8 +65,7 @@ def test_a_step_that_repeats_has_no_difference():
     assert "differs" not in str([*found.notes, *found.evidence])
 
 
-def test_a_difference_is_named_where_both_are_bad(as_kept):
-    model, optimizer = make()
+def test_a_difference_is_named_where_both_are_bad(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer)
     with torch.no_grad():
         model.head.weight.fill_(3e38)
@@ -79,8 +76,7 @@ def test_a_difference_is_named_where_both_are_bad(as_kept):
     as_kept(notes[0])
 
 
-def test_a_count_that_differs(as_kept):
-    model, optimizer = make()
+def test_a_count_that_differs(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer)
     flip_once(model.blocks[2].act, 3, float("nan"))
     found = failing_step(model, optimizer, guard, *DATA)
@@ -88,8 +84,7 @@ def test_a_count_that_differs(as_kept):
     as_kept(found.evidence)
 
 
-def test_a_flipped_gradient():
-    model, optimizer = make()
+def test_a_flipped_gradient(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     flip_once(model.blocks[1].fc2, 3, float("inf"), on="gradient")
     found = failing_step(model, optimizer, guard, *DATA)
@@ -97,11 +92,7 @@ def test_a_flipped_gradient():
     assert not any("output of" in each.split("grad_")[0] for each in found.evidence)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
+class Checkpointed(Assembled):
     def forward(self, x, y):
         for block in self.net.blocks:
             x = checkpoint(block, x, use_reentrant=False)
@@ -113,7 +104,7 @@ def test_dropout_checkpoints_and_micro_batches_repeat():
     """What differs by design of the step does not differ in its replay."""
     model, _ = make()
     model.blocks[0].act = nn.Sequential(model.blocks[0].act, nn.Dropout(0.5))
-    model = Checkpointed(model)
+    model = Checkpointed(net=model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     OverflowGuard(model, optimizer)
     with torch.no_grad():
@@ -127,9 +118,8 @@ def test_dropout_checkpoints_and_micro_batches_repeat():
     assert "differs" not in str([*found.notes, *found.evidence])
 
 
-def test_the_row_is_of_one_step():
+def test_the_row_is_of_one_step(model, optimizer):
     """Extremes of the steps before are no difference."""
-    model, optimizer = make()
     guard = OverflowGuard(model, optimizer)
     with pytest.raises(NonFiniteError) as error:
         for scale in (1e3, 1e2, 1.0):
@@ -164,9 +154,7 @@ def test_an_error_of_the_comparison_costs_only_the_comparison(monkeypatch):
     assert "differs" not in str(found.evidence)
 
 
-def test_a_flight_record_beside_it(tmp_path):
-    model, optimizer = make()
+def test_a_flight_record_beside_it(model, optimizer, tmp_path):
     guard = OverflowGuard(model, optimizer, record=tmp_path / "run.ofr")
     flip_once(model.blocks[0].fc1, 5, 3e38)
-    found = failing_step(model, optimizer, guard, *DATA)
-    assert found.module == "blocks.0.fc1"
+    assert failing_step(model, optimizer, guard, *DATA).module == "blocks.0.fc1"

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from assembled import Assembled
 from small_models import Block
 from torch import nn
 
@@ -26,11 +27,7 @@ class Mlp(nn.Module):
         return self.down(self.up(x))
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(16), Mlp()
-
+class Layer(Assembled):
     def forward(self, x):
         return x + self.mlp(self.norm(x))
 
@@ -38,7 +35,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, num_layers=4):
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            Layer(norm=nn.LayerNorm(16), mlp=Mlp()) for _ in range(num_layers)
+        )
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
 
     def forward(self, x):
@@ -65,8 +64,7 @@ def distance(output, true):
 
 
 def test_a_residual_stream_is_cured_up_to_its_normalization():
-    found = explain(make_decoder(), batch())
-    best = found.remedies[0]
+    best = explain(make_decoder(), batch()).remedies[0]
     assert best.code == (
         "overflow_fast.keep_in_fp32(model, ['layers.1.mlp.down', 'layers.2', "
         "'layers.3'], until=['norm'])"
@@ -109,11 +107,7 @@ class Rms(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-class Clamped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
-
+class Clamped(Assembled):
     def forward(self, x):
         return self.norm(self.up(x).clamp(-64000, 64000))
 
@@ -133,7 +127,7 @@ def test_an_inf_that_makes_a_finite_output_wrong_is_named():
 
 def test_an_inf_that_changes_little_is_a_note():
     torch.manual_seed(0)
-    net = Clamped()
+    net = Clamped(up=nn.Linear(16, 16), norm=nn.LayerNorm(16))
     with torch.no_grad():
         net.up.weight.mul_(5e4)
     found = explain(net.half(), torch.randn(3, 16).half() * 10)
@@ -147,8 +141,7 @@ def test_infs_of_a_mask_are_not_hidden_ones():
             keep = torch.ones_like(x, dtype=torch.bool).tril()
             return x.masked_fill(~keep, float("-inf")).softmax(-1)
 
-    found = explain(Masked().half(), torch.randn(4, 4).half())
-    assert found.notes == [NO_LOSS]
+    assert explain(Masked().half(), torch.randn(4, 4).half()).notes == [NO_LOSS]
 
 
 def test_a_batch_of_inference_mode_is_replayed():
@@ -213,12 +206,7 @@ def test_patterns_stand_for_modules_with_all_that_is_in_them():
 # keep_in_fp32 of containers, and of modules within others.
 
 
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.named = nn.ModuleDict({"norm": nn.LayerNorm(4)})
-
+class Blocks(Assembled):
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
@@ -227,7 +215,10 @@ class Blocks(nn.Module):
 
 def test_a_container_stands_for_what_is_in_it():
     torch.manual_seed(0)
-    model = Blocks().eval()
+    model = Blocks(
+        blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)),
+        named=nn.ModuleDict({"norm": nn.LayerNorm(4)}),
+    ).eval()
     with torch.no_grad():
         model.blocks[0].weight.mul_(1e5)
     model = model.half()
@@ -270,12 +261,8 @@ def test_an_inner_module_is_itself_again_without_the_outer_one():
     assert model(torch.ones(2, 8).half()).dtype == torch.float16
 
 
-class Gated(nn.Module):
+class Gated(Assembled):
     """Its scores overflow where a mask looks for it, and saturate in a tanh before."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
 
     def forward(self, x):
         bias = torch.arange(16.0).log().clamp(min=0).half()
@@ -290,18 +277,16 @@ class Gated(nn.Module):
 def test_of_several_hidden_infs_the_one_that_changes_the_output_is_named(mode):
     torch.manual_seed(0)
     with mode():
-        found = explain(Gated().half(), torch.randn(3, 16).half() * 300)
+        found = explain(
+            Gated(norm=nn.LayerNorm(16)).half(), torch.randn(3, 16).half() * 300
+        )
     assert found.op.code.strip().startswith("y = (x * 1000 * x)")
     assert "hidden by aten.clamp" in found.evidence[1]
     assert "from float32" in found.evidence[1]
 
 
-class Scored(nn.Module):
+class Scored(Assembled):
     """Computes a score of what a layer returns."""
-
-    def __init__(self, score):
-        super().__init__()
-        self.layer, self.score = nn.Linear(3, 3), score
 
     def forward(self, x):
         return self.score(self.layer(x))
@@ -328,7 +313,7 @@ def test_a_model_of_inference_mode_has_the_operations_of_others(score, op):
     for mode in (torch.no_grad, torch.inference_mode):
         torch.manual_seed(0)
         with mode():
-            model = Scored(score)
+            model = Scored(layer=nn.Linear(3, 3), score=score)
         with overflow_fast.OverflowGuard(model, on_overflow="warn") as guard, mode():
             model(torch.ones(2, 3))
         found.append(guard.last_report.explanation)

@@ -118,8 +118,7 @@ def test_two_keys_of_the_batch_that_are_bad():
     def loss(batch):
         return (model(batch["x"]) - batch["y"]).pow(2).mean()
 
-    found = explain(model, batch, loss)
-    remedy = found.remedies[0]
+    remedy = explain(model, batch, loss).remedies[0]
     assert remedy.is_recommended and len(remedy.parts) == 2
     for part in remedy.parts:
         space = {"torch": torch, "batch": batch}
@@ -134,14 +133,12 @@ def test_a_change_that_a_later_one_makes_needless_is_left_out(as_kept):
         return (x * w / (x * w).square().mean(-1, keepdim=True).sqrt()).sum()
 
     found = explained(loss_of, torch.tensor([[0.0, 0.0], [1.0, 2.0]]))
-    first = next(each for each in found.remedies if each.is_right)
-    as_kept(first.text)
+    as_kept(next(each for each in found.remedies if each.is_right).text)
 
 
 def test_the_budget_holds_for_both(tmp_path):
     module, _ = module_of(tmp_path, HEAD + TWO["three"])
-    found = explained(module.loss_of, torch.zeros(3, 2), budget=2)
-    assert found.replays <= 3 * 2
+    assert explained(module.loss_of, torch.zeros(3, 2), budget=2).replays <= 3 * 2
 
 
 OPTIMIZER = """

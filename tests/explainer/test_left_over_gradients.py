@@ -71,8 +71,7 @@ def spoiled(loop):
 def test_other_bad_gradients_in_their_place_are_not_left_over():
     loop = Loop()
     loop.step(is_bad=True)
-    found = loop.step(before=spoiled).report.explanation
-    assert found.cause != CAUSE
+    assert loop.step(before=spoiled).report.explanation.cause != CAUSE
 
 
 def test_a_step_that_is_bad_itself_is_explained_as_one():

@@ -21,6 +21,14 @@ def model_of(value, dtype=torch.float32):
     return model
 
 
+def explained(value, function, dtype=torch.float32):
+    """The explanation of a function of what such a layer gives."""
+    model = model_of(value, dtype)
+    torch.manual_seed(0)
+    x = torch.ones(4, 2, dtype=dtype)
+    return explain(model, x, lambda x: function(model(x)))
+
+
 def in_place(x):
     y = x.clone()
     y[:, :2].exp_()
@@ -80,8 +88,7 @@ LOST = {
 @pytest.mark.parametrize("case", LOST)
 def test_the_operation_that_lost_it(case):
     value, function, op, cause, remedy = LOST[case]
-    model = model_of(value)
-    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
+    found = explained(value, function)
     assert (found.cause, found.lost_by.name) == (cause, f"aten.{op}")
     assert found.lost_by.file == __file__
     text = "underflowed" if cause == "underflow" else "was rounded"
@@ -149,8 +156,7 @@ UNDEFINED = {
 
 @pytest.mark.parametrize("case", UNDEFINED)
 def test_what_is_undefined_in_float64_too(case, as_kept):
-    model = model_of(1.0)
-    found = explain(model, torch.ones(4, 2), lambda x: UNDEFINED[case](model(x)))
+    found = explained(1.0, UNDEFINED[case])
     assert (found.cause, found.lost_by) == ("undefined", None)
     as_kept(found.evidence[1])
 
@@ -174,8 +180,7 @@ BEYOND = {
 @pytest.mark.parametrize("case", BEYOND)
 def test_a_value_that_float64_loses_too(case, as_kept):
     function, op, cause = BEYOND[case]
-    model = model_of(1.0)
-    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
+    found = explained(1.0, function)
     assert (found.cause, found.lost_by.name) == (cause, f"aten.{op}")
     as_kept(found.evidence[1:])
 
@@ -190,8 +195,7 @@ EXACT = {
 
 @pytest.mark.parametrize("case", EXACT)
 def test_an_exact_result_is_no_loss(case):
-    model = model_of(1.0)
-    found = explain(model, torch.ones(4, 2), lambda x: EXACT[case](model(x)))
+    found = explained(1.0, EXACT[case])
     assert found.lost_by is None
     assert found.cause not in ("underflow", "rounding")
 
@@ -206,19 +210,15 @@ def test_a_prediction_that_equals_its_target_was_not_lost():
 
 
 def test_a_whole_number_is_given_as_it_is():
-    model, ones = model_of(30), torch.ones(4, 3)
-    found = explain(
-        model,
-        torch.ones(4, 2),
-        lambda x: torch.log(ones - torch.sigmoid(model(x))).mean(),
-    )
+    ones = torch.ones(4, 3)
+    found = explained(30, lambda x: torch.log(ones - torch.sigmoid(x)).mean())
     assert (found.cause, found.lost_by.name) == ("rounding", "aten.sigmoid")
 
 
 def test_an_exact_result_that_does_no_harm_is_not_blamed():
-    model = model_of(1.0)
-    loss = lambda x: (torch.exp(-1e4 * model(x)) + (0 * x).sum().log()).mean()  # noqa: E731
-    found = explain(model, torch.ones(4, 2), loss)
+    found = explained(
+        1.0, lambda x: (torch.exp(-1e4 * x) + (0 * x.detach()).sum().log()).mean()
+    )
     assert (found.cause, found.lost_by) == ("undefined", None)
 
 
@@ -240,22 +240,17 @@ def test_the_element_that_was_lost_is_named_and_no_other(far):
 
 
 def test_random_numbers_are_taken_as_they_were(as_kept):
-    model = model_of(-150)
-    loss = lambda x: F.dropout(model(x), 0.5).exp().log().mean()  # noqa: E731
-    torch.manual_seed(0)
-    found = explain(model, torch.ones(4, 2), loss)
+    found = explained(-150, lambda x: F.dropout(x, 0.5).exp().log().mean())
     assert (found.cause, found.lost_by.name) == ("underflow", "aten.exp")
     as_kept(found.evidence)
 
 
 def test_a_value_that_is_not_computed_in_float64_is_not_claimed(as_kept):
-    model = model_of(-150)
-
     def loss(x):
-        scale = float(model(x).exp().max())  # leaves torch, and is 0
-        return (model(x) / scale).mean()
+        scale = float(x.exp().max())  # leaves torch, and is 0
+        return (x / scale).mean()
 
-    found = explain(model, torch.ones(4, 2), loss)
+    found = explained(-150, loss)
     assert found.cause == "undefined"
     as_kept(found.evidence[0])
 
@@ -325,38 +320,30 @@ def transcript(x, frames, lengths):
 @pytest.mark.parametrize("case", OUTSIDE)
 def test_the_input_outside_of_the_domain(case):
     function, text = OUTSIDE[case]
-    model = model_of(-1.0)
-    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)).sum())
+    found = explained(-1.0, lambda x: function(x).sum())
     assert text in found.evidence[0]
 
 
 def test_a_negative_running_variance(as_kept):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()
     model[1].running_var[2] = -0.5
-    found = explain(model, torch.ones(4, 2), lambda x: model(x).sum())
-    as_kept(found.evidence[0])
+    as_kept(explain(model, torch.ones(4, 2), lambda x: model(x).sum()).evidence[0])
 
 
 def test_class_weights_of_zero_are_not_ignored_labels(as_kept):
-    model = model_of(1.0)
-    weight = torch.tensor([1.0, 1.0, 0.0])
-    labels = torch.tensor([2, 2, -100, 2])
-    loss = lambda x: F.cross_entropy(model(x), labels, weight=weight)  # noqa: E731
-    found = explain(model, torch.ones(4, 2), loss)
+    weight, labels = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2, 2, -100, 2])
+    found = explained(1.0, lambda x: F.cross_entropy(x, labels, weight=weight))
     assert found.cause == "undefined"
     as_kept(found.evidence[1])
 
 
 @pytest.mark.tries_remedies
 def test_labels_that_are_all_ignored(as_kept):
-    model = model_of(1.0)
     labels = torch.full((4,), -100)
-    loss = lambda x: F.cross_entropy(model(x), labels)  # noqa: E731
-    found = explain(model, torch.ones(4, 2), loss)
+    found = explained(1.0, lambda x: F.cross_entropy(x, labels))
     assert found.cause == "empty reduction"
     assert "all are ignored" in found.evidence[1]
-    first = next(each for each in found.remedies if each.is_finite)
-    as_kept(first.text)
+    as_kept(next(each for each in found.remedies if each.is_finite).text)
 
 
 def test_a_nan_that_a_masks_infs_made_is_what_is_explained(as_kept):
@@ -390,15 +377,13 @@ def test_what_ran_last_is_kept_where_there_is_not_room_for_all(monkeypatch):
 
 def test_masked_attention_before_it_is_no_lost_value():
     """A causal mask makes softmax return exact zeros, which float64 has, too."""
-    model = model_of(-1.0)
     mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
 
     def loss(x):
-        y = model(x)
-        y = (y @ y.T + mask).softmax(-1) @ y
+        y = (x @ x.T + mask).softmax(-1) @ x
         return torch.log(torch.relu(y)).mean()
 
-    found = explain(model, torch.ones(4, 2), loss)
+    found = explained(-1.0, loss)
     assert (found.cause, found.lost_by) == ("undefined", None)
 
 
@@ -436,9 +421,7 @@ FAR = {
 
 @pytest.mark.parametrize("op", FAR)
 def test_a_value_that_was_lost_long_before(op):
-    value, function = FAR[op]
-    model = model_of(value)
-    found = explain(model, torch.ones(4, 2), lambda x: function(model(x)))
+    found = explained(*FAR[op])
     assert (found.lost_by and found.lost_by.name) == f"aten.{op}"
 
 
@@ -453,9 +436,6 @@ STEADY = {
 
 @pytest.mark.parametrize("case", STEADY)
 def test_rounding_is_not_blamed_where_it_does_not_matter(case):
-    model = model_of(1.0)
-    found = explain(
-        model, torch.ones(4, 2), lambda x: STEADY[case](passed_on(model(x)))
-    )
+    found = explained(1.0, lambda x: STEADY[case](passed_on(x)))
     assert (found.cause, found.lost_by) == ("undefined", None)
     assert "a wider dtype would not help" in found.evidence[1]

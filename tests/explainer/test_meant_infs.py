@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -77,13 +78,8 @@ def test_an_unknown_tensor_at_the_end_of_a_search_is_the_origin():
     assert found.source.tensor is held
 
 
-class Router(nn.Module):
+class Router(Assembled):
     """Scores of which all but the largest are -inf."""
-
-    def __init__(self, value=-INF):
-        super().__init__()
-        self.scores = nn.Linear(4, 3)
-        self.value = value
 
     def forward(self, x):
         scores = self.scores(x)
@@ -96,7 +92,7 @@ class Routed(nn.Module):
 
     def __init__(self, returns_scores, value=-INF):
         super().__init__()
-        self.router = Router(value)
+        self.router = Router(scores=nn.Linear(4, 3), value=value)
         self.returns_scores = returns_scores
 
     def forward(self, x):

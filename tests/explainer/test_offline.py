@@ -87,9 +87,7 @@ def test_a_step_of_a_function_needs_its_loss(tmp_path, as_kept):
     x, mask = batch()
     call = run_call(model, {"x": x, "mask": mask}, lambda b: model(**b)["loss"])
     found = left_by(tmp_path, model, call)
-    with pytest.raises(UnreadableStepError) as raised:
-        explain_folder(tmp_path, Net())
-    as_kept(raised.value)
+    as_kept.error(UnreadableStepError, explain_folder, tmp_path, Net())
     loss = lambda model, b: model(b["x"], b["mask"])["loss"]  # noqa: E731
     again = explain_folder(tmp_path, Net(), loss)
     assert (again.cause, again.module) == (found.cause, found.module)
@@ -104,14 +102,9 @@ def test_weights_of_another_step_are_refused(tmp_path, as_kept):
     with torch.no_grad():
         other.layer.weight[0, 0] += 1
         other.norm.running_var[1] = 2
-    with pytest.raises(UnreadableStepError) as raised:
-        explain_folder(tmp_path, other)
-    as_kept(raised.value)
-    found = explain_folder(tmp_path, other, any_weights=True)
-    as_kept(found.notes[0])
-    with pytest.raises(UnreadableStepError) as raised:
-        explain_folder(tmp_path, nn.Linear(2, 2))
-    as_kept(raised.value)
+    as_kept.error(UnreadableStepError, explain_folder, tmp_path, other)
+    as_kept(explain_folder(tmp_path, other, any_weights=True).notes[0])
+    as_kept.error(UnreadableStepError, explain_folder, tmp_path, nn.Linear(2, 2))
 
 
 class Runs:
@@ -137,9 +130,7 @@ def test_broken_folders_are_said_in_a_sentence(tmp_path, spoil, as_kept):
     model = Net()
     left_by(tmp_path, model, model_call(model, *batch()))
     spoil(tmp_path)
-    with pytest.raises(UnreadableStepError) as raised:
-        explain_folder(tmp_path, Net())
-    as_kept(raised.value)
+    as_kept.error(UnreadableStepError, explain_folder, tmp_path, Net())
 
 
 @pytest.mark.tries_remedies
@@ -154,9 +145,7 @@ def test_an_argument_that_cannot_be_saved_is_named(tmp_path, as_kept):
     model = Net()
     call = model_call(model, *batch(), extra={"cache": object()})
     left_by(tmp_path, model, call)
-    with pytest.raises(UnreadableStepError) as raised:
-        explain_folder(tmp_path, Net())
-    as_kept(raised.value)
+    as_kept.error(UnreadableStepError, explain_folder, tmp_path, Net())
 
 
 def test_what_is_too_large_is_left_out(tmp_path):
@@ -183,8 +172,7 @@ def test_types_that_are_not_json_come_back_or_are_named(tmp_path, as_kept):
     here = left_by(tmp_path, model, call)
     found = explain_folder(tmp_path, Mixed())
     assert place(found) == place(here) and found.op is not None
-    notes = " ".join(found.notes)
-    as_kept(notes)
+    as_kept(" ".join(found.notes))
 
 
 def ambient(**values):

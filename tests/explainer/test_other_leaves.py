@@ -116,8 +116,7 @@ def test_clean_steps(way):
 @pytest.mark.parametrize("policy", ["warn", "skip", "raise"])
 @pytest.mark.parametrize("way", [of_variable, out_of_sight])
 def test_bad_steps(way, policy):
-    leaf = torch.ones(3, requires_grad=True)
-    assert_as_before(train(way, leaf, policy, True))
+    assert_as_before(train(way, torch.ones(3, requires_grad=True), policy, True))
 
 
 def test_sparse_gradients():

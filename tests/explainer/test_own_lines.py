@@ -487,8 +487,7 @@ def test_nothing_is_left_behind(capsys):
 
     states, gradients, training = [], [], Training()
     weights = [p.detach().clone() for p in training.model.parameters()]
-    found = report_of(way, training)
-    assert found.op.name == "aten.log"
+    assert report_of(way, training).op.name == "aten.log"
     assert capsys.readouterr().out == "called\n"
     assert torch.equal(torch.get_rng_state(), states[0])
     now = list(training.model.parameters())

@@ -8,11 +8,12 @@ import threading
 
 import pytest
 import torch
+from failed_runs import failed
 from ranks import on_ranks
 from torch import nn
 
 import overflow_fast
-from overflow_fast import Explain, MaskedOps, OverflowGuard
+from overflow_fast import MaskedOps, OverflowGuard
 from overflow_fast.explainer import replayer
 
 BAD = -1.0  # of whose mean a logarithm is nan
@@ -119,16 +120,6 @@ def test_a_forward_that_waits_once_a_step_does_not_hang(how, is_run, monkeypatch
     assert "test_reach.py:" in place
 
 
-def test_nothing_runs_again_where_that_is_asked_for():
-    calls = []
-    model = Net(lambda: calls.append(1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "skip", explain=Explain(replay_safe=False)):
-        model(torch.full((4, 6), BAD)).mean().backward()
-        optimizer.step()
-    assert calls == [1]
-
-
 # The line of a loss that takes or writes, without guard.run().
 
 
@@ -232,7 +223,6 @@ def test_the_line_of_a_loss_loses_nothing_to_a_replay(make, is_run, tmp_path):
 
 def test_the_forward_within_a_function_that_is_stopped_is_explained(tmp_path, as_kept):
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     log = (tmp_path / "log").open("w")
 
     def loss(x):
@@ -240,10 +230,7 @@ def test_the_forward_within_a_function_that_is_stopped_is_explained(tmp_path, as
         log.write("x")
         return y.mean()
 
-    with OverflowGuard(model, optimizer, "skip") as guard:
-        guard.run(lambda: loss(torch.full((4, 6), BAD))).backward()
-        optimizer.step()
-        found = guard.last_report.explanation
+    found = failed(model, lambda: loss(torch.full((4, 6), BAD)), "skip").explanation
     assert found.cause == "undefined"
     assert "torch.log(x.mean(1, keepdim=True))" in found.op.code
     as_kept(found.notes[0])
@@ -252,14 +239,9 @@ def test_the_forward_within_a_function_that_is_stopped_is_explained(tmp_path, as
 
 
 def test_a_forward_that_is_stopped_within_a_function_is_said_once(tmp_path):
-    write, _ = write_of(tmp_path)
-    model = Net(write)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "skip") as guard:
-        guard.run(lambda: model(torch.full((4, 6), BAD)).mean()).backward()
-        optimizer.step()
-        found = guard.last_report.explanation
-    assert found.notes == [f"Not replayed: {STOP}"]
+    model = Net(write_of(tmp_path)[0])
+    report = failed(model, lambda: model(torch.full((4, 6), BAD)).mean(), "skip")
+    assert report.explanation.notes == [f"Not replayed: {STOP}"]
 
 
 # Other replays.
@@ -277,12 +259,9 @@ def write_of(folder):
 
 def test_the_tripwire_looks_again_under_the_same_rule(tmp_path, as_kept):
     write, path = write_of(tmp_path)
-    model = Net(write)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "skip", watch="tripwire") as guard:
-        guard.run(lambda: model(torch.full((4, 6), BAD)).mean()).backward()
-        optimizer.step()
-        as_kept(guard.last_report.sentences())
+    model, options = Net(write), {"watch": "tripwire"}
+    loss = lambda: model(torch.full((4, 6), BAD)).mean()  # noqa: E731
+    as_kept(failed(model, loss, "skip", **options).sentences())
     assert path.read_text() == "x"
 
 
@@ -316,27 +295,21 @@ def test_a_self_test_says_it(tmp_path, as_kept):
     model = Net(write)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(RuntimeError) as raised:
-            guard.self_test(torch.ones(4, 6))
-        as_kept(raised.value)
+        as_kept.error(RuntimeError, guard.self_test, torch.ones(4, 6))
     assert not path.exists()
 
 
 def test_advice_on_precision_says_it(tmp_path, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write)
-    with pytest.raises(ValueError) as raised:
-        overflow_fast.advise_precision(model, [torch.ones(4, 6)])
-    as_kept(raised.value)
+    as_kept.error(ValueError, overflow_fast.advise_precision, model, [torch.ones(4, 6)])
     assert path.read_text() == "x"  # the first run is the one that was asked for
 
 
 def test_a_shadow_says_it(tmp_path, as_kept):
     write, path = write_of(tmp_path)
     model = Net(write).bfloat16()
-    with pytest.raises(ValueError) as raised:
-        overflow_fast.shadow(model, torch.ones(4, 6).bfloat16())
-    as_kept(raised.value)
+    as_kept.error(ValueError, overflow_fast.shadow, model, torch.ones(4, 6).bfloat16())
     assert path.read_text() == "x"
 
 

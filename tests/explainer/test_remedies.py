@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import assert_same, state_of
 from remedied_files import Holder, edited, explained, module_of, recommended
 from torch import nn
@@ -18,38 +19,23 @@ from overflow_fast.explainer.remedies import written
 
 NAN = float("nan")
 
-# A loss of x and w that fails in the marked line, and x.
+# A loss of x and w that fails in the marked line, and x. Each rule by itself, and that
+# a search tries it, is asked for in test_rules.py.
 LINES = {
     "sqrt": ("torch.sqrt((x * w).pow(2).sum(-1)).mean()", torch.zeros(3, 2)),
     "method": ("(x * w).pow(2).sum(-1).sqrt().mean()", torch.zeros(3, 2)),
     "rsqrt": ("torch.rsqrt((x * w).pow(2).sum(-1)).mean()", torch.zeros(3, 2)),
-    "power": ("(((x * w) ** 2) ** 0.25).mean()", torch.zeros(3, 2)),
     "pow": ("torch.pow(x.abs() * w, 0.5).mean()", torch.zeros(3, 2)),
     "log": ("torch.log(x * w).mean()", torch.zeros(3, 2)),
-    "log of a negative": ("(x * w).log2().mean()", -torch.ones(3, 2)),
-    "log1p": ("torch.log1p(x * w).mean()", -torch.ones(3, 2)),
-    "acos": ("torch.acos(x * w).mean()", torch.ones(3, 2)),
-    "atanh": ("(x * w).atanh().mean()", torch.ones(3, 2)),
     "quotient": ("(x * w / (x * w).sum(-1, keepdim=True)).mean()", torch.zeros(3, 2)),
-    "div": ("torch.div(x * w, (x * w).sum()).mean()", torch.zeros(3, 2)),
-    "reciprocal": ("(x * w).reciprocal().mean()", torch.zeros(3, 2)),
     "deviation": ("(x * w)[:1].std(0).mean()", torch.ones(3, 2)),
-    "variance": ("torch.var((x * w)[:1], dim=0).mean()", torch.ones(3, 2)),
     "softmax": (
         "torch.softmax((x * w).masked_fill(x == 0, -torch.inf), -1)[:, 0].mean()",
         torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
     ),
-    "attention": (
-        "F.scaled_dot_product_attention(*[(x * w)[None]] * 3, "
-        "attn_mask=torch.full((2, 2), -torch.inf)).log().mean()",
-        torch.ones(2, 2),
-    ),
     "mean of nothing": ("(x * w)[x > 5].mean() + (x * w).mean()", torch.ones(3, 2)),
     "exp": ("torch.exp(x * w).mean().log()", torch.full((3, 2), 200.0)),
-    "all ignored": (
-        "F.cross_entropy(x * w, torch.full((3,), -100))",
-        torch.ones(3, 2),
-    ),
+    "all ignored": ("F.cross_entropy(x * w, torch.full((3,), -100))", torch.ones(3, 2)),
     "count": ("(x * w * (x > 9)).sum() / (x > 9).sum()", torch.ones(3, 2)),
 }
 LINES |= {
@@ -71,10 +57,6 @@ LINES |= {
         "(\n        (x * w)\n        .sum(-1)\n        .log()\n        .mean()\n    )",
         torch.zeros(3, 2),
     ),
-    "rate": (
-        "F.poisson_nll_loss(x * w, torch.ones(3, 2))",
-        torch.full((3, 2), 200.0),
-    ),
     "keywords": (
         "torch.div(other=(x * w).sum(), input=x * w).mean()",
         torch.zeros(3, 2),
@@ -86,14 +68,8 @@ LINES |= {
     ),
 }
 LINES |= {
-    "module, all ignored": (
-        "ENTROPY(x * w, torch.full((3,), -100))",
-        torch.ones(3, 2),
-    ),
-    "module, weights of 0": (
-        "WEIGHTED(x * w, torch.full((3,), 1))",
-        torch.ones(3, 2),
-    ),
+    "module, all ignored": ("ENTROPY(x * w, torch.full((3,), -100))", torch.ones(3, 2)),
+    "module, weights of 0": ("WEIGHTED(x * w, torch.full((3,), 1))", torch.ones(3, 2)),
     "module, transcript longer than its audio": (
         "CTC((x * w).log_softmax(-1)[:, None], torch.ones(1, 3).long(), "
         "torch.tensor([3]), torch.tensor([3]))",
@@ -103,11 +79,7 @@ LINES |= {
         "torch.logsumexp((x * w).masked_fill(x == 0, -torch.inf), -1).mean()",
         torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
     ),
-    "matrix that is singular": (
-        "torch.logdet((x * w).T @ (x * w))",
-        torch.ones(3, 2),
-    ),
-    "matrix, as a method": ("((x * w).T @ (x * w)).logdet()", torch.ones(3, 2)),
+    "matrix that is singular": ("torch.logdet((x * w).T @ (x * w))", torch.ones(3, 2)),
     "equal eigenvalues": (
         "torch.linalg.eigh((x * w).T @ (x * w))[1].square()[0, 0]",
         torch.eye(2),
@@ -123,31 +95,13 @@ LINES |= {
         "((x * w) / ((x * w)[:, :1].std(1, keepdim=True) + 1e-5)).mean()",
         torch.ones(3, 2),
     ),
-    "dispersion of a dead unit": ("torch.lgamma(x * w).mean()", torch.zeros(3, 2)),
-    "digamma of 0": ("(x * w).digamma().mean()", torch.zeros(3, 2)),
-    "Bessel function of a sure angle": (
-        "torch.special.i0(x * w).log().mean()",
-        torch.full((3, 2), 300.0),
-    ),
-    "sigmoid by hand": (
-        "((x * w).exp() / (1 + (x * w).exp())).mean()",
-        torch.full((3, 2), 200.0),
-    ),
     "tanh by hand": (
         "(((x * w).exp() - (-(x * w)).exp())"
         " / ((x * w).exp() + (-(x * w)).exp())).mean()",
         torch.full((3, 2), 200.0),
     ),
-    "relative error of 0": ("((x * w - 1) / x).abs().mean()", torch.eye(2)),
-    "potential at the origin": ("(1 / (x * w)).mean()", torch.eye(2)),
-    "gamma of a negative pixel": ("((x * w) ** 0.45).mean()", -torch.ones(3, 2)),
     "power that is learned": (
         "((x * w) ** (1 / w.exp().sum())).mean()",
-        torch.zeros(3, 2),
-    ),
-    "isolated node": ("(x * w).sum(1).pow(-0.5).mean()", torch.eye(3)[:, :2]),
-    "odds of a sure answer": (
-        "torch.log1p(-torch.exp(x * w)).mean()",
         torch.zeros(3, 2),
     ),
     "cosine of nothing": (
@@ -159,7 +113,6 @@ LINES |= {
         1000 + torch.rand(3, 2, generator=torch.Generator().manual_seed(6)) / 2,
     ),
 }
-HELPED = [name for name in LINES if name != "attention"]  # torch gives 0 there: log(0)
 SOURCE = """import torch
 import torch.nn.functional as F
 ENTROPY, CTC = torch.nn.CrossEntropyLoss(), torch.nn.CTCLoss()
@@ -170,7 +123,7 @@ def loss_of(x, w):
 """
 
 
-@pytest.mark.parametrize("name", HELPED)
+@pytest.mark.parametrize("name", LINES)
 def test_the_line_that_is_recommended_or_nearest_helps(name, tmp_path):
     code, x = LINES[name]
     module, path = module_of(tmp_path, SOURCE.format(code))
@@ -257,8 +210,7 @@ def test_what_a_layer_holds_is_repaired(name):
     model = nn.Sequential(nn.Linear(3, 3), UNUSABLE[name]())
     before = {key: each.clone() for key, each in model.state_dict().items()}
     x = torch.randn(4, 3)
-    found = explain(model, x, lambda x: model(x).sum())
-    (remedy,) = recommended(found)
+    (remedy,) = recommended(explain(model, x, lambda x: model(x).sum()))
     assert all(each.equal(before[key]) for key, each in model.state_dict().items())
     exec(remedy.code, {"torch": torch, "model": model})
     assert model(x).isfinite().all()
@@ -306,8 +258,7 @@ def test_an_augmented_assignment(tmp_path, as_kept):
         "    return {}", "    y = x * w\n    y **= 0.5\n    return y.sum()"
     )
     module, path = module_of(tmp_path, text)
-    found = explained(module.loss_of, -torch.ones(3, 2))
-    good = recommended(found)
+    good = recommended(explained(module.loss_of, -torch.ones(3, 2)))
     as_kept([remedy.code for remedy in good])
     fresh, _ = module_of(tmp_path, edited(path, good[0]))
     assert fresh.loss_of(-torch.ones(3, 2), torch.ones(2)).isfinite()
@@ -443,14 +394,8 @@ def test_of_a_file_that_is_not_what_runs_no_line_is_shown(tmp_path, as_kept):
 # Precision.
 
 
-class Wide(nn.Module):
+class Wide(Assembled):
     """Overflows in float16 in `body.1`, and is small again after `norm`."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 1)
 
     def forward(self, x):
         return self.head(self.norm(self.body(x)))
@@ -458,7 +403,11 @@ class Wide(nn.Module):
 
 def make_wide():
     torch.manual_seed(0)
-    model = Wide()
+    model = Wide(
+        body=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        norm=nn.LayerNorm(4),
+        head=nn.Linear(4, 1),
+    )
     with torch.no_grad():
         model.body[1].weight *= 1e6
     return model
@@ -505,8 +454,7 @@ def test_autocast_in_bfloat16(as_kept):
             return model(x).float().pow(2).mean()
 
     found = explain(model, torch.ones(3, 4) * 8, loss)
-    texts = [each.text for each in found.remedies if each.is_recommended]
-    as_kept(texts)
+    as_kept([each.text for each in found.remedies if each.is_recommended])
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16  # torch's own default
 
 
@@ -514,8 +462,7 @@ def test_autocast_in_bfloat16(as_kept):
 def test_a_cast_of_the_programs_own_is_none_of_autocasts(name, tmp_path, as_kept):
     code, x = LINES[name]
     module, _ = module_of(tmp_path, SOURCE.format(code))
-    found = explained(module.loss_of, x)
-    cast, clamp = found.remedies
+    cast, clamp = explained(module.loss_of, x).remedies
     assert cast.is_right
     as_kept(cast.text)
     assert ".clamp(-65504, 65504)" in clamp.code and clamp.misses == "loss"
@@ -530,8 +477,9 @@ def test_a_smaller_loss_scale(as_kept):
     with pytest.raises(NonFiniteError) as error:
         (loss * 1024).backward()
         optimizer.step()
-    good = [e for e in error.value.report.explanation.remedies if e.is_recommended]
-    as_kept([each.text for each in good])
+    found = error.value.report.explanation
+    assert (found.phase, found.cause) == ("backward", "range overflow")
+    as_kept([each.text for each in found.remedies if each.is_recommended])
 
 
 # Data and weights.
@@ -612,8 +560,7 @@ def test_nothing_of_the_users_changes(tmp_path):
         parameter.grad = torch.ones_like(parameter)
     before = state_of(model, optimizer)
     grads = [parameter.grad for parameter in model.parameters()]
-    found = explain(model, torch.ones(3, 4).half() * 8, loss_with(model))
-    assert found.remedies
+    assert explain(model, torch.ones(3, 4).half() * 8, loss_with(model)).remedies
     assert_same(before, state_of(model, optimizer))
     after = [parameter.grad for parameter in model.parameters()]
     assert all(a is b for a, b in zip(grads, after, strict=True))

@@ -21,44 +21,12 @@ KINDS = {
 def log(x):
     return torch.log(x)
 """,
-    "method": """
-class Logs:
-    def log(self, x):
-        return torch.log(x)
-log = Logs().log
-""",
     "closure": """
 def make(eps):
     def log(x):
         return torch.log(x + eps)
     return log
 log = make(0.0)
-""",
-    "nested": """
-def log(x):
-    def inner(y):
-        return torch.log(y)
-    return inner(x)
-""",
-    "static": """
-class Logs:
-    @staticmethod
-    def log(x):
-        return torch.log(x)
-log = Logs.log
-""",
-    "property": """
-class Value:
-    def __init__(self, x):
-        self.x = x
-    @property
-    def log(self):
-        return torch.log(self.x)
-def log(x):
-    return Value(x).log
-""",
-    "lambda": """
-log = lambda x: torch.log(x)
 """,
     "generator": """
 def values(x):

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from kept_texts import errors_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -389,7 +388,7 @@ def test_wrong_arguments(as_kept):
     def call(arguments):
         explain(*arguments)
 
-    as_kept(errors_of(call, [(1, 2), (Net(), 1, 2)]))
+    as_kept.errors(call, [(1, 2), (Net(), 1, 2)])
 
 
 @pytest.mark.tries_remedies
@@ -406,8 +405,7 @@ def test_a_matrix_that_is_singular_in_its_dtype_alone(as_kept):
 def test_a_number_just_outside_of_a_domain_is_shown_to_be_there(as_kept):
     above = torch.tensor([0.5, 1 + 2.0**-23])
     net = Net(lambda x: x + torch.acos(above).sum())
-    found = explain(net, torch.ones(2, 4), lambda x: net(x).mean())
-    as_kept(found.evidence[0])
+    as_kept(explain(net, torch.ones(2, 4), lambda x: net(x).mean()).evidence[0])
 
 
 def test_an_empty_batch_has_no_labels_that_are_ignored(as_kept):

@@ -136,5 +136,4 @@ def test_a_captured_graph_is_not_replayed(monkeypatch, as_kept):
     monkeypatch.undo()
     with pytest.raises(NonFiniteError) as error:
         guard.check()
-    text = str(error.value.report.explanation)
-    as_kept(text)
+    as_kept(str(error.value.report.explanation))

@@ -52,6 +52,19 @@ def test_a_gradient_is_held_by_reference():
     assert held.data_ptr() == gradient.data_ptr()
 
 
+@pytest.mark.day
+@pytest.mark.parametrize("largest", [0, 2**20])
+def test_a_call_awaits_its_backward_unless_no_gradient_is_held(largest, monkeypatch):
+    monkeypatch.setattr(kept_call, "_MAX_HELD_BYTES", largest)
+    model = nn.Linear(4, 2)
+    guard = OverflowGuard(model)
+    output = model(torch.randn(3, 4))
+    (call,) = guard._parts.keeper.calls
+    assert call.awaits_backward == (largest > 0)
+    output.sum().backward()
+    assert not call.awaits_backward
+
+
 def test_a_forward_without_autograd_within_another_does_not_end_that_one():
     class Student(nn.Linear):
         def forward(self, x):

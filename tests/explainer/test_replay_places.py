@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from assembled import Assembled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -97,7 +98,7 @@ def guarded_log(y):
 def test_gradients_that_reach_no_parameter(as_kept):
     torch.manual_seed(0)
     last = nn.Linear(4, 1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fn(guarded_log), last)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Fn(function=guarded_log), last)
     found = explained(model, lambda: model(x()).mean())
     assert (found.phase, found.cause) == ("backward", "singular gradient")
     assert (found.op.name, found.module) == ("aten.log", "2")
@@ -106,11 +107,7 @@ def test_gradients_that_reach_no_parameter(as_kept):
     assert any("torch.log(torch.where(y > 0, y" in code for code in codes), codes
 
 
-class Fn(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
+class Fn(Assembled):
     def forward(self, y):
         return self.function(y)
 
@@ -183,8 +180,7 @@ def test_a_mask_that_is_masked_again_is_quiet():
         kept = torch.where(sums > -1e9, sums, 0.0)
         return (kept / (kept * 0)).sum()
 
-    found = explained(model, loss)
-    assert found.op.name == "aten.div.Tensor"
+    assert explained(model, loss).op.name == "aten.div.Tensor"
 
 
 @pytest.mark.tries_remedies
@@ -225,8 +221,7 @@ def test_values_of_numpy_are_told_from_operations(as_kept):
     def loss():
         return model(x()).mean() * torch.from_numpy(numpy.float32([NAN])).sum()
 
-    found = explained(model, loss)
-    as_kept(found.evidence[1])
+    as_kept(explained(model, loss).evidence[1])
 
 
 def test_a_learning_rate_that_is_no_number(as_kept):
@@ -284,8 +279,7 @@ def test_a_sum_that_is_0_is_not_said_to_count_a_mask(as_kept):
         guess, target = model(x()).relu() * 0, torch.zeros(3, 1)
         return (guess * target).sum() / (guess + target).sum()
 
-    found = explained(model, loss)
-    as_kept(found.evidence[1])
+    as_kept(explained(model, loss).evidence[1])
 
 
 @pytest.mark.tries_remedies
@@ -325,16 +319,11 @@ READ = {
 def test_what_the_operation_read_has_the_name_of_a_weight_or_input(case):
     function, names = READ[case]
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Parameter(torch.ones(12, 4))
-            self.register_buffer("scale", torch.ones(4))
-
+    class Net(Assembled):
         def forward(self, x, y):
             return function(self, x, y)
 
-    model = Net()
+    model = Net(qkv=nn.Parameter(torch.ones(12, 4)), scale=nn.Buffer(torch.ones(4)))
     batch = {"x": torch.ones(2, 4), "y": torch.ones(2, 4)}
     found = explain(model, batch, lambda batch: model(**batch).sum())
     assert [each.name for each in found.op.inputs] == names

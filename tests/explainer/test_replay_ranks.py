@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from guarding import assert_same
 from processes import context
 from ranks import device
@@ -316,13 +317,8 @@ def reduced_in_half():
     return found.cause, str(found)
 
 
-class Stage(nn.Module):
+class Stage(Assembled):
     """A stage of a pipeline, which fails in the second batch."""
-
-    def __init__(self, fails_in):
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-        self.fails_in = fails_in
 
     def forward(self, x):
         y = self.fc(x)
@@ -336,7 +332,7 @@ def a_pipeline(bad_rank, fails_in):
 
     torch.manual_seed(0)
     rank = dist.get_rank()
-    model = Stage("")
+    model = Stage(fc=nn.Linear(8, 8), fails_in="")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer, "skip", process_group=dist.group.WORLD)
     stage = PipelineStage(model, rank, 2, device())

@@ -61,10 +61,7 @@ def test_writes_through_numpy_are_seen():
 def test_what_must_not_run_twice_runs_once(watch, as_kept):
     source = iter(range(10))
     report = explained(
-        Writes(source, False),
-        torch.ones(3, 4),
-        replay_safe=False,
-        watch=watch,
+        Writes(source, False), torch.ones(3, 4), replay_safe=False, watch=watch
     )
     assert next(source) == 1
     as_kept(report.explanation.notes)

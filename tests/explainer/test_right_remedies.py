@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from assembled import Assembled
 from remedied_files import Holder, edited, explained, module_of
 from torch import nn
 from torch.nn import functional as F
@@ -170,11 +171,7 @@ def test_a_loss_of_a_size_that_the_run_never_had_is_no_remedy():
     assert "did not help" in str(found) and "after at most" in str(found)
 
 
-class ReturnsLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-
+class ReturnsLoss(Assembled):
     def forward(self, x, number):
         return self.linear(x).abs().sum() / number
 
@@ -182,7 +179,9 @@ class ReturnsLoss(nn.Module):
 def test_the_loss_that_a_model_returns_has_the_size_that_it_had():
     x = torch.ones(3, 2)
     batches = [(x, torch.tensor(number)) for number in (4.0, 4.0, 0.0)]
-    found = stopped(ReturnsLoss(), lambda model, batch: model(*batch), batches)
+    found = stopped(
+        ReturnsLoss(linear=nn.Linear(2, 1)), lambda model, batch: model(*batch), batches
+    )
     huge = [each for each in found.remedies if each.is_finite and each.usual]
     assert huge and not any(each.is_recommended for each in huge)
 
@@ -252,8 +251,7 @@ def loss_of(x, w):
 
 def test_the_same_form_a_line_below_is_changed_with_it(tmp_path):
     module, _ = module_of(tmp_path, TWINS)
-    found = explained(module.loss_of, torch.full((3, 2), -200.0))
-    first = found.remedies[0]
+    first = explained(module.loss_of, torch.full((3, 2), -200.0)).remedies[0]
     assert first.is_right and first.code.count("F.logsigmoid(") == 2
     assert (first.line, first.last_line) == (8, 9)
     alone = explained(module_of(tmp_path, TWINS.replace("1 - p", "p.abs()"))[0].loss_of,
@@ -537,8 +535,7 @@ def test_a_zero_that_was_drawn_is_said_to_be(as_kept):
         noise = torch.rand_like(x.bfloat16())
         return (x * model.w * -noise.log()).mean()
 
-    found = explain(model, torch.ones(400, 2), noisy)
-    as_kept(found.evidence[1])
+    as_kept(explain(model, torch.ones(400, 2), noisy).evidence[1])
 
 
 @pytest.mark.slow
@@ -633,8 +630,7 @@ def test_a_value_of_a_distribution_without_an_edge_is_left_as_it_is(tmp_path):
 
 def test_half_inputs_of_a_model_without_weights_are_what_is_cast():
     x = torch.full((3, 8), 5e4).half()
-    found = explain(nn.PairwiseDistance(), (x, -x))
-    best = found.remedies[0]
+    best = explain(nn.PairwiseDistance(), (x, -x)).remedies[0]
     assert best.is_recommended and "autocast" not in best.code
     assert best.code.count(".to(torch.bfloat16)") == 2
 
@@ -680,8 +676,7 @@ LINKED = {
 def test_what_a_layer_returns_is_made_positive_where_that_is_needed(name, as_kept):
     torch.manual_seed(0)
     model = Layer()
-    found = stopped(model, LINKED[name], [torch.ones(3, 2)])
-    as_kept(found.remedies[0].code)
+    as_kept(stopped(model, LINKED[name], [torch.ones(3, 2)]).remedies[0].code)
 
 
 def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_kept):
@@ -691,8 +686,7 @@ def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_
         mean, var = model.rate(x).unbind(-1)
         return (var.log() + (1 - mean) ** 2 / var).sum()
 
-    found = stopped(Layer(2), loss, [torch.ones(3, 2)])
-    as_kept(found.remedies[0].code)
+    as_kept(stopped(Layer(2), loss, [torch.ones(3, 2)]).remedies[0].code)
 
 
 def test_a_difference_below_zero_is_no_raw_output_of_a_layer():
@@ -752,19 +746,15 @@ def test_an_output_of_one_infinity_is_explained_without_its_loss(sign):
     assert found.is_overflow
 
 
-class Flow(nn.Module):
+class Flow(Assembled):
     """A flow that returns what it made of a sample, and its log-determinant."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(2))
 
     def forward(self, x):
         return x * torch.exp(self.scale * 50), self.scale.sum()
 
 
 def test_a_replay_takes_no_other_scalar_for_the_loss():
-    model = Flow()
+    model = Flow(scale=nn.Parameter(torch.zeros(2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer, "warn")
     with guard:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from assembled import Assembled
 from sealed import watched
 from torch import nn
 
@@ -12,11 +13,7 @@ from overflow_fast import NonFiniteError, OverflowGuard
 pytestmark = pytest.mark.sealed
 
 
-class Square(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
+class Square(Assembled):
     def forward(self, x):
         return self.inner(x).square()
 
@@ -24,7 +21,7 @@ class Square(nn.Module):
 def explained(device, dtype=None):
     """The report of a step that overflows, in the dtype of an autocast."""
     torch.manual_seed(0)
-    model = nn.Sequential(Square(), nn.Linear(16, 1))
+    model = nn.Sequential(Square(inner=nn.Linear(16, 16)), nn.Linear(16, 1))
     x, y = torch.randn(4, 16), torch.randn(4, 1)
     model, x, y = model.to(device), x.to(device), y.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -35,8 +32,7 @@ def explained(device, dtype=None):
                 with torch.autocast(device, dtype, enabled=dtype is not None):
                     return (model(x) - y).square().mean()
 
-            loss = guard.run(forward)
-            loss.backward()
+            guard.run(forward).backward()
             try:
                 optimizer.step()
             except NonFiniteError as error:

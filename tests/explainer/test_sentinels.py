@@ -58,8 +58,7 @@ def test_a_missing_value_that_is_not_large(as_kept):
 
     batch = torch.ones(4, 3)
     batch[1, 0] = -9999
-    found = explained(batch, Root(3, 1))
-    as_kept(found.evidence[1])
+    as_kept(explained(batch, Root(3, 1)).evidence[1])
 
 
 def test_large_numbers_in_all_rows_are_none():
@@ -127,8 +126,7 @@ def test_the_bad_row_of_an_embedding_and_its_place_in_the_batch(as_kept):
     optimizer = torch.optim.SGD(model.parameters())
     with OverflowGuard(model, optimizer) as guard:
         with pytest.raises(NonFiniteError) as caught:
-            loss = guard.run(lambda: model(ids).mean())
-            loss.backward()
+            guard.run(lambda: model(ids).mean()).backward()
             optimizer.step()
     as_kept(caught.value.report.explanation)
 

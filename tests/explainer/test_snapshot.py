@@ -1,14 +1,11 @@
 """What a run again has changed is restored; what cannot be is named."""
 
-import logging
-
 import numpy
 import pytest
 import torch
 from failed_runs import failed
 from torch import nn
 
-from overflow_fast import MaskedOps, OverflowGuard
 from overflow_fast.explainer.snapshot import Snapshot
 
 pytestmark = pytest.mark.explains
@@ -32,37 +29,6 @@ def test_a_wrapper_has_its_attributes_again():
     with Snapshot({"": model}):
         model(torch.ones(1, 4))
     assert model.number == 0 and model.items == []
-
-
-class Reading(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.stream = nn.Linear(4, 1), iter(range(100))
-
-    def forward(self, x):
-        self.last = next(self.stream)
-        return self.linear(x).sum()
-
-
-def test_clean_steps_with_an_iterator_are_not_replayed(caplog, as_kept):
-    model = Reading()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        caplog.at_level(logging.WARNING, "overflow_fast"),
-        OverflowGuard(model, optimizer, monitors=[MaskedOps(1)]),
-    ):
-        for _ in range(5):
-            model(torch.ones(2, 4)).backward()
-            optimizer.step()
-    assert model.last == 4
-    as_kept(caplog.messages)
-
-
-def test_a_report_names_the_line_that_takes_from_an_iterator(as_kept):
-    model = Reading()
-    report = failed(model, lambda: (model(torch.ones(2, 4)) - 1e9).sqrt())
-    as_kept(report.explanation.notes[0])
-    assert next(model.stream) == model.last + 1
 
 
 class Replacing(nn.Module):

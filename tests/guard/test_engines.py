@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from assembled import Assembled
 from ranks import on_ranks
 from torch import nn
 
@@ -73,15 +74,11 @@ def test_an_attribute_may_have_the_name_of_a_method(name, policy, caplog):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_names_are_those_of_the_model_within(depth):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.module = nn.Linear(4, 4), nn.Linear(4, 1)
-
+    class Net(Assembled):
         def forward(self, x):
             return self.module(self.up(x) * torch.tensor(float("nan")))
 
-    inner = Net()
+    inner = Net(up=nn.Linear(4, 4), module=nn.Linear(4, 1))
     model = inner
     for _ in range(depth):
         model = Wrapper(model)
@@ -94,15 +91,11 @@ def test_names_are_those_of_the_model_within(depth):
 
 
 def test_a_users_model_with_one_layer_called_module_keeps_its_names():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = nn.Linear(4, 1)
-
+    class Net(Assembled):
         def forward(self, x):
             return self.module(x)
 
-    model = Net()
+    model = Net(module=nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     OverflowGuard(model, optimizer, include=["module"])
     assert run(model, optimizer).verdict.first.fqn == "module"
@@ -194,6 +187,8 @@ def test_groups_are_one_step_and_a_bad_one_is_charged_to_itself(caplog, as_kept)
     assert optimizer.overflow is False  # of the last step
     assert optimizer.num_overflows == 0  # the engine was not asked
     as_kept(caplog.messages)
+    train(model, optimizer, num_steps=1, bad=[0])
+    assert optimizer.overflow is True
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip", "raise"])
@@ -229,13 +224,6 @@ def test_a_state_of_an_engine_that_was_bad_before_is_not_of_this_step():
     assert guard.last_report is None
 
 
-def test_an_engine_is_told_of_a_skip():
-    model, optimizer = make_engine()
-    Unexplained(model, optimizer, "skip")
-    train(model, optimizer, num_steps=2, bad=[1])
-    assert optimizer.overflow is True
-
-
 def test_a_healthy_run_is_the_same_bit_for_bit_and_silent(caplog):
     (bare, own), (model, optimizer) = make_engine(), make_engine()
     expected = train(bare, own)
@@ -246,9 +234,9 @@ def test_a_healthy_run_is_the_same_bit_for_bit_and_silent(caplog):
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize("watch", [None, "tripwire"])
+@pytest.mark.parametrize("options", [{}, {"watch": "tripwire"}])
 @pytest.mark.parametrize("name", ["loss_scale", "cur_scale", "loss_scaler", "tensor"])
-def test_a_scale_that_searches_is_no_alarm(name, watch):
+def test_a_scale_that_searches_is_no_alarm(name, options):
     class Searching(EngineOptimizer):
         pass
 
@@ -264,7 +252,6 @@ def test_a_scale_that_searches_is_no_alarm(name, watch):
         optimizer.__class__ = Searching
         optimizer.loss_scale = scale
         optimizer.loss_scaler = holder
-    options = {} if watch is None else {"watch": watch}
     guard = Unexplained(model, optimizer, **options)
     train(model, optimizer, num_steps=12)
     assert optimizer.num_overflows > 2

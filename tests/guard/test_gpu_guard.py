@@ -4,6 +4,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from guarding import INF, NAN, assert_same, batches, make, plant, state_of
 from torch import nn
 
@@ -57,12 +58,7 @@ def needs_two_gpus():
         pytest.skip("needs two GPUs, there is one")
 
 
-class Split(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4).to("cuda:0")
-        self.second = nn.Linear(4, 4).to("cuda:1")
-
+class Split(Assembled):
     def forward(self, x):
         return self.second(self.first(x).to("cuda:1"))
 
@@ -72,7 +68,9 @@ class Split(nn.Module):
 def test_lagged_the_kernels_of_two_devices_skip_together(bad):
     needs_two_gpus()
     torch.manual_seed(0)
-    model = Split()
+    model = Split(
+        first=nn.Linear(4, 4).to("cuda:0"), second=nn.Linear(4, 4).to("cuda:1")
+    )
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = torch.randn(3, 4, device="cuda:0")
 

@@ -5,17 +5,8 @@ import json
 
 import pytest
 import torch
-from guarding import (
-    INF,
-    NAN,
-    Net,
-    batches,
-    make,
-    plant,
-    train,
-    train_step,
-    warned,
-)
+from assembled import Assembled
+from guarding import INF, NAN, Net, batches, make, plant, train, train_step, warned
 from pairs import pairs
 from torch import nn
 
@@ -29,8 +20,7 @@ def verdict_of(model, optimizer, batch, **arguments):
     return report.verdict
 
 
-def test_a_clean_run_has_no_report():
-    model, optimizer = make()
+def test_a_clean_run_has_no_report(model, optimizer):
     with OverflowGuard(model, optimizer) as guard:
         train(model, optimizer, batches(3))
     assert guard.last_report is None
@@ -42,8 +32,7 @@ MODULES = ["blocks.0.fc1", "blocks.1.act", "blocks.2", "norm", "head"]
 
 
 @pytest.mark.parametrize("name, at, value", pairs(MODULES, (0, -1), (INF, -INF, NAN)))
-def test_a_module_that_made_it_is_named(name, value, at):
-    model, optimizer = make()
+def test_a_module_that_made_it_is_named(model, optimizer, name, value, at):
     module = model.get_submodule(name)
     with plant(module, value, at):
         verdict = verdict_of(model, optimizer, batches(1)[0])
@@ -56,8 +45,7 @@ def test_a_module_that_made_it_is_named(name, value, at):
     assert first.dtype == "float32"
 
 
-def test_a_module_that_passed_it_on_is_told_from_its_caller(as_kept):
-    model, optimizer = make()
+def test_a_module_that_passed_it_on_is_told_from_its_caller(model, optimizer, as_kept):
     model.blocks[1].factor = INF
     verdict = verdict_of(model, optimizer, batches(1)[0])
     assert verdict.first.fqn == "blocks.1.fc2"
@@ -66,27 +54,8 @@ def test_a_module_that_passed_it_on_is_told_from_its_caller(as_kept):
     as_kept(verdict.origin.maker)
 
 
-def test_the_root_that_made_it_between_its_submodules_is_named(as_kept):
-    class Root(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.b(self.a(x) / 0.0)
-
-    model = Root()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    verdict = guard.last_report.verdict
-    as_kept(verdict.origin.maker)
-
-
 @pytest.mark.parametrize("by_keyword", [False, True])
-def test_a_bad_batch_is_the_batch(by_keyword):
-    model, optimizer = make()
+def test_a_bad_batch_is_the_batch(model, optimizer, by_keyword):
     (x, y) = batches(1)[0]
     (y if by_keyword else x)[1] = NAN
     verdict = verdict_of(model, optimizer, (x, y))
@@ -98,8 +67,7 @@ def test_a_bad_batch_is_the_batch(by_keyword):
         assert verdict.first.label == "input[0]"
 
 
-def test_a_bad_weight_comes_first():
-    model, optimizer = make()
+def test_a_bad_weight_comes_first(model, optimizer):
     model.blocks[1].fc1.weight.data[0, 0] = INF
     verdict = verdict_of(model, optimizer, batches(1)[0])
     assert verdict.first.kind == "weight"
@@ -107,16 +75,13 @@ def test_a_bad_weight_comes_first():
     assert verdict.origin.how == "given"
 
 
-def test_a_bad_weight_that_no_call_uses_is_found():
-    model, optimizer = make()
+def test_a_bad_weight_that_no_call_uses_is_found(model, optimizer):
     model.unused = nn.Linear(2, 2)
     model.unused.bias.data[1] = NAN
-    verdict = verdict_of(model, optimizer, batches(1)[0])
-    assert verdict.first.fqn == "unused.bias"
+    assert verdict_of(model, optimizer, batches(1)[0]).first.fqn == "unused.bias"
 
 
-def test_a_bad_buffer_is_blamed_for_its_module():
-    model, optimizer = make()
+def test_a_bad_buffer_is_blamed_for_its_module(model, optimizer):
     model.eval()
     model.norm.running_var[2] = NAN
     verdict = verdict_of(model, optimizer, batches(1)[0])
@@ -124,15 +89,13 @@ def test_a_bad_buffer_is_blamed_for_its_module():
     assert verdict.origin.maker == "its buffer norm.running_var"
 
 
-def test_a_bad_buffer_alone_is_found():
-    model, optimizer = make()
+def test_a_bad_buffer_alone_is_found(model, optimizer):
     model.register_buffer("table", torch.tensor([1.0, INF]))
     verdict = verdict_of(model, optimizer, batches(1)[0])
     assert (verdict.first.kind, verdict.first.fqn) == ("buffer", "table")
 
 
-def test_a_bad_gradient_of_an_output_is_bracketed(as_kept):
-    model, optimizer = make()
+def test_a_bad_gradient_of_an_output_is_bracketed(model, optimizer, as_kept):
     with plant(model.blocks[1].fc1, NAN, backward=True):
         verdict = verdict_of(model, optimizer, batches(1)[0])
     first = verdict.first
@@ -146,18 +109,15 @@ def test_a_bad_gradient_of_an_output_is_bracketed(as_kept):
     assert "blocks.1.fc2.bias" not in verdict.clean_gradients  # not the nearest
 
 
-def test_the_backward_of_the_loss_is_named(as_kept):
-    model, optimizer = make()
+def test_the_backward_of_the_loss_is_named(model, optimizer, as_kept):
     with OverflowGuard(model, optimizer, "warn") as guard:
         out = model(*batches(1)[0])["out"]
         (out.sum() * INF).backward()
         optimizer.step()
-    verdict = guard.last_report.verdict
-    as_kept(verdict.origin.maker)
+    as_kept(guard.last_report.verdict.origin.maker)
 
 
-def test_a_gradient_that_is_bad_by_itself(as_kept):
-    model, optimizer = make()
+def test_a_gradient_that_is_bad_by_itself(model, optimizer, as_kept):
     x, y = batches(1)[0]
     with OverflowGuard(model, optimizer, "warn") as guard:
         model(x, y=y)["loss"].backward()
@@ -171,8 +131,7 @@ def test_a_gradient_that_is_bad_by_itself(as_kept):
     as_kept(verdict.origin.maker)
 
 
-def test_a_recorded_loss_is_seen():
-    model, optimizer = make()
+def test_a_recorded_loss_is_seen(model, optimizer):
     with OverflowGuard(model, optimizer, "warn") as guard:
         loss = model(*batches(1)[0])["out"].mean()
         guard.record(loss=loss * INF)
@@ -182,8 +141,7 @@ def test_a_recorded_loss_is_seen():
     assert (first.kind, first.label, first.num_inf) == ("recorded", "loss", 1)
 
 
-def test_the_optimizers_state_is_seen_on_request():
-    model, optimizer = make()
+def test_the_optimizers_state_is_seen_on_request(model, optimizer):
     data = batches(3)
     with OverflowGuard(
         model, optimizer, "warn", watch=("gradients", "optimizer_state")
@@ -200,12 +158,7 @@ class Wrapped:
     values: list
 
 
-class Nested(nn.Module):
-    def __init__(self, wrap):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.wrap = wrap
-
+class Nested(Assembled):
     def forward(self, x):
         out = self.inner(x)
         return self.wrap(out, out * INF if self.training else out)
@@ -222,7 +175,7 @@ class Nested(nn.Module):
     ],
 )
 def test_outputs_in_any_nesting_are_seen(wrap, label):
-    model = Nested(wrap)
+    model = Nested(inner=nn.Linear(4, 4), wrap=wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn") as guard:
         model(torch.ones(2, 4))
@@ -244,8 +197,7 @@ def test_gradients_of_nested_outputs_are_seen():
     assert guard.last_report.verdict.first.label == "grad_output['b'][0]"
 
 
-def test_what_it_was_before_is_told():
-    model, optimizer = make()
+def test_what_it_was_before_is_told(model, optimizer):
     data = batches(2)
     with OverflowGuard(model, optimizer, "warn") as guard:
         outputs = []
@@ -276,9 +228,8 @@ def test_what_came_near_the_end_of_its_dtype_is_told(as_kept):
 
 
 @pytest.mark.explains
-def test_a_report_reads_as_text_and_as_json(as_kept):
+def test_a_report_reads_as_text_and_as_json(model, optimizer, as_kept):
     """The frames, and then the answer and all that it rests on."""
-    model, optimizer = make()
     with plant(model.blocks[1].fc2, INF), pytest.raises(NonFiniteError) as raised:
         with OverflowGuard(model, optimizer):
             train_step(model, optimizer, batches(1)[0])
@@ -316,8 +267,7 @@ def test_the_frames_are_those_of_the_original(capsys):
     assert str(report).rpartition("\n\n")[0] in printed
 
 
-def test_the_frames_are_of_the_step_that_is_reported():
-    model, optimizer = make()
+def test_the_frames_are_of_the_step_that_is_reported(model, optimizer):
     data = batches(2)
     with OverflowGuard(model, optimizer, "warn") as guard:
         train_step(model, optimizer, data[0])
@@ -336,8 +286,7 @@ def test_an_in_place_module_is_not_blamed_for_sure():
     assert guard.last_report.verdict.origin.how == "unclear"
 
 
-def test_a_forward_without_autograd_is_judged_when_it_ends():
-    model, optimizer = make()
+def test_a_forward_without_autograd_is_judged_when_it_ends(model, optimizer):
     x, y = batches(1)[0]
     with OverflowGuard(model, optimizer, "raise") as guard:
         with torch.no_grad(), plant(model.head, NAN):
@@ -359,8 +308,7 @@ def test_check_judges_without_an_optimizer():
         assert guard.check() is None
 
 
-def test_what_was_discarded_is_not_judged():
-    model, optimizer = make()
+def test_what_was_discarded_is_not_judged(model, optimizer):
     data = batches(2)
     with OverflowGuard(model, optimizer) as guard:
         with plant(model.head, NAN):
@@ -378,17 +326,13 @@ class Attention(nn.Module):
 @pytest.mark.explains
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword, as_kept):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = Attention()
-
+    class Model(Assembled):
         def forward(self, x, mask):
             if by_keyword:
                 return self.attention(x, mask=mask)
             return self.attention(x, mask)
 
-    model = Model()
+    model = Model(attention=Attention())
     mask = torch.tensor([[0.0, -INF], [0.0, 0.0]])
     with OverflowGuard(model, on_overflow="warn") as guard:
         model(torch.ones(2, 2), mask)
@@ -402,8 +346,7 @@ def test_a_mask_is_no_alarm_and_not_blamed_in_vain(by_keyword, as_kept):
     as_kept([each for each in report.sentences() if label in each])
 
 
-def test_names_that_never_repeat_do_not_fill_the_memory(caplog):
-    model, optimizer = make()
+def test_names_that_never_repeat_do_not_fill_the_memory(model, optimizer, caplog):
     with OverflowGuard(model, optimizer, "warn") as guard:
         for i in range(3000):
             guard.record(**{f"loss_of_batch_{i}": torch.ones(())})
@@ -416,8 +359,7 @@ def test_names_that_never_repeat_do_not_fill_the_memory(caplog):
         assert guard.last_report.verdict.first.label == "loss_of_batch_*"
 
 
-def test_names_that_repeat_are_kept_beside_those_that_do_not():
-    model, optimizer = make()
+def test_names_that_repeat_are_kept_beside_those_that_do_not(model, optimizer):
     with OverflowGuard(model, optimizer, "warn") as guard:
         guard.record(aux=torch.ones(()))
         for i in range(3000):

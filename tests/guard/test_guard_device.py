@@ -61,9 +61,7 @@ def test_the_verdict_is_that_of_the_cpu(device):
     texts = []
     for defer in (False, True):
         model, optimizer = make()
-        with OverflowGuard(
-            model, optimizer, "skip", explain=False, _defer=defer
-        ) as guard:
+        with OverflowGuard(model, optimizer, "skip", _defer=defer) as guard:
             train_step(model, optimizer, data[0])
             with plant(model.blocks[1].act, INF):
                 train_step(model, optimizer, data[1])
@@ -85,9 +83,8 @@ def test_the_verdict_is_that_of_the_cpu(device):
     assert texts[0] == texts[1]
 
 
-def test_a_step_waits_once(emulated):
+def test_a_step_waits_once(model, optimizer, emulated):
     emulated.state.holds_events = 1
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, _defer=True) as guard:
         for batch in batches(4):
             before = emulated.state.num_waits
@@ -96,8 +93,7 @@ def test_a_step_waits_once(emulated):
         assert guard.num_syncs == emulated.state.num_waits
 
 
-def test_lagged_steps_do_not_wait(emulated):
-    model, _ = make()
+def test_lagged_steps_do_not_wait(model, emulated):
     optimizer = fused("AdamW", model)
     with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
         train(model, optimizer, batches(5))
@@ -109,9 +105,8 @@ def test_lagged_steps_do_not_wait(emulated):
 
 @pytest.mark.parametrize("kind", FUSED)
 @pytest.mark.parametrize("policy", ["skip", "raise"])
-def test_lagged_the_optimizers_kernel_skips(device, kind, policy):
+def test_lagged_the_optimizers_kernel_skips(model, device, kind, policy):
     data = batches(3)
-    model, _ = make()
     optimizer = fused(kind, model)
     guard = OverflowGuard(model, optimizer, policy, sync="lagged", _defer=True)
     train_step(model, optimizer, data[0])
@@ -210,8 +205,7 @@ def test_an_expected_mask_is_no_reason_to_skip(device):
     assert not before.equal(model.inner.weight)
 
 
-def test_lagged_without_a_fused_optimizer_waits_and_skips(emulated):
-    model, optimizer = make()
+def test_lagged_without_a_fused_optimizer_waits_and_skips(model, optimizer, emulated):
     with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
         emulated.state.holds_events = 1
         train_step(model, optimizer, batches(1)[0])
@@ -222,8 +216,7 @@ def test_lagged_without_a_fused_optimizer_waits_and_skips(emulated):
         assert before.equal(model.head.bias)
 
 
-def test_lagged_warnings_come_a_step_later(device, caplog):
-    model, optimizer = make()
+def test_lagged_warnings_come_a_step_later(model, optimizer, device, caplog):
     data = batches(2)
     with OverflowGuard(model, optimizer, "warn", sync="lagged", _defer=True) as guard:
         with plant(model.head, INF):
@@ -236,8 +229,7 @@ def test_lagged_warnings_come_a_step_later(device, caplog):
     assert guard.last_report.step == 0
 
 
-def test_check_brings_the_last_verdict(device):
-    model, _ = make()
+def test_check_brings_the_last_verdict(model, device):
     optimizer = fused("AdamW", model)
     with OverflowGuard(model, optimizer, "skip", sync="lagged", _defer=True) as guard:
         with plant(model.head, INF):
@@ -247,8 +239,7 @@ def test_check_brings_the_last_verdict(device):
         assert guard.num_skipped == 1
 
 
-def test_a_scalers_own_flag_is_kept_and_ours_added(device):
-    model, _ = make()
+def test_a_scalers_own_flag_is_kept_and_ours_added(model, device):
     optimizer = fused("AdamW", model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     data = batches(2)
@@ -276,8 +267,7 @@ def test_a_scalers_own_flag_is_kept_and_ours_added(device):
     assert guard.num_skipped == 1
 
 
-def test_a_flag_is_dropped_where_the_step_did_not_end():
-    model, _ = make()
+def test_a_flag_is_dropped_where_the_step_did_not_end(model):
     model.eval()
     optimizer = fused("AdamW", model)
     data = batches(2)
@@ -298,8 +288,7 @@ def test_a_flag_is_dropped_where_the_step_did_not_end():
 
 
 @pytest.mark.slow
-def test_forwards_without_autograd_pile_up_nowhere(emulated):
-    model, optimizer = make()
+def test_forwards_without_autograd_pile_up_nowhere(model, optimizer, emulated):
     x, y = batches(1)[0]
     with OverflowGuard(model, optimizer, "warn", _defer=True) as guard:
         with torch.no_grad():

@@ -3,39 +3,34 @@
 import pytest
 import torch
 from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
-from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
 from overflow_fast.guard.watching import unjudged_frames
 
 
-def test_wrong_arguments_are_told(as_kept):
-    model, optimizer = make()
-
+def test_wrong_arguments_are_told(model, optimizer, as_kept):
     def call(arguments):
         OverflowGuard(model, optimizer, **arguments)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                {"on_overflow": "stop"},
-                {"on_overflow": None},
-                {"watch": "weights"},
-                {"watch": []},
-                {"watch": ["grads"]},
-                {"watch": ["tripwir"]},
-                {"watch": ["grad_outputs"]},
-                {"include": "head"},
-                {"include": ["tail"]},
-                {"exclude": None},
-                {"exclude": ["x.*"]},
-                {"sync": "never"},
-                {"max_consecutive_skips": -1},
-                {"process_group": True},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            {"on_overflow": "stop"},
+            {"on_overflow": None},
+            {"watch": "weights"},
+            {"watch": []},
+            {"watch": ["grads"]},
+            {"watch": ["tripwir"]},
+            {"watch": ["grad_outputs"]},
+            {"include": "head"},
+            {"include": ["tail"]},
+            {"exclude": None},
+            {"exclude": ["x.*"]},
+            {"sync": "never"},
+            {"max_consecutive_skips": -1},
+            {"process_group": True},
+        ],
     )
     assert hooks_of(model, optimizer) == 0
 
@@ -44,22 +39,17 @@ def test_wrong_models_are_told(as_kept):
     def call(model):
         OverflowGuard(model)
 
-    as_kept(errors_of(call, [None, [nn.ReLU(), 3], [], {}]))
+    as_kept.errors(call, [None, [nn.ReLU(), 3], [], {}])
 
 
 @pytest.mark.parametrize("optimizer", [3, "adam", [None], nn.ReLU()])
 def test_wrong_optimizers_are_told(optimizer, as_kept):
-    with pytest.raises(TypeError) as raised:
-        OverflowGuard(nn.ReLU(), optimizer)
-    as_kept(raised.value)
+    as_kept.error(TypeError, OverflowGuard, nn.ReLU(), optimizer)
 
 
-def test_a_wrong_record_is_told(as_kept):
-    model, optimizer = make()
+def test_a_wrong_record_is_told(model, optimizer, as_kept):
     with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(TypeError) as raised:
-            guard.record(loss=1.0)
-        as_kept(raised.value)
+        as_kept.error(TypeError, guard.record, loss=1.0)
 
 
 # What is looked at.
@@ -95,8 +85,7 @@ def test_modules_are_chosen_by_patterns():
     guard.remove()
 
 
-def test_weights_and_gradients_follow_the_patterns():
-    model, optimizer = make()
+def test_weights_and_gradients_follow_the_patterns(model, optimizer):
     model.head.weight.data[0, 0] = INF
     watch = ("weights", "gradients")
     batch = batches(1)[0]
@@ -113,15 +102,13 @@ def test_weights_and_gradients_follow_the_patterns():
         (("activations",), 16),
     ],
 )
-def test_only_what_is_needed_has_hooks(watch, hooks):
-    model, optimizer = make()
+def test_only_what_is_needed_has_hooks(model, optimizer, watch, hooks):
     with OverflowGuard(model, optimizer, watch=watch):
         hooked = [m for m in model.modules() if m._forward_hooks]
     assert len(hooked) == hooks
 
 
-def test_the_loss_alone_is_seen():
-    model, optimizer = make()
+def test_the_loss_alone_is_seen(model, optimizer):
     with plant(model.head, NAN):
         verdict = report_of(
             model, optimizer, batches(1)[0], watch=("loss", "gradients")
@@ -129,8 +116,7 @@ def test_the_loss_alone_is_seen():
     assert (verdict.first.kind, verdict.first.label) == ("recorded", "loss")
 
 
-def test_weights_alone_are_scanned_once_each():
-    model, optimizer = make()
+def test_weights_alone_are_scanned_once_each(model, optimizer):
     model.unused = torch.nn.Linear(2, 2)
     with OverflowGuard(model, optimizer, watch=("weights",)) as guard:
         x, y = batches(1)[0]
@@ -143,8 +129,7 @@ def test_weights_alone_are_scanned_once_each():
     assert coverage.bytes_scanned == sum(sizes)
 
 
-def test_what_was_not_asked_for_is_said():
-    model, optimizer = make()
+def test_what_was_not_asked_for_is_said(model, optimizer):
     with OverflowGuard(model, optimizer, watch=("gradients",)) as guard:
         train(model, optimizer, batches(1))
     assert guard.coverage().not_watched == [
@@ -166,8 +151,7 @@ def test_steps_are_chosen():
     assert watched(Schedule(every=2, warmup=3), 8) == [0, 0, 0, 1, 0, 1, 0, 1]
 
 
-def test_between_watched_steps_no_module_has_a_hook():
-    model, optimizer = make()
+def test_between_watched_steps_no_module_has_a_hook(model, optimizer):
     seen = []
     with OverflowGuard(
         model, optimizer, "warn", schedule=Schedule(every=3, warmup=1)
@@ -181,8 +165,7 @@ def test_between_watched_steps_no_module_has_a_hook():
     assert (guard.coverage().steps, guard.coverage().steps_watched) == (8, 3)
 
 
-def test_switching_off_leaves_no_hook():
-    model, optimizer = make()
+def test_switching_off_leaves_no_hook(model, optimizer):
     x, y = batches(1)[0]
     guard = OverflowGuard(model, optimizer)
     assert guard.enabled
@@ -203,8 +186,7 @@ def test_switching_off_leaves_no_hook():
     assert guard.check() is None
 
 
-def test_what_backward_finds_while_the_guard_is_off_is_not_judged():
-    model, optimizer = make()
+def test_what_backward_finds_while_the_guard_is_off_is_not_judged(model, optimizer):
     x, y = batches(1)[0]
     with OverflowGuard(
         model, optimizer, watch=("activations", "grad_outputs")
@@ -218,8 +200,7 @@ def test_what_backward_finds_while_the_guard_is_off_is_not_judged():
 
 
 @pytest.mark.parametrize("is_toggled", [False, True])
-def test_buffers_are_put_back_whatever_the_first_step_was(is_toggled):
-    model, optimizer = make()
+def test_buffers_are_put_back_whatever_the_first_step_was(model, optimizer, is_toggled):
     data = batches(3)
     with OverflowGuard(model, optimizer, "skip") as guard:
         if is_toggled:
@@ -236,8 +217,7 @@ def test_buffers_are_put_back_whatever_the_first_step_was(is_toggled):
     assert before.equal(model.norm.running_mean)
 
 
-def test_buffers_that_moved_while_the_guard_was_off_are_kept():
-    model, optimizer = make()
+def test_buffers_that_moved_while_the_guard_was_off_are_kept(model, optimizer):
     data = batches(4)
     with OverflowGuard(model, optimizer, "skip") as guard:
         train(model, optimizer, data[:2])
@@ -251,8 +231,7 @@ def test_buffers_that_moved_while_the_guard_was_off_are_kept():
     assert before.equal(model.norm.running_mean)
 
 
-def test_a_cost_is_measured():
-    model, optimizer = make()
+def test_a_cost_is_measured(model, optimizer):
     with OverflowGuard(model, optimizer) as guard:
         train(model, optimizer, batches(3))
         cost = guard.cost
@@ -260,20 +239,7 @@ def test_a_cost_is_measured():
     assert 0 < cost.share < 1
 
 
-def test_the_loop_of_the_example_needs_nothing_else():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = OverflowGuard(model, optimizer, on_overflow="raise")
-    for _ in range(2):
-        model(torch.ones(3, 2)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert guard.step == 2
-    guard.remove()
-
-
-def test_an_optimizer_of_another_model_is_told_of(caplog, as_kept):
-    model, optimizer = make()
+def test_an_optimizer_of_another_model_is_told_of(model, optimizer, caplog, as_kept):
     other, strangers = make(width=4)
     OverflowGuard(model, optimizer).remove()
     OverflowGuard([model, other], [optimizer, strangers]).remove()
@@ -310,9 +276,8 @@ def test_a_guard_that_judges_no_forward_says_so(caplog, monkeypatch, as_kept):
     as_kept(record.getMessage())
 
 
-def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
+def test_evaluations_are_judged_without_anybody(model, caplog, monkeypatch):
     monkeypatch.setattr(unjudged_frames, "_MANY_UNJUDGED", 5)
-    model, _ = make()
     with OverflowGuard(model), torch.no_grad():
         for x, y in batches(9):
             model(x, y=y)
@@ -320,13 +285,10 @@ def test_evaluations_are_judged_without_anybody(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["StepLR", "ReduceLROnPlateau"])
-def test_a_scheduler_is_refused_as_an_optimizer(kind, as_kept):
-    model, optimizer = make()
+def test_a_scheduler_is_refused_as_an_optimizer(model, optimizer, kind, as_kept):
     arguments = (1,) if kind == "StepLR" else ()
     scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, *arguments)
-    with pytest.raises(TypeError) as raised:
-        OverflowGuard(model, scheduler)
-    as_kept(raised.value)
+    as_kept.error(TypeError, OverflowGuard, model, scheduler)
     with pytest.raises(TypeError, match=f"the scheduler {kind}"):
         OverflowGuard(model, [optimizer, scheduler])
     assert hooks_of(model, optimizer) == 0
@@ -369,8 +331,7 @@ def test_a_path_that_cannot_be_used_ends_nothing(where, name, tmp_path, caplog):
         assert 1 <= len(said) <= 2
 
 
-def test_arguments_that_do_something_are_not_logged(tmp_path, caplog):
-    model, optimizer = make()
+def test_arguments_that_do_something_are_not_logged(model, optimizer, tmp_path, caplog):
     for folder in (tmp_path, tmp_path / "new" / "folder"):
         arguments = {"log": folder / "log", "record": folder / "record"}
         monitors = [Headroom(), Underflow()]

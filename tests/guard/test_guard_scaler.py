@@ -132,18 +132,16 @@ def test_gradients_that_reach_no_weight_are_the_scalers_business_too(setting, sy
     assert not before.equal(model.head.weight)
 
 
-def test_a_disabled_scaler_is_none():
-    model, optimizer = make()
+def test_a_disabled_scaler_is_none(model, optimizer):
     scaler = GradScaler("cpu", enabled=False)
     with OverflowGuard(model, optimizer, "raise"), pytest.raises(NonFiniteError):
         scaled_step(model, optimizer, scaler, batches(1)[0], INF)
 
 
-def test_the_scalers_class_is_given_back():
+def test_the_scalers_class_is_given_back(model, optimizer):
     for listener in list(scaler_hook._listeners):  # of tests that failed, say
         scaler_hook.stop_listening(listener)
     before = GradScaler.step
-    model, optimizer = make()
     first, second = OverflowGuard(model, optimizer), OverflowGuard(model, optimizer)
     assert GradScaler.step is not before
     first.remove()

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -12,21 +13,19 @@ from overflow_fast.guard.monitors.layer_audit import LayerAuditor
 from overflow_fast.guard.monitors.monitor import Guarded
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(5, 4)
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5))
-        self.norm = nn.BatchNorm1d(4)
-        self.head = nn.Linear(4, 1)
-
+class Net(Assembled):
     def forward(self, ids):
         return self.head(self.norm(self.body(self.embed(ids))))
 
 
 def make(every=2):
     torch.manual_seed(0)
-    model = Net()
+    model = Net(
+        embed=nn.Embedding(5, 4),
+        body=nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Dropout(0.5)),
+        norm=nn.BatchNorm1d(4),
+        head=nn.Linear(4, 1),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = OverflowGuard(model, optimizer)
     guarded = Guarded(guard._parts.watches, None, list, contextlib.nullcontext)

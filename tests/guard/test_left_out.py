@@ -28,10 +28,7 @@ def is_finite(model):
     return all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-LEFT_OUT = {
-    "every": (Schedule(10), 10),
-    "warmup": (Schedule(warmup=6), 6),
-}
+LEFT_OUT = {"every": (Schedule(10), 10), "warmup": (Schedule(warmup=6), 6)}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +99,6 @@ def test_steps_that_are_left_out_are_put_into_words(as_kept):
 def test_a_function_has_its_loss_recorded_with_and_without_explanations(explain):
     model, optimizer, guard = make("skip", explain=explain)
     with guard:
-        loss = guard.run(lambda: model(torch.ones(3, 4)).mean())
-        loss.backward()
+        guard.run(lambda: model(torch.ones(3, 4)).mean()).backward()
         optimizer.step()
         assert guard.coverage().has_seen_loss

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -172,19 +173,15 @@ def checks(watch):
         guard.check()
 
 
-class Methods(nn.Module):
+class Methods(Assembled):
     """Is trained by methods: its own forward is never called."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
 
     def loss(self):
         return self.head(self.encoder(torch.randn(4, 4))).pow(2).mean()
 
 
 def methods(watch):
-    model = Methods()
+    model = Methods(encoder=nn.Linear(4, 8), head=nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     guard = OverflowGuard(model, optimizer, watch=watch)
     for micro in (1, 20):

@@ -113,9 +113,8 @@ def test_each_guard_has_a_copy_of_its_own(caplog):
     assert len(messages(caplog)) == 2 and monitor.told == {}
 
 
-def test_when_a_monitor_is_called():
+def test_when_a_monitor_is_called(model, optimizer):
     calls = []
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, monitors=[Noted(calls)]) as guard:
         train(model, optimizer, batches(2))
         assert guard.metrics()["noted"] == len(calls) == 7
@@ -126,18 +125,16 @@ def test_when_a_monitor_is_called():
     ]
 
 
-def test_bad_steps_are_not_looked_at():
+def test_bad_steps_are_not_looked_at(model, optimizer):
     calls = []
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, "skip", monitors=[Noted(calls)]):
         (x, y), *_ = batches(1)
         train_step(model, optimizer, (x * math.nan, y))
     assert ("look", 0) not in calls and ("end", 0) in calls
 
 
-def test_a_lagged_guard_does_not_look():
+def test_a_lagged_guard_does_not_look(model, optimizer):
     calls = []
-    model, optimizer = make()
     monitors = [Noted(calls)]
     with OverflowGuard(model, optimizer, sync="lagged", monitors=monitors):
         train(model, optimizer, batches(2))
@@ -159,9 +156,8 @@ class Numbers(Monitor):
         return ()
 
 
-def test_a_step_tells_loss_norm_and_magnitudes():
+def test_a_step_tells_loss_norm_and_magnitudes(model, optimizer):
     seen = []
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, monitors=[Numbers(seen)]) as guard:
         for number, (x, y) in enumerate(batches(3)):
             loss = model(x, y=y)["loss"]
@@ -175,8 +171,7 @@ def test_a_step_tells_loss_norm_and_magnitudes():
             assert any("output of head" in name for name in magnitudes)
 
 
-def test_a_monitor_may_skip(tmp_path, caplog, as_kept):
-    model, optimizer = make()
+def test_a_monitor_may_skip(model, optimizer, tmp_path, caplog, as_kept):
     states, path = [], tmp_path / "run.ofr"
     with OverflowGuard(
         model, optimizer, "warn", monitors=[Skips(1)], record=path
@@ -193,8 +188,7 @@ def test_a_monitor_may_skip(tmp_path, caplog, as_kept):
     assert "spike" not in actions
 
 
-def test_who_may_not_skip_warns(caplog, as_kept):
-    model, optimizer = make()
+def test_who_may_not_skip_warns(model, optimizer, caplog, as_kept):
     with OverflowGuard(model, optimizer, monitors=[Skips(1, may_skip=False)]) as guard:
         train(model, optimizer, batches(3))
     assert guard.num_skipped == 0
@@ -245,11 +239,10 @@ def test_errors_of_a_monitor_do_not_reach_the_program(caplog, as_kept):
     as_kept(caplog.messages)
 
 
-def test_what_is_written_next_to_a_monitor_is_checked(as_kept):
+def test_what_is_written_next_to_a_monitor_is_checked(model, optimizer, as_kept):
     class Twice(DeadUnits):
         pass
 
-    model, optimizer = make()
     OverflowGuard(model, optimizer, monitors=[DeadUnits(), Twice()]).remove()
     with pytest.raises(ValueError) as raised:
         OverflowGuard(model, optimizer, monitors=[DeadUnits(), DeadUnits()])

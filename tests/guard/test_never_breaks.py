@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from guarding import INF, NAN, assert_same, make
+from assembled import Assembled
+from guarding import INF, NAN, assert_same, batches, hooks_of, make, plant, train_step
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
@@ -197,14 +198,18 @@ def doubling(x):
     return x
 
 
+def coverage_of(watch, model):
+    with watch(model) as watcher:
+        model(X)
+        coverage = watcher.coverage
+        return coverage() if callable(coverage) else coverage
+
+
 @pytest.mark.parametrize("watch", WATCHERS)
 @pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
 def test_deep_nesting(kind, watch):
     model = Returns(nested(kind, 2000))
-    with watch(model) as watcher:
-        model(X)
-        coverage = watcher.coverage
-        coverage = coverage() if callable(coverage) else coverage
+    coverage = coverage_of(watch, model)
     assert coverage.opaque == {f"{kind} (nested too deep)": 1}
     assert coverage.not_scanned == {}
 
@@ -213,10 +218,7 @@ def test_deep_nesting(kind, watch):
 @pytest.mark.parametrize("watch", WATCHERS)
 def test_what_holds_itself_is_listed_once(returned, watch):
     model = Returns(returned)
-    with watch(model) as watcher:
-        model(X)
-        coverage = watcher.coverage
-        coverage = coverage() if callable(coverage) else coverage
+    coverage = coverage_of(watch, model)
     assert coverage.opaque == coverage.not_scanned == {}
     assert coverage.tensors_listed == 6  # weights, inputs, and what is returned once
 
@@ -230,11 +232,7 @@ def test_other_outputs_without_end(returned):
         assert guard.coverage().failures == 0
 
 
-class Takes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(2, 2)
-
+class Takes(Assembled):
     def forward(self, x, *args, **kwargs):
         return self.fc(x)
 
@@ -245,7 +243,7 @@ class Takes(nn.Module):
     ids=lambda make: make.__name__,
 )
 def test_such_inputs(given):
-    model = Takes()
+    model = Takes(fc=nn.Linear(2, 2))
     with OverflowGuard(model, None, "warn") as guard:
         model(X, given(X), key=given(X))
         assert guard.check() is None
@@ -465,24 +463,30 @@ def test_no_error_of_its_own_comes_out(call, fault):
     guard.remove()
 
 
+def trained_beside(policy, fail, num_steps):
+    """Steps of a guard that fails, which leave what those without one leave."""
+    pairs = make(), make()
+    x, y = torch.ones(4, 8), torch.ones(4, 1)
+    with OverflowGuard(*pairs[0], policy) as guard:
+        fail(guard._parts)
+        for _ in range(num_steps):
+            for model, optimizer in pairs:
+                model(x, y=y)["loss"].backward()
+                model.blocks[0](x)
+                optimizer.step()
+        assert guard.coverage().failures >= num_steps
+        number = guard.step
+    assert_same(*([p.detach() for p in model.parameters()] for model, _ in pairs))
+    return guard, number
+
+
 HOOKS = ["_before_step", "_choose_watch", "_end_step", "_record_root", "_begin_batch"]
 
 
 @pytest.mark.parametrize("method", HOOKS)
 def test_a_hook_that_fails_stops_no_forward(method, caplog):
-    model, optimizer = make()
-    plain, plain_optimizer = make()
-    x, y = torch.ones(4, 8), torch.ones(4, 1)
-    with OverflowGuard(model, optimizer, "warn") as guard:
-        setattr(guard._parts.watches[0], method, broken)
-        for each, its in ((model, optimizer), (plain, plain_optimizer)):
-            each(x, y=y)["loss"].backward()
-            each.blocks[0](x)
-            its.step()
-        assert guard.coverage().failures > 0
+    trained_beside("warn", lambda own: setattr(own.watches[0], method, broken), 1)
     assert "The guard failed" in caplog.text
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_same(a.detach(), b.detach())
 
 
 PARTS = [("clock", "begin"), ("clock", "advance"), ("headroom", "end_step")]
@@ -490,20 +494,12 @@ PARTS = [("clock", "begin"), ("clock", "advance"), ("headroom", "end_step")]
 
 @pytest.mark.parametrize("part, method", [*PARTS, ("_start", "keep")])
 def test_a_round_that_fails_to_end_stops_no_step(part, method, caplog):
-    model, optimizer = make()
-    plain, plain_optimizer = make()
-    x, y = torch.ones(4, 8), torch.ones(4, 1)
-    with OverflowGuard(model, optimizer) as guard:
-        setattr(getattr(guard._parts, part), method, broken)
-        for _ in range(2):
-            for each, its in ((model, optimizer), (plain, plain_optimizer)):
-                each(x, y=y)["loss"].backward()
-                its.step()
-        assert guard.coverage().failures == 2
-        assert guard.step == 2 * (method != "advance")
+    def fail(own):
+        setattr(getattr(own, part), method, broken)
+
+    guard, number = trained_beside("raise", fail, 2)
+    assert guard.coverage().failures == 2 and number == 2 * (method != "advance")
     assert "The guard failed" in caplog.text
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_same(a.detach(), b.detach())
 
 
 def test_a_rule_that_fails_stops_no_forward(as_kept):
@@ -635,7 +631,7 @@ def test_a_copy_of_a_model_with_a_guard(copied):
         copy_ = copied(model)
         frames = guard._parts.watches[0].recorder.total_calls
         output = copy_(torch.ones(4, 8), y=torch.ones(4, 1))
-        assert output["loss"].isfinite()
+        assert output["loss"].isfinite() and hooks_of(copy_) == 0
         assert guard._parts.watches[0].recorder.total_calls == frames
         optimizer.step()
         assert guard.step == 1
@@ -669,16 +665,16 @@ def test_a_copy_of_a_model_with_a_guard_and_the_original_detector(is_first):
 def test_a_second_guard_says_so_and_both_work(caplog, as_kept):
     model, optimizer = make()
     with caplog.at_level(logging.WARNING, "overflow_fast"):
-        with OverflowGuard(model, optimizer, "warn") as first:
+        with OverflowGuard(model, optimizer, "warn", explain=False) as first:
             assert "Another OverflowGuard" not in caplog.text
-            with OverflowGuard(model, optimizer, "warn") as second:
+            with OverflowGuard(model, optimizer, "skip", explain=False) as second:
                 said = [r for r in caplog.messages if "Another OverflowGuard" in r]
                 assert len(said) == 1
                 as_kept(said[0])
-                model(torch.ones(4, 8) * INF, y=torch.ones(4, 1))["loss"].backward()
-                optimizer.step()
-                assert first.last_report is not None
-                assert second.last_report is not None
+                with plant(model.head, INF):
+                    train_step(model, optimizer, batches(1)[0])
+                assert first.last_report.verdict == second.last_report.verdict
+                assert second.num_skipped == 1
 
 
 @pytest.mark.parametrize("is_inner_first", [True, False])

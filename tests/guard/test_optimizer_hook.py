@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from guarding import assert_same, batches, make, train_step
+from guarding import assert_same, batches, hooks_of, make, train_step
 from skipping import BAD, X, run
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -106,6 +106,7 @@ def test_an_optimizer_under_guard_is_copied_pickled_and_freed_as_ever():
     train_step(model, optimizer, batches(1)[0])
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert "step" not in vars(other)
+        assert hooks_of(model, other) == hooks_of(model)
         assert_same(other.state_dict(), optimizer.state_dict())
     guard.remove()
     gc.collect()

@@ -7,7 +7,6 @@ import pickle
 import pydoc
 
 import pytest
-from kept_texts import errors_of
 from torch import nn
 
 import overflow_fast
@@ -136,51 +135,47 @@ def test_options_are_values(options):
 
 @pytest.mark.explains
 def test_a_wrong_value_of_a_field_is_named(as_kept):
-    as_kept(
-        errors_of(
-            lambda make: make(),
-            [
-                lambda: Explain("sometimes"),
-                lambda: Explain(budget=0),
-                lambda: Explain(frames=-1),
-                lambda: Evidence("e", mib=0),
-                lambda: Evidence("e", keep=0),
-                lambda: Log("l", ranks="0"),
-                lambda: Record("r", mib=-1),
-                lambda: Record("r", steps=0),
-                lambda: Record("r", ranks=0),
-                lambda: Schedule(0),
-                lambda: Schedule(warmup=-1),
-                lambda: Spikes("raise"),
-                lambda: Spikes(None),
-                lambda: Saturation(1.5),
-                lambda: Headroom(0),
-                lambda: Underflow(0),
-                lambda: MaskedOps(0),
-                lambda: LayerAudit(0),
-            ],
-        )
+    as_kept.errors(
+        lambda make: make(),
+        [
+            lambda: Explain("sometimes"),
+            lambda: Explain(budget=0),
+            lambda: Explain(frames=-1),
+            lambda: Evidence("e", mib=0),
+            lambda: Evidence("e", keep=0),
+            lambda: Log("l", ranks="0"),
+            lambda: Record("r", mib=-1),
+            lambda: Record("r", steps=0),
+            lambda: Record("r", ranks=0),
+            lambda: Schedule(0),
+            lambda: Schedule(warmup=-1),
+            lambda: Spikes("raise"),
+            lambda: Spikes(None),
+            lambda: Saturation(1.5),
+            lambda: Headroom(0),
+            lambda: Underflow(0),
+            lambda: MaskedOps(0),
+            lambda: LayerAudit(0),
+        ],
     )
 
 
 @pytest.mark.explains
 def test_a_wrong_type_of_a_field_is_named(as_kept):
-    as_kept(
-        errors_of(
-            lambda make: make(),
-            [
-                lambda: Explain(budget=None),
-                lambda: Explain(replay_safe=1),
-                lambda: Explain(checkpoints="a"),
-                lambda: Evidence(None),
-                lambda: Log("l", mib=True),
-                lambda: Log("l", keep=None),
-                lambda: Schedule(2.0),
-                lambda: Headroom("2"),
-                lambda: Underflow(1.0),
-                lambda: Replicas("1"),
-            ],
-        )
+    as_kept.errors(
+        lambda make: make(),
+        [
+            lambda: Explain(budget=None),
+            lambda: Explain(replay_safe=1),
+            lambda: Explain(checkpoints="a"),
+            lambda: Evidence(None),
+            lambda: Log("l", mib=True),
+            lambda: Log("l", keep=None),
+            lambda: Schedule(2.0),
+            lambda: Headroom("2"),
+            lambda: Underflow(1.0),
+            lambda: Replicas("1"),
+        ],
     )
 
 
@@ -188,15 +183,13 @@ def test_a_wrong_value_of_an_argument_is_named(as_kept):
     def call(arguments):
         OverflowGuard(nn.Linear(1, 1), **arguments)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                {"schedule": 0},
-                {"monitors": [Headroom(), Spikes(), Headroom(bits=2.0)]},
-                {"monitors": [Spikes("skip")], "sync": "lagged"},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            {"schedule": 0},
+            {"monitors": [Headroom(), Spikes(), Headroom(bits=2.0)]},
+            {"monitors": [Spikes("skip")], "sync": "lagged"},
+        ],
     )
 
 
@@ -205,24 +198,22 @@ def test_a_wrong_type_of_an_argument_is_named(as_kept):
     def call(arguments):
         OverflowGuard(nn.Linear(1, 1), **arguments)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                {"explain": "always"},
-                {"explain": None},
-                {"explain": 1},
-                {"log": True},
-                {"evidence": 3},
-                {"record": Log("l")},
-                {"schedule": None},
-                {"schedule": True},
-                {"monitors": None},
-                {"monitors": Spikes()},
-                {"monitors": "spikes"},
-                {"monitors": [Spikes]},
-                {"monitors": ["spikes"]},
-                {"monitors": [Log("l")]},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            {"explain": "always"},
+            {"explain": None},
+            {"explain": 1},
+            {"log": True},
+            {"evidence": 3},
+            {"record": Log("l")},
+            {"schedule": None},
+            {"schedule": True},
+            {"monitors": None},
+            {"monitors": Spikes()},
+            {"monitors": "spikes"},
+            {"monitors": [Spikes]},
+            {"monitors": ["spikes"]},
+            {"monitors": [Log("l")]},
+        ],
     )

@@ -52,8 +52,7 @@ def broken(request):
 
 
 @pytest.mark.parametrize("watch", [("activations", "loss"), "tripwire"])
-def test_a_step_is_skipped_bit_for_bit(broken, watch):
-    model, optimizer = make()
+def test_a_step_is_skipped_bit_for_bit(model, optimizer, broken, watch):
     before = state_of(model, optimizer)
     with OverflowGuard(model, optimizer, "skip", watch=watch) as guard:
         bad_step(model, optimizer)
@@ -70,17 +69,12 @@ def test_a_step_is_skipped_bit_for_bit(broken, watch):
     assert report.explanation.cause == "unknown"
 
 
-def test_a_step_raises(broken):
-    model, optimizer = make()
-    with (
-        OverflowGuard(model, optimizer),
-        pytest.raises(NonFiniteError, match=broken),
-    ):
+def test_a_step_raises(model, optimizer, broken):
+    with OverflowGuard(model, optimizer), pytest.raises(NonFiniteError, match=broken):
         bad_step(model, optimizer)
 
 
-def test_the_policy_is_asked(broken):
-    model, optimizer = make()
+def test_the_policy_is_asked(model, optimizer, broken):
     asked = []
 
     def policy(report):
@@ -93,8 +87,7 @@ def test_the_policy_is_asked(broken):
     assert broken in note and guard.num_skipped == 1
 
 
-def test_log_and_evidence_are_written(broken, tmp_path):
-    model, optimizer = make()
+def test_log_and_evidence_are_written(model, optimizer, broken, tmp_path):
     log, evidence = tmp_path / "log.jsonl", tmp_path / "evidence"
     with OverflowGuard(model, optimizer, "skip", log=log, evidence=evidence) as guard:
         bad_step(model, optimizer)
@@ -107,8 +100,7 @@ def test_log_and_evidence_are_written(broken, tmp_path):
     assert guard.last_report.evidence == str(report.parent)
 
 
-def test_it_is_tried_again_at_the_next_bad_step(monkeypatch):
-    model, optimizer = make()
+def test_it_is_tried_again_at_the_next_bad_step(model, optimizer, monkeypatch):
     with OverflowGuard(model, optimizer, "skip", explain=True) as guard:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, OUTER["explainer"], None)
@@ -121,12 +113,8 @@ def test_it_is_tried_again_at_the_next_bad_step(monkeypatch):
 def test_what_the_program_asks_for_itself_says_what_is_missing(gone, tmp_path, as_kept):
     model, optimizer = make()
     with OverflowGuard(model, optimizer) as guard:
-        with pytest.raises(ImportError) as raised:
-            guard.self_test(torch.ones(4, 8))
-        as_kept(raised.value)
-        with pytest.raises(ImportError) as raised:
-            guard.to_html(tmp_path / "run.html")
-        as_kept(raised.value)
+        as_kept.error(ImportError, guard.self_test, torch.ones(4, 8))
+        as_kept.error(ImportError, guard.to_html, tmp_path / "run.html")
 
 
 def test_only_what_is_in_the_table_can_be_asked_for():

@@ -5,7 +5,6 @@ import types
 import pytest
 import torch
 from guarding import batches, make, train_step
-from kept_texts import errors_of
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, flags
@@ -94,8 +93,7 @@ def test_a_flag_that_is_set_skips_the_step(device, as_kept):
     assert device.num_read == 3
 
 
-def test_a_bad_tensor_is_named_before_the_flag(device):
-    model, optimizer = make()
+def test_a_bad_tensor_is_named_before_the_flag(model, optimizer, device):
     OverflowGuard(model, optimizer, explain=False)
     (batch,) = batches(1)
     device.is_set = True
@@ -105,11 +103,10 @@ def test_a_bad_tensor_is_named_before_the_flag(device):
     assert not is_of_flag(caught.value.report.verdict)
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
 @pytest.mark.explains
-def test_the_explanation_names_no_operation(device, watch, as_kept):
+def test_the_explanation_names_no_operation(device, options, as_kept):
     model, optimizer = saturating()
-    options = {} if watch is None else {"watch": watch}
     OverflowGuard(model, optimizer, **options)
     first, second = batches(2)
     train_step(model, optimizer, first)
@@ -133,8 +130,7 @@ def test_a_flag_that_cannot_be_read_is_given_up(device, caplog, as_kept):
     as_kept(caplog.messages)
 
 
-def test_the_scaler_is_left_its_flag(device):
-    model, optimizer = make()
+def test_the_scaler_is_left_its_flag(model, optimizer, device):
     guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
     scaler = torch.amp.GradScaler("cpu")
     (batch,) = batches(1)
@@ -144,8 +140,7 @@ def test_the_scaler_is_left_its_flag(device):
     assert guard.last_report is None and device.num_read == 0
 
 
-def test_check_asks_too_and_other_devices_are_not_asked(device):
-    model, _ = make()
+def test_check_asks_too_and_other_devices_are_not_asked(model, device):
     guard = OverflowGuard(model, on_overflow="warn", explain=False)
     other = Device()
     flags.register("npu", clear=other.clear, read=other.read)
@@ -163,9 +158,7 @@ def test_what_cannot_be_registered_is_refused(as_kept):
         device_type, clear, read = arguments
         flags.register(device_type, clear=clear, read=read)
 
-    as_kept(
-        errors_of(call, [(3, print, print), ("npu", None, print), ("npu", print, 1)])
-    )
+    as_kept.errors(call, [(3, print, print), ("npu", None, print), ("npu", print, 1)])
     assert overflow_fast.flags is flags
 
 
@@ -205,10 +198,9 @@ def as_npu(monkeypatch):
 
 @pytest.mark.parametrize("place", ["utils", "npu"])
 @pytest.mark.parametrize("mode", [False, None])
-def test_an_npu_that_saturates_has_a_flag(as_npu, mode, place):
+def test_an_npu_that_saturates_has_a_flag(model, optimizer, as_npu, mode, place):
     module, status = stand_in(mode, place)
     assert torch_npu.install(module)
-    model, optimizer = make()
     guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
     loss = model(*batches(1)[0])["loss"]
     loss.backward()
@@ -225,10 +217,9 @@ def test_an_npu_with_inf_and_nan_has_none(as_npu):
     assert not flags.of_devices
 
 
-def test_a_pipeline_that_clears_the_flag_hides_the_overflow(as_npu):
+def test_a_pipeline_that_clears_the_flag_hides_the_overflow(model, optimizer, as_npu):
     module, status = stand_in(False)
     torch_npu.install(module)
-    model, optimizer = make()
     guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
     for micro_batch in batches(2):
         model(*micro_batch)["loss"].backward()

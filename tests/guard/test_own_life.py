@@ -57,8 +57,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("watch", [("activations", "gradients"), "tripwire"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_policy_may_run_the_model(watch, grad):
-    model, optimizer = make()
+def test_a_policy_may_run_the_model(model, optimizer, watch, grad):
     asked = []
 
     def policy(report):
@@ -137,19 +136,16 @@ def test_a_policy_that_rolls_back_keeps_what_it_loaded(roll_back, runs, clean_st
         assert same(model.state_dict(), saved)
 
 
-def test_a_policy_that_warns_leaves_what_the_forward_has_written():
+def test_a_policy_that_warns_leaves_what_the_forward_has_written(model, optimizer):
     bare, bare_optimizer = make()
     step(bare, bare_optimizer, BAD)
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, lambda report: "warn"):
         step(model, optimizer, BAD)
     for name, buffer in bare.named_buffers():
         assert torch.equal(buffer, dict(model.named_buffers())[name])
 
 
-def test_a_monitor_may_run_the_model():
-    model, optimizer = make()
-
+def test_a_monitor_may_run_the_model(model, optimizer):
     class Predicts(Monitor):
         def look(self, step):
             step.models[""](BAD)
@@ -211,9 +207,7 @@ def test_a_guard_can_be_switched_off_within_a_step(how, where, tmp_path):
     assert hooks_of(model, optimizer) == 0
 
 
-def test_a_guard_that_is_switched_off_and_on_by_a_policy_stays_on():
-    model, optimizer = make()
-
+def test_a_guard_that_is_switched_off_and_on_by_a_policy_stays_on(model, optimizer):
     def policy(report):
         guard.disable()
         guard.enable()
@@ -256,8 +250,7 @@ def failing_log(request, monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise", "warn", lambda report: "skip"])
-def test_a_log_that_fails_changes_no_decision(failing_log, policy):
-    model, optimizer = make()
+def test_a_log_that_fails_changes_no_decision(model, optimizer, failing_log, policy):
     before = copy.deepcopy(model.state_dict())
     guard = OverflowGuard(model, optimizer, policy)
     if policy == "raise":
@@ -301,9 +294,7 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Interrupted])
-def test_a_constructor_that_is_interrupted_leaves_no_hook(error):
-    model, optimizer = make()
-
+def test_a_constructor_that_is_interrupted_leaves_no_hook(model, optimizer, error):
     class Interrupts(Monitor):
         def begin_step(self, step):
             raise error
@@ -329,8 +320,7 @@ def test_guards_that_were_dropped_with_their_optimizers_end():
     assert hooks_of(model) == 0
 
 
-def test_a_dropped_guard_gives_way_to_one_of_the_same_optimizer():
-    model, optimizer = make()
+def test_a_dropped_guard_gives_way_to_one_of_the_same_optimizer(model, optimizer):
     for _ in range(3):
         OverflowGuard(model, optimizer, "skip")
     assert num_hooks(model) == 1
@@ -390,8 +380,7 @@ def test_a_dropped_guard_without_an_optimizer_gives_way_to_one_of_its_model(is_w
         assert parts.is_enabled != is_whole
 
 
-def test_a_guard_that_is_off_judges_no_step_that_a_later_one_skips():
-    model, optimizer = make()
+def test_a_guard_that_is_off_judges_no_step_that_a_later_one_skips(model, optimizer):
     first = OverflowGuard(model, optimizer, "skip", explain=False)
     with OverflowGuard(model, optimizer, "skip", explain=False) as second:
         first.remove()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import assert_same, state_of
 from torch import nn
 from torch.distributions import Categorical, Normal
@@ -239,20 +240,31 @@ def by_logged_number(model, optimizer, x):
     int(model.fc.weight.grad.sum())
 
 
+def by_step_hook(model, optimizer, x):
+    root(model(x), x).backward()
+    optimizer.register_step_pre_hook(refusing_step)
+
+
+def refusing_step(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        assert all(p.grad.isfinite().all() for p in group["params"]), "before it"
+
+
 IN_BACKWARD = [
     *(by_anomaly, by_function, by_hook, by_clipping, by_assert_on_gradients),
-    *(by_closure, by_logged_number),
+    *(by_closure, by_logged_number, by_step_hook),
 ]
 
 
+@pytest.mark.parametrize("policy", ["raise", "skip"])
 @pytest.mark.parametrize("step", IN_BACKWARD)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_what_raises_in_or_behind_backward_is_reported(step):
+def test_what_raises_in_or_behind_backward_is_reported(step, policy):
     model = Squares()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     error = None
     try:
-        with OverflowGuard(model, optimizer) as guard:
+        with OverflowGuard(model, optimizer, policy) as guard:
             for i in range(4):
                 x = torch.zeros(8, 6) if i == BAD_STEP else torch.randn(8, 6)
                 step(model, optimizer, x)
@@ -515,18 +527,14 @@ def test_where_notes_cannot_be_added_the_log_has_the_report(kind, policy, caplog
 def test_an_error_of_a_replay_takes_no_frame_from_the_programs_own():
     errors = [ValueError("y is nan")]
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(6, 1)
-
+    class Net(Assembled):
         def forward(self, x):
             y = torch.log(x.mean(1, keepdim=True)) + self.a(x)
             if y.isnan().any():
                 raise errors.pop() if errors else KeyError("another in a replay")
             return y
 
-    model = Net()
+    model = Net(a=nn.Linear(6, 1))
     guard = OverflowGuard(model, torch.optim.SGD(model.parameters(), 0.1), "skip")
     with pytest.raises(ValueError) as raised:
         guard.run(lambda: model(-torch.ones(2, 6)).mean())
@@ -559,6 +567,29 @@ def test_an_evaluation_that_raises_is_reported(policy):
         model(batches()[BAD_STEP])
     assert_reported(guard, raised.value, step=0)
     guard.remove()
+
+
+def test_a_metric_that_raises_behind_an_evaluation_leaves_its_report():
+    model, error = Net(), ValueError("Input contains NaN.")
+    with OverflowGuard(model, on_overflow="warn") as guard:
+        with torch.no_grad():
+            model(batches()[BAD_STEP])
+        sys.excepthook(ValueError, error, None)
+    assert guard.last_report.verdict.first.fqn == "body.0"
+
+
+def test_a_generation_that_raises_is_reported():
+    hf = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50}
+    torch.manual_seed(0)
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_positions=16, **sizes)).eval()
+    model.transformer.h[1].mlp.c_fc.bias.data[0] = 3e38
+    model.transformer.h[1].mlp.c_proj.weight.data[0] = 3e38
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with OverflowGuard(model, on_overflow="warn") as guard:
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            model.generate(ids, do_sample=True, max_new_tokens=4, pad_token_id=0)
+    assert guard.last_report.verdict.first.fqn.startswith("transformer.h.1")
 
 
 @pytest.mark.slow

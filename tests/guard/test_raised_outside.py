@@ -145,8 +145,7 @@ def assert_told(guard, error, head, step=BAD_STEP):
 @pytest.mark.parametrize("head", HEADS)
 def test_the_operation_is_named_that_led_to_the_exception(head, where):
     guard, error = trained(head, where)
-    report = assert_told(guard, error, head)
-    assert report.moment == "raised"
+    assert assert_told(guard, error, head).moment == "raised"
     assert guard.metrics()["bad_steps_total"] == 1
 
 

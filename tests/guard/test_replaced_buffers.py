@@ -1,8 +1,10 @@
 """A skip puts buffers back that forwards replace, register or initialize."""
 
+import copy
+
 import pytest
 import torch
-from buffers import BAD, Stateful, X, everything, norm_net, step, watched
+from buffers import BAD, Stateful, X, assert_undone, everything, norm_net, step, watched
 from guarding import assert_same
 from torch import nn
 
@@ -17,9 +19,7 @@ def test_a_norm_that_is_unfrozen_later():
         for _ in range(3):
             step(model, optimizer)
         model[1].train()
-        before = everything(model)
-        step(model, optimizer, BAD)
-        assert_same(everything(model), before)
+        assert_undone(model, optimizer, guard)
         for _ in range(3):
             step(model, optimizer)
 
@@ -30,14 +30,12 @@ def test_lazy_statistics_that_a_later_step_has_made_are_not_reset():
     model.add_module("norm", norm)
     optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], 0.1)
     model.forward = lambda x: model[2](model[1](model[0](x)))
-    with OverflowGuard(model, optimizer, "skip"):
+    with OverflowGuard(model, optimizer, "skip") as guard:
         for i in range(11):
             if i == 9:
                 model.forward = lambda x: model[2](norm(model[0](x)))
             step(model, optimizer)
-        before = everything(model)
-        step(model, optimizer, BAD)
-    assert_same(everything(model), before)
+        assert_undone(model, optimizer, guard)
 
 
 def test_a_tensor_that_takes_the_place_of_a_freed_one_is_another():
@@ -101,9 +99,7 @@ def test_lazy_modules():
         assert_same(model[1].running_var, torch.ones(4))
         assert_same(model[1].running_mean, torch.zeros(4))
         step(model, optimizer)
-        before = everything(model)
-        step(model, optimizer, BAD)
-        assert_same(everything(model), before)
+        assert_undone(model, optimizer, guard)
 
 
 def test_buffers_that_are_none_and_become_something():
@@ -179,23 +175,12 @@ def registered(self, x):
 )
 @pytest.mark.parametrize("steps_before", [0, 1, 2])
 def test_buffers_that_are_replaced_and_written_to(write, buffers, steps_before):
-    buffers = (
-        {
-            name: value if value is None else value.clone()
-            for name, value in buffers.items()
-        }
-        if write is not parameter_anew
-        else buffers
-    )
-    model = Stateful(write, **buffers)
+    model = Stateful(write, **copy.deepcopy(buffers))
     optimizer, guard = watched(model)
     with guard:
         for _ in range(steps_before):
             step(model, optimizer)
-        before = everything(model)
-        step(model, optimizer, BAD)
-        assert guard.last_step_skipped
-        assert_same(everything(model), before)
+        assert_undone(model, optimizer, guard)
         step(model, optimizer)
         assert not guard.last_step_skipped
 

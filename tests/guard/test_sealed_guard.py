@@ -6,14 +6,7 @@ import threading
 import pytest
 import torch
 from guarding import INF, assert_same, batches, make, plant, state_of
-from sealed import (
-    fail_later,
-    late,
-    memory_limit,
-    pageable,
-    slow_events,
-    watched,
-)
+from sealed import fail_later, late, memory_limit, pageable, slow_events, watched
 from torch import nn
 
 from overflow_fast import OverflowGuard

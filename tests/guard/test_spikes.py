@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from guarding import assert_same, make, state_of
 from ranks import on_ranks
 from torch import nn
@@ -79,12 +80,7 @@ def test_what_stays_is_the_new_level():
 # Under a guard.
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 1)
-        self.norm = nn.BatchNorm1d(4)
-
+class Model(Assembled):
     def forward(self, x, weight):
         return (self.body(self.norm(x)) ** 2).mean() * weight + 1
 
@@ -92,7 +88,7 @@ class Model(nn.Module):
 def trained(num, spike_at, after=lambda guard, model: None, **arguments):
     """A run whose loss is 50 times as large in one step."""
     torch.manual_seed(0)
-    model = Model()
+    model = Model(body=nn.Linear(4, 1), norm=nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     states = []
     with OverflowGuard(model, optimizer, **arguments) as guard:
@@ -109,8 +105,7 @@ def trained(num, spike_at, after=lambda guard, model: None, **arguments):
 def test_a_spike_is_told_and_marked_and_changes_nothing(tmp_path, caplog, as_kept):
     log, record = tmp_path / "g.jsonl", tmp_path / "run.ofr"
     guard, states = trained(115, 105, log=log, record=record)
-    text = " ".join(caplog.text.replace("[overflow_fast]", "").split())
-    as_kept(text)
+    as_kept(" ".join(caplog.text.replace("[overflow_fast]", "").split()))
     assert not torch.equal(
         states[105]["model"]["body.weight"], states[106]["model"]["body.weight"]
     )
@@ -161,8 +156,7 @@ def test_a_recorded_norm_stands_for_the_gradients(caplog):
         for i in range(115):
             out = model(torch.randn(4, 8), y=torch.randn(4, 1))
             out["loss"].backward()
-            norm = torch.tensor(1e3 if i == 110 else 1.0)
-            guard.record(grad_norm=norm)
+            guard.record(grad_norm=torch.tensor(1e3 if i == 110 else 1.0))
             optimizer.step()
             optimizer.zero_grad()
     assert "grad norm 1000" in caplog.text

@@ -7,6 +7,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from guarding import assert_same, state_of
 from torch import nn
 
@@ -15,13 +16,8 @@ from overflow_fast import LayerAudit, MaskedOps, OverflowGuard, Replicas
 INF = float("inf")
 
 
-class Attention(nn.Module):
+class Attention(Assembled):
     """A softmax of its own, whose overflow is divided away where a test asks."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.drop = nn.Dropout(0.2)
 
     def forward(self, x, large=False):
         scores = self.linear(x) + (200.0 if large else 0.0)
@@ -34,7 +30,7 @@ class Attention(nn.Module):
 
 def make(**options):
     torch.manual_seed(0)
-    model = Attention()
+    model = Attention(linear=nn.Linear(4, 4), drop=nn.Dropout(0.2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, optimizer, OverflowGuard(model, optimizer, **options)
 

@@ -32,8 +32,7 @@ WHEN = ["before the guard", "behind the guard", "global"]
 
 @pytest.mark.parametrize("policy", ["skip", "raise", "warn"])
 @pytest.mark.parametrize("when", WHEN)
-def test_a_nan_that_a_pre_hook_makes_is_of_its_own_step(when, policy):
-    model, optimizer = make()
+def test_a_nan_that_a_pre_hook_makes_is_of_its_own_step(model, optimizer, when, policy):
     post = []
     optimizer.register_step_post_hook(lambda *_: post.append(1))
     handle = None
@@ -68,9 +67,7 @@ def test_a_nan_that_a_pre_hook_makes_is_of_its_own_step(when, policy):
         handle.remove()
 
 
-def test_a_pre_hook_that_repairs_gradients_lets_the_step_be_made():
-    model, optimizer = make()
-
+def test_a_pre_hook_that_repairs_gradients_lets_the_step_be_made(model, optimizer):
     def repair(optimizer, args, kwargs):
         for p in model.parameters():
             p.grad.nan_to_num_()
@@ -144,8 +141,7 @@ def test_each_of_several_optimizers_is_judged_behind_its_own_hooks():
         assert_same(state_of(model[1]), before)
 
 
-def test_a_scaler_steps_behind_them(caplog):
-    model, optimizer = make()
+def test_a_scaler_steps_behind_them(model, optimizer, caplog):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer.register_step_pre_hook(clip)
     with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
@@ -159,8 +155,7 @@ def test_a_scaler_steps_behind_them(caplog):
 
 
 @pytest.mark.parametrize("first", ["skip", "warn"])
-def test_two_guards_judge_such_a_step_once_each(first):
-    model, optimizer = make()
+def test_two_guards_judge_such_a_step_once_each(model, optimizer, first):
     optimizer.register_step_pre_hook(clip)
     inner = OverflowGuard(model, optimizer, first, explain=False)
     outer = OverflowGuard(model, optimizer, "skip", explain=False)
@@ -178,9 +173,7 @@ def test_two_guards_judge_such_a_step_once_each(first):
     assert "step" not in vars(optimizer)
 
 
-def test_an_update_that_overflows_by_what_a_pre_hook_wrote_is_undone():
-    model, optimizer = make()
-
+def test_an_update_that_overflows_by_what_a_pre_hook_wrote_is_undone(model, optimizer):
     def enlarge(optimizer, args, kwargs):
         for p in model.parameters():
             p.grad.mul_(1e30)
@@ -195,9 +188,7 @@ def test_an_update_that_overflows_by_what_a_pre_hook_wrote_is_undone():
         assert_same(state_of(model, optimizer), before)
 
 
-def test_a_pre_hook_that_raises_ends_the_step_as_the_programs_own():
-    model, optimizer = make()
-
+def test_a_pre_hook_that_raises_ends_the_step_as_the_programs_own(model, optimizer):
     def check(optimizer, args, kwargs):
         raise ValueError("own")
 

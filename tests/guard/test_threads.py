@@ -5,9 +5,10 @@ import threading
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import _C, NonFiniteError, OverflowGuard
 from overflow_fast.detector import steps
 from overflow_fast.detector.hooks import threads_in
 
@@ -74,12 +75,8 @@ def test_a_forward_in_a_thread_is_no_part_of_a_step_that_runs():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = []
 
-    class Asks(nn.Module):
+    class Asks(Assembled):
         """Its forward waits for one of the same model in another thread."""
-
-        def __init__(self):
-            super().__init__()
-            self.inner = model
 
         def forward(self, x, asks=True):
             if asks:
@@ -95,7 +92,7 @@ def test_a_forward_in_a_thread_is_no_part_of_a_step_that_runs():
         except NonFiniteError as error:
             found.append(error.report)
 
-    net = Asks()
+    net = Asks(inner=model)
     with OverflowGuard(net, optimizer) as guard:
         net(torch.ones(2, 3)).mean().backward()
         optimizer.step()
@@ -325,3 +322,14 @@ def test_a_forward_that_begins_while_the_hooks_are_put_on_is_left_out(monkeypatc
     assert len(found) == 1  # True if it has waited for the hooks
     assert guard.coverage().failures == 0 and guard.check() is None
     guard.remove()
+
+
+def test_a_replay_ends_no_forward_that_is_left_out():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with OverflowGuard(model) as guard:
+        (watch,), thread = guard._parts.watches, threading.get_ident()
+        watch._strays.add(thread)
+        with _C.Unwatched():
+            assert not watch.resumes("before_root", model)
+        assert watch._strays == {thread}
+        assert watch.resumes("before_root", model) and not watch._strays

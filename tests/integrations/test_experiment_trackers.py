@@ -127,6 +127,4 @@ def test_a_missing_library_is_named(name, monkeypatch, as_kept):
     __import__(module)
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError) as raised:
-        __import__(module)
-    as_kept(raised.value)
+    as_kept.error(ImportError, __import__, module)

@@ -11,11 +11,14 @@ from guarding import INF, NAN, batches, hooks_of, make, plant, train_step
 from ranks import on_ranks
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.integrations.trainer import TrainerGuardCallback
 
 pytestmark = pytest.mark.slow
 
 accelerate = pytest.importorskip("accelerate")
 lightning = pytest.importorskip("lightning.pytorch")
+of_accelerate = pytest.importorskip("overflow_fast.integrations.accelerate")
+of_lightning = pytest.importorskip("overflow_fast.integrations.lightning")
 
 
 def test_accelerates_schedulers_stand_still():
@@ -61,14 +64,12 @@ def test_accelerates_schedulers_stand_still_under_a_scaler():
 
 
 def accelerated(tmp_path, **options):
-    from overflow_fast.integrations.accelerate import guard_with
-
     project = accelerate.utils.ProjectConfiguration(
         project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
     )
     accelerator = accelerate.Accelerator(cpu=True, project_config=project)
     model, optimizer = accelerator.prepare(*make())
-    guard = guard_with(accelerator, model, optimizer, **options)
+    guard = of_accelerate.guard_with(accelerator, model, optimizer, **options)
     return accelerator, model, optimizer, guard
 
 
@@ -96,17 +97,12 @@ def test_accelerate_is_guarded_as_usual(tmp_path):
 
 
 def test_wrong_set_ups_of_accelerate_are_told(tmp_path, monkeypatch, as_kept):
-    from overflow_fast.integrations.accelerate import guard_with
-
-    with pytest.raises(TypeError) as raised:
-        guard_with(None, *make())
-    as_kept(raised.value)
+    guard_with = of_accelerate.guard_with
+    as_kept.error(TypeError, guard_with, None, *make())
     name = "overflow_fast.integrations.accelerate"
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError) as raised:
-        __import__(name)
-    as_kept(raised.value)
+    as_kept.error(ImportError, __import__, name)
 
 
 @pytest.fixture
@@ -154,8 +150,6 @@ class SpoilThird(hf.TrainerCallback):
 
 @pytest.mark.day
 def test_transformers_trainer_is_guarded(trainer):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     callback = TrainerGuardCallback(on_overflow="skip")
     trainer = trainer(callback)
     trainer.add_callback(SpoilThird())
@@ -170,8 +164,6 @@ def test_transformers_trainer_is_guarded(trainer):
 
 
 def test_transformers_trainer_is_stopped(trainer):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     callback = TrainerGuardCallback()
     trainer = trainer(callback)
     trainer.add_callback(SpoilThird())
@@ -199,8 +191,6 @@ def checkpoints(folder):
 def test_trainer_keeps_the_last_good_checkpoint(
     trainer, tmp_path, save, caplog, as_kept
 ):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     callback = TrainerGuardCallback(on_overflow="warn")
     trainer = trainer(
         SpoilWeights(3),
@@ -218,20 +208,14 @@ def test_trainer_keeps_the_last_good_checkpoint(
 
 
 def test_trainer_is_stopped_where_it_would_save(trainer, tmp_path, as_kept):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     trainer = trainer(SpoilWeights(2), save_strategy="steps", save_steps=1)
     trainer.add_callback(TrainerGuardCallback(watch=["gradients"]))
-    with pytest.raises(NonFiniteError) as raised:
-        trainer.train()
-    as_kept(raised.value)
+    as_kept.error(NonFiniteError, trainer.train)
     assert checkpoints(tmp_path) == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize("hides", [True, False])
 def test_what_trainers_log_hides_is_pointed_out(trainer, caplog, hides):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     trainer = trainer(
         TrainerGuardCallback(on_overflow="skip"),
         logging_nan_inf_filter=hides,
@@ -260,8 +244,6 @@ def test_what_trainers_log_hides_is_pointed_out(trainer, caplog, hides):
 def test_the_final_train_loss_is_the_mean_of_what_was_finite(
     trainer, every, accumulation, bad
 ):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     losses = []
 
     class Spoiled(hf.Trainer):
@@ -286,8 +268,6 @@ def test_the_final_train_loss_is_the_mean_of_what_was_finite(
 
 
 def test_what_trainers_log_shows_is_not_pointed_out(trainer, caplog):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     class SpoilGradient(hf.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             model.lm_head.weight.grad[0] = INF
@@ -299,8 +279,6 @@ def test_what_trainers_log_shows_is_not_pointed_out(trainer, caplog):
 
 
 def test_names_of_modules_are_asked_for_when_training_begins(trainer, as_kept):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     callback = TrainerGuardCallback(
         include=["transformer.h.*"], allow={"*.mlp:output": "inf"}
     )
@@ -350,9 +328,7 @@ def fit(callback, bad_step, tmp_path, *others, **arguments):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_trainer_is_guarded(tmp_path):
-    from overflow_fast.integrations.lightning import LightningGuardCallback
-
-    callback = LightningGuardCallback(on_overflow="skip")
+    callback = of_lightning.LightningGuardCallback(on_overflow="skip")
     module, trainer = fit(callback, 2, tmp_path)
     assert callback.guard.num_skipped == 1
     assert callback.guard.step == 5
@@ -365,9 +341,7 @@ def test_lightnings_trainer_is_guarded(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_trainer_is_stopped(tmp_path):
-    from overflow_fast.integrations.lightning import LightningGuardCallback
-
-    callback = LightningGuardCallback()
+    callback = of_lightning.LightningGuardCallback()
     with pytest.raises(NonFiniteError):
         fit(callback, 1, tmp_path)
     assert not callback.guard.enabled
@@ -384,9 +358,9 @@ class SpoilNet(lightning.Callback):
 def test_lightning_keeps_the_last_good_checkpoint(tmp_path, weights_only):
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from overflow_fast.integrations.lightning import LightningGuardCallback
-
-    callback = LightningGuardCallback(on_overflow="warn", watch=["gradients"])
+    callback = of_lightning.LightningGuardCallback(
+        on_overflow="warn", watch=["gradients"]
+    )
     saver = ModelCheckpoint(
         dirpath=tmp_path,
         filename="{step}",
@@ -401,9 +375,7 @@ def test_lightning_keeps_the_last_good_checkpoint(tmp_path, weights_only):
 
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_trainer_saves_again_afterwards(tmp_path):
-    from overflow_fast.integrations.lightning import LightningGuardCallback
-
-    module, trainer = fit(LightningGuardCallback(), None, tmp_path)
+    module, trainer = fit(of_lightning.LightningGuardCallback(), None, tmp_path)
     assert "save_checkpoint" not in vars(trainer)
     module.net.head.weight.data[0, 0] = NAN
     trainer.save_checkpoint(tmp_path / "any.ckpt")
@@ -413,11 +385,9 @@ def test_lightnings_trainer_saves_again_afterwards(tmp_path):
 def test_lightnings_loggers_get_the_metrics(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
-    from overflow_fast.integrations.lightning import LightningGuardCallback
-
     logger = CSVLogger(tmp_path)
     fit(
-        LightningGuardCallback(on_overflow="skip"),
+        of_lightning.LightningGuardCallback(on_overflow="skip"),
         3,
         tmp_path,
         logger=logger,
@@ -445,9 +415,7 @@ def test_wrong_set_ups_are_told(name, callback, library, monkeypatch, as_kept):
     monkeypatch.delitem(sys.modules, module.__name__)
     needed = {"transformers": "transformers", "lightning": "lightning.pytorch"}
     monkeypatch.setitem(sys.modules, needed[library], None)
-    with pytest.raises(ImportError) as raised:
-        importlib.import_module(module.__name__)
-    as_kept(raised.value)
+    as_kept.error(ImportError, importlib.import_module, module.__name__)
 
 
 class Aside(torch.nn.Module):
@@ -466,8 +434,6 @@ class Aside(torch.nn.Module):
 
 
 def transformers_on_a_rank(folder):
-    from overflow_fast.integrations.trainer import TrainerGuardCallback
-
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world)
     # Accelerate asks for these, though the group is there.

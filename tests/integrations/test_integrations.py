@@ -122,9 +122,7 @@ def test_other_detectors_are_left_alone(tmp_path):
 
 def test_transformers_is_missing(monkeypatch, as_kept):
     monkeypatch.setitem(sys.modules, "transformers.debug_utils", None)
-    with pytest.raises(ImportError) as raised:
-        install()
-    as_kept(raised.value)
+    as_kept.error(ImportError, install)
 
 
 def test_transformers_without_a_detector(monkeypatch, as_kept):

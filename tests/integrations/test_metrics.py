@@ -91,12 +91,8 @@ def test_wrong_arguments_are_told(tmp_path, as_kept):
     from overflow_fast.integrations.prometheus import PrometheusMetrics
     from overflow_fast.integrations.tensorboard import TensorBoardMetrics
 
-    with pytest.raises(ValueError) as raised:
-        TensorBoardMetrics(tmp_path, every=0)
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        PrometheusMetrics("9400")
-    as_kept(raised.value)
+    as_kept.error(ValueError, TensorBoardMetrics, tmp_path, every=0)
+    as_kept.error(TypeError, PrometheusMetrics, "9400")
 
 
 @pytest.mark.parametrize(
@@ -108,6 +104,4 @@ def test_missing_libraries_are_told(name, needed, monkeypatch, as_kept):
     __import__(module)
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, needed, None)
-    with pytest.raises(ImportError) as raised:
-        __import__(module)
-    as_kept(raised.value)
+    as_kept.error(ImportError, __import__, module)

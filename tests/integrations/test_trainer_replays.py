@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from assembled import Assembled
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -13,11 +14,7 @@ from overflow_fast.integrations.lightning import LightningGuardCallback  # noqa:
 from overflow_fast.integrations.trainer import TrainerGuardCallback  # noqa: E402
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 2)
-
+class Net(Assembled):
     def forward(self, x, labels=None):
         return {"logits": self.fc(x)}
 
@@ -55,7 +52,7 @@ class OwnLoss(hf.Trainer):
 def test_transformers_loss_is_replayed(tmp_path, explain):
     callback = TrainerGuardCallback(on_overflow="skip", explain=explain)
     trainer = OwnLoss(
-        Net(),
+        Net(fc=nn.Linear(4, 2)),
         hf.TrainingArguments(
             str(tmp_path),
             per_device_train_batch_size=2,
@@ -89,7 +86,7 @@ def test_transformers_loss_is_replayed(tmp_path, explain):
 class Lit(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = Net()
+        self.net = Net(fc=nn.Linear(4, 2))
         self.calls = 0
         self.logged = []
 

@@ -1,7 +1,7 @@
 """Models whose forwards write to their buffers."""
 
 import torch
-from guarding import NAN
+from guarding import NAN, assert_same
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -16,6 +16,14 @@ def step(model, optimizer, x=X):
     optimizer.zero_grad()
     model(x).sum().backward()
     optimizer.step()
+
+
+def assert_undone(model, optimizer, guard):
+    """A bad step is skipped, and leaves nothing behind."""
+    before = everything(model)
+    step(model, optimizer, BAD)
+    assert guard.last_step_skipped
+    assert_same(everything(model), before)
 
 
 def norm_net():

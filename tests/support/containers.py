@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import attrs
-import torch
 import torch.utils._pytree as pytree
 from hypothesis import strategies as st
 from torch import nn
@@ -320,9 +319,7 @@ CONTAINERS = {
     ),
     "beside a list": _beside(OwnList),
     "beside a named tuple": Container(
-        lambda x: setattr(value := OwnPair(1), "y", x) or value,
-        lambda v: v.y,
-        ".y",
+        lambda x: setattr(value := OwnPair(1), "y", x) or value, lambda v: v.y, ".y"
     ),
     "beside a dict": _beside(collections.OrderedDict),
     "beside a deque": _beside(type("OwnDeque", (collections.deque,), {})),
@@ -374,13 +371,6 @@ class Model(nn.Module):
     def forward(self, x):
         container = self.block.container
         return self.head(container.get(self.block(container.make(x)))).sum()
-
-
-def tensor_of(name, value):
-    """The tensor in a container, got as a program does."""
-    found = CONTAINERS[name].get(value)
-    assert isinstance(found, torch.Tensor)
-    return found
 
 
 def nested_values(leaves, makers):

@@ -74,10 +74,7 @@ def make(case):
     optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule,
-        config=config_of(case),
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config_of(case)
     )
     rank, world = dist.get_rank(), dist.get_world_size()
 

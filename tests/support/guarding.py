@@ -2,10 +2,11 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.detector.hooks import move_hook_to_front
 
 INF, NAN = float("inf"), float("nan")
@@ -144,3 +145,10 @@ def warned(model, optimizer, batch, **arguments):
     with OverflowGuard(model, optimizer, "warn", **arguments) as guard:
         train_step(model, optimizer, batch)
     return guard.last_report
+
+
+def report_from(call):
+    """The report of the error that a call raises at a non-finite value."""
+    with pytest.raises(NonFiniteError) as raised:
+        call()
+    return raised.value.report

@@ -107,6 +107,21 @@ class AsKept:
         if not is_same(text, kept):
             assert text == kept, RENEW
 
+    def error(self, kind, call, *arguments, **named):
+        """The error of a kind that a call raises has the text that is kept."""
+        with pytest.raises(kind) as raised:
+            call(*arguments, **named)
+        self(raised.value)
+
+    def errors(self, call, cases):
+        """The errors that a call raises for what it cannot use, one for each case."""
+        found = []
+        for case in cases:
+            with pytest.raises((TypeError, ValueError)) as raised:
+                call(case)
+            found.append(f"{type(raised.value).__name__}: {raised.value}")
+        self(found)
+
     def _renew(self, text, shared, own):
         is_first = self.path not in self.renews
         known = {} if is_first and self.is_whole else sections(self.path)
@@ -119,13 +134,3 @@ class AsKept:
         heads = (f"=== {name}\n" if name else "" for name in sorted(known))
         parts = zip(heads, (known[name] for name in sorted(known)), strict=True)
         self.path.write_text("".join(head + text for head, text in parts))
-
-
-def errors_of(call, cases):
-    """The errors that a call raises for what it cannot use, a line for each case."""
-    found = []
-    for case in cases:
-        with pytest.raises((TypeError, ValueError)) as raised:
-            call(case)
-        found.append(f"{type(raised.value).__name__}: {raised.value}")
-    return found

@@ -112,8 +112,7 @@ def make(case):
         [wrapped],
     )
     schedule = OptimizerParamScheduler(
-        *(optimizer, 0.0, 1e-3, 1e-4, 0, 100, "linear"),
-        *(0.01, 0.01, 100, "constant"),
+        *(optimizer, 0.0, 1e-3, 1e-4, 0, 100, "linear"), *(0.01, 0.01, 100, "constant")
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss

@@ -108,8 +108,7 @@ def python(*arguments, cwd=None, environment=None):
     with tempfile.TemporaryDirectory() as name:
         folder, cwd = Path(name), Path(cwd or Path.cwd()).resolve()
         process = context().Process(
-            target=_run_as_main,
-            args=(arguments, cwd, environment, folder),
+            target=_run_as_main, args=(arguments, cwd, environment, folder)
         )
         process.start()
         process.join()

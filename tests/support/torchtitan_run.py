@@ -18,10 +18,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.llama3 import (
-    Llama3Model,
-    model_registry,
-)
+from torchtitan.models.llama3 import Llama3Model, model_registry
 from torchtitan.trainer import Trainer
 
 from overflow_fast.integrations.torchtitan import guard_with

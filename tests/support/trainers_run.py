@@ -101,10 +101,7 @@ def make_accelerate(case):
 
 
 def counts(engine):
-    return {
-        "engine_skipped": engine.skipped_steps,
-        "global_steps": engine.global_steps,
-    }
+    return {"engine_skipped": engine.skipped_steps, "global_steps": engine.global_steps}
 
 
 # Trainer.

@@ -10,19 +10,8 @@ from datasets import Dataset
 from engine_runs import BAD, HALF, MICRO, STEPS, fault_of, faulty, play_all
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_training import QUIET, SCHEDULE, TrainerTraining, in_order
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 WORDS = ["<pad>", "</s>", "<unk>", "bad", *(f"w{i}" for i in range(28))]
 SAMPLES = 2  # of a micro-batch

@@ -8,18 +8,9 @@ import guarding
 import numpy as np
 import pytest
 import torch
+from assembled import Assembled
 from containers import FEW, Model
-from guarding import (
-    NAN,
-    Net,
-    assert_same,
-    batches,
-    hooks_of,
-    plant,
-    train,
-    train_step,
-)
-from kept_texts import errors_of
+from guarding import NAN, Net, assert_same, batches, hooks_of, plant, train, train_step
 from torch import nn
 from workloads import WORKLOADS
 
@@ -79,8 +70,7 @@ def test_no_alarm_is_false(name):
     assert guard.coverage().rules_unused == []
 
 
-def test_everything_is_left_as_it_was():
-    model, optimizer = make()
+def test_everything_is_left_as_it_was(model, optimizer):
     model.head = nn.Sequential(nn.Dropout(), model.head)
     batch = batch_of()
     with OverflowGuard(model, optimizer, log=None) as guard:
@@ -114,8 +104,7 @@ def test_training_goes_on_as_if_there_had_been_no_test():
     assert_same(losses[0], losses[1])
 
 
-def test_what_it_has_found_is_not_forgotten():
-    model, optimizer = make()
+def test_what_it_has_found_is_not_forgotten(model, optimizer):
     with OverflowGuard(model, optimizer) as guard:
         with plant(model.head, NAN):
             model(**batch_of())
@@ -124,8 +113,7 @@ def test_what_it_has_found_is_not_forgotten():
             optimizer.step()
 
 
-def test_it_still_guards_afterwards():
-    model, optimizer = make()
+def test_it_still_guards_afterwards(model, optimizer):
     with OverflowGuard(model, optimizer, "skip") as guard:
         guard.self_test(batch_of())
         with plant(model.head, NAN):
@@ -133,8 +121,7 @@ def test_it_still_guards_afterwards():
     assert guard.num_skipped == 1
 
 
-def test_a_guard_that_is_off_can_be_tried():
-    model, optimizer = make()
+def test_a_guard_that_is_off_can_be_tried(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     guard.disable()
     assert guard.self_test(batch_of()).has_passed
@@ -142,8 +129,7 @@ def test_a_guard_that_is_off_can_be_tried():
     assert hooks_of(model, optimizer) == 0
 
 
-def test_what_it_does_not_look_at_is_missed():
-    model, optimizer = make()
+def test_what_it_does_not_look_at_is_missed(model, optimizer, as_kept):
     watch = ["activations", "loss"]
     result = OverflowGuard(model, optimizer, watch=watch).self_test(batch_of())
     assert not result.has_passed
@@ -151,10 +137,10 @@ def test_what_it_does_not_look_at_is_missed():
         assert fault.is_caught == (fault.direction == "forward"), fault
         assert fault.is_attributed == fault.is_caught
     assert "MISSED" in str(result)
+    as_kept(result)
 
 
-def test_a_wrong_blame_is_shown(as_kept):
-    model, optimizer = make()
+def test_a_wrong_blame_is_shown(model, optimizer, as_kept):
     guard = OverflowGuard(model, optimizer, watch=["gradients"])
     result = guard.self_test(batch_of(), layers=["head"])
     fault = result.faults[2]  # in backward, of which the first parameter tells
@@ -162,8 +148,7 @@ def test_a_wrong_blame_is_shown(as_kept):
     as_kept(fault.text)
 
 
-def test_a_batch_that_is_bad_itself_is_reported(as_kept):
-    model, optimizer = make()
+def test_a_batch_that_is_bad_itself_is_reported(model, optimizer, as_kept):
     batch = batch_of()
     batch["x"][0, 0] = NAN
     result = OverflowGuard(model, optimizer).self_test(batch)
@@ -186,8 +171,7 @@ def test_layers_can_be_chosen():
     assert len(guard.self_test(batch_of(), max_layers=1).faults) == 4
 
 
-def test_layers_that_backward_does_not_reach_are_not_missed():
-    model, optimizer = make()
+def test_layers_that_backward_does_not_reach_are_not_missed(model, optimizer):
     for parameter in model.blocks[0].parameters():
         parameter.requires_grad_(False)
     result = OverflowGuard(model, optimizer).self_test(batch_of())
@@ -197,19 +181,15 @@ def test_layers_that_backward_does_not_reach_are_not_missed():
     assert result.has_passed
 
 
-class Pair(nn.Module):
+class Pair(Assembled):
     """Takes positional arguments, returns no loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x, y):
         return self.a(x), {"b": [self.b(y)]}
 
 
 def test_batches_come_in_any_form():
-    model = Pair()
+    model = Pair(a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     guard = OverflowGuard(model)
     assert guard.self_test([torch.ones(2, 3), torch.ones(2, 3)]).has_passed
     assert guard.self_test((torch.ones(2, 3), torch.ones(2, 3))).has_passed
@@ -264,27 +244,24 @@ def test_all_random_states_and_odd_buffers_are_left_alone():
 
 
 def test_what_a_model_has_done_to_a_buffer_is_undone_when_it_raises():
-    class Raises(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("a", torch.zeros(2))
-            self.register_buffer("b", torch.zeros(2))
-            self.weight = nn.Parameter(torch.ones(2))
-
+    class Raises(Assembled):
         def forward(self, x):
             self.a += 1
             self.b = torch.ones(2)
             raise ValueError("no such batch")
 
-    model = Raises()
+    model = Raises(
+        a=nn.Buffer(torch.zeros(2)),
+        b=nn.Buffer(torch.zeros(2)),
+        weight=nn.Parameter(torch.ones(2)),
+    )
     own = model.b
     with pytest.raises(ValueError, match="no such batch"):
         OverflowGuard(model).self_test(torch.ones(2))
     assert model.b is own and not model.a.any() and not model.b.any()
 
 
-def test_a_backward_that_waits_goes_on_where_no_buffer_was_written_to():
-    model, optimizer = make()
+def test_a_backward_that_waits_goes_on_where_no_buffer_was_written_to(model, optimizer):
     model.eval()
     with OverflowGuard(model, optimizer) as guard:
         loss = model(**batch_of())["loss"]
@@ -309,22 +286,14 @@ def test_layers_that_run_without_autograd_are_tried():
 
 
 def test_wrappers_have_a_row_of_their_own():
-    model = Pair()
+    model = Pair(a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     compiled = torch.compile(model, backend="aot_eager")
     result = OverflowGuard(compiled).self_test((torch.ones(2, 3), torch.ones(2, 3)))
     rows = str(result).splitlines()[1:-1]
     assert 4 * len(rows) == len(result.faults)
 
 
-def test_what_watch_leaves_out_is_said(as_kept):
-    model, optimizer = make()
-    guard = OverflowGuard(model, optimizer, watch=["activations", "loss"])
-    text = str(guard.self_test(batch_of()))
-    as_kept(text)
-
-
-def test_compiled_models_are_tried_in_eager_mode():
-    model, optimizer = make()
+def test_compiled_models_are_tried_in_eager_mode(model, optimizer):
     compiled = torch.compile(model, backend="eager")
     with OverflowGuard(compiled, optimizer) as guard:
         x, y = batches(1)[0]
@@ -347,11 +316,10 @@ def test_checkpointed_layers_are_tried():
     assert result.has_passed, str(result)
 
 
-def test_an_optimizer_within_backward_is_reported():
+def test_an_optimizer_within_backward_is_reported(model):
     def double(parameter):
         parameter.data.mul_(2)  # which no version tells of
 
-    model, _ = make()
     before = copy.deepcopy(model.state_dict())
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(double)
@@ -363,8 +331,7 @@ def test_an_optimizer_within_backward_is_reported():
     assert_same(before, model.state_dict())
 
 
-def test_an_error_of_the_model_leaves_nothing_behind():
-    model, optimizer = make()
+def test_an_error_of_the_model_leaves_nothing_behind(model, optimizer):
     guard = OverflowGuard(model, optimizer)
     before = hooks_of(model, optimizer)
     with pytest.raises(TypeError):
@@ -379,16 +346,12 @@ def test_wrong_arguments_are_reported(as_kept):
         model, _ = make()
         OverflowGuard(model).self_test(batch_of(), **arguments)
 
-    as_kept(
-        errors_of(
-            call,
-            [{"loss": 3}, {"layers": "head"}, {"layers": ["tail"]}, {"max_layers": 0}],
-        )
+    as_kept.errors(
+        call, [{"loss": 3}, {"layers": "head"}, {"layers": ["tail"]}, {"max_layers": 0}]
     )
 
 
-def test_a_loss_that_is_no_tensor_is_reported(as_kept):
-    model, _ = make()
+def test_a_loss_that_is_no_tensor_is_reported(model, as_kept):
     with pytest.raises(TypeError) as raised:
         OverflowGuard(model).self_test(batch_of(), loss=lambda batch: 3.0)
     as_kept(raised.value)
@@ -396,12 +359,8 @@ def test_a_loss_that_is_no_tensor_is_reported(as_kept):
 
 def test_a_model_that_is_gone_is_reported(as_kept):
     guard = OverflowGuard(make()[0])
-    with pytest.raises(RuntimeError) as raised:
-        guard.self_test(batch_of())
-    as_kept(raised.value)
-    with pytest.raises(RuntimeError) as raised:
-        guard.assert_finite_state()
-    as_kept(raised.value)
+    as_kept.error(RuntimeError, guard.self_test, batch_of())
+    as_kept.error(RuntimeError, guard.assert_finite_state)
 
 
 def test_a_model_without_anything_to_sum_needs_a_loss(as_kept):
@@ -415,8 +374,7 @@ def test_a_model_without_anything_to_sum_needs_a_loss(as_kept):
     as_kept(raised.value)
 
 
-def test_results_are_data():
-    model, _ = make()
+def test_results_are_data(model):
     result = OverflowGuard(model).self_test(batch_of(), layers=["head"])
     assert dataclasses.asdict(result)["faults"][0] == {
         "layer": "head",

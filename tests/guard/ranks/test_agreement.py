@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from guarding import INF, plant, state_of, train_step
 from ranks import device
 from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_ways
@@ -35,14 +36,8 @@ def train_one(model, optimizer, batch):
     return None
 
 
-class Masked(nn.Module):
+class Masked(Assembled):
     """A branch that overflows and reaches no loss: no gradient tells of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 1)
-        self.side = nn.Linear(8, 8)
-        self.is_bad = False
 
     def forward(self, x, y=None):
         side = self.side(x) * (INF if self.is_bad else 1.0)
@@ -68,7 +63,9 @@ def one_rank_raises():
 
 def one_rank_skips():
     torch.manual_seed(0)
-    inner = Masked().to(device())
+    inner = Masked(head=nn.Linear(8, 1), side=nn.Linear(8, 8), is_bad=False).to(
+        device()
+    )
     inner.side.register_forward_hook(
         lambda module, args, out: out * (INF if inner.is_bad else 1.0)
     )
@@ -226,14 +223,8 @@ def join_without_the_guard():
     return messages
 
 
-class Shallow(nn.Module):
+class Shallow(Assembled):
     """One rank leaves its second layer out in every other step."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, 1)
-        self.calls = 0
 
     def forward(self, x, y=None):
         self.calls += 1
@@ -246,7 +237,10 @@ class Shallow(nn.Module):
 def one_rank_skips_a_layer():
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(
-        Shallow().to(device()), find_unused_parameters=True
+        Shallow(
+            first=nn.Linear(8, 8), second=nn.Linear(8, 8), head=nn.Linear(8, 1), calls=0
+        ).to(device()),
+        find_unused_parameters=True,
     )
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer)

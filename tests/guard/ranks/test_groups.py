@@ -307,12 +307,7 @@ SCENARIOS = {
 all_of = functools.partial(ranks.all_of, "test_groups")
 
 
-TOGETHER = {
-    "skipped": 1,
-    "changed": [True, False, True],
-    "failures": 0,
-    "logged": [],
-}
+TOGETHER = {"skipped": 1, "changed": [True, False, True], "failures": 0, "logged": []}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
@@ -14,13 +15,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FAULTS = []  # of the machine: what a module holds is put back for a replay
 
 
-class Net(nn.Module):
+class Net(Assembled):
     """Divides by 0 where its input is 0, which one rank's is in a step."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4, bias=False)
-        self.last = nn.Linear(4, 1)
 
     def forward(self, x):
         hidden = self.first(x)
@@ -32,7 +28,9 @@ class Net(nn.Module):
 def trained(policy, fault):
     """Three steps, of which the second is bad on the last rank alone."""
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(Net())
+    model = nn.parallel.DistributedDataParallel(
+        Net(first=nn.Linear(4, 4, bias=False), last=nn.Linear(4, 1))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     guard = OverflowGuard(model, optimizer, policy, watch="tripwire", explain=True)
     report, changed = None, []
@@ -83,5 +81,4 @@ def test_all_ranks_see_what_one_has_made(as_kept):
     as_kept(where)
     assert one["raise"]["found"][:2] == ("undefined", "aten.div.Tensor")
     assert one["skip"]["changed"] == [True, False, True]
-    notes = " ".join(one["transient"]["notes"])
-    as_kept(notes)
+    as_kept(" ".join(one["transient"]["notes"]))

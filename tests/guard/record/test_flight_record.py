@@ -135,8 +135,7 @@ def test_a_bad_step_has_its_counts(path, options):
     assert number(record, "abs_max", 1, module="head", kind="output") == INF
 
 
-def test_a_nan_is_told_from_what_was_not_looked_at(path):
-    model, optimizer = make()
+def test_a_nan_is_told_from_what_was_not_looked_at(model, optimizer, path):
     guard = OverflowGuard(model, optimizer, "warn", record=path, explain=False)
     with guard:
         for i, batch in enumerate(batches(2)):
@@ -152,8 +151,7 @@ def test_a_nan_is_told_from_what_was_not_looked_at(path):
     assert number(record, "abs_max", 2, label="extra") == 1
 
 
-def test_a_step_that_raises_is_there_when_it_raises(path):
-    model, optimizer = make()
+def test_a_step_that_raises_is_there_when_it_raises(model, optimizer, path):
     guard = OverflowGuard(model, optimizer, record=path, explain=False)
     train_step(model, optimizer, batches(1)[0])
     with plant(model.head, INF), pytest.raises(NonFiniteError):
@@ -169,8 +167,7 @@ def test_a_lagged_run_that_ends_badly_has_its_last_step(path):
     assert [step.action for step in record.steps] == [None, None, "raise"]
 
 
-def test_a_lagged_line_waits_for_the_verdict_of_its_step(path):
-    model, optimizer = make()
+def test_a_lagged_line_waits_for_the_verdict_of_its_step(model, optimizer, path):
     guard = OverflowGuard(model, optimizer, record=path, sync="lagged")
     train(model, optimizer, batches(2))
     assert len(read_record(path)) == 1
@@ -178,8 +175,7 @@ def test_a_lagged_line_waits_for_the_verdict_of_its_step(path):
     assert len(read_record(path)) == 2
 
 
-def test_zeros_are_there_in_steps_that_count_them(path):
-    model, optimizer = make()
+def test_zeros_are_there_in_steps_that_count_them(model, optimizer, path):
     with torch.no_grad():
         model.blocks[0].fc1.weight[0] = 0
     optimizer.param_groups[0]["lr"] = 0.0
@@ -196,8 +192,7 @@ def test_zeros_are_there_in_steps_that_count_them(path):
     assert (saturated[0] == 0).any() and (saturated[1] == -1).all()
 
 
-def test_a_scale_and_what_is_recorded_are_numbers_of_the_step(path):
-    model, optimizer = make()
+def test_a_scale_and_what_is_recorded_are_numbers_of_the_step(model, optimizer, path):
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     with OverflowGuard(model, optimizer, "skip", record=path) as guard:
         for i, (x, y) in enumerate(batches(3)):
@@ -215,8 +210,7 @@ def test_a_scale_and_what_is_recorded_are_numbers_of_the_step(path):
     assert [step.grad_norm for step in steps] == [2, 3, 4]
 
 
-def test_a_loss_that_is_recorded_is_the_loss(path):
-    model, optimizer = make()
+def test_a_loss_that_is_recorded_is_the_loss(model, optimizer, path):
     with OverflowGuard(model, optimizer, record=path) as guard:
         x, y = batches(1)[0]
         loss = 3 * model(x, y=y)["loss"]
@@ -231,8 +225,7 @@ def test_only_watched_steps_have_a_line(path):
     assert [step.first for step in record.steps] == [0, 2, 4]
 
 
-def test_a_loop_that_checks_has_a_line_for_each_check(path):
-    model, _ = make()
+def test_a_loop_that_checks_has_a_line_for_each_check(model, path):
     with OverflowGuard(model, None, "warn", record=path, explain=False) as guard:
         for i, (x, y) in enumerate(batches(3)):
             guard.step = i
@@ -264,8 +257,7 @@ def test_several_models_have_their_entries_side_by_side(path):
     assert not high.isnan().any()
 
 
-def test_recomputed_forwards_share_the_entries_of_the_forward(path):
-    model, optimizer = make()
+def test_recomputed_forwards_share_the_entries_of_the_forward(model, optimizer, path):
     block = model.blocks[0]
     forward = block.forward
     block.forward = lambda x: torch.utils.checkpoint.checkpoint(
@@ -380,6 +372,4 @@ def test_a_dataframe_has_the_same_rows(path):
 def test_without_pandas_a_sentence_says_what_to_install(path, monkeypatch, as_kept):
     record = recorded(path, steps=1)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError) as raised:
-        record.to_dataframe()
-    as_kept(raised.value)
+    as_kept.error(ImportError, record.to_dataframe)

@@ -180,9 +180,7 @@ def test_a_file_that_cannot_be_thinned_stops_at_its_size(tmp_path, as_kept):
             if file._thread is not None:
                 file._thread.join()
 
-    with pytest.raises(OSError) as raised:
-        fill()
-    as_kept(raised.value)
+    as_kept.error(OSError, fill)
     file.close()
     assert (tmp_path / "run.ofr").read_text() == "the user's"
     assert (tmp_path / "to" / "run.ofr").stat().st_size <= SMALL
@@ -316,9 +314,7 @@ def test_an_empty_file_is_a_record_of_no_steps(tmp_path):
 def test_another_file_is_named_as_such(tmp_path, text, as_kept):
     path = tmp_path / "run.ofr"
     path.write_bytes(text)
-    with pytest.raises(RecordError) as raised:
-        read_record(path)
-    as_kept(raised.value)
+    as_kept.error(RecordError, read_record, path)
 
 
 def test_a_newer_schema_says_what_to_do(tmp_path):

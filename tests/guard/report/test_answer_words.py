@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import flat
 from torch import nn
 
@@ -20,19 +21,17 @@ def raised(function):
     return error.value
 
 
-class Gated(nn.Module):
+class Gated(Assembled):
     """A layer between whose submodules a value overflows, and one that reads it."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x):
         return self.down(self.up(x).abs() / 0)
 
 
 def test_the_reader_and_the_code_that_produced_it_are_told_apart(as_kept):
-    model = nn.Sequential(nn.Linear(3, 3), Gated())
+    model = nn.Sequential(
+        nn.Linear(3, 3), Gated(up=nn.Linear(3, 3), down=nn.Linear(3, 3))
+    )
     optimizer = sgd(model)
     guard = OverflowGuard(model, optimizer, explain=False)
     model(torch.ones(2, 3)).mean().backward()
@@ -185,12 +184,8 @@ def test_a_value_far_from_an_overflow_is_not_said_to_be_near_one(as_kept):
     guard.remove()
 
 
-class Made(nn.Module):
+class Made(Assembled):
     """Returns what a function makes of its layer's output."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.linear, self.function = nn.Linear(2, 2), function
 
     def forward(self, x):
         return self.function(self.linear(x).relu())
@@ -198,7 +193,9 @@ class Made(nn.Module):
 
 @pytest.mark.parametrize("is_mask", [True, False])
 def test_a_quotient_of_minus_infinity_is_no_mask_that_may_be_meant(is_mask):
-    model = Made(torch.log if is_mask else lambda x: (x - 1) / x)
+    model = Made(
+        linear=nn.Linear(2, 2), function=torch.log if is_mask else lambda x: (x - 1) / x
+    )
     nn.init.constant_(model.linear.bias, -9.0)
     optimizer = sgd(model)
     with OverflowGuard(model, optimizer):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 import overflow_fast
@@ -28,11 +29,7 @@ class Doubled(torch.optim.SGD):
         return super().step(closure)
 
 
-class Parted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
+class Parted(Assembled):
     def forward(self, x):
         return self.layer(x).sub(10).log()
 
@@ -47,11 +44,6 @@ def backward(model, optimizer):
 def plain_step(guard, model, optimizer):
     backward(model, optimizer)
     optimizer.step()
-
-
-def step_of_the_class(guard, model, optimizer):
-    backward(model, optimizer)
-    type(optimizer).step(optimizer)
 
 
 def step_with_closure(guard, model, optimizer):
@@ -105,7 +97,7 @@ def state(guard, model, optimizer):
     ],
 )
 def test_a_traceback_has_one_frame_of_the_package(act, make):
-    model = Parted()
+    model = Parted(layer=nn.Linear(4, 4))
     optimizer = make(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer) as guard:
         with pytest.raises(NonFiniteError) as raised:
@@ -116,7 +108,7 @@ def test_a_traceback_has_one_frame_of_the_package(act, make):
 
 
 def test_frames_of_the_program_between_those_of_the_package_stay():
-    model = Parted()
+    model = Parted(layer=nn.Linear(4, 4))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer):
         with pytest.raises(NonFiniteError) as raised:
@@ -129,7 +121,7 @@ def test_frames_of_the_program_between_those_of_the_package_stay():
 
 
 def test_a_pickled_error_has_its_report():
-    error = NonFiniteError(Report(3, "raise", Verdict(first=bad_entry())))
+    error = NonFiniteError(explained([FAILED, HELPED]))
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is NonFiniteError and again.report.step == 3
     assert str(again) == str(error)

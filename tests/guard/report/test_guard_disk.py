@@ -86,8 +86,7 @@ def move_the_run_elsewhere(step):
         *(remove_the_marker, move_it_elsewhere, move_the_run_elsewhere),
     ],
 )
-def test_what_was_changed_is_not_removed(tmp_path, change):
-    model, optimizer = make()
+def test_what_was_changed_is_not_removed(model, optimizer, tmp_path, change):
     with OverflowGuard(model, optimizer, "skip", evidence=Evidence(tmp_path, keep=1)):
         for i, batch in enumerate(batches(3)):
             with plant(model.head, INF):
@@ -102,8 +101,7 @@ def test_what_was_changed_is_not_removed(tmp_path, change):
     assert sorted(names) == ["step-00000000", "step-00000002"]
 
 
-def test_two_reports_of_one_step_are_both_kept(tmp_path):
-    model, optimizer = make()
+def test_two_reports_of_one_step_are_both_kept(model, optimizer, tmp_path):
     batch = batches(1)[0]
     with OverflowGuard(model, optimizer, "warn", evidence=tmp_path) as guard:
         with plant(model.head, INF):
@@ -134,8 +132,7 @@ def test_what_is_not_finite_comes_first_where_room_is_short(tmp_path, as_kept):
     folder = step_folders(tmp_path)["step-00000000"]
     tensors = load_file(folder / "tensors.safetensors")
     assert tensors["['gradient of weight']"].isnan().sum() == 1
-    left_out = (folder / "left_out.txt").read_text()
-    as_kept(left_out)
+    as_kept((folder / "left_out.txt").read_text())
 
 
 def test_of_a_call_the_bad_output_comes_first(tmp_path):
@@ -173,8 +170,7 @@ def test_what_cannot_be_copied_leaves_the_rest(tmp_path, as_kept):
     batch = load_file(folder / "batch.safetensors")
     assert_same(sorted(batch), ["[0][0]", "[0][3]"])
     assert_same(batch["[0][3]"], torch.tensor([1 - 2j]))
-    left_out = (folder / "left_out.txt").read_text().splitlines()
-    as_kept(left_out)
+    as_kept((folder / "left_out.txt").read_text().splitlines())
 
 
 @pytest.mark.parametrize("size", [0, 120, 500])

@@ -41,8 +41,7 @@ def test_a_bad_step_leaves_its_report_tensors_and_batch(tmp_path):
     assert not (folder / "left_out.txt").exists()
 
 
-def test_a_bad_gradient_is_kept(tmp_path):
-    model, optimizer = make()
+def test_a_bad_gradient_is_kept(model, optimizer, tmp_path):
     with OverflowGuard(model, optimizer, "skip", evidence=tmp_path):
         with plant(model.blocks[1].fc1, NAN, backward=True):
             train_step(model, optimizer, batches(1)[0])
@@ -82,12 +81,10 @@ def test_what_is_no_plain_tensor_is_listed(tmp_path, as_kept):
         model(torch.ones(1, 2), sparse, INF, name="x").sum().backward()
         optimizer.step()
     folder = step_folders(tmp_path)["step-00000000"]
-    left_out = (folder / "left_out.txt").read_text().splitlines()
-    as_kept(left_out)
+    as_kept((folder / "left_out.txt").read_text().splitlines())
 
 
-def test_a_clean_run_leaves_nothing(tmp_path):
-    model, optimizer = make()
+def test_a_clean_run_leaves_nothing(model, optimizer, tmp_path):
     with OverflowGuard(model, optimizer, evidence=tmp_path / "bad") as guard:
         train(model, optimizer, batches(3))
         assert guard._parts.watches[0].inputs.batches == {}

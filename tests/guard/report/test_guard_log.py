@@ -30,8 +30,7 @@ def lines_of(path):
     return [line for line in all_lines_of(path) if line["kind"] == "step"]
 
 
-def test_the_log_has_a_line_for_each_step(tmp_path):
-    model, optimizer = make()
+def test_the_log_has_a_line_for_each_step(model, optimizer, tmp_path):
     path = tmp_path / "new" / "guard.jsonl"
     with OverflowGuard(model, optimizer, "skip", log=path):
         for i, batch in enumerate(batches(3)):
@@ -79,8 +78,7 @@ def test_the_line_of_a_request_leaves_that_of_a_round_to_its_end(tmp_path):
     assert [line["is_clean"] for line in lines_of(path)] == [False, True]
 
 
-def test_the_least_headroom_is_that_of_half_precision(tmp_path):
-    model, _ = make()
+def test_the_least_headroom_is_that_of_half_precision(model, tmp_path):
     model.bfloat16()
     model.head.half()
     model.head.register_forward_pre_hook(lambda m, args: (args[0].half(),))
@@ -152,8 +150,7 @@ def test_no_number_is_written_that_json_does_not_know(tmp_path, value):
 
 
 def test_what_is_not_finite_is_a_string(as_kept):
-    text = dumps({"a": [INF, -INF, NAN, 1.5, True, None], 2: ("x", {"b": INF})})
-    as_kept(text)
+    as_kept(dumps({"a": [INF, -INF, NAN, 1.5, True, None], 2: ("x", {"b": INF})}))
     json.loads(dumps({"a path": "\udcff", "size": torch.Size([2])})).keys()
 
 
@@ -403,9 +400,8 @@ def test_what_is_no_plain_file_is_written_to(tmp_path):
     assert [json.loads(line)["kind"] for line in lines] == ["run", "step", "step"]
 
 
-def test_the_line_of_a_step_that_raises_is_there(tmp_path):
+def test_the_line_of_a_step_that_raises_is_there(model, optimizer, tmp_path):
     path = tmp_path / "guard.jsonl"
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, log=path):
         with plant(model.head, INF), pytest.raises(NonFiniteError):
             train_step(model, optimizer, batches(1)[0])

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, NAN, batches, make, plant, train, train_step
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -56,8 +57,7 @@ def test_the_step_is_said_to_be_made_or_not(policy, sentence):
     assert outcome(step_under(policy)) == sentence
 
 
-def test_too_many_skips_raise_before_the_step():
-    model, optimizer = make()
+def test_too_many_skips_raise_before_the_step(model, optimizer):
     with OverflowGuard(model, optimizer, "skip", max_consecutive_skips=1) as guard:
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
@@ -73,8 +73,7 @@ def test_a_callable_is_not_told_what_it_has_yet_to_decide():
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip"])
-def test_a_check_skips_nothing_and_says_so(policy):
-    model, _ = make()
+def test_a_check_skips_nothing_and_says_so(model, policy):
     with OverflowGuard(model, None, policy) as guard:
         with plant(model.head, INF):
             model(*batches(1)[0])
@@ -82,8 +81,7 @@ def test_a_check_skips_nothing_and_says_so(policy):
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip"])
-def test_an_evaluation_is_no_step(policy):
-    model, optimizer = make()
+def test_an_evaluation_is_no_step(model, optimizer, policy):
     with OverflowGuard(model, optimizer, policy) as guard:
         with plant(model.head, INF), torch.no_grad():
             model(*batches(1)[0])
@@ -91,8 +89,7 @@ def test_an_evaluation_is_no_step(policy):
 
 
 @pytest.mark.parametrize("policy", ["warn", "skip"])
-def test_a_scaler_is_named_that_skipped(policy, as_kept):
-    model, optimizer = make()
+def test_a_scaler_is_named_that_skipped(model, optimizer, policy, as_kept):
     scaler = GradScaler("cpu", init_scale=2.0)
     with OverflowGuard(model, optimizer, policy) as guard:
         with plant(model.head, INF):
@@ -104,9 +101,8 @@ def test_a_scaler_is_named_that_skipped(policy, as_kept):
     as_kept(outcome(guard.last_report))
 
 
-def test_late_stats_cannot_undo_the_step(emulated):
+def test_late_stats_cannot_undo_the_step(model, optimizer, emulated):
     emulated.state.holds_events = True
-    model, optimizer = make()  # whose kernels know no found_inf
     with OverflowGuard(model, optimizer, "warn", sync="lagged", _defer=True) as guard:
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
@@ -115,8 +111,7 @@ def test_late_stats_cannot_undo_the_step(emulated):
     assert outcome(guard.last_report) == LATE
 
 
-def test_a_state_is_no_step():
-    model, _ = make()
+def test_a_state_is_no_step(model):
     model.head.weight.data[0, 0] = NAN
     with pytest.raises(NonFiniteError) as raised:
         assert_finite_state(model)
@@ -197,9 +192,8 @@ def without_share(lines):
     return [(level, re.sub(share, "", text)) for level, text in lines]
 
 
-def test_a_clean_run_has_a_line_at_both_ends(caplog, as_kept):
+def test_a_clean_run_has_a_line_at_both_ends(model, optimizer, caplog, as_kept):
     caplog.set_level(logging.INFO, "overflow_fast")
-    model, optimizer = make()
     guard = OverflowGuard(model, optimizer, "skip")
     train(model, optimizer, batches(3))
     guard.remove()
@@ -207,8 +201,7 @@ def test_a_clean_run_has_a_line_at_both_ends(caplog, as_kept):
     as_kept(run_lines(caplog))
 
 
-def test_a_run_with_a_report_ends_with_a_warning(caplog, as_kept):
-    model, optimizer = make()
+def test_a_run_with_a_report_ends_with_a_warning(model, optimizer, caplog, as_kept):
     with OverflowGuard(model, optimizer, "skip", schedule=2):
         with plant(model.head, INF):
             train(model, optimizer, batches(2))
@@ -270,11 +263,7 @@ def test_no_origin_is_called_unknown_where_the_replay_names_it(cause, op):
     assert "of its" not in text  # a share of one value is none
 
 
-class Exponential(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Exponential(Assembled):
     def forward(self, x):
         return self.fc(x).exp().log()
 
@@ -282,7 +271,7 @@ class Exponential(nn.Module):
 @pytest.mark.parametrize("explain", [False, True])
 @pytest.mark.explains
 def test_where_a_replay_answers_nothing_else_does(explain, as_kept):
-    model = nn.Sequential(Exponential(), nn.Linear(4, 1)).half()
+    model = nn.Sequential(Exponential(fc=nn.Linear(4, 4)), nn.Linear(4, 1)).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
         model[0].fc.bias.fill_(20)
@@ -295,12 +284,8 @@ def test_where_a_replay_answers_nothing_else_does(explain, as_kept):
     assert (guard.last_report.explanation is not None) is explain
 
 
-class Divided(nn.Module):
+class Divided(Assembled):
     """Gives a module what it made non-finite itself, with a mask of that module's."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.attention = nn.Linear(4, 4), Masked()
 
     def forward(self, x):
         mask = torch.tensor([0.0, -INF, 0.0, 0.0])
@@ -314,7 +299,7 @@ class Masked(nn.Module):
 
 @pytest.mark.explains
 def test_a_mask_is_not_said_to_be_given_to_another_module():
-    model = Divided()
+    model = Divided(fc=nn.Linear(4, 4), attention=Masked())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=True) as guard:
         model(torch.ones(2, 4)).sum().backward()
@@ -325,12 +310,8 @@ def test_a_mask_is_not_said_to_be_given_to_another_module():
     assert "Given to" not in str(report)
 
 
-class WithPosition(nn.Module):
+class WithPosition(Assembled):
     """Uses a weight of its own in its own code, which might write to it."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.position = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
 
     def forward(self, x):
         return self.fc(x) + self.position
@@ -342,7 +323,7 @@ class WithPosition(nn.Module):
 def test_a_weight_is_not_both_known_and_not_known_to_be_bad_before(
     is_trained, explain, as_kept
 ):
-    model = WithPosition()
+    model = WithPosition(fc=nn.Linear(4, 4), position=nn.Parameter(torch.zeros(4)))
     model.position.requires_grad_(is_trained).data.fill_(NAN)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=explain) as guard:

@@ -117,8 +117,7 @@ def test_an_incident_that_runs_come_to_again_counts_once(tmp_path):
     assert found.rows[0].steps == [11, 12] and found.runs == 3
 
 
-def test_what_a_replay_gives_again_is_deterministic(tmp_path):
-    model, optimizer = make()
+def test_what_a_replay_gives_again_is_deterministic(model, optimizer, tmp_path):
     OverflowGuard(model, optimizer)
     with pytest.raises(NonFiniteError) as caught:
         model.blocks[0].factor = math.inf
@@ -127,8 +126,7 @@ def test_what_a_replay_gives_again_is_deterministic(tmp_path):
     assert caught.value.exit_code == 16
 
 
-def test_a_fault_that_no_replay_gives_is_transient():
-    model, optimizer = make()
+def test_a_fault_that_no_replay_gives_is_transient(model, optimizer):
     OverflowGuard(model, optimizer)
     with pytest.raises(NonFiniteError) as caught:
         with plant(model.blocks[1].fc1, INF):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
@@ -67,12 +68,8 @@ def test_rows_are_named_by_the_ids_of_a_request(as_kept):
     as_kept(raised.value)
 
 
-class Pooled(nn.Module):
+class Pooled(Assembled):
     """Takes a dict, or texts and images of other numbers; returns a loss, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 2)
 
     def forward(self, features, images=None):
         if images is not None:
@@ -82,7 +79,7 @@ class Pooled(nn.Module):
 
 
 def judged(given, ids, *others):
-    net = Pooled().eval()
+    net = Pooled(lin=nn.Linear(4, 2)).eval()
     with OverflowGuard(net) as guard, pytest.raises(NonFiniteError) as raised:
         with torch.inference_mode(), guard.request(ids=ids):
             net(given, *others)
@@ -107,8 +104,7 @@ def test_a_loss_that_is_returned_is_not_said_to_be_finite():
 def test_what_a_request_was_given_is_not_left_by_it():
     with torch.inference_mode():
         x = rows_bad(1)
-    report = judged({"x": x, "loss": torch.ones(())}, ["a", "b", "c"])
-    assert report.poisoned == {}
+    assert judged({"x": x, "loss": torch.ones(())}, ["a", "b", "c"]).poisoned == {}
 
 
 @pytest.mark.parametrize(
@@ -225,15 +221,11 @@ def test_an_error_of_the_guards_own_does_not_reach_the_program(monkeypatch):
 
 
 def test_numbers_count_requests_forwards_and_tokens(tmp_path):
-    class Embeds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(5, 4)
-
+    class Embeds(Assembled):
         def forward(self, input_ids):
             return self.table(input_ids)
 
-    net, sent = Embeds(), []
+    net, sent = Embeds(table=nn.Embedding(5, 4)), []
     guard = OverflowGuard(
         *(net, None, "warn"),
         metrics=lambda step, numbers: sent.append((step, numbers)),
@@ -317,13 +309,8 @@ def test_what_a_request_records_is_judged_at_its_end():
 # State.
 
 
-class Cached(nn.Module):
+class Cached(Assembled):
     """Writes what it is given to a slot of its cache, and reads all of the slot."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-        self.register_buffer("cache", torch.zeros(3, 2, 4))
 
     def forward(self, x, slot, place=0):
         self.cache[slot, place] = x
@@ -332,7 +319,7 @@ class Cached(nn.Module):
 
 @pytest.mark.slow
 def test_a_slot_that_a_bad_request_has_left_is_named(as_kept):
-    net = Cached().eval()
+    net = Cached(lin=nn.Linear(4, 4), cache=nn.Buffer(torch.zeros(3, 2, 4))).eval()
     with OverflowGuard(net) as guard:
         with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
             with guard.request(ids=["first"]):
@@ -371,12 +358,8 @@ def test_buffers_of_later_layers_are_left_out():
     assert "the buffer 1.cache" not in str(report)
 
 
-class Counts(nn.Module):
+class Counts(Assembled):
     """Fails from its third forward on, by a counter that is no tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.lin, self.count = nn.Linear(4, 4), 0
 
     def forward(self, x):
         self.count += 1
@@ -384,7 +367,7 @@ class Counts(nn.Module):
 
 
 def test_a_replay_begins_with_the_counters_of_the_forward():
-    net = Counts().eval()
+    net = Counts(lin=nn.Linear(4, 4), count=0).eval()
     with OverflowGuard(net):
         with torch.no_grad():
             net(torch.ones(1, 4))
@@ -395,17 +378,13 @@ def test_a_replay_begins_with_the_counters_of_the_forward():
 
 
 def test_the_arguments_of_a_forward_are_as_they_were():
-    class Appends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 4)
-
+    class Appends(Assembled):
         def forward(self, x, cache):
             cache["keys"].append(self.lin(x))
             total = torch.stack(cache["keys"]).sum(0)
             return total / (len(cache["keys"]) != 2)
 
-    net, cache = Appends().eval(), {"keys": []}
+    net, cache = Appends(lin=nn.Linear(4, 4)).eval(), {"keys": []}
     with OverflowGuard(net):
         with torch.no_grad():
             net(torch.ones(2, 4), cache=cache)
@@ -490,11 +469,7 @@ def test_a_cache_that_the_forward_has_overflown_is_not_called_unwritten(how):
 # Submodules that a program calls alone, and exceptions of its own.
 
 
-class Vae(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 4), make_net()
-
+class Vae(Assembled):
     def decode(self, z):
         return self.decoder(z)
 
@@ -502,10 +477,9 @@ class Vae(nn.Module):
         return self.decode(self.encoder(x))
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_a_submodule_that_is_called_alone_is_a_request(watch):
-    vae = Vae().eval()
-    options = {} if watch is None else {"watch": watch}
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_a_submodule_that_is_called_alone_is_a_request(options):
+    vae = Vae(encoder=nn.Linear(4, 4), decoder=make_net()).eval()
     with OverflowGuard(vae, **options):
         report = report_of(lambda: vae.decode(rows_bad(2)))
         with torch.no_grad():
@@ -515,11 +489,10 @@ def test_a_submodule_that_is_called_alone_is_a_request(watch):
     assert not vae.decoder._forward_hooks and not vae.decoder._forward_pre_hooks
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_an_encoder_within_a_submodule_is_a_request_too(watch):
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_an_encoder_within_a_submodule_is_a_request_too(options):
     """As of transformers' models of that kind, whose generation calls it first."""
-    whole = nn.Sequential(Vae()).eval()
-    options = {} if watch is None else {"watch": watch}
+    whole = nn.Sequential(Vae(encoder=nn.Linear(4, 4), decoder=make_net())).eval()
     with OverflowGuard(whole, **options):
         report = report_of(lambda: whole[0].encoder(rows_bad(2)))
     assert (report.rows, report.explanation.cause) == ([2], "bad data")
@@ -588,15 +561,11 @@ def test_a_bad_request_of_a_tripwire_is_explained_whatever_ran_before():
 
 
 def test_a_tripwire_sees_outputs_alone_and_then_everything():
-    class Overflows(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.norm = nn.Linear(4, 4), nn.Linear(4, 2)
-
+    class Overflows(Assembled):
         def forward(self, x):
             return {"scores": self.norm(self.up(x) * 1e4)}
 
-    net = Overflows().half().eval()
+    net = Overflows(up=nn.Linear(4, 4), norm=nn.Linear(4, 2)).half().eval()
     nn.init.ones_(net.up.weight)  # -inf alone may be a mask
     with OverflowGuard(net, watch="tripwire") as guard:
         with torch.no_grad():
@@ -620,13 +589,12 @@ def test_no_loss_is_looked_for_in_what_a_token_has_returned(monkeypatch):
     assert looked
 
 
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_clean_outputs_are_the_same_bit_for_bit(watch):
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_clean_outputs_are_the_same_bit_for_bit(options):
     net, x = make_net(), torch.randn(3, 4)
     with torch.no_grad():
         before = net(x)
         state = torch.get_rng_state()
-        options = {} if watch is None else {"watch": watch}
         with OverflowGuard(net, **options) as guard:
             with guard.request(ids=list("abc")):
                 assert torch.equal(net(x), before)
@@ -687,18 +655,14 @@ def test_no_innocent_request_gets_an_error(hurry, num_threads, num_requests, exp
 
 
 def test_a_replay_waits_for_forwards_of_other_threads_and_holds_up_new_ones(as_kept):
-    class Slow(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 4)
-
+    class Slow(Assembled):
         def forward(self, x):
             if threading.current_thread() is slow:
                 entered.set()
                 goes_on.wait(30)
             return self.lin(x)
 
-    net, outputs = Slow().eval(), []
+    net, outputs = Slow(lin=nn.Linear(4, 4)).eval(), []
     entered, goes_on = threading.Event(), threading.Event()
 
     def run():
@@ -719,11 +683,7 @@ def test_a_replay_waits_for_forwards_of_other_threads_and_holds_up_new_ones(as_k
 
 
 def test_a_forward_that_ends_while_a_replay_waits_for_it_is_not_held_up():
-    class Waits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(4, 4)
-
+    class Waits(Assembled):
         def forward(self, x):
             if threading.current_thread() is other:
                 entered.set()
@@ -731,7 +691,7 @@ def test_a_forward_that_ends_while_a_replay_waits_for_it_is_not_held_up():
                     time.sleep(0.001)
             return self.lin(x)
 
-    net, entered = Waits().eval(), threading.Event()
+    net, entered = Waits(lin=nn.Linear(4, 4)).eval(), threading.Event()
 
     def run():
         with torch.no_grad():
@@ -747,15 +707,11 @@ def test_a_forward_that_ends_while_a_replay_waits_for_it_is_not_held_up():
 
 
 def test_outputs_that_are_minus_inf_are_not_said_to_be_left_out():
-    class Scores(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.log_scale = nn.Parameter(torch.tensor(12.0))
-
+    class Scores(Assembled):
         def forward(self, x):
             return x * self.log_scale.exp()
 
-    net = Scores().half().eval()
+    net = Scores(log_scale=nn.Parameter(torch.tensor(12.0))).half().eval()
     with OverflowGuard(net) as guard:
         report = report_of(lambda: net(-torch.ones(2, 4).half()))
     assert report.explanation.cause == "range overflow"

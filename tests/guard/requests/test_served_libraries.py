@@ -50,10 +50,9 @@ def stable_diffusion():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("watch", ["tripwire", None])
-def test_the_block_of_a_diffusers_pipeline_is_named_and_cured(watch):
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_the_block_of_a_diffusers_pipeline_is_named_and_cured(options):
     pipe, prompt = stable_diffusion(), torch.randn(2, 77, 32).half()
-    options = {} if watch is None else {"watch": watch}
     with OverflowGuard(pipe, on_overflow="warn", **options) as guard:
         with guard.request(ids=["cat", "dog"]):
             pipe(

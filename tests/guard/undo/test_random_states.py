@@ -9,6 +9,7 @@ import threading
 import numpy
 import pytest
 import torch
+from assembled import Assembled
 from failed_runs import failed
 from torch import nn
 
@@ -24,11 +25,7 @@ DRAWS = {
 }
 
 
-class Drawing(nn.Module):
-    def __init__(self, draw):
-        super().__init__()
-        self.linear, self.draw = nn.Linear(4, 4), draw
-
+class Drawing(Assembled):
     def forward(self, x):
         keep = 0.0 if self.draw() < 0.3 else 1.0
         return (self.linear(x) * keep / keep).sum()
@@ -42,7 +39,7 @@ def test_every_global_generator_draws_the_same_in_a_replay(name):
         drawn = [draw() for _ in range(12)]
         if drawn[0] < 0.3 < min(drawn[1:]):
             break
-    model = Drawing(draw)
+    model = Drawing(linear=nn.Linear(4, 4), draw=draw)
     seed(number)
     found = failed(model, lambda: model(torch.ones(3, 4))).explanation
     assert (found.cause, found.op.name) == ("undefined", "aten.div.Tensor")
@@ -69,7 +66,7 @@ class Scaled(nn.Module):
         super().__init__()
         self.first, self.drop, self.last = (
             nn.Linear(16, 16),
-            Times(draw),
+            Times(draw=draw),
             nn.Linear(16, 4),
         )
 
@@ -77,11 +74,7 @@ class Scaled(nn.Module):
         return self.last(self.drop(self.first(x)))
 
 
-class Times(nn.Module):
-    def __init__(self, draw):
-        super().__init__()
-        self.draw = draw
-
+class Times(Assembled):
     def forward(self, x):
         return x * self.draw()
 

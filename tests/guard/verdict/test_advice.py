@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, NAN, batches, make, plant, train_step, warned
 from torch import nn
 
@@ -33,8 +34,7 @@ def test_weights_that_were_bad_from_the_start_are_not_for_a_checkpoint(as_kept):
     as_kept(text)
 
 
-def test_a_buffer_is_no_name_of_a_module():
-    model, optimizer = make()
+def test_a_buffer_is_no_name_of_a_module(model, optimizer):
     model.eval()
     model.norm.running_mean[0] = INF
     report = warned(model, optimizer, batches(1)[0])
@@ -44,8 +44,7 @@ def test_a_buffer_is_no_name_of_a_module():
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.explains
-def test_a_bad_batch(value, as_kept):
-    model, optimizer = make()
+def test_a_bad_batch(model, optimizer, value, as_kept):
     x, y = batches(1)[0]
     x[2, 3] = value
     report = warned(model, optimizer, (x, y))
@@ -72,18 +71,13 @@ class Widened(nn.Module):
         return x.float()
 
 
-class Tower(nn.Module):
-    def __init__(self, is_batchnorm):
-        super().__init__()
-        self.batchnorm = nn.Linear(8, 8)
-        self.is_batchnorm = is_batchnorm
-
+class Tower(Assembled):
     def forward(self, x, y):
         return ((self.batchnorm(x) * (NAN if self.is_batchnorm else 1)) - y).mean()
 
 
 def test_a_module_with_batch_in_its_name_is_no_batch():
-    model = Tower(True)
+    model = Tower(batchnorm=nn.Linear(8, 8), is_batchnorm=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
         model(*batches(1)[0]).backward()
@@ -93,8 +87,7 @@ def test_a_module_with_batch_in_its_name_is_no_batch():
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_what_is_not_known_is_not_advised(value, backward):
-    model, optimizer = make()
+def test_what_is_not_known_is_not_advised(model, optimizer, value, backward):
     with plant(model.blocks[1].fc2, value, backward=backward):
         report = warned(model, optimizer, batches(1)[0])
     text = str(report)

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, batches, flat, make, plant, train, train_step
-from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import Headroom, NonFiniteError, OverflowGuard, Schedule, Underflow
@@ -97,8 +97,7 @@ def test_microbatches_are_one_step():
     assert row_of(guard, "output of 0").recent == [16.0]
 
 
-def test_several_optimizers_make_one_step():
-    model, _ = make()
+def test_several_optimizers_make_one_step(model):
     optimizers = [
         torch.optim.SGD(part.parameters(), lr=0.01)
         for part in (model.blocks, model.head)
@@ -156,16 +155,14 @@ def test_a_nan_is_not_said_to_overflow_in_float16(as_kept):
         for factor in (1.0, math.nan):
             guard.run(lambda f=factor: model(torch.ones(2, 8)).mean() * f).backward()
             optimizer.step()
-    text = str(guard.headroom())
-    as_kept(text)
+    as_kept(str(guard.headroom()))
 
 
 def test_before_the_first_step_there_is_nothing(as_kept):
     as_kept(OverflowGuard(nn.Linear(1, 1)).headroom())
 
 
-def test_the_table_has_everything_that_was_made():
-    model, optimizer = make()
+def test_the_table_has_everything_that_was_made(model, optimizer):
     with OverflowGuard(model, optimizer) as guard:
         train(model, optimizer, batches(2))
         names = {row.where for row in guard.headroom().rows}
@@ -235,8 +232,7 @@ def test_nothing_is_said_in_vain(said, value, monitors):
     assert said() == []
 
 
-def test_gradients_under_a_scaler_are_left_out(said):
-    model, optimizer = make()
+def test_gradients_under_a_scaler_are_left_out(model, optimizer, said):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125)
     with OverflowGuard(model, optimizer, monitors=[Headroom(bits=8.0)]) as guard:
         x, y = batches(1)[0]
@@ -247,8 +243,7 @@ def test_gradients_under_a_scaler_are_left_out(said):
     assert said() == []
 
 
-def test_a_bad_step_is_not_called_finite(said, as_kept):
-    model, optimizer = make()
+def test_a_bad_step_is_not_called_finite(model, optimizer, said, as_kept):
     with OverflowGuard(model, optimizer, "skip", monitors=[Headroom(bits=200.0)]):
         with plant(model.head, INF):
             train_step(model, optimizer, batches(1)[0])
@@ -275,8 +270,7 @@ def test_more_places_than_have_a_course(said):
     assert any("3e+38" in each for each in said())
 
 
-def test_many_are_said_in_one_message(said):
-    model, optimizer = make()
+def test_many_are_said_in_one_message(model, optimizer, said):
     with OverflowGuard(model, optimizer, monitors=[Headroom(bits=127.9)]):
         train_step(model, optimizer, batches(1)[0])
     (line,) = said()
@@ -297,6 +291,22 @@ def counted(tensor):
     return zeros, int((magnitudes < limit).sum()) - zeros
 
 
+def underflow_of(value):
+    """What is counted of a value that a module returns."""
+    model = nn.Sequential(Out(value=value))
+    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
+        model(torch.ones(1))
+        guard.check()
+        assert guard.coverage().failures == 0
+        found = [r.underflow for r in guard.headroom().rows if r.where == "output of 0"]
+    return found[0] if found else None
+
+
+class Out(Assembled):
+    def forward(self, x):
+        return self.value.t()  # no copy: strided
+
+
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -308,28 +318,15 @@ def test_zeros_and_subnormals_are_counted_exactly(dtype, flush):
     values = torch.randn(40, 7, dtype=torch.float64) * tiny
     values[::3] = 0.0
     values[1::5] = -0.0
-    model = nn.Sequential(Out(values.to(dtype)))
-    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
-        if flush:
-            torch.set_flush_denormal(True)
-        try:
-            model(torch.ones(1))
-            guard.check()
-        finally:
-            torch.set_flush_denormal(False)
-        underflow = row_of(guard, "output of 0").underflow
+    values = values.to(dtype)
+    torch.set_flush_denormal(flush)
+    try:
+        underflow = underflow_of(values)
+    finally:
+        torch.set_flush_denormal(False)
     assert underflow.numel == 280
-    assert (underflow.zeros, underflow.subnormals) == counted(values.to(dtype))
+    assert (underflow.zeros, underflow.subnormals) == counted(values)
     assert underflow.subnormals > 50
-
-
-class Out(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.value = value
-
-    def forward(self, x):
-        return self.value.t()  # no copy: strided
 
 
 @pytest.mark.parametrize(
@@ -344,11 +341,7 @@ class Out(nn.Module):
 )
 def test_eight_bit_formats_are_counted_too(dtype, smallest, steps):
     values = torch.arange(16).float() * smallest
-    model = nn.Sequential(Out((values * -1).to(dtype)))
-    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
-        model(torch.ones(1))
-        guard.check()
-        underflow = row_of(guard, "output of 0").underflow
+    underflow = underflow_of((values * -1).to(dtype))
     assert (underflow.zeros, underflow.subnormals) == (1, steps - 1)
 
 
@@ -356,17 +349,11 @@ def test_eight_bit_formats_are_counted_too(dtype, smallest, steps):
     "value", [torch.ones(3, dtype=torch.int32), torch.ones(3) + 1j, torch.ones(0)]
 )
 def test_what_cannot_underflow_is_not_counted(value):
-    model = nn.Sequential(Out(value))
-    with OverflowGuard(model, monitors=[Underflow(every=1)]) as guard:
-        model(torch.ones(1))
-        guard.check()
-        assert all(row.underflow is None for row in guard.headroom().rows)
-    assert guard.coverage().failures == 0
+    assert underflow_of(value) is None
 
 
-def test_it_is_counted_when_it_is_due():
+def test_it_is_counted_when_it_is_due(model, optimizer):
     told = []
-    model, optimizer = make()
     recorder = None
     with OverflowGuard(
         model,
@@ -386,8 +373,7 @@ def test_it_is_counted_when_it_is_due():
 
 
 @pytest.mark.parametrize("schedule", [Schedule(10, warmup=5), Schedule(7)], ids=str)
-def test_watched_steps_count(schedule):
-    model, optimizer = make()
+def test_watched_steps_count(model, optimizer, schedule):
     seen = []
     with OverflowGuard(
         model,
@@ -400,8 +386,7 @@ def test_watched_steps_count(schedule):
     assert seen and all(seen)
 
 
-def test_checks_count():
-    model, _ = make()
+def test_checks_count(model):
     with OverflowGuard(model, monitors=[Underflow(every=2)]) as guard:
         recorder = guard._parts.watches[0].recorder
         due = []
@@ -421,8 +406,7 @@ def test_counting_changes_nothing():
     assert all(torch.equal(a, b) for a, b in zip(*losses, strict=True))
 
 
-def test_gradients_that_are_gone_show_in_the_metrics():
-    model, optimizer = make()
+def test_gradients_that_are_gone_show_in_the_metrics(model, optimizer):
     with OverflowGuard(model, optimizer, monitors=[Underflow(every=1)]) as guard:
         train_step(model, optimizer, batches(1)[0])
         assert guard.metrics()["gradient_zeros"] < 0.1
@@ -436,9 +420,8 @@ def test_gradients_that_are_gone_show_in_the_metrics():
 # Metrics.
 
 
-def test_metrics_are_told_after_each_step():
+def test_metrics_are_told_after_each_step(model, optimizer):
     told = {}
-    model, optimizer = make()
     exporter = told.__setitem__
     with OverflowGuard(model, optimizer, "skip", metrics=exporter) as guard:
         train_step(model, optimizer, batches(1)[0])
@@ -453,13 +436,12 @@ def test_metrics_are_told_after_each_step():
     assert told[0]["headroom_bits"] > 100
 
 
-def test_an_exporter_that_fails_stops_nothing(said, as_kept):
+def test_an_exporter_that_fails_stops_nothing(model, optimizer, said, as_kept):
     told = []
 
     def fails(step, values):
         raise RuntimeError("no route")
 
-    model, optimizer = make()
     exporters = [fails, lambda step, values: told.append(step)]
     with OverflowGuard(model, optimizer, metrics=exporters) as guard:
         train(model, optimizer, batches(3))
@@ -472,7 +454,7 @@ def test_wrong_exporters_are_reported(as_kept):
     def call(metrics):
         OverflowGuard(nn.Linear(1, 1), metrics=metrics)
 
-    as_kept(errors_of(call, [nn.Linear, "runs", [print, 3]]))
+    as_kept.errors(call, [nn.Linear, "runs", [print, 3]])
 
 
 @pytest.mark.explains

@@ -4,21 +4,15 @@ import logging
 
 import pytest
 import torch
+from assembled import Assembled
 from guarding import INF, NAN, batches, flat, make, plant, train_step
-from kept_texts import errors_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 
 
-class Scores(nn.Module):
+class Scores(Assembled):
     """Returns scores with what it is told to fill in."""
-
-    def __init__(self, fill=-INF):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.fill = fill
-        self.at = 0
 
     def forward(self, x, mask=None):
         scores = self.linear(x).clone()
@@ -31,7 +25,8 @@ class Attention(nn.Module):
     def __init__(self, depth=3):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"attn": Scores()}) for _ in range(depth)
+            nn.ModuleDict({"attn": Scores(linear=nn.Linear(8, 8), fill=-INF, at=0)})
+            for _ in range(depth)
         )
         self.out = nn.Linear(8, 1)
 
@@ -209,21 +204,19 @@ def test_wrong_rules_are_reported(as_kept):
     def call(allow):
         OverflowGuard(attention()[0], allow=allow)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                ["*:output"],
-                {"attn": "-inf"},
-                {3: "-inf"},
-                {"*:scores": "-inf"},
-                {"*:inputs.x": "-inf"},
-                {"*:output": "minus inf"},
-                {"*:output": []},
-                {"*:output": None},
-                {"*.atn:output": "-inf"},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            ["*:output"],
+            {"attn": "-inf"},
+            {3: "-inf"},
+            {"*:scores": "-inf"},
+            {"*:inputs.x": "-inf"},
+            {"*:output": "minus inf"},
+            {"*:output": []},
+            {"*:output": None},
+            {"*.atn:output": "-inf"},
+        ],
     )
 
 

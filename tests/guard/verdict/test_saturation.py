@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import OverflowGuard, Saturation, Spikes, Underflow
@@ -11,13 +12,8 @@ from overflow_fast import OverflowGuard, Saturation, Spikes, Underflow
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 
 
-class Cast(nn.Module):
+class Cast(Assembled):
     """Returns what a test asks for, and its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.cast = Returned()
 
     def forward(self, x, value):
         self.cast(value)
@@ -31,7 +27,7 @@ class Returned(nn.Module):
 
 def messages_of(caplog, values, **options):
     """What is logged of steps in which a module returns these values."""
-    model = Cast()
+    model = Cast(linear=nn.Linear(2, 2), cast=Returned())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         OverflowGuard(model, optimizer, explain=False, **options),
@@ -97,11 +93,9 @@ def test_it_can_be_switched_off(caplog):
 
 
 def test_underflow_counts_are_those_of_their_own_steps(caplog):
-    model = Cast()
+    model = Cast(linear=nn.Linear(2, 2), cast=Returned())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = OverflowGuard(
-        model, optimizer, explain=False, monitors=[Underflow(every=4)]
-    )
+    guard = OverflowGuard(model, optimizer, monitors=[Underflow(every=4)])
     value = end_of(torch.float8_e4m3fn, 500)
     shares = []
     with guard:

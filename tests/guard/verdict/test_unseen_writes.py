@@ -145,7 +145,7 @@ def test_a_layer_that_can_have_made_it_is_named_with_when_its_input_was_seen(
 ):
     model = overflowing()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    guard = OverflowGuard(model, optimizer, explain=False, _defer=defer)
+    guard = OverflowGuard(model, optimizer, _defer=defer)
     model(finite_input(LARGE)).mean().backward()
     with pytest.raises(NonFiniteError) as error:
         optimizer.step()
@@ -221,9 +221,7 @@ def test_the_tripwire_blames_the_loss_where_the_steps_outputs_are_still_there(
 ):
     model = nn.Linear(32, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with OverflowGuard(
-        model, optimizer, "warn", watch="tripwire", explain=False
-    ) as guard:
+    with OverflowGuard(model, optimizer, "warn", watch="tripwire") as guard:
         output = model(finite_input(SMALL))
         loss = (output * 0).log().mean()
         if is_dropped:

@@ -105,8 +105,7 @@ def test_watch_does_not_name_what_a_record_does_not_say(tmp_path, capsys, as_kep
     path = tmp_path / "run.ofr"
     path.write_text('{"kind": "flight_record", "schema": 1}\n')
     assert main(["watch", "--once", str(path)]) == 0
-    shown = capsys.readouterr().out
-    as_kept(shown)
+    as_kept(capsys.readouterr().out)
 
 
 def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
@@ -142,9 +141,7 @@ def test_log_is_filtered(tmp_path, capsys, options, found):
 
 def test_log_for_readers(tmp_path, capsys, as_kept):
     shown = output_of(capsys, "log", write_log(tmp_path / "g.jsonl")).splitlines()
-    as_kept(shown[0])
-    as_kept(shown[1])
-    as_kept(shown[2])
+    as_kept(*shown[:3])
 
 
 def test_log_follows_a_file_that_grows_and_is_renamed(tmp_path, capsys, monkeypatch):
@@ -268,8 +265,7 @@ def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys, as_kept):
     ][0]["is_truncated"]
     assert main(["export", str(record), "-o", str(tmp_path / "o.csv")]) == 0
     assert main(["log", str(log)]) == 0
-    shown = capsys.readouterr()
-    as_kept(shown.err)
+    as_kept(capsys.readouterr().err)
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
@@ -342,8 +338,7 @@ def test_a_log_for_readers_has_the_cause(tmp_path, capsys, as_kept):
     write_log(path)
     text = path.read_text()
     path.write_text(text.replace('"first"', '"cause": "divergence", "first"'))
-    shown = output_of(capsys, "log", str(path), "--bad")
-    as_kept(shown)
+    as_kept(output_of(capsys, "log", str(path), "--bad"))
 
 
 def test_a_record_is_not_exported_twice(tmp_path, capsys):
@@ -358,8 +353,7 @@ def test_a_missing_file_is_named_without_numbers_of_the_system(
 ):
     path = str(tmp_path / "nope.ofr")
     assert main(["report", path, "-o", str(tmp_path / "o.html")]) == 2
-    shown = capsys.readouterr().err
-    as_kept(shown)
+    as_kept(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("folder", ["nope", "made.py", "evidence"])
@@ -382,8 +376,7 @@ def test_a_function_that_takes_arguments_makes_no_model(tmp_path, capsys, as_kep
     path = tmp_path / "made.py"
     path.write_text("def loss(model, batch): ...")
     assert main(["explain", str(tmp_path), "--model", f"{path}:loss"]) == 2
-    shown = capsys.readouterr().err
-    as_kept(shown)
+    as_kept(capsys.readouterr().err)
 
 
 def test_report_tells_machines_what_is_in_the_page(tmp_path, capsys):

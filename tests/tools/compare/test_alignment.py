@@ -49,9 +49,7 @@ def test_a_layer_that_differs_is_between_equal_ones(few_cells, tmp_path):
 def test_a_layer_more_leaves_one_alone(few_cells, tmp_path, as_kept):
     mine, its = Chain("abcdefgh"), Chain("stuvwxyz")
     its.layers["v"] = torch.nn.Identity()
-    diff = compared(tmp_path, mine, its)
-    renamed = " ".join(diff.said)
-    as_kept(renamed)
+    as_kept(" ".join(compared(tmp_path, mine, its).said))
 
 
 def test_without_equal_results_the_order_decides(few_cells, tmp_path):
@@ -81,8 +79,7 @@ class Routed(torch.nn.Module):
 
 
 def test_a_module_of_both_runs_is_no_twin_of_another(tmp_path, as_kept):
-    diff = compared(tmp_path, Routed(0), Routed(1))
-    said = " ".join(diff.said)
+    said = " ".join(compared(tmp_path, Routed(0), Routed(1)).said)
     assert "paired by order" not in said
     as_kept(said)
 

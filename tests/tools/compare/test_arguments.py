@@ -3,7 +3,6 @@
 import pytest
 import torch
 from compared_models import batch, tower
-from kept_texts import errors_of
 
 import overflow_fast
 
@@ -23,33 +22,27 @@ def test_a_recording_needs_a_model_and_a_folder(tmp_path):
 
 
 def test_models_side_by_side_must_be_modules(as_kept):
-    with pytest.raises(TypeError) as raised:
-        overflow_fast.compare_live(tower(), None, batch())
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        overflow_fast.shadow(torch.nn.functional.relu, batch())
-    as_kept(raised.value)
+    as_kept.error(TypeError, overflow_fast.compare_live, tower(), None, batch())
+    as_kept.error(TypeError, overflow_fast.shadow, torch.nn.functional.relu, batch())
 
 
 def test_what_a_comparison_cannot_use_is_refused(tmp_path, as_kept):
     def call(options):
         overflow_fast.compare(tmp_path, tmp_path, **options)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                {"threshold": float("nan")},
-                {"threshold": -1.0},
-                {"threshold": "1"},
-                {"cosine": 1.5},
-                {"cosine": float("nan")},
-                {"names": ["a"]},
-                {"names": {"(": "x"}},
-                {"names": {"a": r"\1"}},
-                {"names": {"a": r"\g<b>"}},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            {"threshold": float("nan")},
+            {"threshold": -1.0},
+            {"threshold": "1"},
+            {"cosine": 1.5},
+            {"cosine": float("nan")},
+            {"names": ["a"]},
+            {"names": {"(": "x"}},
+            {"names": {"a": r"\1"}},
+            {"names": {"a": r"\g<b>"}},
+        ],
     )
 
 
@@ -65,12 +58,10 @@ def test_a_truncated_recording_is_said(tmp_path, as_kept):
         pass
     file = made.folder / "rank-0.jsonl"
     file.write_text(file.read_text()[:-9])
-    text = " ".join(str(overflow_fast.compare(tmp_path, tmp_path)).split())
-    as_kept(text)
+    as_kept(" ".join(str(overflow_fast.compare(tmp_path, tmp_path)).split()))
 
 
 def test_recordings_without_a_forward_say_so(tmp_path, as_kept):
     with overflow_fast.recording(tmp_path, tower()):
         pass
-    diff = overflow_fast.compare(tmp_path, tmp_path)
-    as_kept(diff.said)
+    as_kept(overflow_fast.compare(tmp_path, tmp_path).said)

@@ -64,8 +64,7 @@ def test_it_returns_3_where_weights_alone_were_compared(
             pass
     other = {"empty": str(tmp_path / "empty_too"), "run": folders["run"]}[other]
     assert main(["compare", str(tmp_path / "empty"), other]) == 3
-    printed = " ".join(capsys.readouterr().out.split())
-    as_kept(printed.partition("verdict  ")[0])
+    as_kept(" ".join(capsys.readouterr().out.split()).partition("verdict  ")[0])
 
 
 def test_other_weights_without_a_forward_are_a_difference(tmp_path):

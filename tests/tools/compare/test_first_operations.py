@@ -3,17 +3,14 @@
 import copy
 
 import torch
+from assembled import Assembled
 from torch import nn
 
 from overflow_fast import compare_live, shadow
 
 
-class FromEmpty(nn.Module):
+class FromEmpty(Assembled):
     """Hands memory that nobody has written to an operation that does not read it."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.o = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(8, 8)
 
     def forward(self, x):
         q, k = self.q(x), self.k(x)
@@ -23,7 +20,7 @@ class FromEmpty(nn.Module):
 
 def test_memory_that_nobody_has_written_to_is_no_difference():
     torch.manual_seed(0)
-    model = FromEmpty()
+    model = FromEmpty(q=nn.Linear(16, 16), k=nn.Linear(16, 16), o=nn.Linear(8, 8))
     with torch.no_grad():
         model.q.weight.mul_(2000)
         model.k.weight.mul_(2000)
@@ -34,11 +31,7 @@ def test_memory_that_nobody_has_written_to_is_no_difference():
     assert found.first.op.startswith("aten.baddbmm")
 
 
-class Filled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
-
+class Filled(Assembled):
     def forward(self, x, keep):
         scores = self.q(x) @ x.mT
         lowest = torch.finfo(scores.dtype).min
@@ -49,14 +42,13 @@ class Filled(nn.Module):
 
 def test_a_fill_value_that_follows_the_dtype_is_no_difference():
     torch.manual_seed(0)
-    model = Filled().eval()
+    model = Filled(q=nn.Linear(16, 16), down=nn.Linear(16, 16)).eval()
     with torch.no_grad():
         model.down.weight.mul_(2e5)
     x = torch.randn(2, 6, 16).half()
     keep = torch.ones(2, 6, dtype=torch.bool)
     keep[1, 3:] = False
-    found = shadow(model.half(), (x, keep))
-    assert found.first.op.startswith("aten.addmm")
+    assert shadow(model.half(), (x, keep)).first.op.startswith("aten.addmm")
 
 
 def test_what_overflows_behind_a_fill_value_is_named():
@@ -71,11 +63,7 @@ def test_what_overflows_behind_a_fill_value_is_named():
     assert found.first.op.startswith("aten.mul")
 
 
-class Divides(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Divides(Assembled):
     def forward(self, x):
         h = self.a(x)
         return self.b(h / h.abs().amax(-1, keepdim=True))
@@ -83,13 +71,12 @@ class Divides(nn.Module):
 
 def test_nans_of_both_are_told(as_kept):
     torch.manual_seed(0)
-    model = Divides()
+    model = Divides(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     with torch.no_grad():
         model.a.bias.zero_()
     half, x = copy.deepcopy(model).bfloat16(), torch.randn(3, 4)
     x[1] = 0
-    text = str(compare_live(half, model, x.bfloat16(), reference_batch=x))
-    as_kept(text)
+    as_kept(str(compare_live(half, model, x.bfloat16(), reference_batch=x)))
 
 
 def test_the_look_at_operations_compiles_nothing():
@@ -100,6 +87,5 @@ def test_the_look_at_operations_compiles_nothing():
     compiled = torch.compile(model, backend="aot_eager")
     other = torch.compile(other, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
-    found = compare_live(compiled, other, torch.randn(2, 4))
-    assert found.first is not None
+    assert compare_live(compiled, other, torch.randn(2, 4)).first is not None
     assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) <= 2

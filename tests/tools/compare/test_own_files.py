@@ -36,9 +36,7 @@ def test_a_workbook_of_the_user_is_not_written_over(folders, tmp_path, as_kept):
     with xlsxwriter.Workbook(file) as book:
         book.add_worksheet("mine")
     before = file.read_bytes()
-    with pytest.raises(FileExistsError) as raised:
-        overflow_fast.compare(*folders).to_xlsx(file)
-    as_kept(raised.value)
+    as_kept.error(FileExistsError, overflow_fast.compare(*folders).to_xlsx, file)
     assert file.read_bytes() == before
 
 

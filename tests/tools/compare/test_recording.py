@@ -194,9 +194,7 @@ def test_threads_may_call_the_model_at_once(folder, caplog):
 def test_nothing_is_written_over(folder, as_kept):
     with overflow_fast.recording(folder, tower()):
         pass
-    with pytest.raises(FileExistsError) as raised:
-        overflow_fast.recording(folder, tower())
-    as_kept(raised.value)
+    as_kept.error(FileExistsError, overflow_fast.recording, folder, tower())
 
 
 def test_a_row_of_a_7b_model_is_small(folder):

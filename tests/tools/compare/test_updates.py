@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 import overflow_fast
@@ -12,14 +13,8 @@ from overflow_fast.tools.compare.matching import _added
 from overflow_fast.tools.compare.summary import BOUNDS, fetch, magnitudes, summarize
 
 
-class Attention(nn.Module):
+class Attention(Assembled):
     """The gradient of the keys' part of its fused bias is rounding alone."""
-
-    def __init__(self, is_fused):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.out = nn.Linear(16, 4)
-        self._is_fused = is_fused
 
     def forward(self, x):
         return self.out(self.attention(x, x, x, need_weights=not self._is_fused)[0])
@@ -32,7 +27,11 @@ def linear():
 
 def attention(is_fused):
     torch.manual_seed(0)
-    return Attention(is_fused)
+    return Attention(
+        attention=nn.MultiheadAttention(16, 2, batch_first=True),
+        out=nn.Linear(16, 4),
+        _is_fused=is_fused,
+    )
 
 
 def adamw(model, **options):

@@ -48,8 +48,7 @@ def numbers(payload, shape, is_wide):
 
 def test_cells_are_headroom_in_bits_and_what_is_no_number():
     high = torch.tensor([[LIMIT, LIMIT / 2, 0.0], [NAN, LIMIT / 4, NAN]])
-    nans = torch.tensor([[0, 0, 0], [3, 0, 0]])
-    page = parsed([record_of(high, nans=nans)])
+    page = parsed([record_of(high, nans=torch.tensor([[0, 0, 0], [3, 0, 0]]))])
     codes = numbers(page.payloads["headroom"], (3, 2), True)
     expected = [[0, NONFINITE], [BITS, 2 * BITS], [ALL_ZERO, NOT_SEEN]]
     assert codes.tolist() == expected
@@ -69,8 +68,7 @@ def test_counts_are_carried_where_they_were_counted(as_kept):
 @pytest.mark.parametrize("scale", [1.0, 1e-30])
 def test_random_magnitudes_survive_the_packing(scale):
     high = torch.rand(40, 7) * LIMIT * scale
-    page = parsed([record_of(high)])
-    codes = numbers(page.payloads["headroom"], (7, 40), True)
+    codes = numbers(parsed([record_of(high)]).payloads["headroom"], (7, 40), True)
     torch.testing.assert_close(
         codes / BITS, (LIMIT / high.double()).log2().T.float(), atol=0.5 / BITS, rtol=0
     )
@@ -154,11 +152,6 @@ def test_an_empty_record(tmp_path, as_kept):
 
 def test_nothing_at_all(as_kept):
     as_kept(parsed([]).text)
-
-
-def test_a_clean_record(as_kept):
-    page = parsed([record_of(torch.ones(2, 1))])
-    as_kept(page.sections["No non-finite value"])
 
 
 def test_the_first_bad_entry_is_named_without_evidence(as_kept):
@@ -313,8 +306,7 @@ def test_the_line_that_failed_has_its_neighbours(tmp_path, as_kept):
 def test_a_gradient_on_the_way_is_no_weight(as_kept):
     gradient = entry("h.0", "weight", "gradient")
     sheet = Sheet([record_of(torch.tensor([[NAN]]), [gradient], torch.tensor([[1]]))])
-    path = failure_path(Incident(0), sheet, sheet.grid(9))
-    as_kept(path.stations)
+    as_kept(failure_path(Incident(0), sheet, sheet.grid(9)).stations)
 
 
 def test_the_way_names_what_was_bad_and_counts_what_was_not(as_kept):
@@ -329,8 +321,7 @@ def test_the_way_names_what_was_bad_and_counts_what_was_not(as_kept):
     h = path.tree.children["h"]
     assert list(h.children) == ["1"] and (h.num_finite, h.num_unseen) == (2, 0)
     assert h.children["1"].num_unseen == 1
-    marks = h.children["1"].children["b"].marks
-    as_kept(marks)
+    as_kept(h.children["1"].children["b"].marks)
     explained = Incident(0, report, {"module": "h.1"})
     path = failure_path(explained, sheet, sheet.grid(9))
     h = path.tree.children["h"].children["1"]
@@ -341,8 +332,7 @@ def test_the_way_names_what_was_bad_and_counts_what_was_not(as_kept):
 # The guard's page.
 
 
-def test_a_guard_writes_its_page(tmp_path):
-    model, optimizer = make()
+def test_a_guard_writes_its_page(model, optimizer, tmp_path):
     path = tmp_path / "run.html"
     with OverflowGuard(model, optimizer, "skip", record=tmp_path / "run.ofr") as guard:
         for i, batch in enumerate(batches(3)):
@@ -368,9 +358,7 @@ def test_a_guard_without_a_record_writes_its_report(tmp_path, as_kept):
 def test_only_a_page_is_written_over(tmp_path, as_kept):
     path = tmp_path / "notes.html"
     path.write_text("my notes")
-    with pytest.raises(FileExistsError) as raised:
-        write_page(path, [])
-    as_kept(raised.value)
+    as_kept.error(FileExistsError, write_page, path, [])
     assert path.read_text() == "my notes"
 
 
@@ -405,31 +393,19 @@ ENDS = {
 }
 
 
+@pytest.mark.day
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_ends_of_a_sparkline_have_the_digits_that_tell_them_apart():
+@pytest.mark.parametrize(
+    "table, call", [(ENDS, "(v) => range(...v)"), (NUMBERS, "short")]
+)
+def test_numbers_have_the_digits_that_tell_them_apart(table, call):
+    """Also the ends of a sparkline."""
     script = (Path(grid.__file__).parent / "heatmap.js").read_text()
-    short, ends = re.findall(
-        r"  const short = .*?\n  };\n|  function range.*?\n  }\n", script, re.DOTALL
-    )
-    values = json.dumps(list(ENDS))
-    code = f"{short}{ends}console.log(JSON.stringify({values}.map((v) => range(...v))))"
+    functions = r"  const short = .*?\n  };\n|  function range.*?\n  }\n"
+    code = "".join(re.findall(functions, script, re.DOTALL))
+    code += f"console.log(JSON.stringify({json.dumps(list(table))}.map({call})))"
     done = subprocess.run(["node", "-e", code], capture_output=True, check=True)
-    assert json.loads(done.stdout) == list(ENDS.values())
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_numbers_keep_the_zeros_that_are_digits():
-    script = (Path(grid.__file__).parent / "heatmap.js").read_text()
-    (short,) = re.findall(r"  const short = .*?\n  };\n", script, re.DOTALL)
-    values = json.dumps(list(NUMBERS))
-    code = f"{short}console.log(JSON.stringify({values}.map(short)))"
-    done = subprocess.run(["node", "-e", code], capture_output=True, check=True)
-    assert json.loads(done.stdout) == list(NUMBERS.values())
-
-
-def test_a_page_without_an_incident_is_not_headed_so():
-    page = parsed([record_of(torch.ones(2, 2))])
-    assert "No non-finite value" in page.text and "Incident" not in page.text
+    assert json.loads(done.stdout) == list(table.values())
 
 
 def test_gradients_stand_for_the_norm_where_nobody_gave_that():
@@ -442,10 +418,9 @@ def test_gradients_stand_for_the_norm_where_nobody_gave_that():
 
 
 def test_a_clean_record_says_how_far_it_is_from_its_maximum(as_kept):
-    high = torch.tensor([[1.0, 2.0], [LIMIT / 4, 1.0]])
-    page = parsed([record_of(high)])
+    page = parsed([record_of(torch.tensor([[1.0, 2.0], [LIMIT / 4, 1.0]]))])
     text = "h.0: output (float16) in step 1, which could grow 4-fold (2.0 bits)"
-    assert text in page.text
+    assert text in page.text and "Incident" not in page.text
     as_kept(page.sections["No non-finite value"])
 
 
@@ -512,9 +487,8 @@ def test_a_remedy_of_two_lines_has_them_in_the_table_too():
         ([], ""),
     ],
 )
-def test_a_run_has_its_script(argv, script, monkeypatch, tmp_path):
+def test_a_run_has_its_script(model, optimizer, argv, script, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", argv)
-    model, optimizer = make()
     with OverflowGuard(model, optimizer, record=tmp_path / "run.ofr"):
         train_step(model, optimizer, batches(1)[0])
     assert read_record(tmp_path / "run.ofr").run["script"] == script

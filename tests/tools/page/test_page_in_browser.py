@@ -54,8 +54,7 @@ def blocks(num_steps=10):
 @pytest.mark.day
 def test_pointing_at_a_cell_tells_module_step_and_magnitude(opened, as_kept):
     page = opened([record_of(*blocks())])
-    text = page.hover(0.95, 2)
-    as_kept(text, page.hover(0.55, 1))
+    as_kept(page.hover(0.95, 2), page.hover(0.55, 1))
     assert "not checked" in page.hover(0.05, 2)
     assert page.colour(0.55, 1) == BLACK
     assert page.colour(0.05, 2) == GREY

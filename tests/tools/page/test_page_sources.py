@@ -26,6 +26,21 @@ def write_record(path, steps=3, **run):
     return str(path)
 
 
+def reported(folder, *paths):
+    """The page that the command makes of some files."""
+    page = folder / "run.html"
+    assert main(["report", *map(str, paths), "-o", str(page)]) == 0
+    return page.read_text()
+
+
+def evidence_of_step_3(folder, tensors):
+    """Evidence with nothing but tensors."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    (folder / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
+    save_file(tensors, folder / "tensors.safetensors")
+    return folder
+
+
 def test_a_record_and_evidence_become_a_page(tmp_path, capsys, as_kept):
     bad_steps(tmp_path / "evidence", count=2, explain=False)
     record, page = write_record(tmp_path / "run.ofr"), str(tmp_path / "new" / "a.html")
@@ -41,9 +56,7 @@ def test_ranks_are_in_order_whatever_that_of_their_files(tmp_path):
         write_record(tmp_path / f"run.rank{i}.ofr", rank=i, world_size=12)
         for i in (10, 2)
     ]
-    page = tmp_path / "run.html"
-    assert main(["report", *files, "-o", str(page)]) == 0
-    assert Parsed(page.read_text()).meta["ranks"] == ["2", "10"]
+    assert Parsed(reported(tmp_path, *files)).meta["ranks"] == ["2", "10"]
 
 
 def test_behind_a_restart_a_page_is_of_the_newest_run(tmp_path, capsys):
@@ -106,23 +119,16 @@ def test_files_of_a_killed_run_are_shown_as_far_as_they_go(tmp_path, as_kept):
     path = tmp_path / "run.ofr"
     write_record(path)
     path.write_bytes(path.read_bytes()[:-40])
-    page = tmp_path / "run.html"
-    assert main(["report", str(path), "-o", str(page)]) == 0
-    found = Parsed(page.read_text())
+    found = Parsed(reported(tmp_path, path))
     as_kept(found.sections["Coverage"])
     assert len(found.meta["columns"]) == 2
 
 
 def test_the_histogram_counts_by_exponent(tmp_path, as_kept):
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
     values = torch.tensor([[0.0, 1.0, 1.5, -4.0], [float("inf"), 2e-7, 1.0, -0.0]])
     fine = torch.ones(9, dtype=torch.float16)
     tensors = {"fine": fine, "['call'][2]": values.half()}
-    save_file(tensors, tmp_path / "tensors.safetensors")
-    page = tmp_path / "run.html"
-    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
-    found = Parsed(page.read_text())
+    found = Parsed(reported(tmp_path, evidence_of_step_3(tmp_path, tensors)))
     rows = [[r["from"], r["values"]] for r in found.table("Finite values")]
     assert rows[0] == ["2^-23 (subnormal)", "1"] and rows[-1] == ["2^2", "1"]
     assert ["2^0", "3"] in rows and ["2^-3", "0"] in rows
@@ -138,13 +144,9 @@ def test_the_histogram_counts_by_exponent(tmp_path, as_kept):
     ],
 )
 def test_an_offending_tensor_has_the_name_of_reports(kept, shown, tmp_path):
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
-    name = kept.replace("&#39;", "'")
-    save_file({name: torch.tensor([1.0, torch.nan])}, tmp_path / "tensors.safetensors")
-    page = tmp_path / "run.html"
-    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
-    assert f"<h3><code>{shown}</code>" in page.read_text()
+    tensors = {kept.replace("&#39;", "'"): torch.tensor([1.0, torch.nan])}
+    page = reported(tmp_path, evidence_of_step_3(tmp_path, tensors))
+    assert f"<h3><code>{shown}</code>" in page
 
 
 def test_what_stands_in_backticks_is_code_and_nothing_else_is(tmp_path):
@@ -152,9 +154,7 @@ def test_what_stands_in_backticks_is_code_and_nothing_else_is(tmp_path):
     report = {"schema": 1, "summary": summary}
     (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
     (tmp_path / "report.json").write_text(json.dumps(report))
-    page = tmp_path / "run.html"
-    assert main(["report", str(tmp_path), "-o", str(page)]) == 0
-    text = page.read_text()
+    text = reported(tmp_path, tmp_path)
     assert "<code>h.0.w</code> is <code>nan</code>.</h3>" in text
     assert "<li>So is `&lt;b&gt;`.</li>" in text
 

@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from assembled import Assembled
 from containers import CONTAINERS, FEW
 from guarding import assert_same, hooks_of, make
-from kept_texts import errors_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,15 +119,11 @@ def test_an_outlier_layer_stays_and_the_code_makes_float16_finite():
 
 
 def test_a_layer_norm_whose_inputs_hide_their_differences_stays():
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 1)
-
+    class Shifted(Assembled):
         def forward(self, x):
             return self.head(self.norm(x + 3000))
 
-    advice = advise(Shifted())
+    advice = advise(Shifted(norm=nn.LayerNorm(8), head=nn.Linear(8, 1)))
     row = row_of(advice, "norm")
     assert row.bits["float16"] > 1  # within the range
     assert "what rounding explains" in row.reasons["float16"]
@@ -135,15 +131,11 @@ def test_a_layer_norm_whose_inputs_hide_their_differences_stays():
 
 
 def test_tiny_gradients_keep_a_layer_out_of_float16():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 1), nn.Linear(8, 1)
-
+    class Two(Assembled):
         def forward(self, x):
             return self.a(x).float().sum() + 1e-12 * self.b(x).float().sum()
 
-    model = Two()
+    model = Two(a=nn.Linear(8, 1), b=nn.Linear(8, 1))
     advice = advise(model, loss=lambda m, x: m(x))
     row = row_of(advice, "b")
     assert row.gradient_lost_scaled == 1.0
@@ -247,11 +239,7 @@ def test_a_module_that_makes_bad_gradients_is_kept_before_the_scale_is_lowered()
 
 
 def test_gradients_that_overflow_elsewhere_lower_the_loss_scale():
-    class Steep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 1)
-
+    class Steep(Assembled):
         def forward(self, x):
             return self.b(_Steep.apply(self.a(x)))
 
@@ -266,7 +254,7 @@ def test_gradients_that_overflow_elsewhere_lower_the_loss_scale():
         def backward(ctx, gradient):
             return gradient * 2000 / 2000
 
-    advice = advise(Steep())
+    advice = advise(Steep(a=nn.Linear(8, 8), b=nn.Linear(8, 1)))
     check = check_of(advice, "float16")
     assert check.passed and check.widened == [] and check.runs > 1
     assert advice.loss_scale == check.loss_scale
@@ -291,10 +279,8 @@ def test_a_layer_without_a_kernel_for_a_dtype_stays(as_kept):
                 raise RuntimeError("not implemented for 'Half'")
             return x * 2
 
-    model = nn.Sequential(nn.Linear(8, 8), NoHalf(), nn.Linear(8, 1))
-    advice = advise(model)
-    why = row_of(advice, "1").reasons["float16"]
-    as_kept(why)
+    advice = advise(nn.Sequential(nn.Linear(8, 8), NoHalf(), nn.Linear(8, 1)))
+    as_kept(row_of(advice, "1").reasons["float16"])
     assert advice.float16 == ["0", "2"] and advice.bfloat16 == ["0", "1", "2"]
 
 
@@ -347,32 +333,26 @@ def test_complex_layers_stay():
         def forward(self, x):
             return torch.fft.ifft(torch.fft.fft(x) * self.factor)
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fourier, self.head = Fourier(), nn.Linear(8, 1)
-
+    class Model(Assembled):
         def forward(self, x):
             return self.head(self.fourier(x).real)
 
-    advice = advise(Model())
+    advice = advise(Model(fourier=Fourier(), head=nn.Linear(8, 1)))
     assert advice.float32 == ["fourier"]
     assert "complex64" in row_of(advice, "fourier").not_compared
 
 
 def test_modules_that_keep_their_weights_in_lists_or_use_those_of_others():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(8, 8, batch_first=True)
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
+    class Model(Assembled):
         def forward(self, x):
             x, _ = self.lstm(x)
             return self.attention(x, x, x)[0]
 
     torch.manual_seed(0)
-    model = Model()
+    model = Model(
+        lstm=nn.LSTM(8, 8, batch_first=True),
+        attention=nn.MultiheadAttention(8, 2, batch_first=True),
+    )
     flat = list(model.lstm._flat_weights)
     advice = advise(model, data(2, 3, 8))
     for name in ("lstm", "attention"):
@@ -425,16 +405,11 @@ def test_dropout_is_not_taken_for_an_error(as_kept):
 
 
 def test_checkpointed_layers_are_called_once():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.c = nn.Linear(8, 1)
-
+    class Model(Assembled):
         def forward(self, x):
             return self.c(checkpoint(lambda x: self.b(self.a(x)).tanh(), x, **OPTIONS))
 
-    advice = advise(Model())
+    advice = advise(Model(a=nn.Linear(8, 8), b=nn.Linear(8, 8), c=nn.Linear(8, 1)))
     assert [(r.name, r.calls) for r in advice.rows] == [("a", 1), ("b", 1), ("c", 1)]
     assert row_of(advice, "a").abs_max["grad_weight"] > 0
 
@@ -580,9 +555,7 @@ def test_ddp_must_be_taken_off(as_kept):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrapped = nn.parallel.DistributedDataParallel(mlp())
-        with pytest.raises(ValueError) as raised:
-            advise_precision(wrapped, [data(6, 8)])
-        as_kept(raised.value)
+        as_kept.error(ValueError, advise_precision, wrapped, [data(6, 8)])
     finally:
         dist.destroy_process_group()
 
@@ -591,15 +564,9 @@ def test_models_that_cannot_be_copied(as_kept):
     def call(model):
         advise_precision(model, [torch.ones(1, 2)])
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                nn.Linear(2, 2, device="meta"),
-                nn.LazyLinear(2),
-                torch.jit.script(nn.ReLU()),
-            ],
-        )
+    as_kept.errors(
+        call,
+        [nn.Linear(2, 2, device="meta"), nn.LazyLinear(2), torch.jit.script(nn.ReLU())],
     )
 
 
@@ -608,23 +575,21 @@ def test_wrong_arguments_are_named(as_kept):
         arguments = {"model": mlp(), "batches": [data(6, 8)], **arguments}
         advise_precision(**arguments)
 
-    as_kept(
-        errors_of(
-            call,
-            [
-                {"model": 1},
-                {"batches": torch.ones(2)},
-                {"batches": {"x": 1}},
-                {"batches": 1},
-                {"batches": []},
-                {"loss": 1},
-                {"loss": lambda m, x: m(x)},
-                {"loss": lambda x: None},
-                {"max_error": "8"},
-                {"max_rounds": -1},
-                {"batches": [torch.full((6, 8), torch.inf)]},
-            ],
-        )
+    as_kept.errors(
+        call,
+        [
+            {"model": 1},
+            {"batches": torch.ones(2)},
+            {"batches": {"x": 1}},
+            {"batches": 1},
+            {"batches": []},
+            {"loss": 1},
+            {"loss": lambda m, x: m(x)},
+            {"loss": lambda x: None},
+            {"max_error": "8"},
+            {"max_rounds": -1},
+            {"batches": [torch.full((6, 8), torch.inf)]},
+        ],
     )
 
 
@@ -634,8 +599,7 @@ def test_wrong_arguments_are_named(as_kept):
 def test_the_text_leads_with_the_verdict_and_fits_a_screen(as_kept):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(20)]
-    model = nn.Sequential(*blocks, outlier())
-    advice = advise(model)
+    advice = advise(nn.Sequential(*blocks, outlier()))
     text = str(advice)
     lines = text.splitlines()
     assert len(lines) <= 24

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from assembled import Assembled
 from torch import nn
 
 import overflow_fast
@@ -11,12 +12,7 @@ from overflow_fast import advise_precision
 from overflow_fast.tools.precision.half import onnx_scopes
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(16)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
+class Block(Assembled):
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).relu())
 
@@ -25,7 +21,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(
+            Block(norm=nn.LayerNorm(16), up=nn.Linear(16, 32), down=nn.Linear(32, 16))
+            for _ in range(3)
+        )
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
 
     def forward(self, x):
@@ -69,15 +68,12 @@ def test_a_model_that_fits_needs_no_list():
 
 
 def test_the_first_line_says_what_to_call(as_kept):
-    advice = advise_precision(make(), [batch()], cast="half")
-    as_kept(advice)
+    as_kept(advise_precision(make(), [batch()], cast="half"))
 
 
 @pytest.mark.parametrize("cast", ["full", None])
 def test_other_casts_are_refused(cast, as_kept):
-    with pytest.raises(ValueError) as raised:
-        advise_precision(make(), [batch()], cast=cast)
-    as_kept(raised.value)
+    as_kept.error(ValueError, advise_precision, make(), [batch()], cast=cast)
 
 
 def test_half_takes_no_loss(as_kept):
