@@ -183,13 +183,17 @@ def _of_weights(incident: BadStep) -> Iterator[str]:
         if WEIGHT_AT_ONCE.is_passed(now, most):
             yield (
                 f"the weight `{name}` is up to {plain_number(now)}, at most "
-                f"{plain_number(most)} in the {counted(len(before), 'step')} before"
+                f"{plain_number(most)} in {_steps_before(len(before))}"
             )
         elif before and now == 0 < min(before):
             yield (
                 f"the weight `{name}` is 0 throughout, up to "
                 f"{plain_number(before[-1])} in the step before"
             )
+
+
+def _steps_before(number: int) -> str:
+    return "the step before" if number == 1 else f"the {number} steps before"
 
 
 def _of_walk(
