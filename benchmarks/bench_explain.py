@@ -15,9 +15,11 @@ from models import ON_CPU, small
 from timing import QUICK, cpu_time
 from torch import nn
 
-from overflow_fast import Explain, MaskedOps, OverflowGuard
+from overflow_fast import OverflowGuard
 from overflow_fast.explainer import step_explainer as explainer
 from overflow_fast.guard.report.explanation import Explanation
+from overflow_fast.monitors import MaskedOps
+from overflow_fast.options import Explain
 
 COLUMNS = [
     *("dtype", "what", "step ms", "takes ms", "steps", "forwards", "a step"),

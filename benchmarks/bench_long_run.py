@@ -16,17 +16,9 @@ from common import bytes_of, progress, threads, write
 from timing import QUICK
 from torch import nn
 
-from overflow_fast import (
-    Evidence,
-    Headroom,
-    Log,
-    OverflowGuard,
-    Record,
-    Saturation,
-    Spikes,
-    Underflow,
-    read_record,
-)
+from overflow_fast import OverflowGuard, read_record
+from overflow_fast.monitors import Headroom, Saturation, Spikes, Underflow
+from overflow_fast.options import Evidence, Log, Record
 from overflow_fast.tools.cli.command_line import main as command
 
 STEPS = 2_000 if QUICK else 100_000

@@ -16,7 +16,8 @@ from common import Results, bytes_of, progress, silence, threads
 from timing import QUICK, cpu_time
 from torch import nn
 
-from overflow_fast import Log, NonFiniteError, OverflowGuard, Record, read_record
+from overflow_fast import NonFiniteError, OverflowGuard, read_record
+from overflow_fast.options import Log, Record
 
 MODULES = (100, 1_000, 10_000, 20_000, 100_000)
 TENSORS = (10, 1_000, 100_000, 1_000_000)

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from overflow_fast import Log, OverflowGuard, Record
+from overflow_fast import OverflowGuard
+from overflow_fast.options import Log, Record
 
 _BACKEND = "simulated"
 _networks: list[Network] = []

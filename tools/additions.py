@@ -108,26 +108,25 @@ class DeadUnits(Monitor):
 ''',
             ),
             Place(
-                "overflow_fast/__init__.py",
-                '    "DeadUnits": "guard.monitors.dead_units",\n',
-                '    "Replicas": "guard.monitors.replicas",\n',
+                "overflow_fast/monitors.py",
+                "from .guard.monitors.dead_units import DeadUnits as DeadUnits\n",
+                "from .guard.monitors.replicas import Replicas as Replicas\n",
             ),
         ],
         """
 import contextlib, io, pathlib, tempfile
 import torch, overflow_fast
 from overflow_fast.__main__ import main
-assert "DeadUnits" in dir(overflow_fast) and overflow_fast.DeadUnits().every == 100
-assert "Attributes:" in overflow_fast.DeadUnits.__doc__
+assert overflow_fast.monitors.DeadUnits().every == 100
+assert "Attributes:" in overflow_fast.monitors.DeadUnits.__doc__
 with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
     main(["run", "--help"])
 assert "--dead-units-every" in out.getvalue()
 assert "DeadUnits(every=100)" in pathlib.Path("docs/arguments.md").read_text()
-assert "DeadUnits" in pathlib.Path("overflow_fast/__init__.pyi").read_text()
 folder = pathlib.Path(tempfile.mkdtemp())
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-monitors = [overflow_fast.DeadUnits(every=1)]
+monitors = [overflow_fast.monitors.DeadUnits(every=1)]
 with overflow_fast.OverflowGuard(model, optimizer, monitors=monitors, log=folder / "l"):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -156,9 +155,9 @@ assert '"monitor": "DeadUnits", "text": "units are dead"' in (folder / "l").read
 import contextlib, io, pathlib, pytest
 import overflow_fast
 from overflow_fast.__main__ import main
-assert "owner: Whose log it is." in overflow_fast.Log.__doc__
+assert "owner: Whose log it is." in overflow_fast.options.Log.__doc__
 with pytest.raises(TypeError, match="log.owner must be a path, got int"):
-    overflow_fast.Log("log", owner=3)
+    overflow_fast.options.Log("log", owner=3)
 with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
     main(["run", "--help"])
 assert "--log-owner PATH" in out.getvalue()

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 from pages import headings, slug
 
 import overflow_fast
-from overflow_fast import Evidence, Explain, Log, Record, Schedule, integrations
+from overflow_fast import integrations
 from overflow_fast.base.text import dtype_name
 from overflow_fast.explainer import step_file
 from overflow_fast.guard.files.fields import (
@@ -44,6 +44,7 @@ from overflow_fast.guard.options import Option, Options, options_of
 from overflow_fast.guard.record import record_lines
 from overflow_fast.guard.report import log_lines
 from overflow_fast.guard.report.causes import CAUSES, Cause
+from overflow_fast.options import Evidence, Explain, Log, Record, Schedule
 from overflow_fast.scanner import fallback
 from overflow_fast.tools.cli.command_line import make_parser
 from overflow_fast.tools.cli.guard_options import MONITORS
@@ -327,7 +328,7 @@ def stub() -> str:
         lines.append(f"from .{place} import {name} as {name}")
     listed = [f"    {name!r}," for name in overflow_fast.__all__]
     lines += ["", "__all__ = [", *listed, "]"]
-    lines += ["__version__: Final[str]", "MONITORS: Final[dict[str, str]]", ""]
+    lines += ["__version__: Final[str]", ""]
     return "\n".join(lines).replace("'", '"')
 
 

@@ -92,7 +92,7 @@ def investigate(
 
 
 def _news(case: Case, calls: Sequence[Call], found: Explanation) -> str:
-    """What is new in the step; "" where that cannot be found out."""
+    """The news of the step; "" where they cannot be found out."""
     try:
         with no_dispatch(), torch.no_grad():
             return news_of(case.incident, case.models, calls, found)

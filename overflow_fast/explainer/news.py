@@ -1,4 +1,4 @@
-"""What is new in the bad step, beside the steps before it: one line, or nothing.
+"""The news of a bad step, beside the steps before it: one line, or nothing.
 
 Clean steps scan nothing for it. What is compared is there anyway:
 
@@ -122,7 +122,7 @@ def _of_batch(
 
 
 def _of_own_input(incident: BadStep, calls: Sequence[Call]) -> Iterator[str]:
-    """What the model was given within a function: only samples are known of it."""
+    """The model's own input within a function, of which only samples are known."""
     call = _bad_call(incident, calls)
     if call is None or not call.forwards:
         return
@@ -215,7 +215,7 @@ def _of_walk(
 
 
 def _of_trend(incident: BadStep) -> Iterator[str]:
-    """What grows from step to step: the loss, or the gradients."""
+    """A loss, or gradients, that grow from step to step."""
     past = incident.past
     for name, values in (
         ("the loss", past.finite_losses),

@@ -210,8 +210,8 @@ class GuardConfig(Options):
         default=DEFAULT_MONITORS,
         metadata=option(
             "What to watch for in finite steps, in place of the default: objects of "
-            "`Spikes`, `Headroom` and other subclasses of `overflow_fast.Monitor`, at "
-            "most one of each.",
+            "`Spikes`, `Headroom` and other subclasses of "
+            "`overflow_fast.monitors.Monitor`, at most one of each.",
             Kind(_check_monitors),
         ),
     )

@@ -31,14 +31,10 @@ from report_texts import without_times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import (
-    DebugUnderflowOverflow,
-    NonFiniteError,
-    OverflowGuard,
-    Schedule,
-)
+from overflow_fast import DebugUnderflowOverflow, NonFiniteError, OverflowGuard
 from overflow_fast.base.tree import label_text
 from overflow_fast.detector import dynamo
+from overflow_fast.options import Schedule
 
 pytestmark = [pytest.mark.xdist_group("compiled"), pytest.mark.filterwarnings("ignore")]
 

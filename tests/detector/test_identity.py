@@ -10,11 +10,11 @@ from overflow_fast import (
     DebugUnderflowOverflow,
     NonFiniteError,
     OverflowGuard,
-    Schedule,
     assert_finite_state,
     keep_in_fp32,
 )
 from overflow_fast.integrations.trainer_support import GuardOwner
+from overflow_fast.options import Schedule
 
 
 class OddlyNamed(nn.Module):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import Explain, NonFiniteError, OverflowGuard, Schedule
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.options import Explain, Schedule
 
 
 class Wild(torch.optim.SGD):

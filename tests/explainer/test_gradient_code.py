@@ -5,7 +5,8 @@ import torch
 from remedied_files import edited, module_of
 from torch import nn
 
-from overflow_fast import Explain, NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.options import Explain
 
 pytestmark = pytest.mark.usefixtures("untried")
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import MaskedOps, NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.monitors import MaskedOps
 
 
 class Scaled(nn.Module):

@@ -14,17 +14,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import (
-    DebugUnderflowOverflow,
-    MaskedOps,
-    OverflowGuard,
-    advise_precision,
-)
+from overflow_fast import DebugUnderflowOverflow, OverflowGuard, advise_precision
 from overflow_fast.detector.observers import without_observers
 from overflow_fast.explainer import syntax
 from overflow_fast.explainer.effects.before import Before
 from overflow_fast.explainer.snapshot import Snapshot
 from overflow_fast.integrations import script_models
+from overflow_fast.monitors import MaskedOps
 from overflow_fast.torch_internals.replaying import uncompiled_calls
 
 assert torch._dynamo.list_backends()  # imports it

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from processes import python
 from torch import nn
 
-from overflow_fast import Explain, NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.options import Explain
 
 pytestmark = pytest.mark.usefixtures("untried")
 

@@ -13,8 +13,9 @@ from ranks import on_ranks
 from torch import nn
 
 import overflow_fast
-from overflow_fast import MaskedOps, OverflowGuard
+from overflow_fast import OverflowGuard
 from overflow_fast.explainer import replayer
+from overflow_fast.monitors import MaskedOps
 
 BAD = -1.0  # of whose mean a logarithm is nan
 

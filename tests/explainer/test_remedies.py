@@ -14,8 +14,9 @@ from remedied_files import Holder, edited, explained, module_of, recommended
 from torch import nn
 
 import overflow_fast
-from overflow_fast import Explain, NonFiniteError, OverflowGuard, explain
+from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.remedies import written
+from overflow_fast.options import Explain
 
 NAN = float("nan")
 

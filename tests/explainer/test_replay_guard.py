@@ -11,7 +11,8 @@ from guarding import assert_same, hooks_of, report_from, state_of
 from pairs import pairs
 from torch import nn
 
-from overflow_fast import Explain, Explanation, NonFiniteError, OverflowGuard
+from overflow_fast import Explanation, NonFiniteError, OverflowGuard
+from overflow_fast.options import Explain
 
 INF, NAN = float("inf"), float("nan")
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import Explain, NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.report.findings import OVERWRITTEN
+from overflow_fast.options import Explain
 
 INF = float("inf")
 

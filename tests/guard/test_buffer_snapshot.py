@@ -17,7 +17,8 @@ from guarding import assert_same
 from torch import nn
 from torch.optim import swa_utils
 
-from overflow_fast import OverflowGuard, Schedule
+from overflow_fast import OverflowGuard
+from overflow_fast.options import Schedule
 
 
 def in_place(self, x):

@@ -6,7 +6,8 @@ from pairs import pairs
 from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_
 
-from overflow_fast import Headroom, OverflowGuard, Saturation, Underflow
+from overflow_fast import OverflowGuard
+from overflow_fast.monitors import Headroom, Saturation, Underflow
 
 INF, NAN = float("inf"), float("nan")
 NUMBERS = 4 * 4 + 4  # of the model's parameters

@@ -16,7 +16,8 @@ from guarding import (
     train_step,
 )
 
-from overflow_fast import OverflowGuard, Underflow
+from overflow_fast import OverflowGuard
+from overflow_fast.monitors import Underflow
 
 pytestmark = pytest.mark.cuda
 

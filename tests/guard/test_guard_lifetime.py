@@ -27,7 +27,8 @@ from guarding import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import NonFiniteError, OverflowGuard, Schedule
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.options import Schedule
 
 
 def test_an_exception_leaves_no_hook(model, optimizer):

@@ -5,8 +5,10 @@ import torch
 from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
 from torch import nn
 
-from overflow_fast import Headroom, OverflowGuard, Schedule, Underflow
+from overflow_fast import OverflowGuard
 from overflow_fast.guard.watching import unjudged_frames
+from overflow_fast.monitors import Headroom, Underflow
+from overflow_fast.options import Schedule
 
 
 def test_wrong_arguments_are_told(model, optimizer, as_kept):

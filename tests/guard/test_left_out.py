@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard, Schedule
+from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.step_clock import LeftOut
+from overflow_fast.options import Schedule
 
 NAN = float("nan")
 

@@ -10,7 +10,8 @@ from guarding import assert_same, batches, make, state_of, train, train_step
 from ranks import on_ranks
 from torch import nn
 
-from overflow_fast import Monitor, Notice, OverflowGuard, Spikes, read_record
+from overflow_fast import OverflowGuard, read_record
+from overflow_fast.monitors import Monitor, Notice, Spikes
 
 
 class DeadUnits(Monitor):

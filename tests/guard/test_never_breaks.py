@@ -19,8 +19,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overflow_fast import DebugUnderflowOverflow, Headroom, OverflowGuard, Underflow
+from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 from overflow_fast.base.tensors import loss_in
+from overflow_fast.monitors import Headroom, Underflow
 
 pytestmark = pytest.mark.explains
 X = torch.ones(1, 2)

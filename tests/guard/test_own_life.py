@@ -9,7 +9,8 @@ import torch
 from guarding import hooks_of
 from torch import nn
 
-from overflow_fast import Monitor, NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.monitors import Monitor
 
 pytestmark = pytest.mark.explains
 

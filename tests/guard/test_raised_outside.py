@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import Explain, OverflowGuard
+from overflow_fast import OverflowGuard
 from overflow_fast.explainer.step_explainer import StepExplainer
+from overflow_fast.options import Explain
 
 BAD_STEP = 1
 pytestmark = [pytest.mark.explains, pytest.mark.usefixtures("validated")]

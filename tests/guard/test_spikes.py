@@ -13,8 +13,9 @@ from ranks import on_ranks
 from torch import nn
 
 import overflow_fast
-from overflow_fast import OverflowGuard, Saturation, Spikes
+from overflow_fast import OverflowGuard
 from overflow_fast.guard.monitors.spikes import Level
+from overflow_fast.monitors import Saturation, Spikes
 
 STEPS = 1500
 

@@ -11,7 +11,8 @@ from assembled import Assembled
 from guarding import assert_same, state_of
 from torch import nn
 
-from overflow_fast import LayerAudit, MaskedOps, OverflowGuard, Replicas
+from overflow_fast import OverflowGuard
+from overflow_fast.monitors import LayerAudit, MaskedOps, Replicas
 
 INF = float("inf")
 

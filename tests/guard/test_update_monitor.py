@@ -5,7 +5,8 @@ import torch
 from guarding import assert_same, state_of
 from torch import nn
 
-from overflow_fast import Monitor, Notice, OverflowGuard, Updates
+from overflow_fast import OverflowGuard
+from overflow_fast.monitors import Monitor, Notice, Updates
 
 
 def make(dtype=torch.float32):

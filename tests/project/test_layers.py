@@ -23,9 +23,9 @@ PACKAGE = Path(overflow_fast.__file__).parent
 LAYERS = {
     "scan": ("_C", "base", "binaries", "flags", "scanner", "torch_internals"),
     "detector": ("detector",),
-    "guard": ("guard",),
+    "guard": ("guard", "options"),
     "explain": ("explainer",),
-    "tools": ("tools", "integrations"),
+    "tools": ("tools", "integrations", "monitors"),
 }
 ORDER = tuple(LAYERS)
 LAYER_OF = {room: layer for layer, rooms in LAYERS.items() for room in rooms}

@@ -6,7 +6,8 @@ import json
 import pytest
 from guarding import INF, batches, make, plant, train_step
 
-from overflow_fast import Evidence, OverflowGuard
+from overflow_fast import OverflowGuard
+from overflow_fast.options import Evidence
 
 
 def bad_steps(folder, count=1, spoil=None, mib=256, keep=4, **arguments):

@@ -12,13 +12,9 @@ from golden_text import text_of
 from guarding import NAN, make, train_step
 from torch import nn
 
-from overflow_fast import (
-    OverflowGuard,
-    Saturation,
-    Underflow,
-    explain,
-)
+from overflow_fast import OverflowGuard, explain
 from overflow_fast.guard.report.causes import UNKNOWN
+from overflow_fast.monitors import Saturation, Underflow
 from overflow_fast.tools.page.incidents import Incident
 from overflow_fast.tools.page.render import page_of
 from overflow_fast.tools.record.reading import read_record

@@ -14,7 +14,8 @@ from guarding import NAN, Net, assert_same, batches, hooks_of, plant, train, tra
 from torch import nn
 from workloads import WORKLOADS
 
-from overflow_fast import NonFiniteError, OverflowGuard, Schedule
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.options import Schedule
 
 pytestmark = pytest.mark.slow
 

@@ -27,7 +27,7 @@ _AGAIN = {"softmax": "x.softmax(d)", "sigmoid": "x.sigmoid()", "exp": "x.exp()"}
 
 
 @dataclass(frozen=True)
-class Pair:
+class LogarithmPair:
     """The changes of the step, and the edits that write them.
 
     Attributes:
@@ -42,12 +42,12 @@ class Pair:
 
     @property
     def text(self) -> str:
-        """What else changes, in words."""
+        """The other changes, in words."""
         function, name = self.made.sites[0].code.co_name, self.made.plain_name
         return f"`{function}` then hands on the argument of {name}, to other code, too"
 
 
-def pair_of(root: TorchCall, found: Found, calls: Sequence[TorchCall]) -> Pair:
+def pair_of(root: TorchCall, found: Found, calls: Sequence[TorchCall]) -> LogarithmPair:
     """The pair of a logarithm and what made its argument in another function.
 
     Args:
@@ -82,7 +82,7 @@ def pair_of(root: TorchCall, found: Found, calls: Sequence[TorchCall]) -> Pair:
         is_in_logarithm = reader in covered and not _has_other_users(users, covered)
         if not is_in_logarithm:
             edits += _made_again(made, reader, calls)
-    return Pair(made, tuple(changes), tuple(dict.fromkeys(edits)))
+    return LogarithmPair(made, tuple(changes), tuple(dict.fromkeys(edits)))
 
 
 def _has_other_users(users: set[TorchCall], covered: set[TorchCall]) -> bool:

@@ -74,7 +74,7 @@ _MEANT = ", which leaves them out afterwards: they are probably meant"
 
 
 def select_trials(failure: Failure, trials: Trials) -> Attempts:
-    """What the forward leaves out afterwards, left out before it is computed."""
+    """Leaves out before it is computed what the forward leaves out afterwards."""
     if failure.loss is None or trials.found_remedy:  # it may not be left out
         return
     found, calls = failure.found, failure.failing_calls[:1]

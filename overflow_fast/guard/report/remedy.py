@@ -19,7 +19,7 @@ _INDENT = " " * 4
 
 
 class Worth(IntEnum):
-    """What a trial has shown a remedy to be worth; a smaller one is worth more."""
+    """The worth of a remedy, as its trial has shown; a smaller one is worth more."""
 
     HELPS = 0  # the step is finite with it, near what is right, and nothing breaks
     HIDES = 1  # it helps, but an operation overflows that the loss does not show
@@ -117,7 +117,7 @@ class Remedy:
 
     @functools.cached_property
     def worth(self) -> Worth:
-        """What the trial has shown it to be worth; by how much it is off is `error`."""
+        """Its worth, as the trial has shown; by how much it is off is `error`."""
         if not self.tried:
             return Worth.UNTRIED
         if not self.is_finite:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ...base.text import error_line
 from ..config import GuardConfig
+from ..kept_calls.call_keeper import Samples
 from ..kept_calls.kept_call import KeptCall
 from ..optimizers.last_steps import LastSteps
 from ..outer import outer
@@ -104,6 +105,7 @@ class KeptCalls:
     hidden_by = ""
     had_gradients = False
     left_over: Mapping[str, int] = {}
+    recent: Sequence[tuple[Samples, Samples]] = ()
 
     def __init__(self, calls: list[KeptCall], start: ForwardStart | None) -> None:
         self.calls, self.start = calls, start

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-import overflow_fast
-
 from ...base.text import either, nearest
 from ...guard.config import GuardConfig
 from ...guard.monitors.monitor import Monitor
@@ -24,11 +22,8 @@ from ...guard.options import (
     snake_case,
     written_name,
 )
+from ...monitors import MONITORS
 
-# Those that come with the package.
-MONITORS: tuple[type[Monitor], ...] = tuple(
-    getattr(overflow_fast, name) for name in overflow_fast.MONITORS
-)
 _LONG = 150  # characters of a sentence
 _NONE = "none"  # switches off what is on by default
 

@@ -12,7 +12,8 @@ from processes import context
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from overflow_fast import NonFiniteError, OverflowGuard, Underflow, read_record
+from overflow_fast import NonFiniteError, OverflowGuard, read_record
+from overflow_fast.monitors import Underflow
 
 LAGGED = {"sync": "lagged", "_defer": True}
 

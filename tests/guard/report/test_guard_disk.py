@@ -9,7 +9,8 @@ from evidence_folders import bad_steps, no_file_beyond, step_folders, strict
 from guarding import INF, NAN, assert_same, batches, make, plant, train_step
 from safetensors.torch import load_file
 
-from overflow_fast import Evidence, OverflowGuard
+from overflow_fast import OverflowGuard
+from overflow_fast.options import Evidence
 
 
 def files_of(folder):

@@ -13,9 +13,10 @@ from processes import context
 from torch import nn
 
 import overflow_fast
-from overflow_fast import Log, NonFiniteError, OverflowGuard, Schedule
+from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.files.json_text import dumps
 from overflow_fast.guard.report.json_log import JsonLog
+from overflow_fast.options import Log, Schedule
 
 
 def all_lines_of(path):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from guarding import INF, batches, make, plant, train_step
 from ranks import all_of
 
-from overflow_fast import Log, NonFiniteError, OverflowGuard, Record
+from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.__main__ import main
 from overflow_fast.guard.ranks.rank_info import RankInfo
 from overflow_fast.guard.report.exit_code import exit_code_of
@@ -19,6 +19,7 @@ from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.findings import NOT_REPLAYED
 from overflow_fast.guard.report.log_lines import StepLine
 from overflow_fast.guard.report.op import Op
+from overflow_fast.options import Log, Record
 from overflow_fast.tools.cli.logged_incidents import read_incidents
 from overflow_fast.tools.cli.suspects_command import suspects_of
 

@@ -11,7 +11,8 @@ from assembled import Assembled
 from guarding import report_from
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard, Schedule
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.options import Schedule
 
 pytestmark = pytest.mark.explains
 

@@ -13,14 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import (
-    LayerAudit,
-    MaskedOps,
-    NonFiniteError,
-    OverflowGuard,
-    advise_precision,
-    compare_live,
-)
+from overflow_fast import NonFiniteError, OverflowGuard, advise_precision, compare_live
+from overflow_fast.monitors import LayerAudit, MaskedOps
 
 pytestmark = pytest.mark.explains
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast import MaskedOps, OverflowGuard
+from overflow_fast import OverflowGuard
 from overflow_fast.guard.undo.restore_point import RestorePoint
 from overflow_fast.guard.undo.tensors import is_same_bits
+from overflow_fast.monitors import MaskedOps
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork"),

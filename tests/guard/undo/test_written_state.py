@@ -7,7 +7,8 @@ import torch
 from failed_runs import failed
 from torch import nn
 
-from overflow_fast import LayerAudit, MaskedOps, OverflowGuard, assert_finite_state
+from overflow_fast import OverflowGuard, assert_finite_state
+from overflow_fast.monitors import LayerAudit, MaskedOps
 
 pytestmark = pytest.mark.explains
 

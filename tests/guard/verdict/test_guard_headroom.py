@@ -10,7 +10,9 @@ from assembled import Assembled
 from guarding import INF, batches, flat, make, plant, train, train_step
 from torch import nn
 
-from overflow_fast import Headroom, NonFiniteError, OverflowGuard, Schedule, Underflow
+from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.monitors import Headroom, Underflow
+from overflow_fast.options import Schedule
 
 
 class Growing(nn.Module):

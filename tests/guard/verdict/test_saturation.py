@@ -7,7 +7,8 @@ import torch
 from assembled import Assembled
 from torch import nn
 
-from overflow_fast import OverflowGuard, Saturation, Spikes, Underflow
+from overflow_fast import OverflowGuard
+from overflow_fast.monitors import Saturation, Spikes, Underflow
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 

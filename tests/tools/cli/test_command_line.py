@@ -7,20 +7,11 @@ import pytest
 import torch
 from processes import python
 
-from overflow_fast import (
-    Evidence,
-    Explain,
-    Headroom,
-    LayerAudit,
-    Log,
-    Record,
-    Saturation,
-    Schedule,
-    Spikes,
-    __version__,
-)
+from overflow_fast import __version__
 from overflow_fast.__main__ import main
 from overflow_fast.guard.options import options_of, snake_case
+from overflow_fast.monitors import Headroom, LayerAudit, Saturation, Spikes
+from overflow_fast.options import Evidence, Explain, Log, Record, Schedule
 from overflow_fast.tools.cli.command_line import make_parser
 from overflow_fast.tools.cli.guard_options import MONITORS, guard_arguments
 

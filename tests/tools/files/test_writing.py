@@ -119,7 +119,7 @@ model = torch.nn.Linear(6, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 most, bound = 0, 2**18
 with overflow_fast.OverflowGuard(
-    model, optimizer, monitors=[], record=overflow_fast.Record(path, mib=0.25)
+    model, optimizer, monitors=[], record=overflow_fast.options.Record(path, mib=0.25)
 ) as guard:
     for i in range(1500):
         model(torch.randn(4, 6)).mean().backward()
