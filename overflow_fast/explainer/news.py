@@ -25,6 +25,7 @@ from ..base.text import counted
 from ..guard.kept_calls.kept_call import NUM_SAMPLED
 from ..guard.report.causes import (
     BAD_DATA,
+    DIVERGENCE,
     EMPTY_REDUCTION,
     SINGULAR_GRADIENT,
     UNDEFINED,
@@ -55,14 +56,14 @@ def news_of(
         calls: Its kept calls.
         found: Its explanation.
     """
+    is_open = found.cause != DIVERGENCE.name  # which is what they would tell
     texts = (
         text
         for texts in (
             _of_batch(incident, calls, found),
             _of_own_input(incident, calls),
-            _of_weights(incident),
             _of_walk(incident, models, found),
-            _of_trend(incident),
+            *((_of_weights(incident), _of_trend(incident)) if is_open else ()),
         )
         for text in texts
     )

@@ -103,12 +103,27 @@ def test_a_weight_that_something_else_has_written():
     def before(model, step):
         if step == BAD:
             with torch.no_grad():
+                model[1].weight.zero_()
+
+    def loss_of(model, x):
+        return (model(x) / model[1].weight.norm()).mean()
+
+    text = news_of(lambda s: (rows(s, 8, 4),), loss_of, before=before)
+    assert text.startswith("the weight `1.weight` is 0 throughout, up to 0.")
+
+
+def test_weights_that_diverge_are_no_news():
+    """Their cause says it, with the step in which they began to grow."""
+
+    def before(model, step):
+        if step == BAD:
+            with torch.no_grad():
                 model[1].weight.fill_(1e30)
 
-    text = news_of(
-        lambda s: (rows(s, 8, 4),), lambda m, x: (m(x) ** 2).mean(), before=before
-    )
-    assert text.startswith("the weight `1.weight` is up to 1e+30, at most ")
+    def loss_of(model, x):
+        return (model(x) ** 2).mean()
+
+    assert news_of(lambda s: (rows(s, 8, 4),), loss_of, before=before) == ""
 
 
 def test_a_number_that_updates_walk_through_zero():

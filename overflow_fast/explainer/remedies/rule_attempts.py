@@ -75,9 +75,10 @@ _MEANT = ", which leaves them out afterwards: they are probably meant"
 
 def select_trials(failure: Failure, trials: Trials) -> Attempts:
     """Leaves out before it is computed what the forward leaves out afterwards."""
-    if failure.loss is None or trials.found_remedy:  # it may not be left out
-        return
     found, calls = failure.found, failure.failing_calls[:1]
+    # The loss tells nothing of what runs behind backward.
+    if failure.loss is None or trials.found_remedy or found.is_behind_backward:
+        return
     if failure.bad is not None:
         calls = [
             call
