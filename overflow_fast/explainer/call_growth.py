@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .bounds import EXPLODING, GROWING
-from .op_rows import Row
-from .trace_back import ForwardRows
+from .op_call import OpCall
+from .trace_back import ForwardOps
 from .users_lines import place_text
 
 _FEWEST = 6  # calls; fewer tell no factor
@@ -46,7 +46,7 @@ class CallGrowth:
     since: str
     is_backward: bool
     modules: tuple[str, ...]
-    before: Row | None = None
+    before: OpCall | None = None
 
     @property
     def explodes(self) -> bool:
@@ -74,55 +74,58 @@ class CallGrowth:
         )
 
 
-def growth_of(row: Row, forward_rows: ForwardRows) -> CallGrowth | None:
+def growth_of(op: OpCall, forward_ops: ForwardOps) -> CallGrowth | None:
     """Finds how results grew up to an operation that overflowed.
 
     Args:
-        row: The operation.
-        forward_rows: Knows the operations of the same replay.
+        op: The operation.
+        forward_ops: Knows the operations of the same replay.
 
     Returns:
         The growth over the calls at the same line, or of modules in backward; None
         where there is none by an almost constant factor.
     """
-    calls = forward_rows.calls_like(row)
-    found = _trend(calls[: calls.index(row)], calls, forward_rows, "call")
-    if found is None and row.in_backward:
-        largest = _of_modules(row, forward_rows)
-        return _trend(largest, [*largest, row], forward_rows, "module")
-    return found or _growth_before(row, forward_rows)
+    calls = forward_ops.calls_like(op)
+    found = _trend(calls[: calls.index(op)], calls, forward_ops, "call")
+    if found is None and op.in_backward:
+        largest = _of_modules(op, forward_ops)
+        return _trend(largest, [*largest, op], forward_ops, "module")
+    return found or _growth_before(op, forward_ops)
 
 
-def _growth_before(row: Row, forward_rows: ForwardRows) -> CallGrowth | None:
+def _growth_before(op: OpCall, forward_ops: ForwardOps) -> CallGrowth | None:
     """The growth of what an operation was given, such as the state at a loop's end."""
     for _ in range(_MOST_BACK):
-        given = [each for each in row.read_from if not each.in_backward]
+        given = [each for each in op.read_from if not each.in_backward]
         if not given:
             return None
-        row = max(given, key=lambda each: each.abs_max or 0.0)
-        calls = forward_rows.calls_like(row)
-        found = _trend(calls[: calls.index(row) + 1], calls, forward_rows, "call")
+        op = max(given, key=lambda each: each.abs_max or 0.0)
+        calls = forward_ops.calls_like(op)
+        found = _trend(calls[: calls.index(op) + 1], calls, forward_ops, "call")
         if found is not None and EXPLODING.is_passed(found.total, 1.0):
-            return replace(found, before=row)
+            return replace(found, before=op)
     return None
 
 
-def _of_modules(row: Row, forward_rows: ForwardRows) -> list[Row]:
+def _of_modules(op: OpCall, forward_ops: ForwardOps) -> list[OpCall]:
     """The largest operation of each module in backward, in the order that it ran."""
-    largest: dict[str, Row] = {}
-    for each in forward_rows.rows_before(row):
+    largest: dict[str, OpCall] = {}
+    for each in forward_ops.ops_before(op):
         if not each.in_backward or each.variable is not None or each.abs_max is None:
             continue
-        name = forward_rows.module_of(each)
+        name = forward_ops.module_of(each)
         before = largest[name].abs_max if name in largest else None
         if name and (before is None or each.abs_max > before):
             largest[name] = each
-    own = forward_rows.module_of(row)
+    own = forward_ops.module_of(op)
     return [each for name, each in largest.items() if name != own]
 
 
 def _trend(
-    before: Sequence[Row], calls: Sequence[Row], forward_rows: ForwardRows, unit: str
+    before: Sequence[OpCall],
+    calls: Sequence[OpCall],
+    forward_ops: ForwardOps,
+    unit: str,
 ) -> CallGrowth | None:
     """The growth of the calls before an overflow, out of all calls."""
     sizes = [each.abs_max or 0.0 for each in before]
@@ -136,8 +139,8 @@ def _trend(
     factor = total ** (1 / num)
     if factor < _LEAST_FACTOR or not GROWING.is_passed(total, 1.0):
         return None
-    names = [forward_rows.module_of(each) for each in calls]
-    since = forward_rows.module_of(before[first]) if unit == "module" else ""
+    names = [forward_ops.module_of(each) for each in calls]
+    since = forward_ops.module_of(before[first]) if unit == "module" else ""
     return CallGrowth(
         *(factor, total, len(before), first + 1, unit, since, before[0].in_backward),
         modules=tuple(dict.fromkeys(names)),

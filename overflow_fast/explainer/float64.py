@@ -20,9 +20,8 @@ import torch
 from ..base.torch_ops import draws, op_of
 from ..base.tree import mapped, tensors_in
 from ..torch_internals.replaying import attention_by_definition, schema_names
-from .op_rows import Row
-from .op_trace import OpCall
-from .tape import Contents, TapedCall, TapedTensor
+from .memory import Contents, TapedTensor
+from .op_call import OpCall
 from .tensor_kinds import as_plain, is_float
 
 
@@ -78,7 +77,7 @@ def require_repeatable(func: Any, args: Any, kwargs: Any) -> None:
 
 def as_float64(op: OpCall, tensor: torch.Tensor) -> torch.Tensor:
     """A copy in float64 of what an operation was given, from before it ran."""
-    value = as_plain(op.kept.get(id(tensor), tensor)).detach()
+    value = as_plain(op.before(tensor)).detach()
     if value.is_complex():
         return value.to(torch.complex128)
     return value.double() if value.is_floating_point() else value.clone()
@@ -90,7 +89,7 @@ def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         found = as_float64(op, tensor)
-        if id(tensor) in op.kept:
+        if op.before(tensor) is not tensor:
             found = written.setdefault(id(tensor), found)
         return found
 
@@ -101,11 +100,11 @@ class WideMemory:
     """The memory that operations read, in float64, as it was before them.
 
     Args:
-        calls: The operations.
+        ops: The operations.
     """
 
-    def __init__(self, calls: Sequence[TapedCall]) -> None:
-        self._written = {each.memory for call in calls for each in call.results}
+    def __init__(self, ops: Sequence[OpCall]) -> None:
+        self._written = {each.memory for op in ops for each in op.results}
         self._wide: dict[Contents, torch.Tensor] = {}
 
     def wide(self, tensor: TapedTensor) -> torch.Tensor:
@@ -125,23 +124,23 @@ class Float64Run:
             that float64 can.
 
     Attributes:
-        failed: The rows of the operations that have no float64: their results stay as
+        failed: The operations that have no float64: their results stay as
             they were.
     """
 
-    def __init__(self, given: WideMemory, nudged: Sequence[TapedCall] = ()) -> None:
+    def __init__(self, given: WideMemory, nudged: Sequence[OpCall] = ()) -> None:
         self._given, self._nudged = given, nudged
         self._memory: dict[int, torch.Tensor] = {}
-        self.failed: list[Row] = []
+        self.failed: list[OpCall] = []
 
-    def run(self, calls: Sequence[TapedCall]) -> None:
+    def run(self, ops: Sequence[OpCall]) -> None:
         """Runs further operations."""
-        for call in calls:
+        for op in ops:
             try:
-                self._run(call)
+                self._run(op)
             except Exception:
-                self.failed.append(call.row)
-                for own in call.results:
+                self.failed.append(op)
+                for own in op.results:
                     self._memory.pop(own.memory, None)
 
     def value(self, own: TapedTensor) -> torch.Tensor | None:
@@ -149,22 +148,22 @@ class Float64Run:
         memory = self._memory.get(own.memory)
         return None if memory is None else own.of(memory)
 
-    def _run(self, call: TapedCall) -> None:
+    def _run(self, op: OpCall) -> None:
         read = set[int]()
 
         def wide(value: torch.Tensor) -> torch.Tensor:
-            tensor = call.read[id(value)]
+            tensor = op.given[id(value)]
             read.add(tensor.memory)
             return self._widened(tensor)
 
-        output = computed(call.func, call.base, call.args, call.kwargs, wide)
+        output = computed(op.func, op.base, op.args, op.kwargs, wide)
         found = [t for t in tensors_in(output) if is_float(t)]
-        for own, result in zip(call.results, found, strict=False):
+        for own, result in zip(op.results, found, strict=False):
             if own.memory not in read:
                 self._put(own, result)
-        if any(call is each for each in self._nudged):
-            own = call.results[0]
-            _nudge(own.of(self._memory[own.memory]), impossible(call))
+        if any(op is each for each in self._nudged):
+            own = op.results[0]
+            _nudge(own.of(self._memory[own.memory]), impossible(op))
 
     def _widened(self, tensor: TapedTensor) -> torch.Tensor:
         if not tensor.is_float:
@@ -181,16 +180,16 @@ class Float64Run:
         self._memory[own.memory] = memory
 
 
-def impossible(call: TapedCall) -> list[float]:
+def impossible(op: OpCall) -> list[float]:
     """The magnitudes in a result that no function of finite numbers comes to.
 
     Such as 0 of an `exp`: it is what rounding makes of a small number.
     """
-    values = op_of(call.base).never
-    read = [each.value for each in call.read.values()]
+    values = op_of(op.base).never
+    read = [each.value for each in op.given.values()]
     if not values or not all(bool(each.isfinite().all()) for each in read):
         return []
-    own = call.results[0].value.abs()
+    own = op.results[0].value.abs()
     return [value for value in values if bool((own == value).any())]
 
 

@@ -14,7 +14,7 @@ from ..base.modules import modules_in, named_buffers, named_modules, named_param
 from ..base.tree import Path, at, attributes, find, path_text
 from ..detector.selection import full_name
 from ..guard.kept_calls.held_function import data_in
-from .op_rows import Leaf
+from .op_call import Leaf
 
 _OWN = set(vars(nn.Module()))
 

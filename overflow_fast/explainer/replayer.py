@@ -47,7 +47,7 @@ from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedErro
 from .held_tensors import held_leaves
 from .long_explanation import LongExplanation
 from .named_tensors import names_of, partitions_of, state_by_name
-from .op_rows import Leaf, Row
+from .op_call import Leaf, OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, RankCoordinator
@@ -570,7 +570,7 @@ class Replayer:
                         )
                     if is_last and self._tail is not None:
                         table = result.table
-                        result.num_before = 0 if table is None else len(table.rows)
+                        result.num_before = 0 if table is None else len(table.ops)
                         self._run_tail(self._tail)
             self._look_at_state(result)
         except Exception as error:
@@ -673,7 +673,7 @@ class Replayer:
 
 def _is_asked(root_op: RootOp) -> bool:
     """True for infs that the code has written as a number, as the first of minima."""
-    return isinstance(root_op.source, Row) and root_op.source.is_asked
+    return isinstance(root_op.source, OpCall) and root_op.source.is_asked
 
 
 def _raised_with(

@@ -17,7 +17,7 @@ from ..guard.report.op import TensorSummary
 from ..scanner.ops import Stat, scan
 from ..torch_internals.replaying import without_torch_function
 from ..torch_internals.tensor_internals import is_in_transform, local_part
-from .storage_map import StorageMap, memory_of
+from .memory import StorageMap, memory_of
 
 NAN, POSITIVE_INF, NEGATIVE_INF = _C.NAN, _C.POSITIVE_INF, _C.NEGATIVE_INF
 INF = POSITIVE_INF | NEGATIVE_INF

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..base.torch_ops import base_of
-from .op_rows import Leaf, Row, is_meant
+from .op_call import Leaf, OpCall, Source, is_meant
 from .op_table import OpTable
 
 OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
@@ -24,17 +23,17 @@ class RootOp:
         first_reader: The operation that read the source first, or None.
     """
 
-    source: Row | Leaf
-    chain: list[Row] = field(default_factory=list)
+    source: Source
+    chain: list[OpCall] = field(default_factory=list)
 
     @property
-    def first_reader(self) -> Row | None:
+    def first_reader(self) -> OpCall | None:
         """The operation that first used a tensor which was bad before, or None."""
-        rows = [row for row in self.chain if row is not self.source]
-        return rows[0] if rows else None
+        ops = [op for op in self.chain if op is not self.source]
+        return ops[0] if ops else None
 
 
-def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
+def trace_back(sources: Sequence[Source]) -> RootOp | None:
     """Finds the earliest origin of what is bad, infs that are meant left out.
 
     Args:
@@ -43,15 +42,15 @@ def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
     Returns:
         The origin; None if all that is bad is meant, as far as can be seen.
     """
-    child: dict[int, Row | None] = {}
-    origins: list[Row | Leaf] = []
-    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
+    child: dict[int, OpCall | None] = {}
+    origins: list[Source] = []
+    waiting: list[tuple[Source, OpCall | None]] = [(each, None) for each in sources]
     while waiting:
         source, reader = waiting.pop()
         if id(source) in child:
             continue
         child[id(source)] = reader
-        if isinstance(source, Row) and source.parents:
+        if isinstance(source, OpCall) and source.parents:
             waiting += [(parent, source) for parent in source.parents]
         elif not is_meant(source):
             origins.append(source)
@@ -61,7 +60,7 @@ def trace_back(sources: Sequence[Row | Leaf]) -> RootOp | None:
     return RootOp(first, _chain(first, child))
 
 
-def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
+def masked_whole(sources: Sequence[Source]) -> RootOp | None:
     """Finds where a mask's infs have gone beyond the mask, for a loss that holds them.
 
     That is the first operation which returns fewer values than the mask has, such as
@@ -70,9 +69,9 @@ def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
     Args:
         sources: What wrote the loss.
     """
-    child: dict[int, Row | None] = {}
-    reducing: list[Row] = []
-    waiting: list[tuple[Row | Leaf, Row | None]] = [(each, None) for each in sources]
+    child: dict[int, OpCall | None] = {}
+    reducing: list[OpCall] = []
+    waiting: list[tuple[Source, OpCall | None]] = [(each, None) for each in sources]
     while waiting:
         source, reader = waiting.pop()
         if isinstance(source, Leaf) or id(source) in child:
@@ -86,15 +85,15 @@ def masked_whole(sources: Sequence[Row | Leaf]) -> RootOp | None:
     return RootOp(first, _chain(first, child))
 
 
-def _order(source: Row | Leaf) -> tuple[int, int]:
-    if isinstance(source, Row):
+def _order(source: Source) -> tuple[int, int]:
+    if isinstance(source, OpCall):
         return 1, source.index
     is_before = source.kind in _KNOWN_LEAVES and not source.is_written
     return (0 if is_before else 2), 0
 
 
-def _chain(first: Row | Leaf, child: dict[int, Row | None]) -> list[Row]:
-    chain = [first] if isinstance(first, Row) else []
+def _chain(first: Source, child: dict[int, OpCall | None]) -> list[OpCall]:
+    chain = [first] if isinstance(first, OpCall) else []
     reader = child[id(first)]
     while reader is not None:
         chain.append(reader)
@@ -102,7 +101,7 @@ def _chain(first: Row | Leaf, child: dict[int, Row | None]) -> list[Row]:
     return chain
 
 
-class ForwardRows:
+class ForwardOps:
     """Finds the forward operation whose derivative an autograd node computes.
 
     Autograd numbers its nodes as it makes them, just before their operation runs.
@@ -112,77 +111,77 @@ class ForwardRows:
     """
 
     def __init__(self, table: OpTable) -> None:
-        self._rows = table.rows
-        self._by_sequence: dict[int, list[Row]] = {}
+        self._ops = table.ops
+        self._by_sequence: dict[int, list[OpCall]] = {}
         last: dict[int, int] = {}  # by thread
-        for row in table.rows:
-            if row.sequence > last.get(row.thread, -1):
-                last[row.thread] = row.sequence
-                self._by_sequence.setdefault(row.sequence, []).append(row)
+        for op in table.ops:
+            if op.sequence > last.get(op.thread, -1):
+                last[op.thread] = op.sequence
+                self._by_sequence.setdefault(op.sequence, []).append(op)
 
-    def of(self, row: Row) -> Row | None:
+    def of(self, op: OpCall) -> OpCall | None:
         """The forward operation, or None if it is not known."""
         for _ in range(4):  # a double backward's node was made in a backward
-            found = self._node_of(row)
+            found = self._node_of(op)
             if found is None or not found.in_backward or found.custom:
                 return found
-            row = found
+            op = found
         return None
 
-    def calls_like(self, row: Row) -> list[Row]:
+    def calls_like(self, op: OpCall) -> list[OpCall]:
         """The calls of the same operation at the same line, in order, with the own one.
 
         In backward, those of the derivatives of one line's operation: of each node of
         autograd's the one at the same place, such as its gradient of a weight.
         """
-        own = self._line_of(row)
+        own = self._line_of(op)
         if own is None:
-            return [row]
+            return [op]
         alike = [
             each
-            for each in self._rows
-            if each.name == row.name and each.in_backward == row.in_backward
-            if not row.in_backward or each.node == row.node
+            for each in self._ops
+            if each.name == op.name and each.in_backward == op.in_backward
+            if not op.in_backward or each.node == op.node
             if self._line_of(each) == own
         ]
-        if not row.in_backward:
+        if not op.in_backward:
             return alike
-        of_node: dict[tuple[int, int], list[Row]] = {}
+        of_node: dict[tuple[int, int], list[OpCall]] = {}
         for each in alike:
             of_node.setdefault((each.thread, each.node_sequence), []).append(each)
-        place = of_node[row.thread, row.node_sequence].index(row)
-        return [rows[place] for rows in of_node.values() if len(rows) > place]
+        place = of_node[op.thread, op.node_sequence].index(op)
+        return [ops[place] for ops in of_node.values() if len(ops) > place]
 
-    def rows_before(self, row: Row) -> list[Row]:
+    def ops_before(self, op: OpCall) -> list[OpCall]:
         """The operations that ran before one, in order."""
-        return self._rows[: row.index]
+        return self._ops[: op.index]
 
-    def _line_of(self, row: Row) -> tuple[object, int] | None:
-        named = self.of(row) if row.in_backward else row
+    def _line_of(self, op: OpCall) -> tuple[object, int] | None:
+        named = self.of(op) if op.in_backward else op
         return named.sites[0][:2] if named is not None and named.sites else None
 
-    def modules_from(self, row: Row) -> list[str]:
+    def modules_from(self, op: OpCall) -> list[str]:
         """The names of the modules that ran from an operation on, in order, once."""
-        names = [each.module for each in self._rows[row.index :] if each.module]
+        names = [each.module for each in self._ops[op.index :] if each.module]
         return list(dict.fromkeys(names))
 
-    def module_of(self, row: Row) -> str:
-        """The module whose code a row belongs to; in backward, that of its node."""
-        current: Row | None = row
+    def module_of(self, op: OpCall) -> str:
+        """The module whose code an operation is of; in backward, that of its node."""
+        current: OpCall | None = op
         for _ in range(4):
             if current is None or current.module is not None:
                 break
             current = self._node_of(current)
         return (current.module if current is not None else None) or ""
 
-    def _node_of(self, row: Row) -> Row | None:
-        rows = [r for r in self._by_sequence.get(row.node_sequence, []) if r is not row]
-        if len(rows) > 1:  # each thread counts for itself
-            rows = [each for each in rows if _is_derivative(row.node, each.name)]
-        return rows[0] if len(rows) == 1 else None
+    def _node_of(self, op: OpCall) -> OpCall | None:
+        ops = [r for r in self._by_sequence.get(op.node_sequence, []) if r is not op]
+        if len(ops) > 1:  # each thread counts for itself
+            ops = [each for each in ops if _is_derivative(op.node, each.base)]
+        return ops[0] if len(ops) == 1 else None
 
 
-def _is_derivative(node: str, op: str) -> bool:
-    """True if a node such as PowBackward0 is that of an op such as aten.pow."""
+def _is_derivative(node: str, base: str) -> bool:
+    """True if a node such as PowBackward0 is that of an operation such as pow."""
     of = re.sub(r"Backward\d*$", "", node.rpartition("::")[2]).lower()
-    return base_of(op).replace("_", "").lower().startswith(of)
+    return base.replace("_", "").lower().startswith(of)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.explainer.op_rows import Leaf
+from overflow_fast.explainer.op_call import Leaf
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
 from overflow_fast.explainer.root_op import details_of
@@ -50,12 +50,12 @@ CASES = {
 def test_operations_make_what_is_not_meant(case):
     run, makers = CASES[case]
     table, _ = traced(run)
-    assert [row.name for row in table.rows if row.makes_bad] == makers
+    assert [row.name for row in table.ops if row.makes_bad] == makers
 
 
 def test_a_row_that_is_masked_reduces():
     table, _ = traced(lambda: mask().sum(-1))
-    assert [row.name for row in table.rows if row.reduces] == ["aten.sum.dim_IntList"]
+    assert [row.name for row in table.ops if row.reduces] == ["aten.sum.dim_IntList"]
 
 
 @pytest.mark.parametrize("values", [[-INF, 0.0], [-INF, 1.0], [INF, 0.0]])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.torch_ops import base_of, has, plain_name
+from ...base.torch_ops import has, plain_name
 from ...guard.report.remedy import Remedy
 from ...torch_internals.tensor_internals import pytree
 from ..bounds import norm_of, tolerance
@@ -105,7 +105,7 @@ def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
         calls: The torch calls of the step.
         table: Its operations.
     """
-    drawing = {row.torch_call for row in table.rows if has(base_of(row.name), "random")}
+    drawing = {op.torch_call for op in table.ops if has(op.base, "random")}
     own = [call for call in calls if has(call.name, "random")]
     if not drawing <= set(own):  # within a larger call, or none of the program's
         return None

@@ -22,7 +22,8 @@ from ...base.tree import CALL_DEPTH, NotRebuilt, find, mapped, tensors_in
 from ...detector.observers import without_observers
 from ...explainer.ambient import applied
 from ...explainer.effects.rule import EffectRule, StoppedError
-from ...explainer.op_trace import ModuleStack, OpCall, OpTrace
+from ...explainer.op_call import OpCall
+from ...explainer.op_trace import ModuleStack, OpTrace
 from ...explainer.snapshot import Snapshot
 from ...explainer.users_lines import Sites, code_at
 from ...explainer.wider import FLOATS
