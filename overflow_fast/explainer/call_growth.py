@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from .bounds import EXPLODING, GROWING
 from .op_call import OpCall
-from .trace_back import ForwardOps
 from .users_lines import place_text
 
 _FEWEST = 6  # calls; fewer tell no factor
@@ -74,58 +73,85 @@ class CallGrowth:
         )
 
 
-def growth_of(op: OpCall, forward_ops: ForwardOps) -> CallGrowth | None:
+def growth_of(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
     """Finds how results grew up to an operation that overflowed.
 
     Args:
         op: The operation.
-        forward_ops: Knows the operations of the same replay.
+        ops: All operations of the same replay, in order.
 
     Returns:
         The growth over the calls at the same line, or of modules in backward; None
         where there is none by an almost constant factor.
     """
-    calls = forward_ops.calls_like(op)
-    found = _trend(calls[: calls.index(op)], calls, forward_ops, "call")
+    calls = _calls_like(op, ops)
+    found = _trend(calls[: calls.index(op)], calls, "call")
     if found is None and op.in_backward:
-        largest = _of_modules(op, forward_ops)
-        return _trend(largest, [*largest, op], forward_ops, "module")
-    return found or _growth_before(op, forward_ops)
+        largest = _of_modules(op, ops)
+        return _trend(largest, [*largest, op], "module")
+    return found or _growth_before(op, ops)
 
 
-def _growth_before(op: OpCall, forward_ops: ForwardOps) -> CallGrowth | None:
+def _growth_before(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
     """The growth of what an operation was given, such as the state at a loop's end."""
     for _ in range(_MOST_BACK):
         given = [each for each in op.read_from if not each.in_backward]
         if not given:
             return None
         op = max(given, key=lambda each: each.abs_max or 0.0)
-        calls = forward_ops.calls_like(op)
-        found = _trend(calls[: calls.index(op) + 1], calls, forward_ops, "call")
+        calls = _calls_like(op, ops)
+        found = _trend(calls[: calls.index(op) + 1], calls, "call")
         if found is not None and EXPLODING.is_passed(found.total, 1.0):
             return replace(found, before=op)
     return None
 
 
-def _of_modules(op: OpCall, forward_ops: ForwardOps) -> list[OpCall]:
+def _of_modules(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:
     """The largest operation of each module in backward, in the order that it ran."""
     largest: dict[str, OpCall] = {}
-    for each in forward_ops.ops_before(op):
+    for each in ops[: op.index]:
         if not each.in_backward or each.variable is not None or each.abs_max is None:
             continue
-        name = forward_ops.module_of(each)
+        name = each.owner
         before = largest[name].abs_max if name in largest else None
         if name and (before is None or each.abs_max > before):
             largest[name] = each
-    own = forward_ops.module_of(op)
+    own = op.owner
     return [each for name, each in largest.items() if name != own]
 
 
+def _calls_like(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:
+    """The calls of the same operation at the same line, in order, with the own one.
+
+    In backward, those of the derivatives of one line's operation: of each node of
+    autograd's the one at the same place, such as its gradient of a weight.
+    """
+    line = _line_of(op)
+    if line is None:
+        return [op]
+    alike = [
+        each
+        for each in ops
+        if each.name == op.name and each.in_backward == op.in_backward
+        if not op.in_backward or each.node == op.node
+        if _line_of(each) == line
+    ]
+    if not op.in_backward:
+        return alike
+    of_node: dict[tuple[int, int], list[OpCall]] = {}
+    for each in alike:
+        of_node.setdefault((each.thread, each.node_sequence), []).append(each)
+    place = of_node[op.thread, op.node_sequence].index(op)
+    return [found[place] for found in of_node.values() if len(found) > place]
+
+
+def _line_of(op: OpCall) -> tuple[object, int] | None:
+    named = op.forward
+    return named.sites[0][:2] if named is not None and named.sites else None
+
+
 def _trend(
-    before: Sequence[OpCall],
-    calls: Sequence[OpCall],
-    forward_ops: ForwardOps,
-    unit: str,
+    before: Sequence[OpCall], calls: Sequence[OpCall], unit: str
 ) -> CallGrowth | None:
     """The growth of the calls before an overflow, out of all calls."""
     sizes = [each.abs_max or 0.0 for each in before]
@@ -139,11 +165,10 @@ def _trend(
     factor = total ** (1 / num)
     if factor < _LEAST_FACTOR or not GROWING.is_passed(total, 1.0):
         return None
-    names = [forward_ops.module_of(each) for each in calls]
-    since = forward_ops.module_of(before[first]) if unit == "module" else ""
+    since = before[first].owner if unit == "module" else ""
     return CallGrowth(
         *(factor, total, len(before), first + 1, unit, since, before[0].in_backward),
-        modules=tuple(dict.fromkeys(names)),
+        modules=tuple(dict.fromkeys(each.owner for each in calls)),
     )
 
 

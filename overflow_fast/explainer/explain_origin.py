@@ -44,7 +44,7 @@ from .tensor_kinds import (
     bad_names,
     summary_of,
 )
-from .trace_back import ForwardOps, RootOp
+from .trace_back import RootOp
 from .users_lines import op_at, place_text, programs_line
 
 _CAUSES = {
@@ -72,7 +72,7 @@ _UNWRITTEN = (
 
 def explain_root_op(
     root_op: RootOp,
-    forward_ops: ForwardOps,
+    ops: Sequence[OpCall],
     in_gradients: bool,
     call: Call | None = None,
 ) -> Explanation:
@@ -80,7 +80,7 @@ def explain_root_op(
 
     Args:
         root_op: What was found.
-        forward_ops: Knows the operations of the same replay.
+        ops: All operations of the same replay, in order.
         in_gradients: Whether what the forward returned was finite.
         call: What was replayed; None if it is not known to be the step's own.
     """
@@ -92,9 +92,9 @@ def explain_root_op(
         if looks_up and call is not None:
             found.evidence += looked_up(source.tensor, call)
     else:
-        found = _explain_op(source, forward_ops, in_gradients)
+        found = _explain_op(source, ops, in_gradients)
         if found.op is not None and call is not None:
-            sites = named_op(source, forward_ops).sites
+            sites = source.named.sites
             found.op.called_from = programs_line(sites, call.called_at)
     found.evidence += _nan_of_infs(root_op.chain)
     found.chain = _chain_text(root_op)
@@ -130,16 +130,15 @@ def _read_by(root_op: RootOp) -> str:
     return f"; it was first read by {reader.name}{place_text(reader.sites)}"
 
 
-def _explain_op(op: OpCall, forward_ops: ForwardOps, in_gradients: bool) -> Explanation:
-    forward = forward_ops.of(op) if op.in_backward else op
+def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explanation:
+    forward, named = op.forward, op.named
     is_backward = in_gradients or op.in_backward
     found = Explanation("backward" if is_backward else "forward")
-    named = named_op(op, forward_ops)
     clauses = []
     if op.in_hook:
         clauses.append(_IN_HOOK)
     elif forward is not None:
-        found.module = forward_ops.module_of(forward)
+        found.module = forward.owner
     elif op.variable is None:
         found.notes.append(f"Which line of the forward {op.node} is of is not known.")
     if op.in_backward and op.variable is not None and not op.in_hook:
@@ -167,7 +166,7 @@ def _explain_op(op: OpCall, forward_ops: ForwardOps, in_gradients: bool) -> Expl
         found.reason = details.reason
         clauses = []
         if found.cause == causes.RANGE_OVERFLOW.name:
-            _add_growth(found, growth_of(op, forward_ops))
+            _add_growth(found, growth_of(op, ops))
     found.evidence += clauses
     is_hidden = named is not op and named.makes_bad and not named.is_meant
     if in_gradients and not op.in_backward:
@@ -227,12 +226,6 @@ def explain_mask(sources: Sequence[Source], call: Call) -> Explanation | None:
     op = op_at(first.name, first.sites)
     op.called_from = programs_line(first.sites, call.called_at)
     return Explanation("forward", causes.MASK.name, first.module or "", op=op)
-
-
-def named_op(op: OpCall, forward_ops: ForwardOps) -> OpCall:
-    """The operation that is named: of a derivative, that of the forward."""
-    forward = forward_ops.of(op) if op.in_backward else op
-    return op if op.custom or forward is None else forward
 
 
 def _cause_of(details: Details, is_backward: bool) -> str:

@@ -20,7 +20,7 @@ from .op_call import OpCall
 from .op_table import OpTable
 from .remedies.nearness import Nearness
 from .replayer import Replayer, ReplayResult, StepPart
-from .trace_back import ForwardOps, RootOp
+from .trace_back import RootOp
 from .users_lines import place_text
 
 _LARGE = 65504.0  # what half precision holds at most, and less than overflows
@@ -59,9 +59,9 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     all_bad = [op for op in table.ops if op.makes_bad and not op.is_empty]
     if not all_bad:
         return None
-    ops, call = ForwardOps(table), replayer.calls[place]
+    call = replayer.calls[place]
     explained = [
-        (bad, explain_root_op(RootOp(bad, [bad]), ops, False, call))
+        (bad, explain_root_op(RootOp(bad, [bad]), table.ops, False, call))
         for bad in all_bad[:_MOST]
     ]
     # An inf that float32 has as well, as of log(0), does not set the output apart, nor

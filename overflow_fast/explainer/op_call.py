@@ -164,6 +164,7 @@ class OpCall:
         custom: Whether the user's code called it within a backward.
         in_hook: Whether that was a hook on a gradient.
         variable: Where gradients are added up: whose.
+        derivative_of: The operation whose derivative that node computes, if known.
         torch_call: The torch call that ran it, where these are recorded; else None.
         read_from: The operations that wrote what it has read.
         parents: What its non-finite inputs came from that are not meant.
@@ -194,6 +195,7 @@ class OpCall:
     custom: bool = False
     in_hook: bool = False
     variable: torch.Tensor | None = None
+    derivative_of: OpCall | None = None
     torch_call: TorchCall | None = None
     read_from: tuple[OpCall, ...] = ()
     parents: list[Source] = field(default_factory=list)
@@ -356,6 +358,32 @@ class OpCall:
     def in_backward(self) -> bool:
         """True if an autograd node called it, not a checkpointed forward."""
         return bool(self.node) and self.module is None
+
+    @property
+    def forward(self) -> OpCall | None:
+        """In backward, the operation of the forward, if it is known; else itself."""
+        found: OpCall | None = self
+        for _ in range(5):  # a double backward's node was made in a backward
+            is_own = found is not self and found is not None and found.custom
+            if found is None or not found.in_backward or is_own:
+                return found
+            found = found.derivative_of
+        return None
+
+    @property
+    def named(self) -> OpCall:
+        """The operation that is named: of a derivative, that of the forward."""
+        return self if self.custom else self.forward or self
+
+    @property
+    def owner(self) -> str:
+        """The name of the module whose code it is of; in backward, that of its node."""
+        found: OpCall | None = self
+        for _ in range(4):
+            if found is None or found.module is not None:
+                break
+            found = found.derivative_of
+        return (found.module if found is not None else None) or ""
 
 
 # Which infs are meant.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -86,6 +87,8 @@ class OpTable:
         self._writers: StorageMap[tuple[OpCall, ...]] = StorageMap()
         self._leaves = _Leaves(leaves)
         self._num_details = 0
+        self._by_sequence: dict[int, list[OpCall]] = {}
+        self._last: dict[int, int] = {}  # of these numbers, by thread
         self._tape = Tape(self._writers) if looks_back else None
         self.undefined: dict[OpCall, list[OpCall]] = {}
         self.torch_calls: list[TorchCall] = []
@@ -154,9 +157,25 @@ class OpTable:
     def _begin(self, op: OpCall, modules: ModuleStack) -> None:
         modules.note_caller(op)
         op.index, op.torch_call = len(self.ops), running_call()
+        op.derivative_of = self._differentiated(op)
         self.ops.append(op)
+        if op.sequence > self._last.get(op.thread, -1):
+            self._last[op.thread] = op.sequence
+            self._by_sequence.setdefault(op.sequence, []).append(op)
         if self._may_be_compiled and not self.is_compiled:
             self.is_compiled = is_in_compiled_call()
+
+    def _differentiated(self, op: OpCall) -> OpCall | None:
+        """The operation whose derivative the autograd node computes that calls one.
+
+        Autograd numbers its nodes as it makes them, just before their operation runs.
+        """
+        found = self._by_sequence.get(op.node_sequence, [])
+        if len(found) > 1:  # each thread counts for itself
+            node = re.sub(r"Backward\d*$", "", op.node.rpartition("::")[2]).lower()
+            names = ((each, each.base.replace("_", "").lower()) for each in found)
+            found = [each for each, name in names if name.startswith(node)]
+        return found[0] if len(found) == 1 else None
 
     def _read(self, op: OpCall) -> _Read:
         """Notes which operations wrote what one reads; returns what is bad of it."""

@@ -39,7 +39,7 @@ from .replayer import Difference, ReplayCheck, Replayer, ReplayResult, StepPart,
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
 from .spent_time import SpentTime
-from .trace_back import OF_LEAVES, ForwardOps, RootOp, trace_back
+from .trace_back import OF_LEAVES, RootOp, trace_back
 from .weight_growth import find_growth
 
 _NOT_TRIED = (
@@ -346,7 +346,7 @@ class Search:
         """Explains where the bad values of the traced replay began."""
         traced, incident = self.traced, self.incident
         assert traced.table is not None
-        ops = ForwardOps(traced.table)
+        ops = traced.table.ops
         # Where a module was seen to return it, it arose in the forward for sure.
         is_seen = self.is_seen_in_call
         in_gradients = traced.is_in_gradients and not is_seen

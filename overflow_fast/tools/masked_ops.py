@@ -10,7 +10,7 @@ from ..base.text import as_lines
 from ..explainer.calls import made_again
 from ..explainer.explain_origin import explain_root_op
 from ..explainer.replayer import Replayer, StepPart
-from ..explainer.trace_back import ForwardOps, RootOp
+from ..explainer.trace_back import RootOp
 from ..guard.kinds import whole
 from ..guard.monitors.monitor import Guarded, Monitor, MonitoredStep
 from ..guard.options import option
@@ -139,10 +139,9 @@ def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
     table = result.table
     if table is None or result.error is not None:
         return []
-    ops = ForwardOps(table)
     found: dict[tuple[object, ...], Explanation] = {}
     for op in table.ops:
         key = op.name, op.module, op.sites[:1]
         if op.makes_bad and key not in found and len(found) < _MOST:
-            found[key] = explain_root_op(RootOp(op, [op]), ops, op.in_backward)
+            found[key] = explain_root_op(RootOp(op, [op]), table.ops, op.in_backward)
     return list(found.values())

@@ -29,7 +29,7 @@ from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart
 from ..rounding import NO_HELP
 from ..sentinel import Sentinel, outlier_in
-from ..trace_back import ForwardOps, RootOp
+from ..trace_back import RootOp
 from ..users_lines import place_text
 from .keep_in_fp32 import has_forward
 from .patches import (
@@ -173,8 +173,7 @@ def remaining_failure(failure: Failure, trials: Trials, place: int) -> Failure |
     root_op = result.root_op(models)
     if root_op is None:
         return None
-    ops = ForwardOps(result.table)
-    found = explain_root_op(root_op, ops, result.is_in_gradients)
+    found = explain_root_op(root_op, result.table.ops, result.is_in_gradients)
     after = Failure.of(found, root_op, result.table, place)
     after.checkpoints = failure.checkpoints
     return None if after.mark == failure.mark else after
@@ -373,7 +372,7 @@ def _find_hidden(failure: Failure, trials: Trials) -> Failure | None:
             place = f"{op.name}{place_text(op.sites)}"
             _replace(trials, remedy, hides=f"{place} still overflows")
             root_op = RootOp(op, [op])
-            found = explain_root_op(root_op, ForwardOps(table), op.in_backward)
+            found = explain_root_op(root_op, table.ops, op.in_backward)
             return Failure.of(found, root_op, table, failure.place)
     return None
 

@@ -18,7 +18,7 @@ from ..bad_step import outside_text
 from ..bounds import GRADIENT, LOSS
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
-from ..explain_origin import mask_of, named_op
+from ..explain_origin import mask_of
 from ..halving import Halving
 from ..named_tensors import magnitudes_of, state_by_name
 from ..op_call import OpCall
@@ -28,7 +28,7 @@ from ..sentinel import Sentinel
 from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
-from ..trace_back import ForwardOps, RootOp
+from ..trace_back import RootOp
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
 from .patches import Eagerly, FromLoss, WithoutBad
@@ -526,13 +526,13 @@ class Failure:
             is_of_batch = root_op.source.kind == "batch"
             bad = root_op.source.tensor if is_of_batch else None
             return cls(found, None, place, bad, is_compiled=table.is_compiled)
-        ops = ForwardOps(table)
-        op, made = named_op(root_op.source, ops), mask_of(root_op.source)
+        op, made = root_op.source.named, mask_of(root_op.source)
+        ran = [each.module for each in table.ops[op.index :] if each.module]
         return cls(
             *(found, op, place),
-            modules=ops.modules_from(op),
+            modules=list(dict.fromkeys(ran)),
             mask=made if isinstance(made, OpCall) else None,
-            growth=growth_of(root_op.source, ops) if found.is_overflow else None,
+            growth=growth_of(root_op.source, table.ops) if found.is_overflow else None,
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
             in_float64=in_float64(table.torch_calls, table),
