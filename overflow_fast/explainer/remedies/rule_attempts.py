@@ -370,15 +370,8 @@ def _trial_of(
 ) -> Trial:
     reads = frozenset(call.key for call in (root, *found.calls))
     change = RuleChange(root.key, RULES.index(rule), root.dtype, number, dim, reads)
-    return _trial(change, root, found, calls)
-
-
-def _trial(
-    change: RuleChange, root: TorchCall, found: Found, calls: Sequence[TorchCall]
-) -> Trial:
     text = with_numbers(found.text or _STAY, found.numbers)
     patch, place = CallPatch((change,)), inner_place(root)
-    rule = RULES[change.rule]
     how = rule.is_exact, rule.stops_gradient(root), rule.settles
     try:
         edits = rule_edits(root, calls, change.found)

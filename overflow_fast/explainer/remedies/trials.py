@@ -535,7 +535,7 @@ class Failure:
             growth=growth_of(root_op.source, table.ops) if found.is_overflow else None,
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
-            in_float64=in_float64(table.torch_calls, table),
+            in_float64=in_float64(table),
             hidden=_hidden(table) if found.phase == "backward" else (),
         )
 
