@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from .bounds import EXPLODING, GROWING
 from .op_call import OpCall
-from .users_lines import place_text
 
 _FEWEST = 6  # calls; fewer tell no factor
 # Of a call: less is no growth of a recurrence; those of benchmarks/answers are by 1.4
@@ -61,8 +60,8 @@ class CallGrowth:
             since = f"from {self.since} on"
             return f"the largest gradient {factor} over {num} modules, {since}"
         if self.before is not None:
-            at = f"{self.before.name}{place_text(self.before.sites)}"
-            return f"the largest result of {at} {factor} over the {num} calls before"
+            of = f"the largest result of {self.before.text}"
+            return f"{of} {factor} over the {num} calls before"
         if self.is_backward:
             return (
                 f"the largest gradient {factor} back through {num} calls at this line"

@@ -1,4 +1,9 @@
-"""Explains where bad values began: phase, cause, evidence."""
+"""Explains where bad values began: phase, cause, evidence.
+
+An operation has a cause by its `details` (`_explain_op`); one in backward is named by
+that of the forward, and an overflow by how results grew up to it. A tensor from before
+the replay has one by who holds it (`explain_leaf`). There is no state.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ from ..guard.report.op import Op, TensorSummary
 from . import bad_step as notes
 from .call_growth import CallGrowth, growth_of
 from .calls import Call, ModelCall
-from .held_tensors import HeldTensor
+from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import (
     EMPTY,
@@ -31,7 +36,6 @@ from .op_call import (
     SINGULAR,
     UNDEFINED,
     Details,
-    Leaf,
     OpCall,
     Source,
 )
@@ -125,9 +129,7 @@ def _nan_of_infs(chain: Sequence[OpCall]) -> list[str]:
 
 def _read_by(root_op: RootOp) -> str:
     reader = root_op.first_reader
-    if reader is None:
-        return ""
-    return f"; it was first read by {reader.name}{place_text(reader.sites)}"
+    return "" if reader is None else f"; it was first read by {reader.text}"
 
 
 def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explanation:
@@ -193,7 +195,7 @@ def _mask_text(op: OpCall) -> str:
     made = mask_of(op)
     assert made is not None
     if isinstance(made, OpCall):
-        return f"its infs are those of a mask: {made.name}{place_text(made.sites)}"
+        return f"its infs are those of a mask: {made.text}"
     return f"its infs are those that `{made.name}` holds"
 
 
@@ -322,7 +324,7 @@ def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
     """
     is_weight = leaf.kind in ("parameter", "buffer")
     what = _counts(leaf.tensor, names_rows=is_weight)
-    if isinstance(leaf, HeldTensor):
+    if leaf.look is not None:
         return _explain_held(leaf, what, read_by)
     if leaf.kind == "batch":
         return _explain_batch(leaf, what, read_by, call)
@@ -363,7 +365,7 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
     return Explanation("data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text])
 
 
-def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
+def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:
     """Explains a tensor that a module or an object holds."""
     name = f"`{leaf.name}`"
     if leaf.is_written:

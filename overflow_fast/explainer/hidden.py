@@ -21,10 +21,9 @@ from .op_table import OpTable
 from .remedies.nearness import Nearness
 from .replayer import Replayer, ReplayResult, StepPart
 from .trace_back import RootOp
-from .users_lines import place_text
 
 _LARGE = 65504.0  # what half precision holds at most, and less than overflows
-_MOST = 16  # operations that are asked whether they overflowed; chosen
+_MOST = 16  # operations asked whether they overflowed; none behind them is; chosen
 
 
 class HiddenValues(NamedTuple):
@@ -96,7 +95,7 @@ def tell_hidden(replayer: Replayer, bad: OpCall, table: OpTable) -> str:
 
 def _told(bad: OpCall, ops: Sequence[OpCall], distance: float | None) -> str:
     hider = hidden_by(bad, ops)
-    where = f" by {hider.name}{place_text(hider.sites)}" if hider else ""
+    where = f" by {hider.text}" if hider else ""
     told = f"hidden{where}: the output is finite"
     if distance is None:
         return told

@@ -1,4 +1,4 @@
-"""One call of an operation, and the tensors that were there before any.
+"""One call of an operation, and which infs are meant.
 
 1. `OpTrace` makes an `OpCall` of what is about to run: what it is given, and what it
    writes to. `ModuleStack.note_caller()` adds the module, the lines and the autograd
@@ -26,10 +26,11 @@ from ..base.torch_ops import base_of, has, is_view
 from ..base.tree import find, tensors_in
 from ..guard.report.op import Op
 from ..torch_internals.replaying import schema_of
+from .leaves import Leaf
 from .memory import TapedTensor, memory_of
-from .tensor_kinds import NAN, NEGATIVE_INF, Index, is_float, kinds_of
+from .tensor_kinds import NAN, NEGATIVE_INF, Index, is_float
 from .torch_calls import TorchCall
-from .users_lines import Sites
+from .users_lines import Sites, place_text
 
 RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
 EMPTY, SINGULAR, NOT_TRIED = "empty", "singular", ""
@@ -68,39 +69,6 @@ class Details:
         return self.why in (RANGE, INTERMEDIATE) and self.op.true_value is not None
 
 
-_CONSTANTS = ("buffer", "attribute", "weight")  # of models and other modules
-
-
-class Leaf:
-    """A tensor that no operation of the replay made, such as a weight.
-
-    Attributes:
-        kind: "parameter", "buffer", "batch", "gradient" or "unknown"; or see
-            `HeldTensor`.
-        name: Its name, or key.
-        tensor: The tensor.
-        is_read: Whether an operation has read non-finite values of it.
-        is_written: Whether the replay has written to it; known of `HeldTensor` alone.
-    """
-
-    def __init__(self, kind: str, name: str, tensor: torch.Tensor | None) -> None:
-        self.kind = kind
-        self.name = name
-        self.tensor = tensor
-        self.is_read = self.is_written = False
-
-    @functools.cached_property
-    def is_mask(self) -> bool:
-        """True if it holds -inf alone; in a batch, with zeros alone, and no graph."""
-        values = self.tensor
-        if values is None or kinds_of(values) != NEGATIVE_INF:
-            return False
-        if self.kind not in ("batch", "object"):
-            return self.kind in _CONSTANTS
-        is_sparse = not bool((values[values.isfinite()] != 0).any())
-        return is_sparse and not values.requires_grad  # else it is a result, as of log
-
-
 # Whatever they return or write to comes from other ranks, and may not be there yet.
 _COMMUNICATION = ("c10d.", "_c10d_functional", "c10d_functional", "_dtensor.")
 _WAITS = "wait_tensor"
@@ -127,16 +95,7 @@ def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]], bool]:
     return name.removesuffix(".default"), base, writes, is_view(func)
 
 
-# What an operation holds of the program's tensors, and what is made of that: until it
-# has run, and as long as somebody asks for what it has read.
-_OF_RUN = (
-    *("written", "_overwritten", "output", "arguments", "fresh", "_given_memory"),
-    "_kept",
-)
-_OF_READING = ("args", "kwargs", "given", "results")
-
-
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class OpCall:
     """A call of an operation.
 
@@ -181,6 +140,10 @@ class OpCall:
     args: Any
     kwargs: Any
     index: int = 0
+    name: str = field(init=False)
+    base: str = field(init=False)
+    is_view: bool = field(init=False)
+    written: list[torch.Tensor] = field(default_factory=list)
     output: Any = None
     is_taped: bool = False
     given: dict[int, TapedTensor] = field(default_factory=dict)
@@ -206,12 +169,13 @@ class OpCall:
     masks: list[Source] = field(default_factory=list)
     reduces: bool = False
     details: Details | None = None
+    _overwritten: list[torch.Tensor] = field(default_factory=list)
+    _kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    _arguments: list[torch.Tensor] | None = None
+    _fresh: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.name, self.base, writes, self.is_view = _signature(self.func)
-        self.written: list[torch.Tensor] = []
-        self._overwritten: list[torch.Tensor] = []
-        self._kept: dict[int, torch.Tensor] = {}
         args, kwargs = self.args, self.kwargs
         for place, name, is_overwritten in writes:
             tensors = tensors_in(args[place] if place < len(args) else kwargs.get(name))
@@ -227,14 +191,12 @@ class OpCall:
 
     # Its tensors.
 
-    @functools.cached_property
+    @property
     def arguments(self) -> list[torch.Tensor]:
         """The tensors that it is given."""
-        return tensors_in((self.args, self.kwargs))
-
-    @functools.cached_property
-    def _given_memory(self) -> set[int]:
-        return {key for tensor in self.arguments for key in memory_of(tensor)}
+        if self._arguments is None:
+            self._arguments = tensors_in((self.args, self.kwargs))
+        return self._arguments
 
     def read(self, floats: bool = True) -> list[torch.Tensor]:
         """The tensors whose values it reads.
@@ -274,14 +236,15 @@ class OpCall:
         self.output = self.func(*self.args, **self.kwargs)
         return self.output
 
-    @functools.cached_property
+    @property
     def fresh(self) -> list[torch.Tensor]:
         """The results that it has returned in memory of their own."""
-        found = tensors_in(self.output)
-        if self.is_constant:
-            return found
-        given = self._given_memory
-        return [tensor for tensor in found if given.isdisjoint(memory_of(tensor))]
+        if self._fresh is None:
+            given = () if self.is_constant else self.arguments
+            known = {key for tensor in given for key in memory_of(tensor)}
+            found = tensors_in(self.output)
+            self._fresh = [t for t in found if known.isdisjoint(memory_of(t))]
+        return self._fresh
 
     @property
     def made(self) -> list[torch.Tensor]:
@@ -304,15 +267,15 @@ class OpCall:
 
         Autograd copies a gradient that somebody else refers to.
         """
-        for name in _OF_RUN:
-            self.__dict__.pop(name, None)
+        del self.output, self._fresh, self._arguments
+        del self.written, self._overwritten, self._kept
         self.let_go()
 
     def let_go(self) -> None:
         """Lets go of what it has read, unless others hold it still."""
         self.num_holders -= 1
-        for name in () if self.num_holders else _OF_READING:
-            self.__dict__.pop(name, None)
+        if not self.num_holders:
+            del self.args, self.kwargs, self.given, self.results
 
     # What it is.
 
@@ -343,6 +306,11 @@ class OpCall:
         return [number for number in numbers if not math.isfinite(number)]
 
     # What became of it.
+
+    @property
+    def text(self) -> str:
+        """Its name and its line, such as "aten.log (train.py:9)"."""
+        return f"{self.name}{place_text(self.sites)}"
 
     @property
     def place(self) -> tuple[object, ...]:

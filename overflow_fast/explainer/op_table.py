@@ -1,40 +1,53 @@
-"""The operations of a replay, and where their non-finite values came from."""
+"""The operations of a replay, and where their non-finite values came from.
+
+Flow, for each operation that the trace shows (`OpTable.run`):
+
+1. Who calls it, and the one whose derivative it computes (`_begin`).
+2. What it reads: who wrote that, and the sources of what is bad of it (`_read`).
+3. It runs. From now on it is the writer of what it made (`_note_written`).
+4. What it made is scanned. If that is bad, it has the sources of what it read, or is
+   one itself: then it is computed again for `details` (`_end`, `_note_bad`).
+
+State, each by memory: the last writers, the sources of its bad values (`_bad`; none is
+noted where it is finite), who returned it unwritten (`_empty`), what was scanned
+(`kinds`). And of the last operations all that they have read (`_tape`).
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..base.tensors import PLAIN, extent_of, is_whole
+from ..base.tensors import is_whole
 from ..base.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, no_dispatch
+from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
-from .memory import StorageMap, memory_of
+from .memory import StorageMap
 from .op_call import (
     UNDEFINED,
-    Details,
-    Leaf,
     OpCall,
     Source,
     is_meant,
     returns_meant,
 )
-from .op_trace import ModuleStack
+from .op_trace import ModuleStack, OpObserver
+from .root_op import details_of
 from .tape import Tape
 from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in
 from .torch_calls import TorchCall, running_call
 
 # Limits of time and memory. The failures of benchmarks/answers need no more than 6
 # sources of a tensor, 6 writers of a memory, 2 undefined results and 3 operations that
-# are computed again.
+# are computed again. With less, another origin is named, no lost value is found, or an
+# operation has no details.
 _MAX_SOURCES = 8
 _MOST_WRITERS = 32
 _MOST_UNDEFINED = 4
@@ -44,7 +57,7 @@ _NAMED = ("parameter", "buffer", "batch")  # leaves that a report names
 _Read = list[tuple[list[Source], int, int]]
 
 
-class OpTable:
+class OpTable(OpObserver):
     """Records the operations of a trace.
 
     Non-finite values are followed by the memory that holds them, so that views and
@@ -53,7 +66,6 @@ class OpTable:
 
     Args:
         leaves: The tensors that are there before, by what they are.
-        details_of: Says why an operation made a bad value.
         looks_back: Hold what operations read, for one that turns out undefined.
 
     Attributes:
@@ -67,15 +79,11 @@ class OpTable:
             those that it depends on.
         is_compiled: True if an operation ran in a call of what was compiled.
         torch_calls: The torch calls that ran them, where these were recorded.
+        carried: What the replay has read of bad values that the step itself may have
+            left, as in an attribute of a module; known once it is closed.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        details_of: Callable[[OpCall, Sequence[torch.Tensor], MaskCounts], Details],
-        looks_back: bool = False,
-    ) -> None:
-        self._details_of = details_of
+    def __init__(self, leaves: Sequence[Leaf], looks_back: bool = False) -> None:
         self.ops: list[OpCall] = []
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
         self.masked_modules: dict[str, list[Source]] = {}
@@ -85,13 +93,14 @@ class OpTable:
         self._bad: StorageMap[list[Source]] = StorageMap()
         self._empty: StorageMap[OpCall] = StorageMap()
         self._writers: StorageMap[tuple[OpCall, ...]] = StorageMap()
-        self._leaves = _Leaves(leaves)
+        self._given, self._leaves = leaves, LeafMap(leaves)
         self._num_details = 0
         self._by_sequence: dict[int, list[OpCall]] = {}
         self._last: dict[int, int] = {}  # of these numbers, by thread
         self._tape = Tape(self._writers) if looks_back else None
         self.undefined: dict[OpCall, list[OpCall]] = {}
         self.torch_calls: list[TorchCall] = []
+        self.carried: list[str] = []
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
         """The sources of the non-finite values of a tensor."""
@@ -100,11 +109,8 @@ class OpTable:
             return known
         if empty is not None:
             return [empty]
-        found = self._leaves.overlapping(tensor)
-        if len(found) > 1:  # they share memory, as in an engine's flat buffers
-            bad = [(e, leaf) for e, leaf in found.items() if self._is_bad(leaf)]
-            found = dict(bad or list(found.items())[:_MAX_SOURCES])
-        leaves = _innermost(found)[:_MAX_SOURCES] or [Leaf("unknown", "", tensor)]
+        leaves = self._leaves.read_by(tensor, self._is_bad, _MAX_SOURCES)
+        leaves = leaves or [Leaf("unknown", "", tensor)]
         for leaf in leaves:
             leaf.is_read = True
         return list(leaves)
@@ -204,7 +210,13 @@ class OpTable:
         return (op for op in reversed(self.ops) if op.kinds)
 
     def close(self) -> None:
-        """Lets go of what only operations that are still to come would need."""
+        """Notes which leaves were written to; lets go of what later operations need."""
+        for leaf in self._given:
+            if leaf.look is not None and leaf.tensor is not None:
+                is_other = leaf.look() is not leaf.tensor
+                leaf.is_written = is_other or self._writers.get(leaf.tensor) is not None
+        carried = [each for each in self._given if each.is_written and each.is_read]
+        self.carried = [leaf.name for leaf in carried]
         if self._tape is not None:
             self._tape.clear()
             self._tape = None
@@ -295,7 +307,7 @@ class OpTable:
     def _detail(self, op: OpCall, bad: Sequence[torch.Tensor]) -> None:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
-            op.details = details = self._details_of(op, bad, self._mask_counts)
+            op.details = details = details_of(op, bad, self._mask_counts)
             details.op.inputs = [
                 replace(summary, name=self._name_of(tensor))
                 for summary, tensor in zip(details.op.inputs, op.read(), strict=True)
@@ -306,57 +318,3 @@ class OpTable:
                 for each in before:
                     each.num_holders += 1
                 self.forget_undefined(but=_MOST_UNDEFINED)
-
-
-# Tensors from before the replay, by where they lie.
-
-
-_Extent = tuple[int, int]  # the bytes of a memory where a tensor begins and ends
-_ALL = (0, sys.maxsize)
-
-
-class _Leaves:
-    """Finds leaves by the part of the memory that they take up.
-
-    Several may lie in one memory: engines put weights into flat buffers.
-    """
-
-    def __init__(self, leaves: Iterable[Leaf]) -> None:
-        self._leaves: dict[int, dict[_Extent, Leaf]] = {}
-        for leaf in leaves:
-            if leaf.tensor is not None:
-                for key in memory_of(leaf.tensor):
-                    own = self._leaves.setdefault(key, {})
-                    own.setdefault(_extent_of(leaf.tensor), leaf)
-
-    def overlapping(self, tensor: torch.Tensor) -> dict[_Extent, Leaf]:
-        """The leaves that have memory in common with a tensor, by where they lie."""
-        begin, end = _extent_of(tensor)
-        return {
-            extent: leaf
-            for key in memory_of(tensor)
-            for extent, leaf in self._leaves.get(key, {}).items()
-            if extent[0] < end and begin < extent[1]
-        }
-
-    def around(self, tensor: torch.Tensor) -> Leaf | None:
-        """The leaf that a tensor is, or else the only one of which it is a part."""
-        (begin, end), found = _extent_of(tensor), self.overlapping(tensor)
-        if (begin, end) in found:
-            return found[begin, end]
-        within = [leaf for (b, e), leaf in found.items() if b <= begin and end <= e]
-        return within[0] if len(within) == 1 else None
-
-
-def _innermost(found: Mapping[_Extent, Leaf]) -> list[Leaf]:
-    """The leaves in which no other one lies."""
-    return [
-        leaf
-        for (begin, end), leaf in found.items()
-        if not any(begin <= b and e <= end for b, e in found if (b, e) != (begin, end))
-    ]
-
-
-def _extent_of(tensor: torch.Tensor) -> _Extent:
-    is_known = type(tensor) in PLAIN and tensor.layout is torch.strided
-    return extent_of(tensor) if is_known else _ALL

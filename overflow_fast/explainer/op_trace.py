@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ class ModuleStack:
 # The one dispatch mode: it shows each operation to an observer.
 
 
-class OpObserver(Protocol):
+class OpObserver:
     """Sees the operations of a trace, and what modules are given and return."""
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
@@ -114,6 +114,7 @@ class OpObserver(Protocol):
             op: The operation, which is about to run.
             modules: Knows which module runs.
         """
+        return op.run()
 
     def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """Takes in what a module is given, or has returned.

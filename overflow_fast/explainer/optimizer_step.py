@@ -30,7 +30,6 @@ from .op_table import OpTable
 from .op_trace import OpTrace
 from .optimizer_twin import OptimizerTwin, group_of
 from .remedies.rule_attempts import update_remedies
-from .root_op import details_of
 from .tensor_kinds import summary_of
 from .torch_calls import TorchCalls
 from .trace_back import trace_back
@@ -168,7 +167,7 @@ def _made_again(
 ) -> Explanation | None:
     """The explanation if the same elements become non-finite again."""
     twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
-    table = OpTable([], details_of)
+    table = OpTable([])
     with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
     bad = ~twin.parameter.isfinite()

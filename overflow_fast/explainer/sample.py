@@ -14,8 +14,9 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.op import Sample
 from .calls import Call, batch_size, why_whole, with_stand_in
 from .halving import Halving
-from .op_call import Leaf, OpCall
-from .op_trace import ModuleStack, OpTrace
+from .leaves import Leaf
+from .op_call import OpCall
+from .op_trace import ModuleStack, OpObserver, OpTrace
 from .replayer import Observer, Replayer, ReplayResult, StepPart
 from .sentinel import outlier_in, sentinel_in
 from .tensor_kinds import as_wide, is_float, kinds_of
@@ -178,7 +179,7 @@ def _reads_bad(source: OpCall) -> bool:
     return source.details is None or source.details.has_bad_inputs
 
 
-class _FailsAgain(Observer):
+class _FailsAgain(Observer, OpObserver):
     """Sees whether an operation makes non-finite values of finite ones in a replay.
 
     Looks at what runs at its place alone, which takes less than a table of all.
@@ -208,9 +209,6 @@ class _FailsAgain(Observer):
             with torch.no_grad():
                 self.is_seen = any(map(kinds_of, op.made))
         return op.output
-
-    def on_module(self, name: str, values: Any, is_given: bool) -> None:
-        """See `OpObserver`."""
 
 
 def _dataset_index(call: Call, index: int, size: int) -> int | None:

@@ -28,9 +28,10 @@ from .bad_step import BadStep
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op
+from .leaves import Leaf
 from .long_explanation import LongExplanation
 from .named_tensors import names_of
-from .op_call import Leaf, OpCall
+from .op_call import OpCall
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
@@ -459,8 +460,8 @@ class Search:
     ) -> None:
         """Tries remedies on what a replay with a table has shown."""
         assert traced.table is not None
-        if isinstance(root_op.source, OpCall) and traced.carried:
-            names = ", ".join(f"`{name}`" for name in traced.carried)
+        if isinstance(root_op.source, OpCall) and traced.table.carried:
+            names = ", ".join(f"`{name}`" for name in traced.table.carried)
             found.notes.append(_NOT_TRIED.format(names))
             return
         case, incident = self.case, self.incident

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .op_call import Leaf, OpCall, Source, is_meant
+from .leaves import Leaf
+from .op_call import OpCall, Source, is_meant
 
 OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
 _KNOWN_LEAVES = (*OF_LEAVES, "gradient")

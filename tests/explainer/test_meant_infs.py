@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.explainer.op_call import Leaf
+from overflow_fast.explainer.leaves import Leaf
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
-from overflow_fast.explainer.root_op import details_of
 from overflow_fast.explainer.trace_back import trace_back
 from overflow_fast.guard.report.causes import MASK
 
@@ -22,7 +21,7 @@ def mask(value=-INF):
 
 
 def traced(run, leaves=()):
-    table = OpTable(list(leaves), details_of)
+    table = OpTable(list(leaves))
     with OpTrace({}, table):
         result = run()
     return table, result

@@ -11,7 +11,7 @@ from torch import nn
 from overflow_fast.base.tensors import devices_of
 from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.op_table import OpTable
-from overflow_fast.explainer.op_trace import OpTrace
+from overflow_fast.explainer.op_trace import OpObserver, OpTrace
 from overflow_fast.explainer.remedies.patches import (
     Eagerly,
     FromLoss,
@@ -22,7 +22,6 @@ from overflow_fast.explainer.remedies.patches import (
     SomeSamples,
 )
 from overflow_fast.explainer.replayer import Observer, Patch, Replayer, StepPart
-from overflow_fast.explainer.root_op import details_of
 from overflow_fast.guard.kept_calls.ambient import Ambient
 
 
@@ -184,15 +183,12 @@ def test_a_trace_shows_operations_with_their_modules():
 @pytest.mark.parametrize("looks_back", [False, True])
 def test_what_runs_is_the_same_with_a_table(looks_back):
     """Autograd copies a gradient that somebody else refers to."""
-    seen, table = [], OpTable([], details_of, looks_back)
+    seen, table = [], OpTable([], looks_back)
 
-    class Names:
+    class Names(OpObserver):
         def run(self, op, modules):
             seen.append(op.name)
             return op.run()
-
-        def on_module(self, name, values, is_given):
-            pass
 
     for observer in (Names(), table):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))

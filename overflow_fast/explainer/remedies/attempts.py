@@ -30,7 +30,6 @@ from ..replayer import Patch, Replayer, ReplayResult, StepPart
 from ..rounding import NO_HELP
 from ..sentinel import Sentinel, outlier_in
 from ..trace_back import RootOp
-from ..users_lines import place_text
 from .keep_in_fp32 import has_forward
 from .patches import (
     ClampedBatch,
@@ -369,8 +368,7 @@ def _find_hidden(failure: Failure, trials: Trials) -> Failure | None:
     for op in table.ops:
         details = op.details if op in made and op.makes_bad else None
         if details is not None and details.is_overflow:
-            place = f"{op.name}{place_text(op.sites)}"
-            _replace(trials, remedy, hides=f"{place} still overflows")
+            _replace(trials, remedy, hides=f"{op.text} still overflows")
             root_op = RootOp(op, [op])
             found = explain_root_op(root_op, table.ops, op.in_backward)
             return Failure.of(found, root_op, table, failure.place)
