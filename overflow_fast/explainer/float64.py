@@ -20,7 +20,7 @@ import torch
 from ..base.torch_ops import draws, op_of
 from ..base.tree import mapped, tensors_in
 from ..torch_internals.replaying import attention_by_definition, schema_names
-from .memory import Contents, TapedTensor
+from .memory import TapedTensor
 from .op_call import OpCall
 from .tensor_kinds import as_plain, is_float
 
@@ -96,45 +96,24 @@ def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     return computed(op.func, op.base, op.args, op.kwargs, wide), written
 
 
-class WideMemory:
-    """The memory that operations read, in float64, as it was before them.
-
-    Args:
-        ops: The operations.
-    """
-
-    def __init__(self, ops: Sequence[OpCall]) -> None:
-        self._written = {each.memory for op in ops for each in op.results}
-        self._wide: dict[Contents, torch.Tensor] = {}
-
-    def wide(self, tensor: TapedTensor) -> torch.Tensor:
-        """The memory of a tensor, for one run."""
-        found = self._wide.get(tensor.contents)
-        if found is None:
-            found = self._wide[tensor.contents] = tensor.whole.double()
-        return found.clone() if tensor.memory in self._written else found
-
-
 class Float64Run:
     """Runs operations in float64, one after another.
 
     Args:
-        given: What they read that none of them has written.
         nudged: The operations whose results of exactly 0 and 1 are moved by the least
             that float64 can.
 
     Attributes:
-        failed: The operations that have no float64: their results stay as
-            they were.
+        failed: The operations that have no float64: their results stay as they were.
     """
 
-    def __init__(self, given: WideMemory, nudged: Sequence[OpCall] = ()) -> None:
-        self._given, self._nudged = given, nudged
-        self._memory: dict[int, torch.Tensor] = {}
+    def __init__(self, nudged: Sequence[OpCall] = ()) -> None:
+        self._nudged = nudged
+        self._memory: dict[int, torch.Tensor] = {}  # what they have written
         self.failed: list[OpCall] = []
 
-    def run(self, ops: Sequence[OpCall]) -> None:
-        """Runs further operations."""
+    def run(self, ops: Sequence[OpCall]) -> Float64Run:
+        """Runs further operations; returns itself."""
         for op in ops:
             try:
                 self._run(op)
@@ -142,6 +121,7 @@ class Float64Run:
                 self.failed.append(op)
                 for own in op.results:
                     self._memory.pop(own.memory, None)
+        return self
 
     def value(self, own: TapedTensor) -> torch.Tensor | None:
         """The value of a result now, or None."""
@@ -149,12 +129,19 @@ class Float64Run:
         return None if memory is None else own.of(memory)
 
     def _run(self, op: OpCall) -> None:
-        read = set[int]()
+        read, written = set[int](), {each.memory for each in op.results}
 
         def wide(value: torch.Tensor) -> torch.Tensor:
             tensor = op.given[id(value)]
             read.add(tensor.memory)
-            return self._widened(tensor)
+            if not tensor.is_float:
+                return tensor.value.clone()
+            memory = self._memory.get(tensor.memory)
+            if memory is None:
+                memory = tensor.wide
+                if tensor.memory in written:
+                    memory = self._memory[tensor.memory] = memory.clone()
+            return tensor.of(memory)
 
         output = computed(op.func, op.base, op.args, op.kwargs, wide)
         found = [t for t in tensors_in(output) if is_float(t)]
@@ -164,13 +151,6 @@ class Float64Run:
         if any(op is each for each in self._nudged):
             own = op.results[0]
             _nudge(own.of(self._memory[own.memory]), impossible(op))
-
-    def _widened(self, tensor: TapedTensor) -> torch.Tensor:
-        if not tensor.is_float:
-            return tensor.value.clone()
-        if tensor.memory not in self._memory:
-            self._memory[tensor.memory] = self._given.wide(tensor)
-        return tensor.of(self._memory[tensor.memory])
 
     def _put(self, own: TapedTensor, result: torch.Tensor) -> None:
         if result.shape != own.size:

@@ -5,6 +5,7 @@ A fact about memory holds for every tensor that shares it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -60,37 +61,34 @@ class StorageMap(Generic[_Fact]):
 # What memory held.
 
 
+@dataclass(eq=False)
 class Contents:
     """The contents of some memory between two writes to it.
 
     Attributes:
         memory: A number for the memory.
-        numel: How many elements it has.
         storage: The memory itself, or a copy once somebody is about to write to it;
             None if that was too large.
-        num_holders: How many tensors are held that have it.
+        nbytes: Its size.
+        numel: How many elements it has.
         is_made: Whether an operation of the trace has written it, not the program
             before.
+        num_holders: How many tensors are held that have it.
+        wide: The memory in float64, once somebody has asked for it.
     """
 
-    __slots__ = (
-        *("_nbytes", "is_made", "memory", "num_holders", "numel", "storage"),
-        "__weakref__",
-    )
-
-    def __init__(
-        self, memory: int, storage: torch.UntypedStorage, itemsize: int, is_made: bool
-    ) -> None:
-        self.memory, self._nbytes = memory, storage.nbytes()
-        self.is_made = is_made
-        self.numel = self._nbytes // itemsize
-        self.storage: torch.UntypedStorage | None = storage
-        self.num_holders = 0
+    memory: int
+    storage: torch.UntypedStorage | None
+    nbytes: int
+    numel: int
+    is_made: bool
+    num_holders: int = 0
+    wide: torch.Tensor | None = None
 
     @property
     def is_held(self) -> bool:
         """True if it can still be read; a wrapper may free a weight's memory."""
-        return self.storage is not None and self.storage.nbytes() == self._nbytes
+        return self.storage is not None and self.storage.nbytes() == self.nbytes
 
 
 class TapedTensor(NamedTuple):
@@ -128,6 +126,14 @@ class TapedTensor(NamedTuple):
         flat = torch.empty(0, dtype=self.dtype, device=self.device)
         assert self.contents.storage is not None
         return flat.set_(self.contents.storage)
+
+    @property
+    def wide(self) -> torch.Tensor:
+        """All of its memory in float64, which nobody writes to."""
+        found = self.contents.wide
+        if found is None:
+            found = self.contents.wide = self.whole.double()
+        return found
 
     @property
     def value(self) -> torch.Tensor:

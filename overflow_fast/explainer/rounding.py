@@ -22,12 +22,12 @@ from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import told_apart
-from .float64 import Float64Run, WideMemory, impossible
+from .float64 import Float64Run, impossible
 from .halving import Halving
 from .memory import Contents, TapedTensor
 from .op_call import OpCall
 from .root_op import new_places
-from .users_lines import op_at, place_text
+from .users_lines import op_at
 
 # Operations that are run before the others: of all that lost a value in
 # benchmarks/answers, none ran more than 6 operations before the one that failed.
@@ -92,7 +92,7 @@ class _Undefined:
     """
 
     def __init__(self, ops: Sequence[OpCall]) -> None:
-        self.ops, self._given = ops, WideMemory(ops)
+        self.ops = ops
         bad = [e for e in ops[-1].results if not bool(e.value.isfinite().all())]
         read = [each.value for each in ops[-1].given.values()]
         places = new_places(bad[0].value, read) if bad else None
@@ -101,15 +101,11 @@ class _Undefined:
 
     def run(self, first: int = 0, nudged: Sequence[OpCall] = ()) -> Float64Run:
         """Runs the operations from one on; see `Float64Run`."""
-        run = Float64Run(self._given, nudged)
-        run.run(self.ops[first:])
-        return run
+        return Float64Run(nudged).run(self.ops[first:])
 
     def run_alone(self, place: int) -> Float64Run:
         """Runs one operation alone."""
-        run = Float64Run(self._given)
-        run.run(self.ops[place : place + 1])
-        return run
+        return Float64Run().run(self.ops[place : place + 1])
 
     def of(self, run: Float64Run) -> float:
         """The number that a run has come to; nan where it has none."""
@@ -305,37 +301,31 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         lost: What it has come to.
         found: The explanation of the undefined result.
     """
-    on = f"computed in float64 from {_place(lost.first)} on"
+    on = f"computed in float64 from {lost.first.text} on"
     if lost.as_they_were:
         on += f", but for {', '.join(lost.as_they_were)}"
     if lost.op is None:
         is_sure = NO_HELP * lost.is_whole
         found.evidence[1:2] = [f"{on}, it is {lost.value:g} as well{is_sure}"]
         return
-    found.cause = lost.cause
+    found.cause, found.lost_by = lost.cause, op_at(lost.op.name, lost.op.sites)
+    found.lost_by.value = lost.own
     if lost.is_beyond:
-        found.lost_by = op_at(lost.op.name, lost.op.sites)
-        found.lost_by.value = lost.own
         verb = "underflowed" if lost.cause == UNDERFLOW.name else "was rounded"
         found.evidence[1:2] = [
-            f"{_place(lost.op)} {verb} to {lost.own:g}, in float64 as well: of finite "
+            f"{lost.op.text} {verb} to {lost.own:g}, in float64 as well: of finite "
             "numbers it is never that",
             f"with the float64 number next to {lost.own:g} instead, it is finite",
         ]
         return
-    found.lost_by = op_at(lost.op.name, lost.op.sites)
-    found.lost_by.value, found.lost_by.true_value = lost.own, lost.true
+    found.lost_by.true_value = lost.true
     found.evidence[1:2] = [
-        f"{_place(lost.op)} {_change(lost)}",
+        f"{lost.op.text} {_change(lost)}",
         f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}, "
         "it is not",
     ]
     if found.op is not None:
         found.op.true_value = lost.value
-
-
-def _place(op: OpCall) -> str:
-    return f"{op.name}{place_text(op.sites)}"
 
 
 def _change(lost: Lost) -> str:

@@ -15,7 +15,8 @@ from .op_call import OpCall
 from .tensor_kinds import is_float
 
 # In benchmarks/answers a result that is asked about depends on at most 20 operations,
-# of at most 35 that ran before it. Larger models put more between.
+# of at most 35 that ran before it. Larger models put more between. With less, the
+# operation that lost a value is not found; more takes as much memory and time.
 _MOST_CALLS = 1024
 _MOST_BEFORE = 96  # of one that is asked about
 _MOST_NUMEL = 2**25  # of all results that they hold, and of all that is copied
@@ -88,9 +89,9 @@ class Tape:
         ((memory, storage),) = memory_of(tensor).items()
         contents = self._now.get(memory)
         if contents is None:
-            is_made = self._writers.get(tensor) is not None
-            contents = Contents(memory, storage, tensor.itemsize, is_made)
-            self._now[memory] = contents
+            nbytes, is_made = storage.nbytes(), self._writers.get(tensor) is not None
+            size = nbytes, nbytes // tensor.itemsize
+            contents = self._now[memory] = Contents(memory, storage, *size, is_made)
         if not contents.num_holders:
             self._numel += contents.numel * contents.is_made
         contents.num_holders += 1
