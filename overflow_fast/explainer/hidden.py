@@ -66,7 +66,7 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     # An inf that float32 has as well, as of log(0), does not set the output apart, nor
     # one that tanh makes the 1 of that is near to what it makes of any large number.
     overflows = [each for each in explained if each[1].is_overflow]
-    telling = (each for each in overflows if not _saturates(each[0], table.ops))
+    telling = (e for e in overflows if not _saturates(hidden_by(e[0], table.ops)))
     bad, found = next(telling, (overflows or explained)[0])
     root_op = RootOp(bad, [bad])
     distance = nearness.distance()
@@ -102,9 +102,8 @@ def _told(bad: OpCall, ops: Sequence[OpCall], distance: float | None) -> str:
     return f"{told} and {rounded(100 * distance, 2)} % from float32"
 
 
-def _saturates(bad: OpCall, ops: Sequence[OpCall]) -> bool:
+def _saturates(hider: OpCall | None) -> bool:
     """True if what hides an operation's infs gives the same for large numbers."""
-    hider = hidden_by(bad, ops)
     name = "" if hider is None else plain_name(hider.base)
     function = getattr(torch, name, None)
     if function is None or not op_of(name).never:

@@ -107,6 +107,7 @@ class OpCall:
         name: Its name, such as "aten.div.Tensor".
         base: The same without namespace and overload, such as "div".
         is_view: Whether what it returns is said to be a view of what it is given.
+        arguments: The tensors that it is given.
         written: The tensors that it writes to.
         output: What it returned.
         is_taped: Whether the tape holds, or held, what it has read and written.
@@ -119,7 +120,6 @@ class OpCall:
         thread: The thread that ran it.
         node: The name of the autograd node that called it, or "".
         node_sequence: The number of that node.
-        sequence: The number of the last node that was made in this thread.
         custom: Whether the user's code called it within a backward.
         in_hook: Whether that was a hook on a gradient.
         variable: Where gradients are added up: whose.
@@ -143,6 +143,7 @@ class OpCall:
     name: str = field(init=False)
     base: str = field(init=False)
     is_view: bool = field(init=False)
+    arguments: list[torch.Tensor] = field(init=False)
     written: list[torch.Tensor] = field(default_factory=list)
     output: Any = None
     is_taped: bool = False
@@ -154,7 +155,6 @@ class OpCall:
     thread: int = field(default_factory=threading.get_ident)
     node: str = ""
     node_sequence: int = -1
-    sequence: int = -1
     custom: bool = False
     in_hook: bool = False
     variable: torch.Tensor | None = None
@@ -171,12 +171,12 @@ class OpCall:
     details: Details | None = None
     _overwritten: list[torch.Tensor] = field(default_factory=list)
     _kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    _arguments: list[torch.Tensor] | None = None
     _fresh: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.name, self.base, writes, self.is_view = _signature(self.func)
         args, kwargs = self.args, self.kwargs
+        self.arguments = tensors_in((args, kwargs))
         for place, name, is_overwritten in writes:
             tensors = tensors_in(args[place] if place < len(args) else kwargs.get(name))
             self.written += tensors
@@ -190,13 +190,6 @@ class OpCall:
         return takes_two or self.base.startswith("recv")
 
     # Its tensors.
-
-    @property
-    def arguments(self) -> list[torch.Tensor]:
-        """The tensors that it is given."""
-        if self._arguments is None:
-            self._arguments = tensors_in((self.args, self.kwargs))
-        return self._arguments
 
     def read(self, floats: bool = True) -> list[torch.Tensor]:
         """The tensors whose values it reads.
@@ -267,8 +260,8 @@ class OpCall:
 
         Autograd copies a gradient that somebody else refers to.
         """
-        del self.output, self._fresh, self._arguments
-        del self.written, self._overwritten, self._kept
+        del self.output, self.arguments, self.written
+        del self._fresh, self._overwritten, self._kept
         self.let_go()
 
     def let_go(self) -> None:

@@ -27,7 +27,7 @@ import torch
 from ..base.tensors import is_whole
 from ..base.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replaying import is_in_compiled_call, no_dispatch
+from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
 from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
 from .memory import StorageMap
@@ -165,9 +165,10 @@ class OpTable(OpObserver):
         op.index, op.torch_call = len(self.ops), running_call()
         op.derivative_of = self._differentiated(op)
         self.ops.append(op)
-        if op.sequence > self._last.get(op.thread, -1):
-            self._last[op.thread] = op.sequence
-            self._by_sequence.setdefault(op.sequence, []).append(op)
+        sequence = next_sequence() - 1  # the number of this thread's last node
+        if sequence > self._last.get(op.thread, -1):
+            self._last[op.thread] = sequence
+            self._by_sequence.setdefault(sequence, []).append(op)
         if self._may_be_compiled and not self.is_compiled:
             self.is_compiled = is_in_compiled_call()
 

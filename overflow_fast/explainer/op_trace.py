@@ -14,7 +14,6 @@ from ..detector.selection import full_name
 from ..torch_internals.replaying import (
     TorchDispatchMode,
     autograd_node,
-    next_sequence,
     sequence_of,
     without_torch_function,
 )
@@ -71,8 +70,7 @@ class ModuleStack:
     def note_caller(self, op: OpCall) -> None:
         """Adds to an operation that is about to run what calls it."""
         node: Any = autograd_node()
-        op.sites, op.sequence = self.lines(), next_sequence() - 1
-        op.module = self.current(node is not None)
+        op.sites, op.module = self.lines(), self.current(node is not None)
         if node is not None:
             op.node, op.node_sequence = str(node.name()), sequence_of(node)
             op.variable = getattr(node, "variable", None)
