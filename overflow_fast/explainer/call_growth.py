@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .bounds import EXPLODING, GROWING
-from .op_rows import Row
-from .trace_back import ForwardRows
-from .users_lines import place_text
+from .op_call import OpCall
 
 _FEWEST = 6  # calls; fewer tell no factor
 # Of a call: less is no growth of a recurrence; those of benchmarks/answers are by 1.4
@@ -46,7 +44,7 @@ class CallGrowth:
     since: str
     is_backward: bool
     modules: tuple[str, ...]
-    before: Row | None = None
+    before: OpCall | None = None
 
     @property
     def explodes(self) -> bool:
@@ -62,8 +60,8 @@ class CallGrowth:
             since = f"from {self.since} on"
             return f"the largest gradient {factor} over {num} modules, {since}"
         if self.before is not None:
-            at = f"{self.before.name}{place_text(self.before.sites)}"
-            return f"the largest result of {at} {factor} over the {num} calls before"
+            of = f"the largest result of {self.before.text}"
+            return f"{of} {factor} over the {num} calls before"
         if self.is_backward:
             return (
                 f"the largest gradient {factor} back through {num} calls at this line"
@@ -74,55 +72,85 @@ class CallGrowth:
         )
 
 
-def growth_of(row: Row, forward_rows: ForwardRows) -> CallGrowth | None:
+def growth_of(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
     """Finds how results grew up to an operation that overflowed.
 
     Args:
-        row: The operation.
-        forward_rows: Knows the operations of the same replay.
+        op: The operation.
+        ops: All operations of the same replay, in order.
 
     Returns:
         The growth over the calls at the same line, or of modules in backward; None
         where there is none by an almost constant factor.
     """
-    calls = forward_rows.calls_like(row)
-    found = _trend(calls[: calls.index(row)], calls, forward_rows, "call")
-    if found is None and row.in_backward:
-        largest = _of_modules(row, forward_rows)
-        return _trend(largest, [*largest, row], forward_rows, "module")
-    return found or _growth_before(row, forward_rows)
+    calls = _calls_like(op, ops)
+    found = _trend(calls[: calls.index(op)], calls, "call")
+    if found is None and op.in_backward:
+        largest = _of_modules(op, ops)
+        return _trend(largest, [*largest, op], "module")
+    return found or _growth_before(op, ops)
 
 
-def _growth_before(row: Row, forward_rows: ForwardRows) -> CallGrowth | None:
+def _growth_before(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
     """The growth of what an operation was given, such as the state at a loop's end."""
     for _ in range(_MOST_BACK):
-        given = [each for each in row.read_from if not each.in_backward]
+        given = [each for each in op.read_from if not each.in_backward]
         if not given:
             return None
-        row = max(given, key=lambda each: each.abs_max or 0.0)
-        calls = forward_rows.calls_like(row)
-        found = _trend(calls[: calls.index(row) + 1], calls, forward_rows, "call")
+        op = max(given, key=lambda each: each.abs_max or 0.0)
+        calls = _calls_like(op, ops)
+        found = _trend(calls[: calls.index(op) + 1], calls, "call")
         if found is not None and EXPLODING.is_passed(found.total, 1.0):
-            return replace(found, before=row)
+            return replace(found, before=op)
     return None
 
 
-def _of_modules(row: Row, forward_rows: ForwardRows) -> list[Row]:
+def _of_modules(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:
     """The largest operation of each module in backward, in the order that it ran."""
-    largest: dict[str, Row] = {}
-    for each in forward_rows.rows_before(row):
+    largest: dict[str, OpCall] = {}
+    for each in ops[: op.index]:
         if not each.in_backward or each.variable is not None or each.abs_max is None:
             continue
-        name = forward_rows.module_of(each)
+        name = each.owner
         before = largest[name].abs_max if name in largest else None
         if name and (before is None or each.abs_max > before):
             largest[name] = each
-    own = forward_rows.module_of(row)
+    own = op.owner
     return [each for name, each in largest.items() if name != own]
 
 
+def _calls_like(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:
+    """The calls of the same operation at the same line, in order, with the own one.
+
+    In backward, those of the derivatives of one line's operation: of each node of
+    autograd's the one at the same place, such as its gradient of a weight.
+    """
+    line = _line_of(op)
+    if line is None:
+        return [op]
+    alike = [
+        each
+        for each in ops
+        if each.name == op.name and each.in_backward == op.in_backward
+        if not op.in_backward or each.node == op.node
+        if _line_of(each) == line
+    ]
+    if not op.in_backward:
+        return alike
+    of_node: dict[tuple[int, int], list[OpCall]] = {}
+    for each in alike:
+        of_node.setdefault((each.thread, each.node_sequence), []).append(each)
+    place = of_node[op.thread, op.node_sequence].index(op)
+    return [found[place] for found in of_node.values() if len(found) > place]
+
+
+def _line_of(op: OpCall) -> tuple[object, int] | None:
+    named = op.forward
+    return named.sites[0][:2] if named is not None and named.sites else None
+
+
 def _trend(
-    before: Sequence[Row], calls: Sequence[Row], forward_rows: ForwardRows, unit: str
+    before: Sequence[OpCall], calls: Sequence[OpCall], unit: str
 ) -> CallGrowth | None:
     """The growth of the calls before an overflow, out of all calls."""
     sizes = [each.abs_max or 0.0 for each in before]
@@ -136,11 +164,10 @@ def _trend(
     factor = total ** (1 / num)
     if factor < _LEAST_FACTOR or not GROWING.is_passed(total, 1.0):
         return None
-    names = [forward_rows.module_of(each) for each in calls]
-    since = forward_rows.module_of(before[first]) if unit == "module" else ""
+    since = before[first].owner if unit == "module" else ""
     return CallGrowth(
         *(factor, total, len(before), first + 1, unit, since, before[0].in_backward),
-        modules=tuple(dict.fromkeys(names)),
+        modules=tuple(dict.fromkeys(each.owner for each in calls)),
     )
 
 

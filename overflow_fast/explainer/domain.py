@@ -17,7 +17,7 @@ import torch
 from ..base.torch_ops import has, op_of
 from ..torch_internals.replaying import schema_names
 from .float64 import as_float64
-from .op_trace import OpCall
+from .op_call import OpCall
 from .tensor_kinds import Index
 
 
@@ -76,7 +76,7 @@ class _Operands:
     def __init__(self, op: OpCall, index: Index) -> None:
         self.op, self.index = op, index
         self.base, self.row = op.base.removesuffix("_"), op_of(op.base)
-        self.arguments = [op.kept.get(id(each), each) for each in op.args]
+        self.arguments = [op.before(each) for each in op.args]
         self.arguments += [None] * (len(op.args) < 2)
         self.numbers = [value_at(each, index) for each in self.arguments[:2]]
 

@@ -1,4 +1,9 @@
-"""Explains where bad values began: phase, cause, evidence."""
+"""Explains where bad values began: phase, cause, evidence.
+
+An operation has a cause by its `details` (`_explain_op`); one in backward is named by
+that of the forward, and an overflow by how results grew up to it. A tensor from before
+the replay has one by who holds it (`explain_leaf`). There is no state.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from torch import nn
 
 from ..base.modules import module_of_parameter
 from ..base.text import numbered
-from ..base.torch_ops import base_of, has
+from ..base.torch_ops import has
 from ..guard.report import causes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import SEEN_IN_BACKWARD
@@ -22,17 +27,16 @@ from ..guard.report.op import Op, TensorSummary
 from . import bad_step as notes
 from .call_growth import CallGrowth, growth_of
 from .calls import Call, ModelCall
-from .held_tensors import HeldTensor
+from .leaves import Leaf
 from .named_tensors import names_of
-from .op_rows import (
+from .op_call import (
     EMPTY,
     INTERMEDIATE,
     RANGE,
     SINGULAR,
     UNDEFINED,
     Details,
-    Leaf,
-    Row,
+    OpCall,
     Source,
 )
 from .tensor_kinds import (
@@ -44,7 +48,7 @@ from .tensor_kinds import (
     bad_names,
     summary_of,
 )
-from .trace_back import ForwardRows, RootOp
+from .trace_back import RootOp
 from .users_lines import op_at, place_text, programs_line
 
 _CAUSES = {
@@ -72,7 +76,7 @@ _UNWRITTEN = (
 
 def explain_root_op(
     root_op: RootOp,
-    forward_rows: ForwardRows,
+    ops: Sequence[OpCall],
     in_gradients: bool,
     call: Call | None = None,
 ) -> Explanation:
@@ -80,7 +84,7 @@ def explain_root_op(
 
     Args:
         root_op: What was found.
-        forward_rows: Knows the operations of the same replay.
+        ops: All operations of the same replay, in order.
         in_gradients: Whether what the forward returned was finite.
         call: What was replayed; None if it is not known to be the step's own.
     """
@@ -88,20 +92,20 @@ def explain_root_op(
     if isinstance(source, Leaf):
         reader = root_op.first_reader
         found = explain_leaf(source, _read_by(root_op), call)
-        looks_up = reader is not None and has(base_of(reader.name), "lookup")
+        looks_up = reader is not None and has(reader.base, "lookup")
         if looks_up and call is not None:
             found.evidence += looked_up(source.tensor, call)
     else:
-        found = _explain_row(source, forward_rows, in_gradients)
+        found = _explain_op(source, ops, in_gradients)
         if found.op is not None and call is not None:
-            sites = named_row(source, forward_rows).sites
+            sites = source.named.sites
             found.op.called_from = programs_line(sites, call.called_at)
     found.evidence += _nan_of_infs(root_op.chain)
     found.chain = _chain_text(root_op)
     return found
 
 
-def _nan_of_infs(chain: Sequence[Row]) -> list[str]:
+def _nan_of_infs(chain: Sequence[OpCall]) -> list[str]:
     """Names the product by 0 that made nan of the infs that it was given, if one did.
 
     A product of finite numbers is no nan, and all that is not finite among what it was
@@ -109,70 +113,65 @@ def _nan_of_infs(chain: Sequence[Row]) -> list[str]:
     """
     if chain and chain[0].is_empty:
         return []
-    for row in chain[1:]:
-        sources = [*row.parents, *row.masks]
-        rows = [each for each in sources if isinstance(each, Row)]
-        kinds = functools.reduce(operator.or_, (each.kinds for each in rows), 0)
-        if len(rows) < len(sources) or kinds & NAN:
+    for op in chain[1:]:
+        sources = [*op.parents, *op.masks]
+        ops = [each for each in sources if isinstance(each, OpCall)]
+        kinds = functools.reduce(operator.or_, (each.kinds for each in ops), 0)
+        if len(ops) < len(sources) or kinds & NAN:
             break
-        if row.kinds & NAN:
+        if op.kinds & NAN:
             signs = {NEGATIVE_INF: "-inf", INF & ~NEGATIVE_INF: "inf"}
             product = f"0 * {signs.get(kinds, 'an infinite value')}"
-            text = f"{product} is the nan that follows{place_text(row.sites)}"
-            return [text] if base_of(row.name) == "mul" else []
+            text = f"{product} is the nan that follows{place_text(op.sites)}"
+            return [text] if op.base == "mul" else []
     return []
 
 
 def _read_by(root_op: RootOp) -> str:
     reader = root_op.first_reader
-    if reader is None:
-        return ""
-    return f"; it was first read by {reader.name}{place_text(reader.sites)}"
+    return "" if reader is None else f"; it was first read by {reader.text}"
 
 
-def _explain_row(
-    row: Row, forward_rows: ForwardRows, in_gradients: bool
-) -> Explanation:
-    forward = forward_rows.of(row) if row.in_backward else row
-    is_backward = in_gradients or row.in_backward
+def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explanation:
+    forward, named = op.forward, op.named
+    is_backward = in_gradients or op.in_backward
     found = Explanation("backward" if is_backward else "forward")
-    named = named_row(row, forward_rows)
     clauses = []
-    if row.in_hook:
+    if op.in_hook:
         clauses.append(_IN_HOOK)
     elif forward is not None:
-        found.module = forward_rows.module_of(forward)
-    elif row.variable is None:
-        found.notes.append(f"Which line of the forward {row.node} is of is not known.")
-    if row.in_backward and row.variable is not None and not row.in_hook:
+        found.module = forward.owner
+    elif op.variable is None:
+        found.notes.append(f"Which line of the forward {op.node} is of is not known.")
+    if op.in_backward and op.variable is not None and not op.in_hook:
         clauses.append(_ADDED_UP)
-    if row.masks:
-        clauses.append(_mask_text(row))
-    found.op = _op_of(named, row)
-    details = row.details
-    if row.is_communication:
-        if "reduce" in row.name:
+    if op.masks:
+        clauses.append(_mask_text(op))
+    found.op = _op_of(named, op)
+    details = op.details
+    if op.is_communication:
+        if "reduce" in op.name:
             found.cause = causes.RANGE_OVERFLOW.name
         text = "no rank gave it non-finite values, and what it returned holds some"
         found.reason = text
-        found.evidence.append(f"{row.name}: {text}")
-    elif row.is_empty:
+        found.evidence.append(f"{op.name}: {text}")
+    elif op.is_empty:
         found.cause = causes.NOT_REPRODUCIBLE.name
         found.reason = _UNWRITTEN
         found.evidence.append(found.reason)
     elif details is None:
         found.notes.append("The operation was not computed again.")
     else:
-        found.cause = _cause_of(details, is_backward and not row.in_hook)
+        found.cause = _cause_of(details, is_backward and not op.in_hook)
         made, why = _evidence(details, found.op)
         found.evidence += ["; ".join([made, *clauses]), why]
         found.reason = details.reason
         clauses = []
         if found.cause == causes.RANGE_OVERFLOW.name:
-            _add_growth(found, growth_of(row, forward_rows))
+            _add_growth(found, growth_of(op, ops))
     found.evidence += clauses
-    is_hidden = named is not row and named.makes_bad and not named.is_meant
-    if in_gradients and not row.in_backward:
+    is_hidden = named is not op and named.makes_bad and not named.is_meant
+    if in_gradients and not op.in_backward:
         found.notes.append(SEEN_IN_BACKWARD)
     elif in_gradients and is_hidden:
         found.notes.append(_BAD_BEFORE)
@@ -191,23 +190,23 @@ def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
     found.notes.append(_NOT_CLIPPED)
 
 
-def _mask_text(row: Row) -> str:
+def _mask_text(op: OpCall) -> str:
     """Names what made the infs that an operation was given, and returned."""
-    made = mask_of(row)
+    made = mask_of(op)
     assert made is not None
-    if isinstance(made, Row):
-        return f"its infs are those of a mask: {made.name}{place_text(made.sites)}"
+    if isinstance(made, OpCall):
+        return f"its infs are those of a mask: {made.text}"
     return f"its infs are those that `{made.name}` holds"
 
 
-def mask_of(row: Row) -> Source | None:
+def mask_of(op: OpCall) -> Source | None:
     """The source of a mask's infs that an operation was given, or None."""
-    made = _first_mask(row)
-    return None if made is row else made
+    made = _first_mask(op)
+    return None if made is op else made
 
 
 def _first_mask(source: Source) -> Source:
-    while isinstance(source, Row) and source.masks:
+    while isinstance(source, OpCall) and source.masks:
         source = source.masks[0]
     return source
 
@@ -222,19 +221,13 @@ def explain_mask(sources: Sequence[Source], call: Call) -> Explanation | None:
     Returns:
         The explanation; None if an operation that writes them is not known.
     """
-    made = [each for each in map(_first_mask, sources) if isinstance(each, Row)]
+    made = [each for each in map(_first_mask, sources) if isinstance(each, OpCall)]
     if not made:
         return None
-    first = min(made, key=lambda row: row.index)
+    first = min(made, key=lambda op: op.index)
     op = op_at(first.name, first.sites)
     op.called_from = programs_line(first.sites, call.called_at)
     return Explanation("forward", causes.MASK.name, first.module or "", op=op)
-
-
-def named_row(row: Row, forward_rows: ForwardRows) -> Row:
-    """The operation that is named: of a derivative, that of the forward."""
-    forward = forward_rows.of(row) if row.in_backward else row
-    return row if row.custom or forward is None else forward
 
 
 def _cause_of(details: Details, is_backward: bool) -> str:
@@ -244,7 +237,7 @@ def _cause_of(details: Details, is_backward: bool) -> str:
     return cause
 
 
-def _op_of(named: Row, ran: Row) -> Op:
+def _op_of(named: OpCall, ran: OpCall) -> Op:
     details = ran.details
     op = op_at(named.name, named.sites, None if details is None else details.op)
     op.derivative = ran.name if named is not ran else ""
@@ -303,8 +296,8 @@ def _range_text(each: TensorSummary) -> str:
 def _chain_text(root_op: RootOp) -> list[str]:
     source = root_op.source
     names = [f"`{source.name}`"] if isinstance(source, Leaf) and source.name else []
-    rows = itertools.groupby(row.name for row in root_op.chain)
-    return [*names, *(name for name, _ in rows)]
+    ops = itertools.groupby(op.name for op in root_op.chain)
+    return [*names, *(name for name, _ in ops)]
 
 
 # Explains values that were bad before the replay: data, weights and what was kept.
@@ -331,7 +324,7 @@ def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
     """
     is_weight = leaf.kind in ("parameter", "buffer")
     what = _counts(leaf.tensor, names_rows=is_weight)
-    if isinstance(leaf, HeldTensor):
+    if leaf.look is not None:
         return _explain_held(leaf, what, read_by)
     if leaf.kind == "batch":
         return _explain_batch(leaf, what, read_by, call)
@@ -372,7 +365,7 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
     return Explanation("data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text])
 
 
-def _explain_held(leaf: HeldTensor, what: str, at: str) -> Explanation:
+def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:
     """Explains a tensor that a module or an object holds."""
     name = f"`{leaf.name}`"
     if leaf.is_written:

@@ -20,9 +20,8 @@ import torch
 from ..base.torch_ops import draws, op_of
 from ..base.tree import mapped, tensors_in
 from ..torch_internals.replaying import attention_by_definition, schema_names
-from .op_rows import Row
-from .op_trace import OpCall
-from .tape import Contents, TapedCall, TapedTensor
+from .memory import TapedTensor
+from .op_call import OpCall
 from .tensor_kinds import as_plain, is_float
 
 
@@ -78,7 +77,7 @@ def require_repeatable(func: Any, args: Any, kwargs: Any) -> None:
 
 def as_float64(op: OpCall, tensor: torch.Tensor) -> torch.Tensor:
     """A copy in float64 of what an operation was given, from before it ran."""
-    value = as_plain(op.kept.get(id(tensor), tensor)).detach()
+    value = as_plain(op.before(tensor)).detach()
     if value.is_complex():
         return value.to(torch.complex128)
     return value.double() if value.is_floating_point() else value.clone()
@@ -90,88 +89,68 @@ def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         found = as_float64(op, tensor)
-        if id(tensor) in op.kept:
+        if op.before(tensor) is not tensor:
             found = written.setdefault(id(tensor), found)
         return found
 
     return computed(op.func, op.base, op.args, op.kwargs, wide), written
 
 
-class WideMemory:
-    """The memory that operations read, in float64, as it was before them.
-
-    Args:
-        calls: The operations.
-    """
-
-    def __init__(self, calls: Sequence[TapedCall]) -> None:
-        self._written = {each.memory for call in calls for each in call.results}
-        self._wide: dict[Contents, torch.Tensor] = {}
-
-    def wide(self, tensor: TapedTensor) -> torch.Tensor:
-        """The memory of a tensor, for one run."""
-        found = self._wide.get(tensor.contents)
-        if found is None:
-            found = self._wide[tensor.contents] = tensor.whole.double()
-        return found.clone() if tensor.memory in self._written else found
-
-
 class Float64Run:
     """Runs operations in float64, one after another.
 
     Args:
-        given: What they read that none of them has written.
         nudged: The operations whose results of exactly 0 and 1 are moved by the least
             that float64 can.
 
     Attributes:
-        failed: The rows of the operations that have no float64: their results stay as
-            they were.
+        failed: The operations that have no float64: their results stay as they were.
     """
 
-    def __init__(self, given: WideMemory, nudged: Sequence[TapedCall] = ()) -> None:
-        self._given, self._nudged = given, nudged
-        self._memory: dict[int, torch.Tensor] = {}
-        self.failed: list[Row] = []
+    def __init__(self, nudged: Sequence[OpCall] = ()) -> None:
+        self._nudged = nudged
+        self._memory: dict[int, torch.Tensor] = {}  # what they have written
+        self.failed: list[OpCall] = []
 
-    def run(self, calls: Sequence[TapedCall]) -> None:
-        """Runs further operations."""
-        for call in calls:
+    def run(self, ops: Sequence[OpCall]) -> Float64Run:
+        """Runs further operations; returns itself."""
+        for op in ops:
             try:
-                self._run(call)
+                self._run(op)
             except Exception:
-                self.failed.append(call.row)
-                for own in call.results:
+                self.failed.append(op)
+                for own in op.results:
                     self._memory.pop(own.memory, None)
+        return self
 
     def value(self, own: TapedTensor) -> torch.Tensor | None:
         """The value of a result now, or None."""
         memory = self._memory.get(own.memory)
         return None if memory is None else own.of(memory)
 
-    def _run(self, call: TapedCall) -> None:
-        read = set[int]()
+    def _run(self, op: OpCall) -> None:
+        read, written = set[int](), {each.memory for each in op.results}
 
         def wide(value: torch.Tensor) -> torch.Tensor:
-            tensor = call.read[id(value)]
+            tensor = op.given[id(value)]
             read.add(tensor.memory)
-            return self._widened(tensor)
+            if not tensor.is_float:
+                return tensor.value.clone()
+            memory = self._memory.get(tensor.memory)
+            if memory is None:
+                memory = tensor.wide
+                if tensor.memory in written:
+                    memory = self._memory[tensor.memory] = memory.clone()
+            return tensor.of(memory)
 
-        output = computed(call.func, call.base, call.args, call.kwargs, wide)
+        output = computed(op.func, op.base, op.args, op.kwargs, wide)
         found = [t for t in tensors_in(output) if is_float(t)]
-        for own, result in zip(call.results, found, strict=False):
+        for own, result in zip(op.results, found, strict=False):
             if own.memory not in read:
                 self._put(own, result)
-        if any(call is each for each in self._nudged):
-            own = call.results[0]
-            _nudge(own.of(self._memory[own.memory]), impossible(call))
-
-    def _widened(self, tensor: TapedTensor) -> torch.Tensor:
-        if not tensor.is_float:
-            return tensor.value.clone()
-        if tensor.memory not in self._memory:
-            self._memory[tensor.memory] = self._given.wide(tensor)
-        return tensor.of(self._memory[tensor.memory])
+        if any(op is each for each in self._nudged):
+            own = op.results[0]
+            _nudge(own.of(self._memory[own.memory]), impossible(op))
 
     def _put(self, own: TapedTensor, result: torch.Tensor) -> None:
         if result.shape != own.size:
@@ -181,16 +160,16 @@ class Float64Run:
         self._memory[own.memory] = memory
 
 
-def impossible(call: TapedCall) -> list[float]:
+def impossible(op: OpCall) -> list[float]:
     """The magnitudes in a result that no function of finite numbers comes to.
 
     Such as 0 of an `exp`: it is what rounding makes of a small number.
     """
-    values = op_of(call.base).never
-    read = [each.value for each in call.read.values()]
+    values = op_of(op.base).never
+    read = [each.value for each in op.given.values()]
     if not values or not all(bool(each.isfinite().all()) for each in read):
         return []
-    own = call.results[0].value.abs()
+    own = op.results[0].value.abs()
     return [value for value in values if bool((own == value).any())]
 
 

@@ -12,19 +12,18 @@ from typing import NamedTuple
 import torch
 
 from ..base.text import rounded
-from ..base.torch_ops import base_of, has, op_of, plain_name
+from ..base.torch_ops import has, op_of, plain_name
 from ..guard.report.explanation import Explanation
 from .bounds import tolerance
 from .explain_origin import explain_root_op
-from .op_rows import Row
+from .op_call import OpCall
 from .op_table import OpTable
 from .remedies.nearness import Nearness
 from .replayer import Replayer, ReplayResult, StepPart
-from .trace_back import ForwardRows, RootOp
-from .users_lines import place_text
+from .trace_back import RootOp
 
 _LARGE = 65504.0  # what half precision holds at most, and less than overflows
-_MOST = 16  # operations that are asked whether they overflowed; chosen
+_MOST = 16  # operations asked whether they overflowed; none behind them is; chosen
 
 
 class HiddenValues(NamedTuple):
@@ -56,22 +55,22 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     table = traced.table
     if table is None or traced.error is not None or not traced.is_clean:
         return None
-    all_bad = [row for row in table.rows if row.makes_bad and not row.is_empty]
+    all_bad = [op for op in table.ops if op.makes_bad and not op.is_empty]
     if not all_bad:
         return None
-    rows, call = ForwardRows(table), replayer.calls[place]
+    call = replayer.calls[place]
     explained = [
-        (bad, explain_root_op(RootOp(bad, [bad]), rows, False, call))
+        (bad, explain_root_op(RootOp(bad, [bad]), table.ops, False, call))
         for bad in all_bad[:_MOST]
     ]
     # An inf that float32 has as well, as of log(0), does not set the output apart, nor
     # one that tanh makes the 1 of that is near to what it makes of any large number.
     overflows = [each for each in explained if each[1].is_overflow]
-    telling = (each for each in overflows if not _saturates(each[0], table.rows))
+    telling = (e for e in overflows if not _saturates(hidden_by(e[0], table.ops)))
     bad, found = next(telling, (overflows or explained)[0])
     root_op = RootOp(bad, [bad])
     distance = nearness.distance()
-    found.evidence.insert(1, _told(bad, table.rows, distance))
+    found.evidence.insert(1, _told(bad, table.ops, distance))
     is_wrong = distance is not None and distance > tolerance(())
     if not is_wrong:
         told = "; ".join(map(str, found.evidence[:2]))
@@ -79,7 +78,7 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     return HiddenValues(found, root_op, traced, is_wrong)
 
 
-def tell_hidden(replayer: Replayer, bad: Row, table: OpTable) -> str:
+def tell_hidden(replayer: Replayer, bad: OpCall, table: OpTable) -> str:
     """Describes what has hidden an operation's values, and how far off the output is.
 
     Runs the forward as it is and in float32.
@@ -91,22 +90,21 @@ def tell_hidden(replayer: Replayer, bad: Row, table: OpTable) -> str:
     """
     nearness = Nearness(replayer)
     replayer.run(StepPart(), observers=[nearness])
-    return _told(bad, table.rows, nearness.distance())
+    return _told(bad, table.ops, nearness.distance())
 
 
-def _told(bad: Row, rows: Sequence[Row], distance: float | None) -> str:
-    hider = hidden_by(bad, rows)
-    where = f" by {hider.name}{place_text(hider.sites)}" if hider else ""
+def _told(bad: OpCall, ops: Sequence[OpCall], distance: float | None) -> str:
+    hider = hidden_by(bad, ops)
+    where = f" by {hider.text}" if hider else ""
     told = f"hidden{where}: the output is finite"
     if distance is None:
         return told
     return f"{told} and {rounded(100 * distance, 2)} % from float32"
 
 
-def _saturates(bad: Row, rows: Sequence[Row]) -> bool:
+def _saturates(hider: OpCall | None) -> bool:
     """True if what hides an operation's infs gives the same for large numbers."""
-    hider = hidden_by(bad, rows)
-    name = "" if hider is None else plain_name(base_of(hider.name))
+    name = "" if hider is None else plain_name(hider.base)
     function = getattr(torch, name, None)
     if function is None or not op_of(name).never:
         return False
@@ -117,20 +115,20 @@ def _saturates(bad: Row, rows: Sequence[Row]) -> bool:
     return bool(ends[0] == ends[1] and ends[2] == ends[3])
 
 
-def hidden_by(bad: Row, rows: Sequence[Row]) -> Row | None:
+def hidden_by(bad: OpCall, ops: Sequence[OpCall]) -> OpCall | None:
     """The first operation that read what an operation made, and returned finite values.
 
     Args:
         bad: The operation.
-        rows: All operations, in order.
+        ops: All operations, in order.
     """
     carried = {bad}
-    for row in rows[bad.index + 1 :]:
-        if carried.intersection(row.read_from):
-            name = base_of(row.name)
+    for op in ops[bad.index + 1 :]:
+        if carried.intersection(op.read_from):
+            name = op.base
             if name.startswith("is"):  # isinf, isfinite, ...
                 continue  # it looks at them
-            if not row.kinds and not has(name, "moves"):
-                return row
-            carried.add(row)  # what moves values is not scanned
+            if not op.kinds and not has(name, "moves"):
+                return op
+            carried.add(op)  # what moves values is not scanned
     return None

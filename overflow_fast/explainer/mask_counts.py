@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..base.torch_ops import has
-from .op_trace import OpCall
-from .storage_map import StorageMap
+from .memory import StorageMap
+from .op_call import OpCall
 from .tensor_kinds import Kinds, is_float
 
 # A mean of what a mask selects divides by the mask's count. Where that is 0, the mean
@@ -35,8 +34,9 @@ class MaskCounts:
         self._kinds = kinds
         self._known: StorageMap[str] = StorageMap()
 
-    def note(self, op: OpCall, fresh: Sequence[torch.Tensor]) -> None:
+    def note(self, op: OpCall) -> None:
         """Takes in what an operation returned in memory of its own."""
+        fresh = op.fresh
         is_cast, is_sum = has(op.base, "casts"), has(op.base, "adds")
         is_loss = has(op.base, "of_labels")
         if not fresh or not (self._known or is_cast or is_sum or is_loss):

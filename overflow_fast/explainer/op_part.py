@@ -12,7 +12,7 @@ from ..base.torch_ops import has
 from ..base.tree import tensors_in
 from .bounds import is_near
 from .float64 import require_repeatable
-from .op_trace import OpCall
+from .op_call import OpCall
 from .tensor_kinds import as_plain, is_float
 
 # Of all arguments together, which are copied to float64: larger ones may end the run
@@ -31,8 +31,8 @@ def is_large(op: OpCall) -> bool:
 
 
 def part_of(
-    op: OpCall, output: Any, bad: torch.Tensor, index: tuple[int, ...]
-) -> tuple[OpCall, Any, torch.Tensor, tuple[int, ...]]:
+    op: OpCall, bad: torch.Tensor, index: tuple[int, ...]
+) -> tuple[OpCall, torch.Tensor, tuple[int, ...]]:
     """The part of a large operation that makes one bad value, or its row.
 
     That it is the same computation is found by experiment: it is run as it was, and
@@ -40,19 +40,18 @@ def part_of(
 
     Args:
         op: The operation, which has run.
-        output: What it returned.
-        bad: Of that a tensor that is not finite.
+        bad: A tensor that it returned, which is not finite.
         index: A place in it.
 
     Returns:
-        The operation with parts of its arguments, its output, and `bad` and `index`
-        there.
+        The operation with parts of its arguments, which has run as well, and `bad` and
+        `index` there.
 
     Raises:
         NotImplementedError: If there is no such part, or it is too large as well.
     """
     require_repeatable(op.func, op.args, op.kwargs)
-    results = [t for t in tensors_in(output) if is_float(t)]
+    results = [t for t in tensors_in(op.output) if is_float(t)]
     place = next((i for i, each in enumerate(results) if each is bad), None)
     if op.written or place is None:
         raise NotImplementedError("too large")
@@ -68,7 +67,7 @@ def part_of(
         bad_part = _narrowed(bad, dict(zip(axes, index, strict=False)))
         if is_near(real_parts(own), real_parts(bad_part)):
             inner = [0 if axis in axes else i for axis, i in enumerate(index)]
-            return part, again, own, tuple(inner)
+            return part, own, tuple(inner)
     raise NotImplementedError("too large")
 
 

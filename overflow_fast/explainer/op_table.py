@@ -1,40 +1,53 @@
-"""The operations of a replay, and where their non-finite values came from."""
+"""The operations of a replay, and where their non-finite values came from.
+
+Flow, for each operation that the trace shows (`OpTable.run`):
+
+1. Who calls it, and the one whose derivative it computes (`_begin`).
+2. What it reads: who wrote that, and the sources of what is bad of it (`_read`).
+3. It runs. From now on it is the writer of what it made (`_note_written`).
+4. What it made is scanned. If that is bad, it has the sources of what it read, or is
+   one itself: then it is computed again for `details` (`_end`, `_note_bad`).
+
+State, each by memory: the last writers, the sources of its bad values (`_bad`; none is
+noted where it is finite), who returned it unwritten (`_empty`), what was scanned
+(`kinds`). And of the last operations all that they have read (`_tape`).
+"""
 
 from __future__ import annotations
 
 import functools
 import operator
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..base.tensors import PLAIN, extent_of, is_whole
+from ..base.tensors import is_whole
 from ..base.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replaying import is_in_compiled_call, no_dispatch
+from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
+from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
-from .op_rows import (
+from .memory import StorageMap
+from .op_call import (
     UNDEFINED,
-    Details,
-    Leaf,
-    Row,
+    OpCall,
     Source,
     is_meant,
     returns_meant,
-    row_of,
 )
-from .op_trace import ModuleStack, OpCall
-from .storage_map import StorageMap, memory_of
-from .tape import Tape, TapedCall
-from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float
+from .op_trace import ModuleStack, OpObserver
+from .root_op import details_of
+from .tape import Tape
+from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in
 from .torch_calls import TorchCall, running_call
 
 # Limits of time and memory. The failures of benchmarks/answers need no more than 6
 # sources of a tensor, 6 writers of a memory, 2 undefined results and 3 operations that
-# are computed again.
+# are computed again. With less, another origin is named, no lost value is found, or an
+# operation has no details.
 _MAX_SOURCES = 8
 _MOST_WRITERS = 32
 _MOST_UNDEFINED = 4
@@ -44,8 +57,8 @@ _NAMED = ("parameter", "buffer", "batch")  # leaves that a report names
 _Read = list[tuple[list[Source], int, int]]
 
 
-class OpTable:
-    """Records a row for each operation of a trace.
+class OpTable(OpObserver):
+    """Records the operations of a trace.
 
     Non-finite values are followed by the memory that holds them, so that views and
     writes in place are no matter. Nothing that runs is changed. Incurs a CPU-GPU sync
@@ -53,11 +66,10 @@ class OpTable:
 
     Args:
         leaves: The tensors that are there before, by what they are.
-        details_of: Says why an operation made a bad value.
         looks_back: Hold what operations read, for one that turns out undefined.
 
     Attributes:
-        rows: The operations, in order.
+        ops: The operations, in order.
         bad_modules: What modules were given or returned and was bad, with their names,
             in order.
         masked_modules: What wrote the -inf that are meant, of what modules were given
@@ -67,31 +79,28 @@ class OpTable:
             those that it depends on.
         is_compiled: True if an operation ran in a call of what was compiled.
         torch_calls: The torch calls that ran them, where these were recorded.
+        carried: What the replay has read of bad values that the step itself may have
+            left, as in an attribute of a module; known once it is closed.
     """
 
-    def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        details_of: Callable[
-            [OpCall, Sequence[torch.Tensor], Any, MaskCounts], Details
-        ],
-        looks_back: bool = False,
-    ) -> None:
-        self._details_of = details_of
-        self.rows: list[Row] = []
+    def __init__(self, leaves: Sequence[Leaf], looks_back: bool = False) -> None:
+        self.ops: list[OpCall] = []
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
         self.masked_modules: dict[str, list[Source]] = {}
         self.is_compiled, self._may_be_compiled = False, has_compiled()
         self.kinds = Kinds()
         self._mask_counts = MaskCounts(self.kinds)
         self._bad: StorageMap[list[Source]] = StorageMap()
-        self._empty: StorageMap[Row] = StorageMap()
-        self._writers: StorageMap[tuple[Row, ...]] = StorageMap()
-        self._leaves = _Leaves(leaves)
+        self._empty: StorageMap[OpCall] = StorageMap()
+        self._writers: StorageMap[tuple[OpCall, ...]] = StorageMap()
+        self._given, self._leaves = leaves, LeafMap(leaves)
         self._num_details = 0
+        self._by_sequence: dict[int, list[OpCall]] = {}
+        self._last: dict[int, int] = {}  # of these numbers, by thread
         self._tape = Tape(self._writers) if looks_back else None
-        self.undefined: dict[Row, list[TapedCall]] = {}
+        self.undefined: dict[OpCall, list[OpCall]] = {}
         self.torch_calls: list[TorchCall] = []
+        self.carried: list[str] = []
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
         """The sources of the non-finite values of a tensor."""
@@ -100,22 +109,19 @@ class OpTable:
             return known
         if empty is not None:
             return [empty]
-        found = self._leaves.overlapping(tensor)
-        if len(found) > 1:  # they share memory, as in an engine's flat buffers
-            bad = [(e, leaf) for e, leaf in found.items() if self._is_bad(leaf)]
-            found = dict(bad or list(found.items())[:_MAX_SOURCES])
-        leaves = _innermost(found)[:_MAX_SOURCES] or [Leaf("unknown", "", tensor)]
+        leaves = self._leaves.read_by(tensor, self._is_bad, _MAX_SOURCES)
+        leaves = leaves or [Leaf("unknown", "", tensor)]
         for leaf in leaves:
             leaf.is_read = True
         return list(leaves)
 
-    def made_of(self, tensors: Iterable[torch.Tensor]) -> set[Row]:
+    def made_of(self, tensors: Iterable[torch.Tensor]) -> set[OpCall]:
         """The operations that some tensors were computed by."""
-        waiting = [row for tensor in tensors for row in self._writers.get(tensor) or ()]
+        waiting = [op for tensor in tensors for op in self._writers.get(tensor) or ()]
         found = set(waiting)
-        for row in waiting:  # it grows meanwhile
-            waiting += [each for each in row.read_from if each not in found]
-            found.update(row.read_from)
+        for op in waiting:  # it grows meanwhile
+            waiting += [each for each in op.read_from if each not in found]
+            found.update(op.read_from)
         return found
 
     def _is_bad(self, leaf: Leaf) -> bool:
@@ -130,59 +136,97 @@ class OpTable:
         return f"{'part of ' * is_part}`{leaf.name}`"
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
-        """Runs an operation, and records its row; see `OpObserver`."""
+        """Runs an operation, and records it; see `OpObserver`."""
         if op.waits:
             output = op.run()
             self.kinds.forget(tensors_in(output))
             return output
-        row = self._begin(op, modules)
-        if op.is_view:
-            output = op.run()
-            if not op.fresh(output):
-                return output  # no value of it is new
-            read = self._read(op, row)
-            call = None if self._tape is None else self._tape.begin(op, row)
-        else:
-            read = self._read(op, row)
-            op.keep_written()
-            call = None if self._tape is None else self._tape.begin(op, row)
-            output = op.run()
-        with torch.no_grad():
-            fresh = op.fresh(output)
-            self._note_written(op, row, fresh)
-            if self._tape is not None:
-                self._tape.end(op, call, output)
-            self._end(op, row, output, fresh, read)
-        return output
+        self._begin(op, modules)
+        try:
+            if op.is_view:
+                op.run()
+                if not op.fresh:
+                    return op.output  # no value of it is new
+            read = self._read(op)
+            if not op.is_view:
+                op.keep_written()
+                op.run()
+            with torch.no_grad():
+                self._note_written(op)
+                if self._tape is not None:
+                    self._tape.end(op)
+                self._end(op, read)
+            return op.output
+        finally:
+            op.end()
 
-    def _read(self, op: OpCall, row: Row) -> _Read:
+    def _begin(self, op: OpCall, modules: ModuleStack) -> None:
+        modules.note_caller(op)
+        op.index, op.torch_call = len(self.ops), running_call()
+        op.derivative_of = self._differentiated(op)
+        self.ops.append(op)
+        sequence = next_sequence() - 1  # the number of this thread's last node
+        if sequence > self._last.get(op.thread, -1):
+            self._last[op.thread] = sequence
+            self._by_sequence.setdefault(sequence, []).append(op)
+        if self._may_be_compiled and not self.is_compiled:
+            self.is_compiled = is_in_compiled_call()
+
+    def _differentiated(self, op: OpCall) -> OpCall | None:
+        """The operation whose derivative the autograd node computes that calls one.
+
+        Autograd numbers its nodes as it makes them, just before their operation runs.
+        """
+        found = self._by_sequence.get(op.node_sequence, [])
+        if len(found) > 1:  # each thread counts for itself
+            node = re.sub(r"Backward\d*$", "", op.node.rpartition("::")[2]).lower()
+            names = ((each, each.base.replace("_", "").lower()) for each in found)
+            found = [each for each, name in names if name.startswith(node)]
+        return found[0] if len(found) == 1 else None
+
+    def _read(self, op: OpCall) -> _Read:
         """Notes which operations wrote what one reads; returns what is bad of it."""
         read = op.read()
-        rows = [each for t in read for each in self._writers.get(t) or ()]
-        row.read_from = tuple(dict.fromkeys(rows))
-        return [
+        ops = [each for t in read for each in self._writers.get(t) or ()]
+        op.read_from = tuple(dict.fromkeys(ops))
+        found = [
             (self.sources(tensor), kinds, tensor.numel())
             for tensor, kinds in zip(read, self.kinds.of(read), strict=True)
             if kinds
         ]
+        if self._tape is not None:
+            self._tape.begin(op)
+        return found
 
-    def _note_written(
-        self, op: OpCall, row: Row, fresh: Sequence[torch.Tensor]
-    ) -> None:
-        for tensor in fresh:
-            self._writers.put(tensor, (row,))
+    def _note_written(self, op: OpCall) -> None:
+        for tensor in op.fresh:
+            self._writers.put(tensor, (op,))
         for tensor in op.written:  # of many writers to the same memory the last ones
             is_over = op.overwrites(tensor) and is_whole(tensor)
             before = () if is_over else self._writers.get(tensor) or ()
-            self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], row))
+            self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], op))
 
-    def last_bad(self) -> Iterator[Row]:
+    def last_bad(self) -> Iterator[OpCall]:
         """Yields the operations that made non-finite values, the last one first."""
-        return (row for row in reversed(self.rows) if row.kinds)
+        return (op for op in reversed(self.ops) if op.kinds)
 
     def close(self) -> None:
-        """Lets go of what only operations that are still to come would need."""
-        self._tape = None
+        """Notes which leaves were written to; lets go of what later operations need."""
+        for leaf in self._given:
+            if leaf.look is not None and leaf.tensor is not None:
+                is_other = leaf.look() is not leaf.tensor
+                leaf.is_written = is_other or self._writers.get(leaf.tensor) is not None
+        carried = [each for each in self._given if each.is_written and each.is_read]
+        self.carried = [leaf.name for leaf in carried]
+        if self._tape is not None:
+            self._tape.clear()
+            self._tape = None
+
+    def forget_undefined(self, but: int = 0) -> None:
+        """Lets go of what undefined results depend on, but for so many, the last."""
+        while len(self.undefined) > but:
+            for each in self.undefined.pop(next(iter(self.undefined))):
+                each.let_go()
 
     def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """Notes what a module is given or has returned, if it is bad."""
@@ -202,157 +246,76 @@ class OpTable:
         is_any = module is None
         return [t for name, t in self.bad_modules if is_any or name == module]
 
-    def _begin(self, op: OpCall, modules: ModuleStack) -> Row:
-        row = row_of(op, modules, len(self.rows))
-        row.torch_call = running_call()
-        self.rows.append(row)
-        if self._may_be_compiled and not self.is_compiled:
-            self.is_compiled = is_in_compiled_call()
-        return row
-
-    def _end(
-        self,
-        op: OpCall,
-        row: Row,
-        output: Any,
-        fresh: Sequence[torch.Tensor],
-        read: _Read,
-    ) -> None:
+    def _end(self, op: OpCall, read: _Read) -> None:
+        """Notes what an operation that has run has made of what it read."""
         self.kinds.forget(op.written)
         if op.is_communication:
-            self._note_communication(op, row, output, read)
+            self._note_communication(op, read)
             return
         if op.is_empty:
-            row.is_empty = True
-            for tensor in fresh:
-                self._empty.put(tensor, row)
+            for tensor in op.fresh:
+                self._empty.put(tensor, op)
             return
-        self._mask_counts.note(op, fresh)
-        results = [t for t in [*fresh, *op.written] if is_float(t) and t.numel()]
-        bad, found = [], self.kinds.of(results)
-        row.abs_max = self.kinds.stat(results[0]).abs_max if results else None
-        for tensor, kinds in zip(results, found, strict=True):
+        self._mask_counts.note(op)
+        made, bad = op.made, []
+        found = self.kinds.of(made)
+        op.abs_max = self.kinds.stat(made[0]).abs_max if made else None
+        for tensor, kinds in zip(made, found, strict=True):
             if kinds:
                 bad.append(tensor)
-                row.kinds |= kinds
+                op.kinds |= kinds
             elif (self._bad or self._empty) and is_whole(tensor):  # it is gone there
                 self._bad.drop(tensor)
                 self._empty.drop(tensor)
         if bad:
-            self._note_bad(op, row, bad, output, read)
+            self._note_bad(op, bad, read)
 
-    def _note_communication(
-        self, op: OpCall, row: Row, output: Any, read: _Read
-    ) -> None:
+    def _note_communication(self, op: OpCall, read: _Read) -> None:
         """Notes that what arrives came from other ranks, or from here.
 
         It may not have arrived yet, and is not looked at before somebody reads it.
         """
-        row.is_communication = True
-        row.parents = [s for of, k, _ in read for s in of if not is_meant(s, k)]
-        for tensor in tensors_in((op.args, op.kwargs, output)):
+        op.parents = [s for of, k, _ in read for s in of if not is_meant(s, k)]
+        for tensor in tensors_in((op.args, op.kwargs, op.output)):
             self.kinds.forget([tensor])
             self._empty.drop(tensor)
             if self._bad.get(tensor) is None:
-                self._bad.put(tensor, [row])
+                self._bad.put(tensor, [op])
 
-    def _note_bad(
-        self,
-        op: OpCall,
-        row: Row,
-        bad: Sequence[torch.Tensor],
-        output: Any,
-        read: _Read,
-    ) -> None:
+    def _note_bad(self, op: OpCall, bad: Sequence[torch.Tensor], read: _Read) -> None:
         """Notes where bad results came from, or that they began here."""
         for of, kinds, _ in read:
-            new = [each for each in of if each not in row.parents]
-            row.parents += [each for each in new if not is_meant(each, kinds)]
-        if not row.parents:
+            new = [each for each in of if each not in op.parents]
+            op.parents += [each for each in new if not is_meant(each, kinds)]
+        if not op.parents:
             given = functools.reduce(operator.or_, (k for _, k, _ in read), 0)
-            row.is_meant = returns_meant(op, row.kinds, given)
-            row.is_asked = not row.kinds & NAN and bool(op.is_constant or op.numbers)
-            row.masks = [each for of, _, _ in read for each in of]
+            op.is_meant = returns_meant(op, op.kinds, given)
+            op.is_asked = not op.kinds & NAN and bool(op.is_constant or op.numbers)
+            op.masks = [each for of, _, _ in read for each in of]
             sizes = [size for _, _, size in read]
-            row.reduces = bool(sizes) and max(t.numel() for t in bad) < min(sizes)
-            if row.reduces or not row.is_meant:
-                self._detail(op, row, bad, output)
-                is_overflow = row.details is not None and row.details.is_overflow
-                row.is_meant = bool(read) and not row.kinds & NAN and not is_overflow
+            op.reduces = bool(sizes) and max(t.numel() for t in bad) < min(sizes)
+            if op.reduces or not op.is_meant:
+                self._detail(op, bad)
+                is_overflow = op.details is not None and op.details.is_overflow
+                op.is_meant = bool(read) and not op.kinds & NAN and not is_overflow
         for tensor in bad:
             known = self._bad.get(tensor)
             if known is None:
-                self._bad.put(tensor, [row])
-            elif len(known) < _MAX_SOURCES and known[-1] is not row:
-                known.append(row)
+                self._bad.put(tensor, [op])
+            elif len(known) < _MAX_SOURCES and known[-1] is not op:
+                known.append(op)
 
-    def _detail(
-        self, op: OpCall, row: Row, bad: Sequence[torch.Tensor], output: Any
-    ) -> None:
+    def _detail(self, op: OpCall, bad: Sequence[torch.Tensor]) -> None:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
-            row.details = details = self._details_of(op, bad, output, self._mask_counts)
+            op.details = details = details_of(op, bad, self._mask_counts)
             details.op.inputs = [
                 replace(summary, name=self._name_of(tensor))
                 for summary, tensor in zip(details.op.inputs, op.read(), strict=True)
             ]
             has_value = details.op.true_value is not None
-            is_undefined = details.why == UNDEFINED and has_value
-            if is_undefined and self._tape is not None:
-                self.undefined[row] = self._tape.before(row)
-                if len(self.undefined) > _MOST_UNDEFINED:
-                    del self.undefined[next(iter(self.undefined))]
-
-
-# Tensors from before the replay, by where they lie.
-
-
-_Extent = tuple[int, int]  # the bytes of a memory where a tensor begins and ends
-_ALL = (0, sys.maxsize)
-
-
-class _Leaves:
-    """Finds leaves by the part of the memory that they take up.
-
-    Several may lie in one memory: engines put weights into flat buffers.
-    """
-
-    def __init__(self, leaves: Iterable[Leaf]) -> None:
-        self._leaves: dict[int, dict[_Extent, Leaf]] = {}
-        for leaf in leaves:
-            if leaf.tensor is not None:
-                for key in memory_of(leaf.tensor):
-                    own = self._leaves.setdefault(key, {})
-                    own.setdefault(_extent_of(leaf.tensor), leaf)
-
-    def overlapping(self, tensor: torch.Tensor) -> dict[_Extent, Leaf]:
-        """The leaves that have memory in common with a tensor, by where they lie."""
-        begin, end = _extent_of(tensor)
-        return {
-            extent: leaf
-            for key in memory_of(tensor)
-            for extent, leaf in self._leaves.get(key, {}).items()
-            if extent[0] < end and begin < extent[1]
-        }
-
-    def around(self, tensor: torch.Tensor) -> Leaf | None:
-        """The leaf that a tensor is, or else the only one of which it is a part."""
-        (begin, end), found = _extent_of(tensor), self.overlapping(tensor)
-        if (begin, end) in found:
-            return found[begin, end]
-        within = [leaf for (b, e), leaf in found.items() if b <= begin and end <= e]
-        return within[0] if len(within) == 1 else None
-
-
-def _innermost(found: Mapping[_Extent, Leaf]) -> list[Leaf]:
-    """The leaves in which no other one lies."""
-    return [
-        leaf
-        for (begin, end), leaf in found.items()
-        if not any(begin <= b and e <= end for b, e in found if (b, e) != (begin, end))
-    ]
-
-
-def _extent_of(tensor: torch.Tensor) -> _Extent:
-    is_known = type(tensor) in PLAIN and tensor.layout is torch.strided
-    return extent_of(tensor) if is_known else _ALL
+            if details.why == UNDEFINED and has_value and self._tape is not None:
+                self.undefined[op] = before = self._tape.before(op)
+                for each in before:
+                    each.num_holders += 1
+                self.forget_undefined(but=_MOST_UNDEFINED)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..base.modules import Handles, named_modules
-from ..base.torch_ops import base_of, has, is_view
-from ..base.tree import find, tensors_in
 from ..detector.selection import full_name
 from ..torch_internals.replaying import (
     TorchDispatchMode,
     autograd_node,
-    schema_of,
+    sequence_of,
     without_torch_function,
 )
-from .storage_map import memory_of
-from .tensor_kinds import is_float
-from .users_lines import Sites, UsersLines
+from .op_call import OpCall
+from .users_lines import Sites, UsersLines, runs_in_hook
 
 
 class ModuleStack:
@@ -72,6 +67,16 @@ class ModuleStack:
                 return name
         return None if in_backward else ""
 
+    def note_caller(self, op: OpCall) -> None:
+        """Adds to an operation that is about to run what calls it."""
+        node: Any = autograd_node()
+        op.sites, op.module = self.lines(), self.current(node is not None)
+        if node is not None:
+            op.node, op.node_sequence = str(node.name()), sequence_of(node)
+            op.variable = getattr(node, "variable", None)
+            op.custom = bool(op.sites)
+            op.in_hook = op.custom and runs_in_hook()
+
     def _begin(
         self,
         module: nn.Module,
@@ -94,145 +99,10 @@ class ModuleStack:
         self._on_values(self._names[module], output, False)
 
 
-# One call of an operation: what it reads and what it writes.
-
-
-# Whatever they return or write to comes from other ranks, and may not be there yet.
-_COMMUNICATION = ("c10d.", "_c10d_functional", "c10d_functional", "_dtensor.")
-_WAITS = "wait_tensor"
-# Batch norm's schemas do not say that it writes to these.
-_STATISTICS = ("running_mean", "running_var")
-
-
-@functools.cache
-def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]], bool]:
-    """The name of an operation, its base, the arguments that it writes to, if it views.
-
-    Of these arguments the place, the name, and whether what was in it is not read.
-    """
-    name = str(func)
-    base = base_of(name)
-    schema, writes, overwrites = schema_of(func), [], has(base, "overwrites")
-    if schema is not None and (schema.is_mutable or "batch_norm" in base):
-        for place, argument in enumerate(schema.arguments):
-            alias = argument.alias_info
-            is_written = alias is not None and alias.is_write
-            if is_written or argument.name in _STATISTICS:
-                is_over = argument.is_out or (place == 0 and overwrites)
-                writes.append((place, argument.name, is_over))
-    return name.removesuffix(".default"), base, writes, is_view(func)
-
-
-class OpCall:
-    """A call of an operation that is about to run.
-
-    Args:
-        func: The operation.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Attributes:
-        name: Its name, such as "aten.div.Tensor".
-        base: The same without namespace and overload, such as "div".
-        written: The tensors that it writes to.
-        kept: What was in those, by their `id`, where it reads it.
-        is_view: Whether what it returns is said to be a view of what it is given.
-    """
-
-    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.name, self.base, writes, self.is_view = _signature(func)
-        self.written: list[torch.Tensor] = []
-        self._overwritten: list[torch.Tensor] = []
-        self.kept: dict[int, torch.Tensor] = {}
-        for place, name, is_overwritten in writes:
-            tensors = tensors_in(args[place] if place < len(args) else kwargs.get(name))
-            self.written += tensors
-            self._overwritten += tensors * is_overwritten
-        if self.name.startswith("c10d.") and self._has_output_first():
-            self._overwritten += tensors_in(args[0])
-
-    @functools.cached_property
-    def arguments(self) -> list[torch.Tensor]:
-        """The tensors that it is given."""
-        return tensors_in((self.args, self.kwargs))
-
-    @functools.cached_property
-    def _given_memory(self) -> set[int]:
-        return {key for tensor in self.arguments for key in memory_of(tensor)}
-
-    def run(self) -> Any:
-        """Runs it, and returns what it returned."""
-        return self.func(*self.args, **self.kwargs)
-
-    def _has_output_first(self) -> bool:
-        """True if a collective only writes to its first argument, as most do."""
-        takes_two = len(self.args) > 1 and bool(tensors_in(self.args[1]))
-        return takes_two or self.base.startswith("recv")
-
-    def read(self, floats: bool = True) -> list[torch.Tensor]:
-        """The tensors whose values it reads.
-
-        Args:
-            floats: Whether to leave out those that can hold no nan, or nothing.
-        """
-        if self.is_constant:
-            return []
-        over = self._overwritten
-        given = self.arguments
-        if over:
-            given = [t for t in given if not any(t is each for each in over)]
-        return [t for t in given if is_float(t) and t.numel()] if floats else given
-
-    def overwrites(self, tensor: torch.Tensor) -> bool:
-        """True if it writes to all of a tensor, whatever was in it."""
-        return any(tensor is each for each in self._overwritten)
-
-    def keep_written(self) -> None:
-        """Copies what it reads and then overwrites."""
-        for tensor in self.written:
-            if not any(tensor is each for each in self._overwritten):
-                self.kept[id(tensor)] = tensor.detach().clone()
-
-    def fresh(self, output: Any) -> list[torch.Tensor]:
-        """The results that it returns in memory of their own."""
-        if self.is_constant:
-            return tensors_in(output)
-        found = [output] if type(output) is torch.Tensor else tensors_in(output)
-        given = self._given_memory
-        return [tensor for tensor in found if given.isdisjoint(memory_of(tensor))]
-
-    @property
-    def is_communication(self) -> bool:
-        """True if it takes part in a collective, or waits for one."""
-        return self.name.startswith(_COMMUNICATION)
-
-    @property
-    def waits(self) -> bool:
-        """True if it waits for a collective, whose result it is given."""
-        return self.is_communication and self.base == _WAITS
-
-    @property
-    def is_empty(self) -> bool:
-        """True if it returns memory that nobody has written to."""
-        return has(self.base, "empty")
-
-    @property
-    def is_constant(self) -> bool:
-        """True if it makes a tensor of a number of Python."""
-        return has(self.base, "constant")
-
-    @property
-    def numbers(self) -> list[float]:
-        """The numbers of Python among its arguments that are nan or inf."""
-        numbers = [number for _, number in find((self.args, self.kwargs), (float,))]
-        return [number for number in numbers if not math.isfinite(number)]
-
-
 # The one dispatch mode: it shows each operation to an observer.
 
 
-class OpObserver(Protocol):
+class OpObserver:
     """Sees the operations of a trace, and what modules are given and return."""
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
@@ -242,6 +112,7 @@ class OpObserver(Protocol):
             op: The operation, which is about to run.
             modules: Knows which module runs.
         """
+        return op.run()
 
     def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """Takes in what a module is given, or has returned.
@@ -291,16 +162,17 @@ class OpTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(each.__name__ in _WRAPPERS for each in types):
             return NotImplemented  # it comes again, with this rank's parts
-        if _signature(func)[0].startswith("profiler."):
-            return func(*args, **kwargs)
         with without_torch_function():
+            op = OpCall(func, args, kwargs)
+            if op.name.startswith("profiler."):
+                return op.run()
             # Elsewhere autograd has taken apart what consists of other operations.
             if torch.is_inference_mode_enabled():
                 with self._again():
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
-            return self._observer.run(OpCall(func, args, kwargs), self._modules)
+            return self._observer.run(op, self._modules)
 
     @contextmanager
     def _again(self) -> Iterator[None]:

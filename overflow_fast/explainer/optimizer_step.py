@@ -25,12 +25,11 @@ from ..guard.report.findings import REPLACED
 from ..guard.report.op import Op
 from ..guard.report.remedy import Remedy
 from .bad_step import BadStep
-from .op_rows import NOT_TRIED, Row
+from .op_call import NOT_TRIED, OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .optimizer_twin import OptimizerTwin, group_of
 from .remedies.rule_attempts import update_remedies
-from .root_op import details_of
 from .tensor_kinds import summary_of
 from .torch_calls import TorchCalls
 from .trace_back import trace_back
@@ -168,14 +167,14 @@ def _made_again(
 ) -> Explanation | None:
     """The explanation if the same elements become non-finite again."""
     twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
-    table = OpTable([], details_of)
+    table = OpTable([])
     with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
     bad = ~twin.parameter.isfinite()
     is_same = bool((bad & ~parameter.detach().isfinite()).any())
     root_op = trace_back(table.sources(twin.parameter)) if bool(bad.any()) else None
-    row = None if root_op is None else root_op.source
-    if not is_same or not isinstance(row, Row):
+    made = None if root_op is None else root_op.source
+    if not is_same or not isinstance(made, OpCall):
         return None
     wide = OptimizerTwin(optimizer, group, parameter, torch.float64)
     wide.step()
@@ -185,7 +184,7 @@ def _made_again(
         "optimizer",
         RANGE_OVERFLOW.name if is_finite else UNDEFINED.name,
         "",
-        _op_of(row),
+        _op_of(made),
         found.tensor,
         evidence=found.evidence,
     )
@@ -208,7 +207,7 @@ def _made_again(
         )
         found.remedies = [remedy]
     found.remedies += update_remedies(
-        *(row, calls.calls, found),
+        *(made, calls.calls, found),
         lambda: _is_finite_again(optimizer, group, parameter),
     )
     found.remedies.sort(key=lambda each: not each.is_finite)
@@ -247,10 +246,10 @@ def _bad_settings(group: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _op_of(row: Row) -> Op:
-    op = op_at(row.name, row.sites)
-    if row.details is not None and row.details.why != NOT_TRIED:
-        ran = row.details.op
+def _op_of(made: OpCall) -> Op:
+    op = op_at(made.name, made.sites)
+    if made.details is not None and made.details.why != NOT_TRIED:
+        ran = made.details.op
         op.inputs, op.outputs = ran.inputs, ran.outputs
         op.first_index, op.limit = ran.first_index, ran.limit
     return op

@@ -44,14 +44,13 @@ from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
-from .held_tensors import held_leaves
+from .leaves import Leaf, held_leaves
 from .long_explanation import LongExplanation
 from .named_tensors import names_of, partitions_of, state_by_name
-from .op_rows import Leaf, Row
+from .op_call import OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, RankCoordinator
-from .root_op import details_of
 from .snapshot import Snapshot
 from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
 from .torch_calls import TorchCalls
@@ -176,8 +175,6 @@ class ReplayResult:
         num_before: How many operations of the table ran before the program's lines
             behind backward; None where those did not run.
         has_raised: The program's code has raised, as it did in the step.
-        carried: What the replay has read of bad values that the step itself may have
-            left, as in an attribute of a module. Known where a call was traced.
     """
 
     bad_outputs: list[torch.Tensor] = field(default_factory=list)
@@ -196,7 +193,6 @@ class ReplayResult:
     losses: list[torch.Tensor] = field(default_factory=list)
     num_before: int | None = None
     has_raised: bool = False
-    carried: list[str] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -570,7 +566,7 @@ class Replayer:
                         )
                     if is_last and self._tail is not None:
                         table = result.table
-                        result.num_before = 0 if table is None else len(table.rows)
+                        result.num_before = 0 if table is None else len(table.ops)
                         self._run_tail(self._tail)
             self._look_at_state(result)
         except Exception as error:
@@ -610,8 +606,8 @@ class Replayer:
         named = names_of(self.models) + partitions_of(self.models)
         leaves += [Leaf(*found) for found in named]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
-        others = held_leaves(self.models, call.around())
-        result.table = OpTable([*leaves, *others], details_of, step.looks_back)
+        leaves += held_leaves(self.models, call.around())
+        result.table = OpTable(leaves, step.looks_back)
         calls = TorchCalls() if step.has_calls else nullcontext()
         trace = OpTrace(self.models, result.table)
         try:
@@ -620,9 +616,6 @@ class Replayer:
         finally:
             result.table.close()
             result.table.torch_calls = getattr(calls, "calls", [])
-            for leaf in others:
-                leaf.note_written()
-            result.carried = [leaf.name for leaf in others if leaf.is_carried]
 
     def _look_at_output(
         self, result: ReplayResult, call: Call, output: Any
@@ -673,7 +666,7 @@ class Replayer:
 
 def _is_asked(root_op: RootOp) -> bool:
     """True for infs that the code has written as a number, as the first of minima."""
-    return isinstance(root_op.source, Row) and root_op.source.is_asked
+    return isinstance(root_op.source, OpCall) and root_op.source.is_asked
 
 
 def _raised_with(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -16,9 +15,8 @@ from ..guard.report.op import Op
 from .domain import outside_of_domain, value_at
 from .float64 import in_float64
 from .mask_counts import MaskCounts, has_no_label
+from .op_call import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details, OpCall
 from .op_part import is_large, part_of
-from .op_rows import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details
-from .op_trace import OpCall
 from .tensor_kinds import (
     NAN,
     Index,
@@ -43,21 +41,17 @@ _NO_LABEL_COUNTS = (
 
 
 def details_of(
-    op: OpCall,
-    bad: Sequence[torch.Tensor],
-    output: Any,
-    mask_counts: MaskCounts,
+    op: OpCall, bad: Sequence[torch.Tensor], mask_counts: MaskCounts
 ) -> Details:
     """Looks at an operation that has just run.
 
     Args:
         op: The operation.
         bad: What it wrote that is non-finite.
-        output: What it returned.
         mask_counts: Knows which of its inputs count the elements of a mask.
     """
     found = Details(Op(op.name))
-    before = [op.kept.get(id(tensor), tensor) for tensor in op.read()]
+    before = [op.before(tensor) for tensor in op.read()]
     found.op.inputs = [summary_of(tensor) for tensor in before]
     found.op.outputs = [summary_of(tensor) for tensor in bad]
     places = new_places(bad[0], before)
@@ -69,7 +63,7 @@ def details_of(
         found.op.outside = outside_of_domain(op, found.op.first_index)
         found.op.operands = _operands(op, found.op.first_index)
         found.columns = bad_columns(bad[0])
-        _classify(op, found, bad, output, mask_counts)
+        _classify(op, found, bad[0], mask_counts)
     except Exception as error:
         why = error_line(error, 80)
         found.reason = f"it could not be computed again in float64 ({why})"
@@ -90,17 +84,13 @@ def new_places(
 
 
 def _classify(
-    op: OpCall,
-    found: Details,
-    bad: Sequence[torch.Tensor],
-    output: Any,
-    mask_counts: MaskCounts,
+    op: OpCall, found: Details, made: torch.Tensor, mask_counts: MaskCounts
 ) -> None:
-    why = _reduces_nothing(op, bad[0], output, mask_counts)
+    why = _reduces_nothing(op, made, mask_counts)
     if why:
         found.why, found.reason = EMPTY, why
         return
-    why = _weighs_nothing(op, output)
+    why = _weighs_nothing(op)
     if why:
         found.why, found.reason = UNDEFINED, why
         return
@@ -109,13 +99,13 @@ def _classify(
         if not op.is_constant:
             found.reason = _needed_by_caller(op) or _GIVEN.format(op.numbers[0])
         return
-    made, index = bad[0], found.op.first_index
+    index = found.op.first_index
     assert index is not None
     if is_large(op):
-        op, output, made, index = part_of(op, output, made, index)
+        op, made, index = part_of(op, made, index)
         found.part = f" at {list(found.op.first_index or ())} alone"
     reference, written = in_float64(op)
-    results = [t for t in tensors_in(output) if is_float(t)]
+    results = [t for t in tensors_in(op.output) if is_float(t)]
     references = [t for t in tensors_in(reference) if is_float(t)]
     pairs = list(zip(results, references, strict=False))
     true = [wide for own, wide in pairs if own is made]
@@ -185,14 +175,12 @@ def _operands(op: OpCall, index: tuple[int, ...] | None) -> list[float]:
     is_plain = op.kwargs.get("alpha", 1) == 1 and not op.kwargs.get("rounding_mode")
     if index is None or torch.Tag.pointwise not in op.func.tags or not is_plain:
         return []
-    values = [value_at(op.kept.get(id(each), each), index) for each in op.args]
+    values = [value_at(op.before(each), index) for each in op.args]
     known = [each for each in values if each is not None]
     return known if len(known) == len(values) else []
 
 
-def _reduces_nothing(
-    op: OpCall, bad: torch.Tensor, output: Any, mask_counts: MaskCounts
-) -> str:
+def _reduces_nothing(op: OpCall, bad: torch.Tensor, mask_counts: MaskCounts) -> str:
     """Describes what it reduces, if that is nothing; else ""."""
     base = op.base.rstrip("_")
     read = [t for t in tensors_in(op.args) if t.is_floating_point() or t.is_complex()]
@@ -207,8 +195,7 @@ def _reduces_nothing(
     places = bad_places(bad) if has(base, "divides") else None
     if places is not None and len(op.args) > 1:
         index, by = places[0], op.args[1]
-        of = op.kept.get(id(op.args[0]), op.args[0])
-        if value_at(by, index) == 0 == value_at(of, index):
+        if value_at(by, index) == 0 == value_at(op.before(op.args[0]), index):
             if mask_counts.sums_no_label(op.args[0]):
                 return _NO_LABEL_COUNTS
             if any(by is count for count in mask_counts.counts_in(op)):
@@ -219,13 +206,13 @@ def _reduces_nothing(
 _MEAN = 1  # of the ways to reduce a loss, as ATen numbers them
 
 
-def _weighs_nothing(op: OpCall, output: Any) -> str:
+def _weighs_nothing(op: OpCall) -> str:
     """Describes the class weights whose sum a mean is divided by, if that is 0."""
     if not has(op.base, "of_labels") or op.args[2] is None:
         return ""
     if op.args[3] != _MEAN:  # it divides by nothing
         return ""
-    if float(tensors_in(output)[1]) != 0:
+    if float(tensors_in(op.output)[1]) != 0:
         return ""
     labels, weight, ignored = op.args[1], op.args[2], op.args[4]
     classes = labels[labels != ignored].unique().tolist()

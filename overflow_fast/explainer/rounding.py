@@ -22,12 +22,12 @@ from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import told_apart
-from .float64 import Float64Run, WideMemory, impossible
+from .float64 import Float64Run, impossible
 from .halving import Halving
-from .op_rows import Row
+from .memory import Contents, TapedTensor
+from .op_call import OpCall
 from .root_op import new_places
-from .tape import Contents, TapedCall, TapedTensor
-from .users_lines import op_at, place_text
+from .users_lines import op_at
 
 # Operations that are run before the others: of all that lost a value in
 # benchmarks/answers, none ran more than 6 operations before the one that failed.
@@ -49,7 +49,7 @@ class Lost:
         is_whole: Whether it depends on nothing that was not in float64 but what was
             there before the step: weights and the batch.
         as_they_were: The names of operations between that have no float64.
-        row: The operation whose rounding lost the value; None where `value` is not
+        op: The operation whose rounding lost the value; None where `value` is not
             finite either.
         own: A value that this operation returned, as it was.
         true: The same value in float64, of the same inputs.
@@ -57,12 +57,12 @@ class Lost:
         dtype: Its dtype.
     """
 
-    first: Row
+    first: OpCall
     value: float
     is_whole: bool = False
     is_beyond: bool = False
     as_they_were: Sequence[str] = ()
-    row: Row | None = None
+    op: OpCall | None = None
     own: float = math.nan
     true: float = math.nan
     least: float = 0.0
@@ -84,37 +84,33 @@ class _Undefined:
     """One number of what the last of some operations returned, run in float64.
 
     Args:
-        calls: The operations.
+        ops: The operations.
 
     Attributes:
-        calls: The same.
+        ops: The same.
         index: The place of the number, which is not finite; None if all are.
     """
 
-    def __init__(self, calls: Sequence[TapedCall]) -> None:
-        self.calls, self._given = calls, WideMemory(calls)
-        bad = [e for e in calls[-1].results if not bool(e.value.isfinite().all())]
-        read = [each.value for each in calls[-1].read.values()]
+    def __init__(self, ops: Sequence[OpCall]) -> None:
+        self.ops = ops
+        bad = [e for e in ops[-1].results if not bool(e.value.isfinite().all())]
+        read = [each.value for each in ops[-1].given.values()]
         places = new_places(bad[0].value, read) if bad else None
         self.index = None if places is None else places[0]
         self._bad = bad[0] if bad else None
 
-    def run(self, first: int = 0, nudged: Sequence[TapedCall] = ()) -> Float64Run:
+    def run(self, first: int = 0, nudged: Sequence[OpCall] = ()) -> Float64Run:
         """Runs the operations from one on; see `Float64Run`."""
-        run = Float64Run(self._given, nudged)
-        run.run(self.calls[first:])
-        return run
+        return Float64Run(nudged).run(self.ops[first:])
 
     def run_alone(self, place: int) -> Float64Run:
         """Runs one operation alone."""
-        run = Float64Run(self._given)
-        run.run(self.calls[place : place + 1])
-        return run
+        return Float64Run().run(self.ops[place : place + 1])
 
     def of(self, run: Float64Run) -> float:
         """The number that a run has come to; nan where it has none."""
         assert self._bad is not None and self.index is not None
-        has_failed = self.calls[-1].row in run.failed
+        has_failed = self.ops[-1] in run.failed
         value = None if has_failed else run.value(self._bad)
         return math.nan if value is None else float(value[self.index])
 
@@ -123,65 +119,65 @@ class _Undefined:
         return math.isfinite(self.of(self.run(*how)))
 
 
-def nearest_first(calls: Sequence[TapedCall]) -> Iterator[Sequence[TapedCall]]:
+def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
     """Yields the last of some operations to run: those of few elements, more, all."""
     num, numel, seen = 0, 0, set[Contents]()
-    for call in reversed(calls[-_NEAREST:]):
-        new = {each.contents for each in call.tensors} - seen
+    for op in reversed(ops[-_NEAREST:]):
+        new = {each.contents for each in op.taped} - seen
         numel += sum(each.numel for each in new)
         if numel > _CHEAP:
             break
         num, seen = num + 1, seen | new
-    for each in sorted({num, min(_NEAREST, len(calls)), len(calls)} - {0}):
-        yield calls[-each:]
+    for each in sorted({num, min(_NEAREST, len(ops)), len(ops)} - {0}):
+        yield ops[-each:]
 
 
-def lost_value(calls: Sequence[TapedCall]) -> Lost | None:
+def lost_value(ops: Sequence[OpCall]) -> Lost | None:
     """Finds which operation's rounding made the last of some operations undefined.
 
     Args:
-        calls: The operations, as a table of operations holds them.
+        ops: The operations, as a table of operations holds them.
 
     Returns:
         None if it is not known.
     """
-    held = [each for each in calls if each.is_held]
-    if not held or held[-1] is not calls[-1]:
+    held = [each for each in ops if each.is_held]
+    if not held or held[-1] is not ops[-1]:
         return None
-    calls, undefined = held, _Undefined(held)
+    ops, undefined = held, _Undefined(held)
     if undefined.index is None:
         return None
     run = undefined.run()
     value, failed = undefined.of(run), run.failed
-    if calls[-1].row in failed:
+    if ops[-1] in failed:
         return None
-    first = next(call.row for call in calls if call.row not in failed)
-    as_they_were = list(dict.fromkeys(row.name for row in failed if row.read_from))
-    known = {call.row for call in calls}
-    read = {row for call in calls for row in call.row.read_from}
-    lost = Lost(first, value, read <= known and not as_they_were, False, as_they_were)
+    first = next(op for op in ops if op not in failed)
+    as_they_were = list(dict.fromkeys(op.name for op in failed if op.read_from))
+    read = {each for op in ops for each in op.read_from}
+    is_whole = read <= {*ops} and not as_they_were
+    lost = Lost(first, value, is_whole, False, as_they_were)
     if not math.isfinite(value):
         return _beyond_float64(undefined, lost)
-    if undefined.is_finite(len(calls) - 1):
+    if undefined.is_finite(len(ops) - 1):
         return None
-    search = Halving(len(calls) - 1)  # for the last one from which on it is finite
+    search = Halving(len(ops) - 1)  # for the last one from which on it is finite
     for half in search:
         search.note(not undefined.is_finite(half.stop))
-    if _meets_given_numbers(calls[search.place], calls):
+    if _meets_given_numbers(ops[search.place], ops):
         return None
     return _lost_at(undefined, search.place, lost)
 
 
-def _meets_given_numbers(call: TapedCall, calls: Sequence[TapedCall]) -> bool:
+def _meets_given_numbers(op: OpCall, ops: Sequence[OpCall]) -> bool:
     """True if a result equals numbers that were given, from which it is subtracted.
 
     Such as a prediction its target. A target that is no whole number was rounded
     itself: that the difference is not 0 in float64 does not say that it was lost.
     """
-    own = {each.memory for each in call.results}
-    made = {result.memory for each in calls for result in each.results}
-    for each in calls:
-        operands = list(each.read.values())
+    own = {each.memory for each in op.results}
+    made = {result.memory for each in ops for result in each.results}
+    for each in ops:
+        operands = list(each.given.values())
         results = [tensor for tensor in operands if tensor.memory in own]
         given = [t for t in operands if t.memory not in made and t.is_float]
         if not has(each.base, "difference") or not results or not given:
@@ -195,16 +191,16 @@ def _meets_given_numbers(call: TapedCall, calls: Sequence[TapedCall]) -> bool:
 
 def _beyond_float64(undefined: _Undefined, lost: Lost) -> Lost:
     """Finds an operation that loses the value in float64, too; see `Lost`."""
-    suspects = [each for each in reversed(undefined.calls[:-1]) if impossible(each)]
+    suspects = [each for each in reversed(undefined.ops[:-1]) if impossible(each)]
     # Nearly always there are some, such as masked attention, and it is none of them.
     if not suspects or not undefined.is_finite(0, suspects):
         return lost
-    for call in suspects:
-        value = undefined.of(undefined.run(nudged=[call]))
+    for op in suspects:
+        value = undefined.of(undefined.run(nudged=[op]))
         if math.isfinite(value):
-            dtype = dtype_name(call.results[0].dtype)
-            found = replace(lost, value=value, row=call.row, is_beyond=True)
-            return replace(found, own=impossible(call)[0], dtype=dtype)
+            dtype = dtype_name(op.results[0].dtype)
+            found = replace(lost, value=value, op=op, is_beyond=True)
+            return replace(found, own=impossible(op)[0], dtype=dtype)
     return lost
 
 
@@ -216,9 +212,9 @@ def _lost_at(undefined: _Undefined, place: int, lost: Lost) -> Lost | None:
         place: The operation's place among those before it.
         lost: The outcome so far.
     """
-    call = undefined.calls[place]
+    op = undefined.ops[place]
     run = undefined.run_alone(place)
-    for own in call.results:
+    for own in op.results:
         true = run.value(own)
         if true is None or not true.numel():
             continue
@@ -226,7 +222,7 @@ def _lost_at(undefined: _Undefined, place: int, lost: Lost) -> Lost | None:
         index = _decisive_place(undefined, place, own, values, true)
         return replace(
             lost,
-            row=call.row,
+            op=op,
             own=float(values[index]),
             true=float(true[index]),
             least=float(torch.finfo(own.dtype).smallest_normal),
@@ -273,7 +269,7 @@ def _decisive_place(
         if value is None:
             return False
         value.copy_(mixed.view_as(own))
-        run.run(undefined.calls[place + 1 :])
+        run.run(undefined.ops[place + 1 :])
         return math.isfinite(undefined.of(run))
 
     if not len(changed) or not is_finite(len(changed)):
@@ -305,37 +301,31 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         lost: What it has come to.
         found: The explanation of the undefined result.
     """
-    on = f"computed in float64 from {_place(lost.first)} on"
+    on = f"computed in float64 from {lost.first.text} on"
     if lost.as_they_were:
         on += f", but for {', '.join(lost.as_they_were)}"
-    if lost.row is None:
+    if lost.op is None:
         is_sure = NO_HELP * lost.is_whole
         found.evidence[1:2] = [f"{on}, it is {lost.value:g} as well{is_sure}"]
         return
-    found.cause = lost.cause
+    found.cause, found.lost_by = lost.cause, op_at(lost.op.name, lost.op.sites)
+    found.lost_by.value = lost.own
     if lost.is_beyond:
-        found.lost_by = op_at(lost.row.name, lost.row.sites)
-        found.lost_by.value = lost.own
         verb = "underflowed" if lost.cause == UNDERFLOW.name else "was rounded"
         found.evidence[1:2] = [
-            f"{_place(lost.row)} {verb} to {lost.own:g}, in float64 as well: of finite "
+            f"{lost.op.text} {verb} to {lost.own:g}, in float64 as well: of finite "
             "numbers it is never that",
             f"with the float64 number next to {lost.own:g} instead, it is finite",
         ]
         return
-    found.lost_by = op_at(lost.row.name, lost.row.sites)
-    found.lost_by.value, found.lost_by.true_value = lost.own, lost.true
+    found.lost_by.true_value = lost.true
     found.evidence[1:2] = [
-        f"{_place(lost.row)} {_change(lost)}",
+        f"{lost.op.text} {_change(lost)}",
         f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}, "
         "it is not",
     ]
     if found.op is not None:
         found.op.true_value = lost.value
-
-
-def _place(row: Row) -> str:
-    return f"{row.name}{place_text(row.sites)}"
 
 
 def _change(lost: Lost) -> str:

@@ -14,11 +14,12 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.op import Sample
 from .calls import Call, batch_size, why_whole, with_stand_in
 from .halving import Halving
-from .op_rows import Leaf, Row, row_of
-from .op_trace import ModuleStack, OpCall, OpTrace
+from .leaves import Leaf
+from .op_call import OpCall
+from .op_trace import ModuleStack, OpObserver, OpTrace
 from .replayer import Observer, Replayer, ReplayResult, StepPart
 from .sentinel import outlier_in, sentinel_in
-from .tensor_kinds import as_wide, floats_in, is_float, kinds_of
+from .tensor_kinds import as_wide, is_float, kinds_of
 from .trace_back import RootOp
 
 COMPUTED = ("forward", "backward")  # phases in which samples go their own ways
@@ -95,7 +96,7 @@ def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
 
 
 def _halved(
-    source: Row,
+    source: OpCall,
     replayer: Replayer,
     place: int,
     size: int,
@@ -130,7 +131,7 @@ def _halved(
             return fails_again.is_seen
         again = None if stays_within else result.root_op(replayer.models)
         other = None if again is None else again.source
-        return isinstance(other, Row) and other.place == source.place
+        return isinstance(other, OpCall) and other.place == source.place
 
     first, last = _guesses(source, size) or (None, None)
     if last is not None and last != first and fails([last]):
@@ -158,7 +159,7 @@ def _halved(
     return (found, others) if is_finite else (None, None)
 
 
-def _guesses(source: Row, size: int) -> tuple[int, int] | None:
+def _guesses(source: OpCall, size: int) -> tuple[int, int] | None:
     """The samples that the indices of the first and last bad value point to."""
     details = source.details
     if details is None or not details.op.first_index or not details.op.outputs:
@@ -170,12 +171,12 @@ def _guesses(source: Row, size: int) -> tuple[int, int] | None:
     return details.op.first_index[0] // each, details.last_index[0] // each
 
 
-def _reads_bad(source: Row) -> bool:
+def _reads_bad(source: OpCall) -> bool:
     """True if an operation may have read non-finite values, such as those of a mask."""
     return source.details is None or source.details.has_bad_inputs
 
 
-class _FailsAgain(Observer):
+class _FailsAgain(Observer, OpObserver):
     """Sees whether an operation makes non-finite values of finite ones in a replay.
 
     Looks at what runs at its place alone, which takes less than a table of all.
@@ -184,8 +185,8 @@ class _FailsAgain(Observer):
         is_seen: It does.
     """
 
-    def __init__(self, row: Row) -> None:
-        self._row = row
+    def __init__(self, failed: OpCall) -> None:
+        self._failed = failed
         self.is_seen = False
 
     def observing(
@@ -196,18 +197,15 @@ class _FailsAgain(Observer):
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation; see `OpObserver`."""
-        if self.is_seen or op.name != self._row.name:
+        if self.is_seen or op.name != self._failed.name:
             return op.run()
         is_finite = not any(map(kinds_of, op.read()))
-        output = op.run()
-        if is_finite and row_of(op, modules).place == self._row.place:
+        op.run()
+        modules.note_caller(op)
+        if is_finite and op.place == self._failed.place:
             with torch.no_grad():
-                written = [*op.fresh(output), *op.written]
-                self.is_seen = any(map(kinds_of, floats_in(written)))
-        return output
-
-    def on_module(self, name: str, values: Any, is_given: bool) -> None:
-        """See `OpObserver`."""
+                self.is_seen = any(map(kinds_of, op.made))
+        return op.output
 
 
 def _dataset_index(call: Call, index: int, size: int) -> int | None:

@@ -28,9 +28,10 @@ from .bad_step import BadStep
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op
+from .leaves import Leaf
 from .long_explanation import LongExplanation
 from .named_tensors import names_of
-from .op_rows import Leaf, Row
+from .op_call import OpCall
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
@@ -39,7 +40,7 @@ from .replayer import Difference, ReplayCheck, Replayer, ReplayResult, StepPart,
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
 from .spent_time import SpentTime
-from .trace_back import OF_LEAVES, ForwardRows, RootOp, trace_back
+from .trace_back import OF_LEAVES, RootOp, trace_back
 from .weight_growth import find_growth
 
 _NOT_TRIED = (
@@ -176,7 +177,7 @@ class Search:
         self._ranks = self.replayer.ranks
         self._spent = SpentTime()
         self._has_run = False
-        self._lost: Row | None = None
+        self._lost: OpCall | None = None
         self._sentinel: Sentinel | None = None
         self._others: ReplayResult | None = None
         self.num_unlike = 0
@@ -344,22 +345,22 @@ class Search:
         """Explains where the bad values of the traced replay began."""
         traced, incident = self.traced, self.incident
         assert traced.table is not None
-        rows = ForwardRows(traced.table)
+        ops = traced.table.ops
         # Where a module was seen to return it, it arose in the forward for sure.
         is_seen = self.is_seen_in_call
         in_gradients = traced.is_in_gradients and not is_seen
         source, before = root_op.source, traced.num_before
-        if before is not None and isinstance(source, Row) and source.index >= before:
-            found = explain_root_op(root_op, rows, False, call)
+        if before is not None and isinstance(source, OpCall) and source.index >= before:
+            found = explain_root_op(root_op, ops, False, call)
             found.phase = "optimizer"
             found.notes.append(BEHIND_BACKWARD)
             return found
-        found = explain_root_op(root_op, rows, in_gradients, call)
+        found = explain_root_op(root_op, ops, in_gradients, call)
         roots = {prefix.rstrip(".") for prefix in self.replayer.models}
         ends_bad = is_seen and incident.module in roots
         is_hidden = found.phase == "forward" and not traced.is_forward
         if is_seen and is_hidden and not ends_bad:
-            if call.has_backward is False and isinstance(source, Row):
+            if call.has_backward is False and isinstance(source, OpCall):
                 from .hidden import tell_hidden
 
                 told = tell_hidden(self.replayer, source, traced.table)
@@ -380,25 +381,26 @@ class Search:
 
     def _find_lost_value(self, found: Explanation, root_op: RootOp) -> None:
         """Finds the rounding that made an operation undefined, if it was one."""
-        row, table = root_op.source, self.traced.table
+        source, table = root_op.source, self.traced.table
         assert table is not None
-        calls = table.undefined.get(row, []) if isinstance(row, Row) else []
-        table.undefined.clear()
-        if not calls:
-            return
+        if isinstance(source, OpCall) and source in table.undefined:
+            self._explain_lost(found, table.undefined[source])
+        table.forget_undefined()
+
+    def _explain_lost(self, found: Explanation, ops: Sequence[OpCall]) -> None:
         from .rounding import explain_lost, lost_value, nearest_first  # of few failures
 
         lost = None
-        for some in nearest_first(calls):
+        for some in nearest_first(ops):
             if not self._has_time():
                 break
             with no_dispatch(), torch.no_grad():
                 lost = lost_value(some) or lost
-            if lost is None or lost.row is not None:
+            if lost is None or lost.op is not None:
                 break
         if lost is not None:
             explain_lost(lost, found)
-            self._lost = lost.row
+            self._lost = lost.op
 
     def _name_forward(self, found: Explanation, place: int) -> None:
         """Names which forward of the step it is of, such as that of a micro-batch."""
@@ -449,8 +451,8 @@ class Search:
     ) -> None:
         """Tries remedies on what a replay with a table has shown."""
         assert traced.table is not None
-        if isinstance(root_op.source, Row) and traced.carried:
-            names = ", ".join(f"`{name}`" for name in traced.carried)
+        if isinstance(root_op.source, OpCall) and traced.table.carried:
+            names = ", ".join(f"`{name}`" for name in traced.table.carried)
             found.notes.append(_NOT_TRIED.format(names))
             return
         case, incident = self.case, self.incident
@@ -493,7 +495,9 @@ class Search:
         for _, name, tensor in names_of(self.case.models):
             if variable is not None and tensor is variable:
                 found.tensor = name
-                is_in_hook = isinstance(root_op.source, Row) and root_op.source.in_hook
+                is_in_hook = (
+                    isinstance(root_op.source, OpCall) and root_op.source.in_hook
+                )
                 found.module = "" if is_in_hook else module_of_parameter(name)
 
     def _only_gradient(self, root_op: RootOp) -> str:
@@ -526,7 +530,7 @@ def _ends_finite(call: Call, traced: ReplayResult) -> str:
 
 def _claim(root_op: RootOp | None) -> int:
     source = None if root_op is None else root_op.source
-    if isinstance(source, Row):
+    if isinstance(source, OpCall):
         if source.is_communication:
             return _FROM_OTHERS
         return _IN_BACKWARD if source.in_backward else _IN_FORWARD

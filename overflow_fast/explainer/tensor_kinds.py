@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from ..guard.report.op import TensorSummary
 from ..scanner.ops import Stat, scan
 from ..torch_internals.replaying import without_torch_function
 from ..torch_internals.tensor_internals import is_in_transform, local_part
-from .storage_map import StorageMap, memory_of
+from .memory import StorageMap
 
 NAN, POSITIVE_INF, NEGATIVE_INF = _C.NAN, _C.POSITIVE_INF, _C.NEGATIVE_INF
 INF = POSITIVE_INF | NEGATIVE_INF
@@ -126,8 +125,7 @@ def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[st
     ]
 
 
-_Writes = tuple[int | None, int, torch.dtype]  # as torch and as this file counts them
-_State = tuple[int, torch.Size, _Writes]
+_Contents = tuple[Any, ...]  # identifies what a tensor holds, within its memory
 
 
 class Kinds:
@@ -139,28 +137,22 @@ class Kinds:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, _State, int, Stat]] = {}
-        self._num_writes: dict[int, int] = {}  # by memory
-        self._finite: StorageMap[tuple[_Writes, Stat]] = StorageMap()  # as a whole
+        self._known: StorageMap[dict[_Contents, tuple[int, Stat]]] = StorageMap()
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """The kinds in each tensor, as a sum of NAN, POSITIVE_INF and NEGATIVE_INF."""
-        found = [self._kinds_if_known(tensor) for tensor in tensors]
+        found = [self._look_up(tensor) for tensor in tensors]
         new = [t for t, each in zip(tensors, found, strict=True) if each is None]
-        if new:
-            scanned = iter(scan([tensor.detach() for tensor in new]))
-            found = [
-                self._remember(tensor, next(scanned))[0] if each is None else each
-                for tensor, each in zip(tensors, found, strict=True)
-            ]
-        return [each for each in found if each is not None]
+        scanned = iter(scan([tensor.detach() for tensor in new]) if new else ())
+        return [
+            (each or self._remember(tensor, next(scanned)))[0]
+            for tensor, each in zip(tensors, found, strict=True)
+        ]
 
     def stat(self, tensor: torch.Tensor) -> Stat:
         """The stat of a tensor."""
-        found = self._look_up(tensor)
-        if found is None:
-            found = self._remember(tensor, scan([tensor.detach()])[0])
-        return found[1]
+        found = self._look_up(tensor, is_view=not is_whole(tensor))
+        return (found or self._remember(tensor, scan([tensor.detach()])[0]))[1]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forgets tensors, and others that share their memory: they are scanned again.
@@ -169,48 +161,43 @@ class Kinds:
         not raise it.
         """
         for tensor in tensors:
-            for key in memory_of(tensor):
-                self._num_writes[key] = self._num_writes.get(key, 0) + 1
+            self._known.drop(tensor)
 
-    def _kinds_if_known(self, tensor: torch.Tensor) -> int | None:
-        finite = self._finite.get(tensor)
-        if finite is not None and finite[0] == self._writes(tensor):
-            return 0
-        known = self._look_up(tensor)
-        return None if known is None else known[0]
-
-    def _look_up(self, tensor: torch.Tensor) -> tuple[int, Stat] | None:
-        finite = self._finite.get(tensor)
-        if finite is not None and finite[0] == self._writes(tensor):
-            return (0, finite[1]) if is_whole(tensor) else None
-        known = self._known.get(id(tensor))
-        if known is None or tensor.is_inference() or known[0]() is not tensor:
+    def _look_up(
+        self, tensor: torch.Tensor, is_view: bool = False
+    ) -> tuple[int, Stat] | None:
+        """Its kinds and stat, if known; those of all its memory unless it is a view."""
+        known = self._known.get(tensor)
+        if known is None:
             return None
-        return known[2:] if known[1] == self._state(tensor) else None
+        whole = None if is_view else known.get(_memory_now(tensor))
+        return whole or known.get(_contents_of(tensor))
 
     def _remember(self, tensor: torch.Tensor, stat: Stat) -> tuple[int, Stat]:
         kinds = kinds_of(tensor, stat) if stat.has_nan or stat.has_inf else 0
-        if tensor.is_inference():
+        if tensor.is_inference() or tensor.is_neg():
             return kinds, stat
+        known = self._known.get(tensor)
+        if known is None:
+            self._known.put(tensor, known := {})
         is_scanned = type(tensor) in PLAIN and stat.not_scanned is None
-        if is_scanned and not kinds and is_whole(tensor):
-            self._finite.put(tensor, (self._writes(tensor), stat))
-        else:
-            reference = weakref.ref(tensor)
-            self._known[id(tensor)] = (reference, self._state(tensor), kinds, stat)
+        is_finite = is_scanned and not kinds and is_whole(tensor)
+        key = _memory_now(tensor) if is_finite else _contents_of(tensor)
+        known[key] = kinds, stat
         return kinds, stat
 
-    def _state(self, tensor: torch.Tensor) -> _State:
-        """Identifies the contents of a tensor until somebody writes to it."""
-        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        pointer = tensor.data_ptr() if is_plain else 0
-        return pointer, tensor.shape, self._writes(tensor)
 
-    def _writes(self, tensor: torch.Tensor) -> _Writes:
-        """Counts the writes to a tensor's memory."""
-        keys = memory_of(tensor) if self._num_writes else ()
-        writes = sum(self._num_writes.get(key, 0) for key in keys)
-        return _C.version_of(tensor), writes, tensor.dtype
+def _memory_now(tensor: torch.Tensor) -> _Contents:
+    """Identifies what the memory of a tensor holds until somebody writes to it."""
+    return _C.version_of(tensor), tensor.dtype
+
+
+def _contents_of(tensor: torch.Tensor) -> _Contents:
+    """Identifies what a tensor holds until somebody writes to it."""
+    own = tensor if type(tensor) in PLAIN else local_part(tensor)
+    is_strided = own.layout is torch.strided
+    place = (own.stride(), own.storage_offset()) if is_strided else ()
+    return *_memory_now(tensor), own.shape, *place
 
 
 _FEW_COLUMNS = 4  # of more than twice as many; chosen, not measured

@@ -1,8 +1,17 @@
 """The torch calls of a replay, as the program makes them: what made which value.
 
 A mode sees each call of a torch function before autograd does, in its own thread and in
-autograd's while they work for it. A call of `F.cross_entropy` is one call. No value is
-read, so that no device is waited for, and tensors are referred to weakly.
+autograd's while they work for it. A call of `F.cross_entropy` is one call; the
+operations that it consists of know it as their `torch_call`. No value is read, so that
+no device is waited for, and tensors are referred to weakly.
+
+1. A call begins: its arguments become `Value`s, which know the call that made them.
+2. It runs, or what a change puts in its place (`ChangedCalls`), as the running call of
+   its thread.
+3. What it returned, or wrote to, are new `Value`s.
+
+State: `calls`, and of each tensor its `Value` now. One is asked as it was in replays
+with changes, where no operations are traced: it has a version, and a copy if need be.
 """
 
 from __future__ import annotations
@@ -30,7 +39,8 @@ from .users_lines import BEGINS, Site, Sites
 # Other names of the parameters that patterns read.
 SAME = {"self": "input", "x": "input", "ord": "p", "axis": "dim", "_stacklevel": ""}
 BACKWARD = (torch.autograd.backward, torch.Tensor.backward, torch.autograd.grad)
-_MOST_SITES = 8  # from a torch call out to the program's own line
+# From a torch call out to the program's own line; of a deeper call no line is known.
+_MOST_SITES = 8
 # A call's name and, of each of its sites, file, function, first line, instruction: data
 # that is the same on each rank.
 Key = tuple[str, tuple[tuple[str, str, int, int], ...]]
@@ -163,10 +173,14 @@ class TorchCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name == "__get__":  # such as of x.T
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
         if func in BACKWARD:
             return self._backward(name, func, args, kwargs)
+        return self.on_call(name, func, args, kwargs)
+
+    def on_call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a call of a torch function of this name, and records it."""
+        if name == "__get__":  # such as of x.T
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
         frames = [] if has(name, "tells") else _frames(sys._getframe(1))
         if not frames:  # it makes no tensor, or is none of the program's calls
             return func(*args, **kwargs)

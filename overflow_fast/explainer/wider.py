@@ -10,7 +10,7 @@ import torch
 
 from ..base.tensors import has_memory
 from ..torch_internals.tensor_internals import pytree
-from .torch_calls import BACKWARD, TorchCalls, tensors_among
+from .torch_calls import TorchCalls, tensors_among
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32)
@@ -83,12 +83,8 @@ class WiderAutocast(TorchCalls):
         super().__init__()
         self._dtype = dtype
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if func in BACKWARD:
-            return self._backward(name, func, args, kwargs)
+    def on_call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """See `TorchCalls`; records none."""
         device = _device_of((args, kwargs))
         has_autocast = torch.amp.is_autocast_available(device)
         is_on = has_autocast and torch.is_autocast_enabled(device)

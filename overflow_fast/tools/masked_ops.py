@@ -10,7 +10,7 @@ from ..base.text import as_lines
 from ..explainer.calls import made_again
 from ..explainer.explain_origin import explain_root_op
 from ..explainer.replayer import Replayer, StepPart
-from ..explainer.trace_back import ForwardRows, RootOp
+from ..explainer.trace_back import RootOp
 from ..guard.kinds import whole
 from ..guard.monitors.monitor import Guarded, Monitor, MonitoredStep
 from ..guard.options import option
@@ -139,10 +139,9 @@ def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
     table = result.table
     if table is None or result.error is not None:
         return []
-    rows = ForwardRows(table)
     found: dict[tuple[object, ...], Explanation] = {}
-    for row in table.rows:
-        place = row.name, row.module, row.sites[:1]
-        if row.makes_bad and place not in found and len(found) < _MOST:
-            found[place] = explain_root_op(RootOp(row, [row]), rows, row.in_backward)
+    for op in table.ops:
+        key = op.name, op.module, op.sites[:1]
+        if op.makes_bad and key not in found and len(found) < _MOST:
+            found[key] = explain_root_op(RootOp(op, [op]), table.ops, op.in_backward)
     return list(found.values())

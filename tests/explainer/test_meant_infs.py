@@ -6,10 +6,9 @@ from assembled import Assembled
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.explainer.op_rows import Leaf
+from overflow_fast.explainer.leaves import Leaf
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
-from overflow_fast.explainer.root_op import details_of
 from overflow_fast.explainer.trace_back import trace_back
 from overflow_fast.guard.report.causes import MASK
 
@@ -23,7 +22,7 @@ def mask(value=-INF):
 
 
 def traced(run, leaves=()):
-    table = OpTable(list(leaves), details_of)
+    table = OpTable(list(leaves))
     with OpTrace({}, table):
         result = run()
     return table, result
@@ -51,12 +50,12 @@ CASES = {
 def test_operations_make_what_is_not_meant(case):
     run, makers = CASES[case]
     table, _ = traced(run)
-    assert [row.name for row in table.rows if row.makes_bad] == makers
+    assert [row.name for row in table.ops if row.makes_bad] == makers
 
 
 def test_a_row_that_is_masked_reduces():
     table, _ = traced(lambda: mask().sum(-1))
-    assert [row.name for row in table.rows if row.reduces] == ["aten.sum.dim_IntList"]
+    assert [row.name for row in table.ops if row.reduces] == ["aten.sum.dim_IntList"]
 
 
 @pytest.mark.parametrize("values", [[-INF, 0.0], [-INF, 1.0], [INF, 0.0]])

@@ -10,7 +10,8 @@ from torch import nn
 
 from overflow_fast.base.tensors import devices_of
 from overflow_fast.explainer.calls import Call
-from overflow_fast.explainer.op_trace import OpTrace
+from overflow_fast.explainer.op_table import OpTable
+from overflow_fast.explainer.op_trace import OpObserver, OpTrace
 from overflow_fast.explainer.remedies.patches import (
     Eagerly,
     FromLoss,
@@ -138,8 +139,8 @@ def test_bad_calls_before_the_traced_one_are_passed_over():
         alone = replayer.run(StepPart(traced=0, rows=(0, 1)), observers=[seen])
     assert (
         clean.is_clean
-        and clean.table.rows
-        and not any(row.kinds for row in clean.table.rows)
+        and clean.table.ops
+        and not any(row.kinds for row in clean.table.ops)
     )
     assert alone.bad_call == 0 and seen.sizes == [2]
 
@@ -177,3 +178,20 @@ def test_a_trace_shows_operations_with_their_modules():
     model(torch.randn(2, 4))
     assert ("addmm", "0") in seen and ("relu", "1") in seen
     assert given == ["", "0", "1"] and returned == ["0", "1", ""]
+
+
+@pytest.mark.parametrize("looks_back", [False, True])
+def test_what_runs_is_the_same_with_a_table(looks_back):
+    """Autograd copies a gradient that somebody else refers to."""
+    seen, table = [], OpTable([], looks_back)
+
+    class Names(OpObserver):
+        def run(self, op, modules):
+            seen.append(op.name)
+            return op.run()
+
+    for observer in (Names(), table):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        with OpTrace({"": model}, observer):
+            model(torch.ones(2, 4)).sum().backward()
+    assert [op.name for op in table.ops] == seen

@@ -147,7 +147,7 @@ def test_the_step_in_float64_draws_what_the_step_draws_or_is_not_run(kind):
     call.returns_loss = True
     with Replayer({"": model}, [call]) as replayer:
         plain = replayer.run(StepPart(traced=0, has_calls=True))
-        patch = in_float64(plain.table.torch_calls, plain.table)
+        patch = in_float64(plain.table)
         if patch is None:
             assert kind is nn.AlphaDropout
             return

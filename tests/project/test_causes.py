@@ -107,7 +107,7 @@ def test_an_invented_cause_has_its_remedies(invented):
     class Failure:
         found = Explanation(cause=invented.name)
         is_meant, sentinel, checkpoints = False, None, ["last.pt"]
-        bad, row = None, object()
+        bad, op = None, object()
 
     kinds = [each.__name__ for each in attempts._attempts(Failure(), None)]
     assert kinds[0] == "try_checkpoints" and "float32_trials" in kinds

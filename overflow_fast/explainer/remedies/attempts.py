@@ -29,8 +29,7 @@ from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart
 from ..rounding import NO_HELP
 from ..sentinel import Sentinel, outlier_in
-from ..trace_back import ForwardRows, RootOp
-from ..users_lines import place_text
+from ..trace_back import RootOp
 from .keep_in_fp32 import has_forward
 from .patches import (
     ClampedBatch,
@@ -174,8 +173,7 @@ def remaining_failure(failure: Failure, trials: Trials, place: int) -> Failure |
     root_op = result.root_op(models)
     if root_op is None:
         return None
-    rows = ForwardRows(result.table)
-    found = explain_root_op(root_op, rows, result.is_in_gradients)
+    found = explain_root_op(root_op, result.table.ops, result.is_in_gradients)
     after = Failure.of(found, root_op, result.table, place)
     after.checkpoints = failure.checkpoints
     return None if after.mark == failure.mark else after
@@ -368,13 +366,12 @@ def _find_hidden(failure: Failure, trials: Trials) -> Failure | None:
     if table is None:
         return None
     made = table.made_of([*result.losses, *result.gradients.values()])
-    for row in table.rows:
-        details = row.details if row in made and row.makes_bad else None
+    for op in table.ops:
+        details = op.details if op in made and op.makes_bad else None
         if details is not None and details.is_overflow:
-            place = f"{row.name}{place_text(row.sites)}"
-            _replace(trials, remedy, hides=f"{place} still overflows")
-            root_op = RootOp(row, [row])
-            found = explain_root_op(root_op, ForwardRows(table), row.in_backward)
+            _replace(trials, remedy, hides=f"{op.text} still overflows")
+            root_op = RootOp(op, [op])
+            found = explain_root_op(root_op, table.ops, op.in_backward)
             return Failure.of(found, root_op, table, failure.place)
     return None
 
@@ -455,7 +452,7 @@ def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
     if failure.is_meant:
         yield empty_row_trials(failure, trials)
         return
-    if failure.row is None and trials.replayer.ranks.is_alone:
+    if failure.op is None and trials.replayer.ranks.is_alone:
         yield _zero_unwritten(failure, trials)
     if "samples" in cause.remedies:
         yield select_trials(failure, trials)

@@ -18,7 +18,7 @@ from ...guard.report.causes import UNDERFLOW
 from ...guard.report.explanation import Explanation
 from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
-from ..op_rows import Row
+from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value
 from ..users_lines import place_text
 from .call_patch import CallPatch, ClampedValue, InWider, RuleChange
@@ -401,15 +401,8 @@ def _trial_of(
 ) -> Trial:
     reads = frozenset(call.key for call in (root, *found.calls))
     change = RuleChange(root.key, RULES.index(rule), root.dtype, number, dim, reads)
-    return _trial(change, root, found, calls)
-
-
-def _trial(
-    change: RuleChange, root: TorchCall, found: Found, calls: Sequence[TorchCall]
-) -> Trial:
     text = with_numbers(found.text or _STAY, found.numbers)
     patch, place = CallPatch((change,)), inner_place(root)
-    rule = RULES[change.rule]
     how = rule.is_exact, rule.stops_gradient(root), rule.settles
     try:
         edits = rule_edits(root, calls, change.found)
@@ -620,9 +613,9 @@ def _wider_trial(
     if table is None:
         return None
     sizes: dict[TorchCall, float] = {}
-    for row in table.rows:  # the last one that is no view made what a call returned
-        if row.torch_call is not None and row.abs_max is not None:
-            sizes[row.torch_call] = torch.inf if row.kinds else row.abs_max
+    for op in table.ops:  # the last one that is no view made what a call returned
+        if op.torch_call is not None and op.abs_max is not None:
+            sizes[op.torch_call] = torch.inf if op.kinds else op.abs_max
     ends = _ends_of(change, table.torch_calls, sizes)
     change = replace(change, ends=frozenset(call.key for call in ends))
     text, patch = wider_text(change, calls), CallPatch((change,))
@@ -671,7 +664,7 @@ _GIVEN = " (with gradients of 0)"
 
 
 def update_remedies(
-    row: Row,
+    op: OpCall,
     calls: Sequence[TorchCall],
     found: Explanation,
     is_finite_now: Callable[[], bool],
@@ -679,13 +672,13 @@ def update_remedies(
     """Tries other forms of the line of an operation in an optimizer's step.
 
     Args:
-        row: The operation.
+        op: The operation.
         calls: The torch calls of the step.
         found: Its explanation.
         is_finite_now: Makes the step again on a copy, with gradients of 0; tells
             whether the weight is finite then.
     """
-    root = row.torch_call
+    root = op.torch_call
     if root is None or not shown_at(root)[0]:  # a line of torch's own
         return
     for rule in GUARDS:

@@ -18,17 +18,17 @@ from ..bad_step import outside_text
 from ..bounds import GRADIENT, LOSS
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
-from ..explain_origin import mask_of, named_row
+from ..explain_origin import mask_of
 from ..halving import Halving
 from ..named_tensors import magnitudes_of, state_by_name
-from ..op_rows import Row
+from ..op_call import OpCall
 from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..sentinel import Sentinel
 from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
-from ..trace_back import ForwardRows, RootOp
+from ..trace_back import RootOp
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
 from .patches import Eagerly, FromLoss, WithoutBad
@@ -458,7 +458,7 @@ class Failure:
 
     Attributes:
         found: Its explanation.
-        row: The operation that is named, or None.
+        op: The operation that is named, or None.
         place: The place of the call in which it failed.
         bad: The tensor of the batch that is non-finite, or None.
         modules: The names of the modules that ran from the operation on, in order.
@@ -485,12 +485,12 @@ class Failure:
     """
 
     found: Explanation
-    row: Row | None
+    op: OpCall | None
     place: int
     bad: torch.Tensor | None = None
     modules: Sequence[str] = ()
-    mask: Row | None = None
-    lost: Row | None = None
+    mask: OpCall | None = None
+    lost: OpCall | None = None
     sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
     others: ReplayResult | None = None
@@ -506,19 +506,19 @@ class Failure:
     stays_within: bool = False
     within: str | None = None
     loss: float | None = None
-    met: Row | None = None
+    met: OpCall | None = None
 
     @property
     def failing_calls(self) -> list[TorchCall]:
         """The torch call that failed; in backward, those that may be why, too."""
-        own = None if self.row is None else self.row.torch_call
+        own = None if self.op is None else self.op.torch_call
         return [] if own is None else list(dict.fromkeys([own, *self.hidden]))
 
     @property
     def is_meant(self) -> bool:
         """True if the loss holds the infs of a mask, and nothing else is wrong."""
         is_whole = self.found.phase == "forward"
-        return is_whole and self.row is not None and self.row.is_meant
+        return is_whole and self.op is not None and self.op.is_meant
 
     @classmethod
     def of(
@@ -532,27 +532,27 @@ class Failure:
             table: The operations of the replay in which it was found.
             place: The place of the call.
         """
-        rows = ForwardRows(table)
-        if not isinstance(root_op.source, Row):
+        if not isinstance(root_op.source, OpCall):
             is_of_batch = root_op.source.kind == "batch"
             bad = root_op.source.tensor if is_of_batch else None
-            derivatives = (row for row in table.rows if row.in_backward and row.kinds)
+            derivatives = (op for op in table.ops if op.in_backward and op.kinds)
             first = next(derivatives, None) if is_of_batch else None
             return cls(
                 *(found, None, place, bad),
                 is_compiled=table.is_compiled,
                 calls=table.torch_calls,
-                met=None if first is None else rows.of(first),
+                met=None if first is None else first.forward,
             )
-        row, made = named_row(root_op.source, rows), mask_of(root_op.source)
+        op, made = root_op.source.named, mask_of(root_op.source)
+        ran = [each.module for each in table.ops[op.index :] if each.module]
         return cls(
-            *(found, row, place),
-            modules=rows.modules_from(row),
-            mask=made if isinstance(made, Row) else None,
-            growth=growth_of(root_op.source, rows) if found.is_overflow else None,
+            *(found, op, place),
+            modules=list(dict.fromkeys(ran)),
+            mask=made if isinstance(made, OpCall) else None,
+            growth=growth_of(root_op.source, table.ops) if found.is_overflow else None,
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
-            in_float64=in_float64(table.torch_calls, table),
+            in_float64=in_float64(table),
             hidden=_hidden(table) if found.phase == "backward" else (),
         )
 
@@ -584,7 +584,5 @@ _MOST_HIDDEN = 2  # chosen, not measured
 
 def _hidden(table: OpTable) -> list[TorchCall]:
     """The calls of a forward that made bad values, whatever became of them."""
-    calls = [
-        row.torch_call for row in table.rows if row.makes_bad and not row.in_backward
-    ]
+    calls = [op.torch_call for op in table.ops if op.makes_bad and not op.in_backward]
     return [call for call in dict.fromkeys(calls) if call is not None][:_MOST_HIDDEN]

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.torch_ops import base_of, has, plain_name
+from ...base.torch_ops import has, plain_name
 from ...guard.report.remedy import Remedy
 from ...torch_internals.tensor_internals import pytree
 from ..bounds import norm_of, tolerance
 from ..op_table import OpTable
 from ..replayer import ReplayResult
-from ..torch_calls import BACKWARD, TorchCall, TorchCalls, tensors_among
+from ..torch_calls import TorchCall, TorchCalls, tensors_among
 from ..wider import TO_FLOAT64, autocast_off, cast_all, run_wider
 from .patches import InDtype, in_wider_memory
 
@@ -60,12 +60,8 @@ class _Widening(TorchCalls):
         super().__init__()
         self._drawn = iter(drawn)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, own = kwargs or {}, getattr(func, "__name__", "")
-        if func in BACKWARD:
-            return self._backward(own, func, args, kwargs)
+    def on_call(self, own: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """See `TorchCalls`; records none."""
         name = plain_name(own.rstrip("_") if not own.endswith("__") else own)
         if own in ("__get__", "__set__") or has(name, "tells"):
             return func(*args, **kwargs)
@@ -98,15 +94,14 @@ class _Widening(TorchCalls):
         return args[0].copy_(result) if own.endswith("_") else result
 
 
-def in_float64(calls: Sequence[TorchCall], table: OpTable) -> InFloat64 | None:
+def in_float64(table: OpTable) -> InFloat64 | None:
     """The patch for a step; None where float64 would draw other numbers.
 
     Args:
-        calls: The torch calls of the step.
-        table: Its operations.
+        table: Its operations and torch calls.
     """
-    drawing = {row.torch_call for row in table.rows if has(base_of(row.name), "random")}
-    own = [call for call in calls if has(call.name, "random")]
+    drawing = {op.torch_call for op in table.ops if has(op.base, "random")}
+    own = [call for call in table.torch_calls if has(call.name, "random")]
     if not drawing <= set(own):  # within a larger call, or none of the program's
         return None
     return InFloat64(drawn=tuple(call.dtype for call in own if call.inputs))

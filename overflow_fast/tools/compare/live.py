@@ -22,7 +22,8 @@ from ...base.tree import CALL_DEPTH, NotRebuilt, find, mapped, tensors_in
 from ...detector.observers import without_observers
 from ...explainer.ambient import applied
 from ...explainer.effects.rule import EffectRule, StoppedError
-from ...explainer.op_trace import ModuleStack, OpCall, OpTrace
+from ...explainer.op_call import OpCall
+from ...explainer.op_trace import ModuleStack, OpObserver, OpTrace
 from ...explainer.snapshot import Snapshot
 from ...explainer.users_lines import Sites, code_at
 from ...explainer.wider import FLOATS
@@ -102,7 +103,7 @@ class _Op:
         return f"{self.name} at {file}:{line} `{code}`" if file else self.name
 
 
-class _Ops:
+class _Ops(OpObserver):
     """Summarizes the results of the operations of a trace."""
 
     def __init__(self) -> None:
@@ -122,9 +123,6 @@ class _Ops:
             )
             self._made.update((id(tensor), place) for tensor in made)
         return output
-
-    def on_module(self, name: str, values: Any, is_given: bool) -> None:
-        """See `OpObserver`."""
 
 
 def _is_end(number: float, tensor: torch.Tensor) -> bool:
