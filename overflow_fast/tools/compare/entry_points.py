@@ -203,13 +203,15 @@ def compare_live(
         >>> compare_live(a, b, torch.ones(1, 2)).first.kind
         'weights'
     """
-    from .live import compare_models
+    from .live import batch_for, compare_models
 
     check_module(model)
     check_module(reference, "reference")
-    return compare_models(
-        model, reference, batch, reference_batch, loss, backward, names_of(names)
-    )
+    its = batch_for(reference, model, batch)
+    if reference_batch is not None:
+        its = reference_batch
+    pair = (model, reference), (batch, its)
+    return compare_models(*pair, loss, backward, names_of(names))
 
 
 def shadow(
@@ -237,9 +239,9 @@ def shadow(
     Raises:
         ValueError: If the model is wrapped, sharded, quantized or not initialized.
     """
-    from .live import LocalShadow, compare_models, float32_copy
+    from .live import LocalShadow, batch_for, compare_models, float32_copy
 
     check_module(model)
     copied = float32_copy(model)
-    local = LocalShadow(model, copied)
-    return compare_models(model, copied, batch, None, loss, backward, {}, local)
+    pair = (model, copied), (batch, batch_for(copied, model, batch))
+    return compare_models(*pair, loss, backward, {}, LocalShadow(model, copied))

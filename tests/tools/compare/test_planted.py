@@ -273,7 +273,7 @@ PLANTED = {
             "forward",
             "blocks.0.drop",
         ),
-        "the random states of the runs were unequal",
+        "Random numbers were drawn from unequal states",
     ),
     "batch norm in eval": (
         *(
