@@ -244,4 +244,4 @@ def shadow(
     check_module(model)
     copied = float32_copy(model)
     pair = (model, copied), (batch, batch_for(copied, model, batch))
-    return compare_models(*pair, loss, backward, {}, LocalShadow(model, copied))
+    return compare_models(*pair, loss, backward, {}, LocalShadow(model))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from ...base.modules import named_modules
 from ...base.text import dtype_name
 from ...base.torch_ops import base_of, has
-from ...base.tree import find, tensors_in
+from ...base.tree import tensors_in
 from ...explainer.op_trace import ModuleStack, OpCall, OpTrace
 from ...explainer.users_lines import Sites, code_at
 from ..precision.layers import expected_error
@@ -22,6 +21,7 @@ from .summary import Summary, estimated, fetch, summarize, values_of
 
 _MAX_OPS = 5000  # of one module's call; chosen, not measured
 _ROUNDINGS = 3  # of its inputs, weights and result, as `_LEAF` of judged_rows.py
+_NEAR_END = 0.999  # of a dtype's largest number: a fill value, as of masks
 
 
 @dataclass
@@ -32,15 +32,11 @@ class _Op:
         name: Its name.
         sites: The lines that led to it.
         results: Its results' summaries and dtypes; none of memory nobody has written.
-        reads: The operations whose results it was given, by their places.
-        fills: Whether it was given a number at the end of its result's dtype.
     """
 
     name: str
     sites: Sites
     results: list[tuple[Summary, str]]
-    reads: frozenset[int] = frozenset()
-    fills: bool = False
 
     @property
     def text(self) -> str:
@@ -54,42 +50,28 @@ class _Ops:
 
     def __init__(self) -> None:
         self.found: list[_Op] = []
-        self._made: dict[int, int] = {}  # the last that returned a tensor, by its id
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation, and summarizes its results; see `OpObserver`."""
-        given = {self._made.get(id(tensor), -1) for tensor in op.arguments}
         output = op.run()
         if len(self.found) < _MAX_OPS:
-            results = [] if op.is_empty else _summaries(output)
-            place, made = len(self.found), tensors_in(output)
-            fills = any(_is_end(n, t) for _, n in find(op.args, (float,)) for t in made)
-            self.found.append(
-                _Op(str(op.func), modules.lines(), results, frozenset(given), fills)
-            )
-            self._made.update((id(tensor), place) for tensor in made)
+            results = [] if op.is_empty else list(_summaries(output))
+            self.found.append(_Op(str(op.func), modules.lines(), results))
         return output
 
     def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """See `OpObserver`."""
 
 
-def _is_end(number: float, tensor: torch.Tensor) -> bool:
-    """True for the largest number of a tensor's dtype, as fill values are."""
-    if not tensor.dtype.is_floating_point:
-        return False
-    return math.isclose(abs(number), torch.finfo(tensor.dtype).max, rel_tol=1e-3)
-
-
-def _summaries(output: Any) -> list[tuple[Summary, str]]:
-    found = []
+def _summaries(output: Any) -> Iterator[tuple[Summary, str]]:
+    """The summaries of floats, without fill values that follow the dtype."""
     for each in tensors_in(output):
-        if each.dtype.is_floating_point:
-            values = values_of(each)
-            if not isinstance(values, str):
-                numbers = fetch([summarize(values)])[0]
-                found.append((numbers, dtype_name(each.dtype)))
-    return found
+        values = values_of(each) if each.dtype.is_floating_point else ""
+        if not isinstance(values, str):
+            most = _NEAR_END * torch.finfo(each.dtype).max
+            is_fill = values.isfinite() & (values.abs() >= most)
+            numbers = summarize(values.where(~is_fill, 0))
+            yield fetch([numbers])[0], dtype_name(each.dtype)
 
 
 def ops_within(
@@ -126,13 +108,9 @@ def ops_within(
 
 
 def first_difference(ops: list[_Op], others: list[_Op]) -> str:
-    """Names the first operation that differs, or "" if none does or it is not known.
-
-    What a fill value that follows the dtype alone makes different, as finfo.min does,
-    is no difference, nor what is computed from that, until values are not finite.
-    """
-    worst, filled = 0.0, set[int]()
-    for place, (mine, its) in enumerate(zip(ops, others, strict=False)):
+    """Names the first operation that differs, or "" if none does or it is not known."""
+    worst = 2e-7  # of fingerprints
+    for mine, its in zip(ops, others, strict=False):
         if mine.name != its.name:
             if any(has(base_of(each.name), "same") for each in (mine, its)):
                 return ""
@@ -143,12 +121,7 @@ def first_difference(ops: list[_Op], others: list[_Op]) -> str:
             kind = coarser(dtype, its_dtype)
             step = epsilon(kind) and expected_error(getattr(torch, kind), _ROUNDINGS)
             relative = estimated(own, other).relative
-            if relative >= FLAGGED * max(step, worst, 2e-7):
-                is_finite = (own.num_nan, own.num_inf) == (other.num_nan, other.num_inf)
-                follows = (mine.fills and its.fills) or bool(filled & mine.reads)
-                if not (follows and is_finite):
-                    return mine.text
-                filled.add(place)
-                continue
+            if relative >= FLAGGED * max(step, worst):
+                return mine.text
             worst = max(worst, relative)
     return ""

@@ -6,6 +6,7 @@ states; the two are compared as two recordings are.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import math
@@ -27,7 +28,7 @@ from ...guard.undo.random import RandomStates
 from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
 from ...torch_internals.running import graph_task_id
 from ..precision.copies import check_model, to_float32
-from ..precision.layers import floats_in
+from ..precision.layers import LayerCall, floats_in
 from .compare_runs import StepComparison
 from .comparison import Comparison
 from .first_difference import RootDifference
@@ -227,27 +228,25 @@ class LocalShadow:
 
     Args:
         model: The model.
-        shadow: Its float32 copy.
 
     Attributes:
         errors: The relative L2 difference to float32, by module name and call.
     """
 
-    def __init__(self, model: nn.Module, shadow: nn.Module) -> None:
-        twins = dict(named_modules(shadow))
-        self._twins = {
-            module: (name, twins[name])
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {
+            module: name
             for name, module in named_modules(model)
             if not any(True for _ in module.children())
         }
         self._devices = devices_of([model])
-        self._given: dict[nn.Module, tuple[Any, Any]] = {}
-        self._calls: dict[str, int] = {}
+        self._running: dict[nn.Module, tuple[LayerCall, RandomStates]] = {}
+        self._calls = collections.Counter[str]()
         self._handles = Handles()
         self.errors: dict[tuple[str, int], float] = {}
 
     def __enter__(self) -> LocalShadow:
-        for module in self._twins:
+        for module in self._names:
             self._handles += [
                 module.register_forward_pre_hook(self._begin, with_kwargs=True),
                 module.register_forward_hook(self._end, prepend=True),
@@ -259,39 +258,29 @@ class LocalShadow:
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if graph_task_id() < 0:
-            with torch.no_grad():
-                try:
-                    given = mapped((args, kwargs), _widened, CALL_DEPTH, anew=True)
-                except NotRebuilt:
-                    return  # it is not computed again
-                self._given[module] = given
-            self._states = RandomStates(self._devices)
+            with contextlib.suppress(NotRebuilt):  # else it is not computed again
+                call = LayerCall(module, args, kwargs)
+                self._running[module] = call, RandomStates(self._devices)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if graph_task_id() >= 0 or module not in self._given:
+        if graph_task_id() >= 0 or module not in self._running:
             return
-        name, twin = self._twins[module]
-        call = self._calls[name] = self._calls.get(name, -1) + 1
-        args, kwargs = self._given.pop(module)
-        if self._states.drawn():
+        call, states = self._running.pop(module)
+        name = self._names[module]
+        number = self._calls[name]
+        self._calls[name] += 1
+        if states.drawn():
             return  # what it draws is not drawn again
-        with torch.no_grad():
-            try:
-                found = floats_in(twin.forward(*args, **kwargs))
-            except Exception:
-                return  # not all code runs in float32
-            finally:
-                self._states.restore()
-            pairs = list(zip(floats_in(output), found, strict=False))
-            errors = [
-                measured(mine, its)
-                for mine, its in pairs
-                if mine.shape == its.shape and mine.dtype != its.dtype
-            ]
+        try:
+            found = call.computed(to_float32, to_float32)
+        except Exception:
+            return  # not all code runs in float32
+        finally:
+            states.restore()
+        errors = [
+            measured(mine, its).relative
+            for mine, its in zip(floats_in(output), found, strict=False)
+            if mine.shape == its.shape and mine.dtype != its.dtype
+        ]
         if errors:
-            self.errors[name, call] = max(each.relative for each in errors)
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, in float32 where it is half precision."""
-    return to_float32(tensor.detach())
+            self.errors[name, number] = max(errors)

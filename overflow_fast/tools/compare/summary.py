@@ -161,9 +161,6 @@ def _signs(numbers: torch.Tensor, seed: int) -> torch.Tensor:
 # Parts of tensors that several ranks share, at their places in the whole.
 
 
-_MAX_SLAB = 2**22  # elements of the whole tensor that are laid out at once
-
-
 @dataclass(frozen=True)
 class Shard:
     """The place of a rank's part in the whole tensor.
@@ -220,31 +217,24 @@ def part_of(tensor: torch.Tensor) -> Shard | str | None:
     return Shard(tuple(tensor.shape), tuple(offset), tuple(partial))
 
 
-def pieces(values: torch.Tensor, part: Shard | None) -> Iterator[tuple[Any, int]]:
+def pieces(
+    values: torch.Tensor, part: Shard | None
+) -> Iterator[tuple[torch.Tensor, int]]:
     """Yields what is summed of a tensor, and its flat indices in the whole.
 
     Args:
         values: A plain tensor.
         part: Its place; None for a whole tensor.
     """
-    if part is None or not values.numel():
-        yield from chunks(values)
-        return
-    rest = part.shape[1:]
-    stride = math.prod(rest)
-    if tuple(values.shape[1:]) == tuple(rest):  # one range of flat indices
-        yield from chunks(values, part.offset[0] * stride if part.shape else 0)
-        return
-    step = max(1, _MAX_SLAB // stride)
-    inner = tuple(
-        slice(begin, begin + size)
-        for begin, size in zip(part.offset[1:], values.shape[1:], strict=True)
-    )
-    for first in range(0, values.shape[0], step):
-        rows = values[first : first + step]
-        slab = rows.new_zeros((rows.shape[0], *rest))
-        slab[(slice(None), *inner)] = rows
-        yield from chunks(slab, (part.offset[0] + first) * stride)
+    start = 0
+    if part is not None and values.shape[1:] == part.shape[1:]:  # one range of indices
+        start = part.offset[0] * math.prod(part.shape[1:]) if part.shape else 0
+    elif part is not None and values.numel():  # laid out among zeros
+        whole = values.new_zeros(part.shape)
+        pairs = zip(part.offset, values.shape, strict=True)
+        whole[tuple(slice(begin, begin + size) for begin, size in pairs)] = values
+        values = whole
+    yield from chunks(values, start)
 
 
 # The numbers that a recording keeps of a tensor.

@@ -16,7 +16,7 @@ from torch import nn
 
 from ... import _C
 from ...base.modules import Handles, class_name_of, named_modules
-from ...base.tensors import PLAIN, NotScanned
+from ...base.tensors import PLAIN
 from ...base.text import error_line
 from ...base.tree import Path, call_tensors, path_text, tensors, tensors_in
 from ...base.types import TensorPath
@@ -27,9 +27,9 @@ from ...torch_internals.running import (
     graph_task_id,
     is_recorded,
 )
-from ...torch_internals.tensor_internals import is_wrapper, local_tensor
+from ...torch_internals.tensor_internals import local_tensor
 from .run_settings import scalars_in
-from .summary import Shard, part_of, values_of, without_modes
+from .summary import Shard, part_of, without_modes
 
 # Where tensors are in a step, and which of them a model has.
 
@@ -395,25 +395,8 @@ class TensorHooks:
             if same is None and key is not None:
                 self._known[key] = weakref.ref(tensor), self._number
             with without_modes():
-                inner = inner_tensors(tensor)
-                if not inner:
-                    self._sink(place, tensor, same)
-                    self._number += 1
-            for name, each in inner:
-                self._show(replace(place, path=f"{place.path}.{name}"), each)
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors within a subclass whose own values cannot be read, by attribute.
-
-    Such as int8 weights with their scales; none for any other tensor.
-    """
-    if type(tensor) in PLAIN or not isinstance(values_of(tensor), NotScanned):
-        return []
-    if not is_wrapper(tensor):
-        return []
-    wrapper: Any = tensor
-    return [(name, getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0]]
+                self._sink(place, tensor, same)
+            self._number += 1
 
 
 def _identity(tensor: torch.Tensor) -> Any:
