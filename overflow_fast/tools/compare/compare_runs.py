@@ -30,8 +30,8 @@ from .judged_rows import (
     error_of_layer,
     judge_all,
 )
-from .matching import Matched, StepTensor, is_shared, match, tensors_of
-from .recordings import RankStep, RecordedRun, read_run
+from .matching import Matched, is_shared, match, tensors_of
+from .recordings import RankStep, RecordedRun, RecordedTensor, read_run
 from .run_settings import RUN
 from .unlike import Unlike
 
@@ -136,7 +136,7 @@ class StepComparison:
             remarks.append(_NO_INPUT_GRADIENTS)
             entries, references = map(_without_input_gradients, (entries, references))
         matched = match(entries, references, self._names)
-        rows = [difference_of(pair, step) for pair in matched.pairs]
+        rows = [difference_of(*pair, step) for pair in matched.pairs]
         judge_all(rows, any(side.end.tf32 for side in (*own, *other)))
         _apply_errors(rows, errors or {})
         if self._earlier.judge(rows):
@@ -164,7 +164,7 @@ class StepComparison:
         known.with_gradients = [
             i for i in (0, 1) if any(side.end.had_gradients for side in both[i])
         ]
-        twins = {p.entry.place.module: p.reference.place.module for p in matched.pairs}
+        twins = {a.place.module: b.place.module for a, b in matched.pairs}
         settings = dict[str, dict[str, None]]()  # in sets that keep their order
         for a, b in _rank_pairs(own, other):
             found = self.unlike.add(a.end.settings, b.end.settings, twins)
@@ -225,7 +225,7 @@ def _rank_pairs(
     return list(zip(own, other, strict=True))
 
 
-def _without_input_gradients(entries: list[StepTensor]) -> list[StepTensor]:
+def _without_input_gradients(entries: list[RecordedTensor]) -> list[RecordedTensor]:
     return [each for each in entries if each.place.role != "input_gradient"]
 
 

@@ -21,7 +21,7 @@ from .judged_rows import (
     coarser,
     epsilon,
 )
-from .matching import StepTensor
+from .recordings import RecordedTensor
 from .tensor_hooks import BACKWARD, FORWARD, STATE
 
 _MAX_PLACES = 3  # in a sentence; chosen
@@ -410,15 +410,15 @@ def _common_factor(rows: Sequence[TensorDifference]) -> str:
 # Tied weights, and modules that no gradient reaches.
 
 
-def ties_of(entries: Sequence[StepTensor]) -> dict[str, str]:
+def ties_of(entries: Sequence[RecordedTensor]) -> dict[str, str]:
     """The parameters of the first rank that are one tensor with another: its name."""
     rank = entries[0].rank if entries else None
     own = [e for e in entries if e.rank == rank and e.place.role == "parameter"]
     names = {e.order: e.place.fqn for e in own}
     return {
-        e.place.fqn: names[e.same]
+        e.place.fqn: names[e.tensor]
         for e in own
-        if e.same is not None and e.same in names and 0 not in e.shape
+        if e.tensor != e.order and e.tensor in names and 0 not in e.shape
     }
 
 
@@ -441,7 +441,7 @@ def _describe_tie(fqn: str, ties: Sequence[Mapping[str, str]]) -> str:
 
 
 def detached_modules(
-    entries: Sequence[StepTensor], references: Sequence[StepTensor]
+    entries: Sequence[RecordedTensor], references: Sequence[RecordedTensor]
 ) -> list[list[str]]:
     """Finds the modules that ran in both runs and that a gradient reaches in one.
 
@@ -458,7 +458,7 @@ def detached_modules(
     return found
 
 
-def _reached(entries: Sequence[StepTensor]) -> set[str]:
+def _reached(entries: Sequence[RecordedTensor]) -> set[str]:
     """The modules with a gradient, also where that of one tensor is another's row."""
     places = [e.place for e in entries if e.place.phase == BACKWARD]
     keys = {place.forward_key for place in places}

@@ -30,7 +30,7 @@ import torch
 
 from ...base.tensors import dtype_named
 from ..precision.layers import expected_error
-from .matching import Pair
+from .recordings import RecordedTensor
 from .summary import Measures, estimated, factor_of, measured
 from .tensor_hooks import BACKWARD, STATE, StepPath
 
@@ -44,7 +44,8 @@ class TensorDifference:
     """Two tensors that belong together.
 
     Attributes:
-        pair: The two; what is said of a row is first of the run, then of the reference.
+        mine: The tensor of the first run.
+        its: That of the reference.
         step: The step.
         measures: How far apart they are; None if they were not compared.
         why: Why they were not compared, or "".
@@ -59,7 +60,8 @@ class TensorDifference:
             difference but for rounding; else None.
     """
 
-    pair: Pair
+    mine: RecordedTensor
+    its: RecordedTensor
     step: int
     measures: Measures | None = None
     why: str = ""
@@ -74,32 +76,32 @@ class TensorDifference:
     @property
     def place(self) -> StepPath:
         """Where the first one was."""
-        return self.pair.entry.place
+        return self.mine.place
 
     @property
     def rank(self) -> int | None:
         """The rank whose it is, or None."""
-        return self.pair.entry.rank
+        return self.mine.rank
 
     @property
     def order(self) -> int:
         """Its number in the step of the first run."""
-        return self.pair.entry.order
+        return self.mine.order
 
     @property
     def dtypes(self) -> tuple[str, str]:
         """The dtypes of both."""
-        return self.pair.entry.dtype, self.pair.reference.dtype
+        return self.mine.dtype, self.its.dtype
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of both."""
-        return self.pair.entry.shape, self.pair.reference.shape
+        return self.mine.shape, self.its.shape
 
     @property
     def tensor(self) -> int:
         """The order of the first row with the same tensor, of the first run."""
-        return self.pair.entry.tensor
+        return self.mine.tensor
 
     @property
     def is_long(self) -> bool:
@@ -109,7 +111,7 @@ class TensorDifference:
     @property
     def requires_grad(self) -> tuple[bool | None, bool | None]:
         """True for each that required gradients; None where that is not known."""
-        return self.pair.entry.requires_grad, self.pair.reference.requires_grad
+        return self.mine.requires_grad, self.its.requires_grad
 
     @property
     def name(self) -> str:
@@ -131,7 +133,7 @@ class TensorDifference:
 
     def numbers(self, name: str) -> tuple[Any, Any]:
         """A number of both summaries, such as "num_nan"; None where not known."""
-        sides = self.pair.entry.summary, self.pair.reference.summary
+        sides = self.mine.summary, self.its.summary
         mine, its = (None if each is None else getattr(each, name) for each in sides)
         return mine, its
 
@@ -154,11 +156,11 @@ class TensorDifference:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as dicts, lists, texts and numbers."""
-        place, measures, its = self.place, self.measures, self.pair.reference
+        place, measures = self.place, self.measures
         plain: dict[str, Any] = {
             "verdict": self.verdict,
             "name": str(place),
-            "reference_name": str(its.place),
+            "reference_name": str(self.its.place),
             "step": self.step,
             "order": self.order,
             "rank": self.rank,
@@ -170,7 +172,7 @@ class TensorDifference:
             "path": place.path,
         }
         for name in ("dtype", "shape", "requires_grad"):
-            both = self.pair.entry, its
+            both = self.mine, self.its
             plain[name], plain[f"reference_{name}"] = (getattr(x, name) for x in both)
         for name in _MEASURES:
             plain[name] = None if measures is None else getattr(measures, name)
@@ -186,10 +188,11 @@ _MEASURES = "relative", "cosine", "cosine_digits", "max_abs", "is_exact"
 _LEAST_OF_FACTOR = 4  # elements; chosen
 
 
-def difference_of(pair: Pair, step: int) -> TensorDifference:
+def difference_of(
+    mine: RecordedTensor, its: RecordedTensor, step: int
+) -> TensorDifference:
     """Measures two tensors, by their values where both were kept."""
-    mine, its = pair.entry, pair.reference
-    row = TensorDifference(pair, step, why=mine.why or its.why)
+    row = TensorDifference(mine, its, step, why=mine.line.why or its.line.why)
     if math.prod(mine.shape) != math.prod(its.shape):
         row.why = row.why or "the shapes differ"
     if mine.summary is None or its.summary is None:
@@ -201,7 +204,7 @@ def difference_of(pair: Pair, step: int) -> TensorDifference:
     row.measures = estimated(mine.summary, its.summary)
     if row.relative:
         factor, rest = factor_of(mine.summary, its.summary)
-        row.measures = _exact(pair) or row.measures
+        row.measures = _exact(mine, its) or row.measures
         if _is_multiple(row, rest):
             row.factor = factor
             if not row.measures.is_exact:
@@ -216,9 +219,9 @@ def _is_multiple(row: TensorDifference, rest: float) -> bool:
     return is_all and row.relative > FLAGGED * rest
 
 
-def _exact(pair: Pair) -> Measures | None:
-    values = pair.entry.load()
-    reference = None if values is None else pair.reference.load()
+def _exact(mine: RecordedTensor, its: RecordedTensor) -> Measures | None:
+    values = mine.load()
+    reference = None if values is None else its.load()
     if values is None or reference is None:
         return None
     return measured(values, reference)
@@ -338,7 +341,7 @@ class ErrorBounds:
 
     def _judge_input(self, row: TensorDifference) -> None:
         place, call = row.place, self._call_of(row)
-        same = row.pair.entry.same
+        same = row.mine.line.same
         known = None if same is None else self._known.get(same)
         if known is not None:
             variance = known[1]
@@ -485,7 +488,7 @@ class ErrorBounds:
     def _note(self, row: TensorDifference, variance: float) -> None:
         relative = math.inf if row.is_one_sided else row.relative
         relative = 0.0 if _is_mask(row) else relative
-        if row.pair.entry.same is None:
+        if row.mine.line.same is None:
             self._known[row.order] = relative, variance
 
     def _call_of(self, row: TensorDifference) -> _Source:
@@ -499,7 +502,7 @@ class ErrorBounds:
 
 def _norm(row: TensorDifference) -> float:
     """The L2 norm of the reference; 0 if it is not known."""
-    summary = row.pair.reference.summary
+    summary = row.its.summary
     return 0.0 if summary is None else summary.norm
 
 

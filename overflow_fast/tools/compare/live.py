@@ -86,8 +86,8 @@ def compare_models(
     if local is not None and all(len({*row.dtypes}) == 1 for row in rows):
         result.said.insert(0, _NO_SHADOW)
     result.said += _both_nonfinite(rows)
-    for each in (*mine.rows, *its.rows):
-        each.values = None  # the result holds no tensors
+    for row in rows:
+        row.mine.values = row.its.values = None  # the result holds no tensors
     if result.first is not None and result.first.kind == "forward":
         result.first.op = _first_op(result.first, models, batches, loss, names)
     return result

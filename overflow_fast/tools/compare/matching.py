@@ -10,108 +10,31 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from .recordings import RankStep, RecordedTensor
 from .summary import Summary
-from .tensor_hooks import STATE, StepPath
+from .tensor_hooks import STATE
 
 # Tensors of a step as a whole, whichever ranks have parts of them.
 
 
-@dataclass
-class StepTensor:
-    """A tensor of a step.
-
-    Attributes:
-        rows: The rows that it is made of; the first one has its place and dtype.
-        rank: The rank whose it is; None if it is of all of them together.
-        shape: Its shape.
-        summary: Its numbers, or None.
-        why: Why it has none, or "".
-    """
-
-    rows: list[RecordedTensor]
-    rank: int | None
-    shape: tuple[int, ...]
-    summary: Summary | None
-    why: str
-
-    @classmethod
-    def of(cls, row: RecordedTensor, rank: int | None) -> StepTensor:
-        """Makes the tensor of one row."""
-        shape = row.line.shape if row.part is None else tuple(row.part.shape)
-        return cls([row], rank, shape, row.summary, row.line.why)
-
-    @property
-    def place(self) -> StepPath:
-        """Where it was."""
-        return self.rows[0].place
-
-    @property
-    def order(self) -> int:
-        """Its number in the step, of the first rank that has it."""
-        return self.rows[0].line.order
-
-    @property
-    def dtype(self) -> str:
-        """Its dtype."""
-        return self.rows[0].line.dtype
-
-    @property
-    def same(self) -> int | None:
-        """The order of an earlier entry with the same tensor, or None."""
-        return self.rows[0].line.same
-
-    @property
-    def tensor(self) -> int:
-        """The order of the first entry with the same tensor."""
-        return self.order if self.same is None else self.same
-
-    @property
-    def requires_grad(self) -> bool | None:
-        """True if it required gradients on any rank; None if that is not known."""
-        known = [row.line.requires_grad for row in self.rows]
-        return None if None in known else any(known)
-
-    def load(self) -> torch.Tensor | None:
-        """Returns the tensor, put together of its parts; None if it was not kept."""
-        first = self.rows[0].load()
-        if first is None or self.rows[0].part is None or self.rank is not None:
-            return first
-        parts = [(row.part, row.load()) for row in self.rows]
-        # What the rows claim to be whole is no larger than what there is of it.
-        held = sum(0 if values is None else values.numel() for _, values in parts)
-        if held < math.prod(self.shape):
-            return None
-        whole = torch.zeros(self.shape, dtype=first.dtype)
-        for part, values in parts:
-            if values is None or part is None:
-                return None
-            pairs = zip(part.offset, values.shape, strict=True)
-            whole[tuple(slice(begin, begin + size) for begin, size in pairs)] += values
-        return whole
-
-
 def tensors_of(
     own: Sequence[RankStep], other: Sequence[RankStep]
-) -> tuple[list[StepTensor], list[StepTensor]]:
+) -> tuple[list[RecordedTensor], list[RecordedTensor]]:
     """The tensors of both: rank by rank where both are shared alike, else as wholes."""
     layouts = [[(step.rank, _parts(step)) for step in side] for side in (own, other)]
     if len(own) == 1 or layouts[0] != layouts[1]:
         return _of_ranks(own), _of_ranks(other)
-    mine, its = (
-        [StepTensor.of(row, row.rank) for step in side for row in step.rows]
-        for side in (own, other)
-    )
+    mine, its = ([row for step in side for row in step.rows] for side in (own, other))
     return mine, its
 
 
@@ -124,50 +47,50 @@ def is_shared(steps: Sequence[RankStep]) -> bool:
     return any(map(_parts, steps))
 
 
-def _of_ranks(ranks: Sequence[RankStep]) -> list[StepTensor]:
+def _of_ranks(ranks: Sequence[RankStep]) -> list[RecordedTensor]:
     """The tensors of all ranks: parts put together, equal ones once."""
     groups: dict[object, list[RecordedTensor]] = {}
     for step in ranks:
         for row in step.rows:
-            key = row.place.key if len(ranks) > 1 or row.part else row.line.order
+            key = row.place.key if len(ranks) > 1 or row.part else row.order
             groups.setdefault(key, []).append(row)
     found = [entry for group in groups.values() for entry in _combined(group)]
     return sorted(found, key=lambda entry: entry.order)
 
 
-def _combined(group: list[RecordedTensor]) -> list[StepTensor]:
+def _combined(group: list[RecordedTensor]) -> list[RecordedTensor]:
     if all(row.part is not None for row in group):
         return [_joined(group)]
-    if len(group) == 1:
-        return [StepTensor.of(group[0], None)]
     sums = [None if row.summary is None else row.summary.sums for row in group]
     first = sums[0]
     is_equal = first is not None and all(
         s is not None and torch.equal(s, first) for s in sums
     )
     if is_equal or (first is None and len({row.line.why for row in group}) == 1):
-        return [StepTensor.of(group[0], None)]
-    return [StepTensor.of(row, row.rank) for row in group]
+        return [replace(group[0], rank=None)]
+    return group
 
 
-def _joined(group: list[RecordedTensor]) -> StepTensor:
+def _joined(group: list[RecordedTensor]) -> RecordedTensor:
     """Puts the parts of a tensor together; replicas count once."""
     parts = dict[object, RecordedTensor]()
     for row in group:
         if row.part is not None:
             parts.setdefault((row.part.offset, row.part.partial), row)
-    entry = StepTensor.of(group[0], None)
-    entry.rows, entry.summary = list(parts.values()), None
-    found = [row.summary for row in entry.rows if row.summary is not None]
-    is_partial = any(row.part is not None and row.part.is_partial for row in entry.rows)
-    held, numel = sum(math.prod(r.local) for r in entry.rows), math.prod(entry.shape)
-    if len(found) < len(entry.rows):
-        entry.why = entry.why or "a part was not recorded"
+    rows = list(parts.values())
+    whole = replace(group[0], rank=None, summary=None, parts=rows)
+    found = [row.summary for row in rows if row.summary is not None]
+    is_partial = any(row.part is not None and row.part.is_partial for row in rows)
+    held, numel = sum(math.prod(r.local) for r in rows), math.prod(whole.shape)
+    why = whole.line.why
+    if len(found) < len(rows):
+        why = why or "a part was not recorded"
     elif held != numel and not is_partial:
-        entry.why = f"parts of {held} of {numel} elements"
+        why = f"parts of {held} of {numel} elements"
     else:
-        entry.summary = _sum_of(found, is_partial)
-    return entry
+        whole.summary = _sum_of(found, is_partial)
+    whole.line = msgspec.structs.replace(whole.line, why=why)
+    return whole
 
 
 def _sum_of(found: Sequence[Summary], is_partial: bool) -> Summary:
@@ -183,7 +106,7 @@ def _sum_of(found: Sequence[Summary], is_partial: bool) -> Summary:
     if not is_partial:
         return total
     squares = float(total.sums.square().sum())
-    return dataclasses.replace(total, low=math.nan, high=math.nan, squares=squares)
+    return replace(total, low=math.nan, high=math.nan, squares=squares)
 
 
 # Pairs of tensors of two runs.
@@ -191,14 +114,7 @@ def _sum_of(found: Sequence[Summary], is_partial: bool) -> Summary:
 
 _PEFT = "base_model.model."
 Call = tuple[str, int]  # a module's name, and which call of it
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two tensors that belong together; the second is the reference."""
-
-    entry: StepTensor
-    reference: StepTensor
+Pair = tuple[RecordedTensor, RecordedTensor]  # the second one is the reference
 
 
 @dataclass
@@ -212,7 +128,7 @@ class Matched:
     """
 
     pairs: list[Pair] = field(default_factory=list)
-    alone: tuple[list[StepTensor], list[StepTensor]] = ((), ())  # type: ignore[assignment]
+    alone: tuple[list[RecordedTensor], list[RecordedTensor]] = ((), ())  # type: ignore[assignment]
     renamed: dict[str, str] = field(default_factory=dict)
 
     def missing_modules(self) -> set[str]:
@@ -231,8 +147,8 @@ class Matched:
 
 
 def match(
-    entries: Sequence[StepTensor],
-    references: Sequence[StepTensor],
+    entries: Sequence[RecordedTensor],
+    references: Sequence[RecordedTensor],
     names: Mapping[str, str],
 ) -> Matched:
     """Pairs the tensors of a step of two runs.
@@ -257,11 +173,11 @@ def match(
         }
         left = _pair_by_key(matched, *left, moved, its)
     matched.alone = left
-    matched.pairs.sort(key=lambda pair: (pair.entry.order, pair.entry.rank or 0))
+    matched.pairs.sort(key=lambda pair: (pair[0].order, pair[0].rank or 0))
     return matched
 
 
-def _plain_name(entry: StepTensor) -> str:
+def _plain_name(entry: RecordedTensor) -> str:
     """The name without what PEFT puts before it, and around adapted layers."""
     name = entry.place.module
     if not name.startswith(_PEFT):
@@ -278,11 +194,11 @@ def mapped_name(name: str, names: Mapping[str, str]) -> str:
 
 def _pair_by_key(
     matched: Matched,
-    entries: Iterable[StepTensor],
-    references: Iterable[StepTensor],
+    entries: Iterable[RecordedTensor],
+    references: Iterable[RecordedTensor],
     mine: Mapping[int, str],
     its: Mapping[int, str],
-) -> tuple[list[StepTensor], list[StepTensor]]:
+) -> tuple[list[RecordedTensor], list[RecordedTensor]]:
     """Pairs equal keys, then the nth inputs or outputs of equal calls.
 
     Returns:
@@ -290,7 +206,7 @@ def _pair_by_key(
     """
     waiting_a, waiting_b = list(entries), list(references)
     for has_path in (True, False):
-        pool: dict[object, collections.deque[StepTensor]] = {}
+        pool: dict[object, collections.deque[RecordedTensor]] = {}
         for each in waiting_b:
             key = _key(each, its[id(each)], has_path)
             pool.setdefault(key, collections.deque()).append(each)
@@ -298,7 +214,7 @@ def _pair_by_key(
         for each in waiting_a:
             found = pool.get(_key(each, mine[id(each)], has_path))
             if found:
-                matched.pairs.append(Pair(each, found.popleft()))
+                matched.pairs.append((each, found.popleft()))
             else:
                 left.append(each)
         waiting_a = left
@@ -306,7 +222,7 @@ def _pair_by_key(
     return waiting_a, sorted(waiting_b, key=lambda each: each.order)
 
 
-def _key(entry: StepTensor, name: str, has_path: bool) -> object:
+def _key(entry: RecordedTensor, name: str, has_path: bool) -> object:
     place = entry.place
     # An argument may be given by position in one run and by name in the other.
     is_whole = has_path or not place.is_of_call
@@ -315,10 +231,10 @@ def _key(entry: StepTensor, name: str, has_path: bool) -> object:
 
 
 def _calls(
-    entries: Sequence[StepTensor], names: Mapping[int, str], known: set[str]
-) -> dict[Call, list[StepTensor]]:
+    entries: Sequence[RecordedTensor], names: Mapping[int, str], known: set[str]
+) -> dict[Call, list[RecordedTensor]]:
     """The outputs of calls of other modules, in the order of their return."""
-    found: dict[Call, list[StepTensor]] = {}
+    found: dict[Call, list[RecordedTensor]] = {}
     for entry in entries:
         name = names[id(entry)]
         if entry.place.role == "output" and not entry.rank and name not in known:
@@ -327,7 +243,8 @@ def _calls(
 
 
 def _aligned(
-    calls: Mapping[Call, list[StepTensor]], others: Mapping[Call, list[StepTensor]]
+    calls: Mapping[Call, list[RecordedTensor]],
+    others: Mapping[Call, list[RecordedTensor]],
 ) -> dict[Call, Call]:
     """Aligns calls in their order: those of equal results, and between them the rest.
 
@@ -354,11 +271,11 @@ def _common(keys: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
     return [(i + k, j + k) for i, j, length in blocks for k in range(length)]
 
 
-def _kind(outputs: Sequence[StepTensor]) -> object:
+def _kind(outputs: Sequence[RecordedTensor]) -> object:
     return outputs[0].place.class_name, tuple(each.shape for each in outputs)
 
 
-def _result(outputs: Sequence[StepTensor]) -> object:
+def _result(outputs: Sequence[RecordedTensor]) -> object:
     """The shapes and fingerprints of a result; equal to no other if not known."""
     sums = [e.summary.sums.tolist() for e in outputs if e.summary is not None]
     is_known = len(sums) == len(outputs)

@@ -39,31 +39,59 @@ class RecordingError(FileError):
 
 @dataclass
 class RecordedTensor:
-    """A row of a recording, of one rank.
+    """A tensor of a step: a row of a recording, or put together of rows of ranks.
 
     Attributes:
-        line: Its line; the numbers of it are in `summary`.
+        line: Its line, or that of its first part; the numbers of it are in `summary`.
         place: Where the tensor was.
-        rank: The rank that recorded it.
+        rank: The rank whose it is; None if it is of all of them together.
         summary: Its numbers, or those of the row with the same tensor; None if it was
             not read.
         values: The tensor, of a step in memory alone.
         folder: The folder of its file, of one that was read.
         unread: Gets the files whose tensors cannot be read, and why.
+        parts: The rows that it is put together of, if there are several.
     """
 
     line: RowLine
     place: StepPath
-    rank: int = 0
+    rank: int | None = 0
     summary: Summary | None = None
     values: torch.Tensor | None = None
     folder: Path | None = None
     unread: dict[str, str] = field(default_factory=dict)
+    parts: list[RecordedTensor] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; of a part, that of the whole."""
+        return self.line.shape
 
     @property
     def local(self) -> tuple[int, ...]:
         """The shape of this rank's part."""
         return self.line.shape if self.line.local is None else self.line.local
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype."""
+        return self.line.dtype
+
+    @property
+    def order(self) -> int:
+        """Its number in the step, of the first rank that has it."""
+        return self.line.order
+
+    @property
+    def tensor(self) -> int:
+        """The order of the first row with the same tensor."""
+        return self.order if self.line.same is None else self.line.same
+
+    @property
+    def requires_grad(self) -> bool | None:
+        """True if it required gradients on any rank; None if that is not known."""
+        known = [row.line.requires_grad for row in self.parts or [self]]
+        return None if None in known else any(known)
 
     @functools.cached_property
     def part(self) -> Shard | None:
@@ -72,21 +100,36 @@ class RecordedTensor:
 
     def load(self) -> torch.Tensor | None:
         """Returns the tensor; None if its fingerprint is all there is."""
-        line = self.line
-        if self.values is not None or self.folder is None or not line.file:
+        if self.parts:
+            return self._joined()
+        if self.values is not None or self.folder is None or not self.line.file:
             return self.values
-        path = self.folder / line.file
-        name = str(line.order if line.same is None else line.same)
+        path = self.folder / self.line.file
         try:
             with open_tensors(path) as file:
-                tensor: torch.Tensor = file.get_tensor(name)
+                tensor: torch.Tensor = file.get_tensor(str(self.tensor))
         except (OSError, FileError, ImportError) as error:
             self.unread.setdefault(str(path), why_unreadable(error))
             return None
-        if tensor.shape != self.local or dtype_name(tensor.dtype) != line.dtype:
+        if tensor.shape != self.local or dtype_name(tensor.dtype) != self.dtype:
             self.unread.setdefault(str(path), "its tensors are not those of the rows")
             return None
         return tensor
+
+    def _joined(self) -> torch.Tensor | None:
+        parts = [(row.part, row.load()) for row in self.parts]
+        # What the rows claim to be whole is no larger than what there is of it.
+        held = sum(0 if values is None else values.numel() for _, values in parts)
+        if held < math.prod(self.shape):
+            return None
+        whole: torch.Tensor | None = None
+        for part, values in parts:
+            if values is None or part is None:
+                return None
+            whole = values.new_zeros(self.shape) if whole is None else whole
+            pairs = zip(part.offset, values.shape, strict=True)
+            whole[tuple(slice(begin, begin + size) for begin, size in pairs)] += values
+        return whole
 
 
 @dataclass

@@ -58,9 +58,6 @@ def process() -> dict[str, Any]:
 
 
 _ON_GPU = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-_PRODUCTS = ("cuda", "mkldnn")
-# Those of `torch.set_float32_matmul_precision()`.
-_WORDS = (("bf16", "medium"), ("tf32", "high"))
 
 
 def settings_of(model: nn.Module) -> Settings:
@@ -69,8 +66,6 @@ def settings_of(model: nn.Module) -> Settings:
     types = ["cpu", *dict.fromkeys(device.type for device in devices)]
     tensors = [*model.parameters(), *model.buffers()]
     dtypes = collections.Counter(dtype_name(tensor.dtype) for tensor in tensors)
-    switches = settings_of_torch()
-    products = {switches[f"{each}.matmul.fp32_precision"] for each in _PRODUCTS}
     autocast = [
         f"{t} {dtype_name(torch.get_autocast_dtype(t))}"
         for t in types
@@ -80,11 +75,8 @@ def settings_of(model: nn.Module) -> Settings:
         "devices": ", ".join(["cpu", *map(str, devices)]),
         "dtypes of weights": ", ".join(f"{k} {n}" for k, n in dtypes.most_common()),
         "autocast": ", ".join(autocast) or "none",
-        "float32 matmul precision": next(
-            (word for value, word in _WORDS if value in products), "highest"
-        ),
-        "deterministic algorithms": str(switches["deterministic_algorithms"]),
         "threads": str(torch.get_num_threads()),
+        **{name: str(value) for name, value in settings_of_torch().items()},
     }
     found = {name: scalars_in(vars(uncompiled(m))) for name, m in named_modules(model)}
     return {RUN: run, **found}

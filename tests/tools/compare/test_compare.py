@@ -333,7 +333,7 @@ def test_adapters_of_peft_are_looked_through(compared):
     assert diff.first is None, diff
     names = {str(row.place): row for row in diff.rows}
     row = names["base_model.model.blocks.1.up.base_layer.weight: parameter"]
-    assert str(row.pair.reference.place) == "blocks.1.up.weight: parameter"
+    assert str(row.its.place) == "blocks.1.up.weight: parameter"
     assert names["base_model.model.blocks.1: output"].relative < 1e-6
     matched = [row for row in diff.rows if row.place.phase != "backward"]
     assert len(matched) > 70

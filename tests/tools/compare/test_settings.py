@@ -160,16 +160,16 @@ print(overflow_fast.compare_live(model, model, torch.ones(1, 2)).differs)
 
 
 @pytest.mark.parametrize(
-    "setting, word",
+    "setting, value",
     [
-        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "high"),
-        ("torch.backends.fp32_precision = 'ieee'", "highest"),
-        ("torch.set_float32_matmul_precision('medium')", "medium"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "tf32"),
+        ("torch.backends.fp32_precision = 'ieee'", "ieee"),
+        ("torch.set_float32_matmul_precision('high')", "tf32"),
     ],
 )
-def test_a_program_may_set_precisions_in_either_way(setting, word, tmp_path):
+def test_a_program_may_set_precisions_in_either_way(setting, value, tmp_path):
     done = python("-c", PRECISIONS, setting, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()
     run = json.loads(lines[-1])["settings"]["the run"]
-    assert run["float32 matmul precision"] == word
+    assert run["cuda.matmul.fp32_precision"] == value
