@@ -50,10 +50,13 @@ def is_shared(steps: Sequence[RankStep]) -> bool:
 def _of_ranks(ranks: Sequence[RankStep]) -> list[RecordedTensor]:
     """The tensors of all ranks: parts put together, equal ones once."""
     groups: dict[object, list[RecordedTensor]] = {}
+    if len(ranks) == 1 and not _parts(ranks[0]):
+        for row in ranks[0].rows:
+            row.rank = None
+        return ranks[0].rows
     for step in ranks:
         for row in step.rows:
-            key = row.place.key if len(ranks) > 1 or row.part else row.order
-            groups.setdefault(key, []).append(row)
+            groups.setdefault(row.place.key, []).append(row)
     found = [entry for group in groups.values() for entry in _combined(group)]
     return sorted(found, key=lambda entry: entry.order)
 

@@ -14,7 +14,6 @@ import itertools
 import math
 import operator
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ from ...guard.files.reading import FileError, lines_of, open_regular, why_unread
 from ...guard.files.schema import decode, head_of
 from ...guard.files.tensor_files import open_tensors
 from .recording_schema import HeadLine, RecordedStepLine, RowLine, decoder
-from .summary import WIDTH, Shard, Summary
+from .summary import Shard, Summary, sums_of
 from .tensor_hooks import StepPath
 
 SCHEMA = 1  # of recordings
@@ -184,6 +183,9 @@ class RankFile:
     num_open: int = 0
     unread: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._folder = self.path.parent
+
     @classmethod
     def opened(cls, path: Path) -> RankFile:
         """Reads the first line.
@@ -242,16 +244,12 @@ class RankFile:
     def _row(self, line: RowLine) -> RecordedTensor:
         summary, prints = None, line.fingerprint
         if prints is not None:
-            kind = "f" if len(prints) == 4 * WIDTH else "d"
-            sums = struct.unpack(f"<{WIDTH}{kind}", prints)
             low, high, squares = map(float, (line.low, line.high, line.squares))
-            wide = torch.tensor(sums, dtype=torch.float64)
             counts = line.num_nan, line.num_inf
-            summary = Summary(low, high, squares, *counts, wide)
+            summary = Summary(low, high, squares, *counts, sums_of(prints))
             line.fingerprint = None  # the summary has it
-        place, folder = _place_of(*_place_fields(line)), self.path.parent
-        row = RecordedTensor(line, place, self.head.rank, summary, None, folder)
-        row.unread = self.unread
+        row = RecordedTensor(line, _place_of(*_place_fields(line)), self.head.rank)
+        row.summary, row.folder, row.unread = summary, self._folder, self.unread
         return row
 
     def damage(self) -> Iterator[str]:

@@ -19,12 +19,13 @@ sign of its own.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import math
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -275,17 +276,14 @@ class Summary:
             return struct.pack(f"<{WIDTH}d", *sums)
 
 
-def sums_of(prints: Sequence[bytes]) -> Iterator[torch.Tensor]:
-    """Reads the bytes of fingerprints, all at once: a tensor for each."""
-    found: dict[int, Iterator[torch.Tensor]] = {}
-    for size, dtype in ((4, torch.float32), (8, torch.float64)):
-        data = bytearray().join(p for p in prints if len(p) == size * WIDTH)
-        if data:
-            raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, size)
-            raw = raw if sys.byteorder == "little" else raw.flip(1)
-            table = raw.contiguous().view(dtype).view(-1, WIDTH).double()
-            found[size * WIDTH] = iter(table.unbind())
-    return (next(found[len(each)]) for each in prints)
+def sums_of(fingerprint: bytes) -> torch.Tensor:
+    """Reads what `Summary.fingerprint` has written."""
+    is_float = len(fingerprint) == 4 * WIDTH
+    found = array.array("f" if is_float else "d", fingerprint)
+    if sys.byteorder == "big":
+        found.byteswap()
+    kind = torch.float32 if is_float else torch.float64
+    return torch.frombuffer(found, dtype=kind).double()
 
 
 def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
