@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,7 +65,15 @@ def test_the_step_of_the_largest_difference_is_shown_where_none_is_named(tmp_pat
     assert largest < 8 and f"Step {step}:" in str(found)
     assert sum(found.counts().values()) == found.num_pairs == 6 * len(found.rows)
     beyond = overflow_fast.compare(run, reference, threshold=1e-3)
-    assert {row.step for row in beyond.rows} == {0} and beyond.differs
+    assert beyond.differs and any(row.highlight for row in beyond.rows)
+    shown = overflow_fast.Comparison("a", "b")
+    for number, size in enumerate((1, 2, 3)):  # the second and the third are beyond
+        rows = [replace(row, step=number) for row in beyond.rows if row.explained]
+        for row in rows:
+            row.explained /= size
+            row.highlight *= number > 0
+        shown.add_step(number, rows, None)
+    assert {row.step for row in shown.rows} == {1}
 
 
 def test_rounding_in_the_steps_before_is_not_called_no_difference(tmp_path, as_kept):
