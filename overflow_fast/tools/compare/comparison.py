@@ -58,8 +58,11 @@ class Comparison:
     num_alone: int = 0
     steps: list[int] = field(default_factory=list)
     num_computed: int = 0
-    _counts: collections.Counter[str] = field(default_factory=collections.Counter)
-    _size: tuple[bool, bool, float] | None = None  # of the step of `rows`
+    _counts: collections.Counter[str] = field(
+        default_factory=collections.Counter, init=False, repr=False
+    )
+    # Of the step of `rows`: a difference, a highlight, the largest `times`.
+    _size: tuple[bool, bool, float] | None = field(default=None, init=False, repr=False)
 
     def add_step(
         self,
