@@ -357,11 +357,11 @@ assert "| `count` | Count the steps of a record |" in text
             ),
             Place(
                 "overflow_fast/explainer/explain_origin.py",
-                """        if "cumprod" in row.name and details.is_overflow:
+                """        if "cumprod" in op.name and details.is_overflow:
             found.cause = causes.LONG_PRODUCT.name
 """,
                 "        found.cause = "
-                "_cause_of(details, is_backward and not row.in_hook)\n",
+                "_cause_of(details, is_backward and not op.in_hook)\n",
             ),
         ],
         """

@@ -49,7 +49,7 @@ FIRST_TO_GROW = Bound(10.0)
 WHOLE_BATCH = Bound(10.0)
 # A weight that is larger at once, and the loss or gradients from each step to the next:
 # too low tells of what an update did, or of noise.
-WEIGHT_AT_ONCE = Bound(10.0)
+WEIGHT_AT_ONCE = Bound(10.0, 0.1)
 TREND = Bound(3.0)
 # A sample beside the others: too low names a large sample that is like the rest, which
 # costs a trial, and too high leaves the remedy of clamping it out.

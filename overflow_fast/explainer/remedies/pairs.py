@@ -15,15 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..torch_calls import TorchCall, Value
 from .call_patch import RuleChange
 from .patterns import Found, Input, matched
 from .rules import EXACT, RULES
 from .source import Edit, NotWrittenError
 from .written import Writer, rule_edits
-
-# How a value is made of A again, where something else than a logarithm reads it.
-_AGAIN = {"softmax": "x.softmax(d)", "sigmoid": "x.sigmoid()", "exp": "x.exp()"}
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,9 @@ def pair_of(root: TorchCall, found: Found, calls: Sequence[TorchCall]) -> Logari
     code = root.sites[0].code
     far = {call for call in found.calls if call.sites[0].code is not code}
     made = next(iter(far), root)
-    is_known = len(far) == len(made.results) == 1 and made.plain_name in _AGAIN
-    if not is_known or made.is_in_place:
+    is_known = len(far) == len(made.inputs) == len(made.results) == 1
+    is_method = hasattr(torch.Tensor, made.plain_name)  # so that it is made again
+    if not (is_known and is_method) or made.is_in_place:
         raise NotWrittenError("it is made in several places")
     if sum(call.key == made.key for call in calls) != 1:
         raise NotWrittenError("it is made several times")
@@ -125,8 +125,9 @@ def _made_again(
     made: TorchCall, reader: TorchCall, calls: Sequence[TorchCall]
 ) -> tuple[Edit, ...]:
     place = reader.operands.index(made.results[0])
-    dim = made.operands[1] if len(made.operands) > 1 else None
-    form = Found(_AGAIN[made.plain_name], {"x": Input(reader, place), "d": dim})
+    has_dim = len(made.operands) > 1
+    names = {"x": Input(reader, place), "d": made.operands[1] if has_dim else None}
+    form = Found(f"x.{made.plain_name}({'d' * has_dim})", names)
     writer = Writer(reader, calls)
     again = writer.with_operands(reader, {place: writer.written(form)})
     return writer.edits_to(again)

@@ -135,10 +135,11 @@ def compare(
 ) -> Comparison:
     """Compares two recordings layer by layer, and names the first that differs.
 
-    Modules are matched by the names that the model gives them, whatever wraps it; where
-    names differ, by order and shape, and by the nearest fingerprints. Differences are
-    measured in units of what rounding explains: from 8 times on, and if what it was
-    computed from differs 8 times less, a tensor counts as made differently there.
+    Steps are compared in their order, up to the first that differs. Modules are paired
+    by the names that the model gives them, whatever wraps it; where names differ, in
+    their order, by equal results and then by class and shapes. Differences are measured
+    in units of what rounding explains: from 8 times on, and if what it was computed
+    from differs 8 times less, a tensor counts as made differently there.
 
     Args:
         run: The folder of a recording.
@@ -171,14 +172,12 @@ def compare_live(
     backward: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> Comparison:
-    """Compares two models on one batch, side by side, without storing anything.
+    """Compares two models on one batch, without files.
 
-    Both run in turns, tensor by tensor, from the same random states; beyond the models
-    and their own activations there are the two tensors that are compared. Where a
-    layer's forward differs, that forward is run again to find the operation. Random
-    states, buffers and gradients are put back, and nothing is stepped. Incurs CPU-GPU
-    syncs for each tensor; on a device other than the CPU the gradients are compared by
-    fingerprints, because autograd runs one backward at a time there.
+    They run one after the other from the same random states, with copies of the tensors
+    of both steps in memory. Where a layer's forward differs, that forward is run again
+    to find the operation. Random states, buffers and gradients are put back, and
+    nothing is stepped. Incurs a few CPU-GPU syncs for each tensor that differs.
 
     Args:
         model: The model.
@@ -203,13 +202,15 @@ def compare_live(
         >>> compare_live(a, b, torch.ones(1, 2)).first.kind
         'weights'
     """
-    from .live import compare_models
+    from .live import batch_for, compare_models
 
     check_module(model)
     check_module(reference, "reference")
-    return compare_models(
-        model, reference, batch, reference_batch, loss, backward, names_of(names)
-    )
+    its = batch_for(reference, model, batch)
+    if reference_batch is not None:
+        its = reference_batch
+    pair = (model, reference), (batch, its)
+    return compare_models(*pair, loss, backward, names_of(names))
 
 
 def shadow(
@@ -237,9 +238,9 @@ def shadow(
     Raises:
         ValueError: If the model is wrapped, sharded, quantized or not initialized.
     """
-    from .live import LocalShadow, compare_models, float32_copy
+    from .live import LocalShadow, batch_for, compare_models, float32_copy
 
     check_module(model)
     copied = float32_copy(model)
-    local = LocalShadow(model, copied)
-    return compare_models(model, copied, batch, None, loss, backward, {}, local)
+    pair = (model, copied), (batch, batch_for(copied, model, batch))
+    return compare_models(*pair, loss, backward, {}, LocalShadow(model))

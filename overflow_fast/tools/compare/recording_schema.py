@@ -74,14 +74,6 @@ class RowLine(Struct, tag_field="kind", tag="row", kw_only=True, omit_defaults=T
     num_nan: Annotated[Count, meaning("how many elements are nan")] = 0
     num_inf: Annotated[Count, meaning("how many are inf or -inf")] = 0
     fingerprint: Annotated[bytes | None, meaning("251 sums, in base64")] = None
-    magnitudes: Annotated[
-        tuple[Count, ...],
-        Meta(max_length=64),
-        meaning(
-            "of a parameter's gradient: of every n-th value, at most 2,048, how many "
-            "are no larger than 2^-62, 2^-60, ... 2^16, and how many there are"
-        ),
-    ] = ()
 
     def __post_init__(self) -> None:
         """Checks what would send a reader elsewhere, or round in a circle."""
@@ -109,54 +101,26 @@ class RecordedStepLine(Struct, tag_field="kind", tag="step", kw_only=True):
     """The end of a step: settings and random states."""
 
     step: Annotated[Count, meaning("the number of the step")]
-    devices: Annotated[list[str] | UnsetType, meaning("those of the parameters")] = (
-        UNSET
-    )
-    dtypes: Annotated[
-        dict[str, Count] | UnsetType, meaning("those of the parameters, counted")
-    ] = UNSET
-    autocast: Annotated[
-        dict[str, str] | UnsetType, meaning("the dtype of each device's autocast")
-    ] = UNSET
-    matmul_precision: Annotated[str | UnsetType, meaning("torch's setting")] = UNSET
-    tf32: Annotated[bool | UnsetType, meaning("torch's setting")] = UNSET
-    deterministic: Annotated[bool | UnsetType, meaning("torch's setting")] = UNSET
-    threads: Annotated[Count | UnsetType, meaning("how many torch uses")] = UNSET
-    training: Annotated[bool | UnsetType, meaning("whether the model trains")] = UNSET
-    dropout: Annotated[list[str] | UnsetType, meaning("the modules that drop out")] = (
-        UNSET
-    )
-    compiled: Annotated[
-        list[str] | UnsetType, meaning("compiled modules with others inside")
-    ] = UNSET
     settings: Annotated[
-        dict[str, dict[str, str]] | UnsetType,
+        dict[str, dict[str, str]],
         meaning(
-            "plain attributes by module and arguments by `module #call`, as Python "
-            "writes them; as `the optimizer`, `the optimizer, group 2`, `the optimizer "
-            "2` the class and plain settings of the optimizers that stepped the model, "
-            "and how many of its parameters that require gradients they lack; only "
-            "those that changed since the last step"
+            "by name: `the run`, torch's settings and the dtypes of weights; a module, "
+            "its plain attributes as Python writes them; `module #call`, the plain "
+            "arguments of a call; `the optimizer`, `the optimizer, group 2`, `the "
+            "optimizer 2`, the class and the settings of optimizers that stepped the "
+            "model, and how many of its parameters that require gradients they lack"
         ),
-    ] = UNSET
-    random: Annotated[
-        dict[str, str] | UnsetType, meaning("a digest of each generator")
-    ] = UNSET
+    ] = {}
+    tf32: Annotated[bool, meaning("whether float32 may be rounded to TF32")] = False
+    compiled: Annotated[list[str], meaning("compiled modules with others inside")] = []
+    random: Annotated[dict[str, str], meaning("a digest of each generator")] = {}
+    drawn: Annotated[list[str], meaning("the generators that were drawn from")] = []
     had_gradients: Annotated[
-        bool | UnsetType,
-        meaning("whether parameters had gradients when the first backward began"),
-    ] = UNSET
-    has_drawn: Annotated[
-        bool | UnsetType, meaning("whether a generator was drawn from")
-    ] = UNSET
-    drawn: Annotated[list[str] | UnsetType, meaning("those generators")] = UNSET
-    failures: Annotated[
-        list[str] | UnsetType, meaning("what could not be recorded")
-    ] = UNSET
-    raised: Annotated[str | UnsetType, meaning("the exception that ended the step")] = (
-        UNSET
-    )
-    rows: Annotated[Count | UnsetType, meaning("how many rows it has")] = UNSET
+        bool, meaning("whether parameters had gradients when the first backward began")
+    ] = False
+    failures: Annotated[list[str], meaning("what could not be recorded")] = []
+    raised: Annotated[str, meaning("the exception that ended the step")] = ""
+    rows: Annotated[Count, meaning("how many rows it has")]
 
 
 KINDS = (HeadLine, RowLine, RecordedStepLine)

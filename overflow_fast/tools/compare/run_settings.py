@@ -1,4 +1,4 @@
-"""Versions, random states and modes, which may make two runs differ."""
+"""Versions, settings and random states, which may make two runs differ."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from ...base.modules import named_modules, stepped_by
 from ...base.tensors import devices_of
 from ...base.text import dtype_name
 from ...guard.process import own_rank, world_size
-from ...guard.undo.random import RandomStates
 from ...torch_internals.compiler import uncompiled
-from ...torch_internals.module_internals import is_dropout
 from ..torch_settings import settings_of_torch
-from .tensor_hooks import is_compiled, scalars_in
 
+RUN, OPTIMIZER = "the run", "the optimizer"  # begin names that are not of modules
+Settings = dict[str, dict[str, str]]
 _LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "numpy")
+_SCALARS = (bool, int, float, str, type(None))
+_MAX_TEXT, _MAX_LENGTH = 80, 8  # of a setting that is shown; chosen
 
 
 def versions() -> dict[str, str]:
@@ -57,48 +58,37 @@ def process() -> dict[str, Any]:
 
 
 _ON_GPU = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
-_PRODUCTS = ("cuda", "mkldnn")
-# Those of `torch.set_float32_matmul_precision()`.
-_WORDS = (("bf16", "medium"), ("tf32", "high"))
 
 
-def modes(model: nn.Module) -> dict[str, Any]:
-    """Settings, dtypes and random states at the beginning of a step, as JSON."""
+def settings_of(model: nn.Module) -> Settings:
+    """The settings of torch, and the plain attributes of each module, such as eps."""
     devices = devices_of([model])
     types = ["cpu", *dict.fromkeys(device.type for device in devices)]
-    autocast = [t for t in types if torch.is_autocast_enabled(t)]
     tensors = [*model.parameters(), *model.buffers()]
     dtypes = collections.Counter(dtype_name(tensor.dtype) for tensor in tensors)
-    switches = settings_of_torch()
-    on_gpu = {switches[f"{each}.fp32_precision"] for each in _ON_GPU}
-    products = {switches[f"{each}.matmul.fp32_precision"] for each in _PRODUCTS}
-    return {
-        "devices": [torch.device("cpu").type, *map(str, devices)],
-        "dtypes": dict(dtypes.most_common()),
-        "autocast": {t: dtype_name(torch.get_autocast_dtype(t)) for t in autocast},
-        "matmul_precision": next((w for v, w in _WORDS if v in products), "highest"),
-        "tf32": "cuda" in types and "tf32" in on_gpu,
-        "deterministic": switches["deterministic_algorithms"],
-        "threads": torch.get_num_threads(),
-        "training": model.training,
-        "compiled": [name for name, m in named_modules(model) if _hides(m)],
-        "dropout": [name for name, module in named_modules(model) if _drops(module)],
-        "random": RandomStates(devices, loads_numpys=False).digests(),
-        "settings": {name: settings_of(m) for name, m in named_modules(model)},
+    autocast = [
+        f"{t} {dtype_name(torch.get_autocast_dtype(t))}"
+        for t in types
+        if torch.is_autocast_enabled(t)
+    ]
+    run = {
+        "devices": ", ".join(["cpu", *map(str, devices)]),
+        "dtypes of weights": ", ".join(f"{k} {n}" for k, n in dtypes.most_common()),
+        "autocast": ", ".join(autocast) or "none",
+        "threads": str(torch.get_num_threads()),
+        **{name: str(value) for name, value in settings_of_torch().items()},
     }
+    found = {name: scalars_in(vars(uncompiled(m))) for name, m in named_modules(model)}
+    return {RUN: run, **found}
 
 
-def settings_of(module: nn.Module) -> dict[str, str]:
-    """The plain values among a module's attributes, such as eps, as text."""
-    return scalars_in(vars(uncompiled(module)))
+def has_tf32(model: nn.Module) -> bool:
+    """True if float32 products on a GPU may be rounded to TF32."""
+    on_gpu = {settings_of_torch()[f"{each}.fp32_precision"] for each in _ON_GPU}
+    return "tf32" in on_gpu and any(d.type == "cuda" for d in devices_of([model]))
 
 
-OPTIMIZER = "the optimizer"  # begins the names of optimizers among settings
-
-
-def settings_of_optimizer(
-    optimizer: Any, number: int, own: Set[int]
-) -> dict[str, dict[str, str]]:
+def settings_of_optimizer(optimizer: Any, number: int, own: Set[int]) -> Settings:
     """The plain values of an optimizer's groups, by a name for each, such as lr.
 
     Args:
@@ -107,7 +97,7 @@ def settings_of_optimizer(
         own: The ids of the model's parameters that require gradients; groups without
             any are left out.
     """
-    found = dict[str, dict[str, str]]()
+    found: Settings = {}
     held = set(map(id, stepped_by(optimizer)))
     values: dict[str, Any] = {"class": type(optimizer).__name__}
     values["parameters left out"] = len(own - held)
@@ -127,26 +117,16 @@ def _plain(value: Any) -> Any:
     return value.item() if is_tensor and value.numel() == 1 else value
 
 
-def has_unequal_states(mine: Mapping[str, Any], its: Mapping[str, Any]) -> bool:
-    """True if torch's generators of the models' devices were in other states."""
-    own, other = mine.get("random", {}), its.get("random", {})
-    names = [n for n in own if n in other and n not in ("cpu", "python", "numpy")]
-    return any(own[n] != other[n] for n in names or ["cpu"] if n in own and n in other)
+def scalars_in(values: Mapping[str, Any]) -> dict[str, str]:
+    """The plain values and short sequences of such, as text, without private ones."""
+    return {
+        name: repr(value)[:_MAX_TEXT]
+        for name, value in values.items()
+        if not name.startswith("_") and _is_plain(value)
+    }
 
 
-def _hides(module: nn.Module) -> bool:
-    """True if modules within are compiled, so that nothing of them is recorded."""
-    return is_compiled(module) and any(True for _ in uncompiled(module).children())
-
-
-def _drops(module: nn.Module) -> bool:
-    """True if a module sets random values to 0 now.
-
-    Attention that is one function has its probability in an attribute of its module.
-    """
-    if not module.training:
-        return False
-    if is_dropout(module):
-        return bool(getattr(module, "p", 0))
-    found = (vars(module).get(name) for name in ("dropout", "attention_dropout"))
-    return any(isinstance(each, float) and each > 0 for each in found)
+def _is_plain(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return len(value) <= _MAX_LENGTH and all(type(v) in _SCALARS for v in value)
+    return type(value) in _SCALARS

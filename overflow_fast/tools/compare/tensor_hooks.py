@@ -16,7 +16,7 @@ from torch import nn
 
 from ... import _C
 from ...base.modules import Handles, class_name_of, named_modules
-from ...base.tensors import PLAIN, NotScanned
+from ...base.tensors import PLAIN
 from ...base.text import error_line
 from ...base.tree import Path, call_tensors, path_text, tensors, tensors_in
 from ...base.types import TensorPath
@@ -27,8 +27,9 @@ from ...torch_internals.running import (
     graph_task_id,
     is_recorded,
 )
-from ...torch_internals.tensor_internals import is_wrapper, local_tensor
-from .summary import Shard, part_of, values_of, without_modes
+from ...torch_internals.tensor_internals import local_tensor
+from .run_settings import scalars_in
+from .summary import Shard, part_of, without_modes
 
 # Where tensors are in a step, and which of them a model has.
 
@@ -64,6 +65,12 @@ class StepPath(TensorPath):
     def key(self) -> tuple[str, int, str, str]:
         """The same in each run of the same model."""
         return self.module, self.call, self.role, self.path
+
+    @property
+    def forward_key(self) -> tuple[str, int, str, str]:
+        """The key of the forward's tensor whose gradient this is."""
+        role = self.role.removesuffix("_gradient")
+        return self.module, self.call, role, self.path
 
     @property
     def is_computed(self) -> bool:
@@ -105,23 +112,13 @@ def is_compiled(module: nn.Module) -> bool:
     return uncompiled(module) is not module or own_compiled_call(module) is not None
 
 
-_SCALARS = (bool, int, float, str, type(None))
-_MAX_TEXT, _MAX_LENGTH = 80, 8  # of a setting that is shown; chosen
-
-
-def scalars_in(values: Mapping[str, Any]) -> dict[str, str]:
-    """The plain values and short sequences of such, as text, without private ones."""
-    return {
-        name: repr(value)[:_MAX_TEXT]
-        for name, value in values.items()
-        if not name.startswith("_") and _is_plain(value)
-    }
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (tuple, list):
-        return len(value) <= _MAX_LENGTH and all(type(v) in _SCALARS for v in value)
-    return type(value) in _SCALARS
+def compiled_modules(model: nn.Module) -> list[str]:
+    """The names of compiled modules with others inside, which are not recorded."""
+    return [
+        name
+        for name, module in named_modules(model)
+        if is_compiled(module) and any(True for _ in uncompiled(module).children())
+    ]
 
 
 def class_of(module: nn.Module) -> str:
@@ -272,13 +269,13 @@ class TensorHooks:
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or self._is_off():
             return
-        self._isolated(self._begin_call, module, args, kwargs)
+        self.isolated(self._begin_call, module, args, kwargs)
 
     def _peek(self, module: nn.Module, args: Any, output: Any) -> None:
         """Keeps an output that has parts of tensors, which later hooks may unwrap."""
         if torch.compiler.is_compiling() or self._is_off() or not self._stack:
             return
-        self._isolated(self._keep_parts, module, output)
+        self.isolated(self._keep_parts, module, output)
 
     def _keep_parts(self, module: nn.Module, output: Any) -> None:
         running = self._stack[-1]
@@ -288,13 +285,14 @@ class TensorHooks:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self._is_off():
             return
-        self._isolated(self._end_call, module, output)
+        self.isolated(self._end_call, module, output)
 
     def _is_off(self) -> bool:
         is_foreign = self._is_one_thread and self._thread != threading.get_ident()
         return not self._is_on or is_foreign or is_recorded()
 
-    def _isolated(self, function: Callable[..., None], *arguments: Any) -> None:
+    def isolated(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function; what it raises is logged and noted."""
         try:
             with torch.no_grad():
                 function(*arguments)
@@ -373,8 +371,8 @@ class TensorHooks:
 
     def _on_gradient(self, place: StepPath, gradient: torch.Tensor) -> None:
         if self._is_on and gradient is not None:
-            self._isolated(self._begin_backward, None)
-            self._isolated(self._show, place, gradient)
+            self.isolated(self._begin_backward, None)
+            self.isolated(self._show, place, gradient)
 
     def _begin_backward(self, first: torch.Tensor | None) -> None:
         """Notes the gradients that were there, but for the one that was just made."""
@@ -384,10 +382,10 @@ class TensorHooks:
 
     def _on_accumulated(self, place: StepPath, parameter: torch.Tensor) -> None:
         if self._is_on and parameter.grad is not None:
-            self._isolated(self._begin_backward, parameter)
+            self.isolated(self._begin_backward, parameter)
             place = replace(place, call=self._accumulated[id(parameter)])
             self._accumulated[id(parameter)] += 1
-            self._isolated(self._show, place, parameter.grad)
+            self.isolated(self._show, place, parameter.grad)
 
     def _show(self, place: StepPath, tensor: torch.Tensor) -> None:
         with self._lock:
@@ -397,25 +395,8 @@ class TensorHooks:
             if same is None and key is not None:
                 self._known[key] = weakref.ref(tensor), self._number
             with without_modes():
-                inner = inner_tensors(tensor)
-                if not inner:
-                    self._sink(place, tensor, same)
-                    self._number += 1
-            for name, each in inner:
-                self._show(replace(place, path=f"{place.path}.{name}"), each)
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors within a subclass whose own values cannot be read, by attribute.
-
-    Such as int8 weights with their scales; none for any other tensor.
-    """
-    if type(tensor) in PLAIN or not isinstance(values_of(tensor), NotScanned):
-        return []
-    if not is_wrapper(tensor):
-        return []
-    wrapper: Any = tensor
-    return [(name, getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0]]
+                self._sink(place, tensor, same)
+            self._number += 1
 
 
 def _identity(tensor: torch.Tensor) -> Any:

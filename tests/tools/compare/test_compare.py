@@ -95,7 +95,7 @@ def test_what_follows_is_inherited(compared):
     made = [row for row in diff.rows if row.verdict == "introduced"]
     assert [str(row.place) for row in made] == ["blocks.1.norm: output"]
     head = next(row for row in diff.rows if str(row.place) == "head: output")
-    assert head.verdict == "propagated" and 0.1 < head.amplification < 8
+    assert head.verdict == "propagated" and 0.1 < head.relative / head.propagated < 8
 
 
 def test_non_finite_values_are_made_where_they_arise(compared):
@@ -103,7 +103,8 @@ def test_non_finite_values_are_made_where_they_arise(compared):
     overflow(model)
     diff = compared(model, tower(), batch())
     assert diff.first.module in ("blocks.1.act", "blocks.1")
-    assert diff.first.row.num_inf[0] > 0 == diff.first.row.num_inf[1]
+    mine, its = diff.first.row.numbers("num_inf")
+    assert mine > 0 == its
 
 
 def test_equal_runs_are_equal(compared, as_kept):
@@ -134,8 +135,9 @@ def test_dropout_and_random_states_are_said(compared, tmp_path, as_kept):
     model = tower(dropout=0.5)
     torch.manual_seed(1)
     diff = compared(model, model)
-    as_kept("\n".join(diff.said))
-    assert diff.first.module == "drop" and "random states" in diff.first.remark
+    said = "\n".join(diff.said)
+    as_kept(said)
+    assert diff.first.module == "drop" and "unequal states" in diff.first.remark
 
 
 def test_what_has_no_twin_is_said(compared, as_kept):
@@ -224,12 +226,9 @@ def test_the_values_of_a_row(compared):
     row = next(row for row in diff.rows if row.place.role == "input_gradient")
     measures = row.measures
     assert measures.relative == pytest.approx(1 / 3)
-    assert measures.bits == pytest.approx(1.585, abs=1e-3)
     assert measures.cosine == pytest.approx(1.0)
     assert measures.max_abs == 0.5
-    assert measures.max_rel == pytest.approx(1 / 3)
-    assert measures.ulp_median == measures.ulp_p99 == 0.5 / 2**-23
-    assert row.ranges == (1.0, 1.0, 1.5, 1.5)
+    assert (row.numbers("low"), row.numbers("high")) == ((1.0, 1.5), (1.0, 1.5))
 
 
 def test_it_is_written_in_all_formats(compared, tmp_path):
@@ -241,12 +240,11 @@ def test_it_is_written_in_all_formats(compared, tmp_path):
     plain = json.loads(diff.to_json(tmp_path / "diff.json"))
     assert plain == json.loads((tmp_path / "diff.json").read_text())
     assert plain["first"]["module"] == "blocks.1.norm" and plain["differs"] is True
-    table = openpyxl.load_workbook(diff.to_xlsx(tmp_path / "diff.xlsx"))["rows"]
+    table = openpyxl.load_workbook(diff.to_xlsx(tmp_path / "diff.xlsx")).active
     cells = list(table.iter_rows(values_only=True))
     assert len(cells) == len(diff.rows) + 1
     found = dict(zip(cells[0], cells[1 + diff.rows.index(diff.first.row)], strict=True))
     assert found["verdict"] == "introduced" and found["name"] == "blocks.1.norm: output"
-    assert table.conditional_formatting
     page = diff.to_html(tmp_path / "diff.html").read_text()
     assert page.count(str(diff.first)) == 1
     assert "http" not in page.lower() and page.count("<tr") > 20
@@ -327,7 +325,7 @@ def test_adapters_of_peft_are_looked_through(compared):
     assert diff.first is None, diff
     names = {str(row.place): row for row in diff.rows}
     row = names["base_model.model.blocks.1.up.base_layer.weight: parameter"]
-    assert row.reference_name == "blocks.1.up.weight: parameter"
+    assert str(row.its.place) == "blocks.1.up.weight: parameter"
     assert names["base_model.model.blocks.1: output"].relative < 1e-6
     matched = [row for row in diff.rows if row.place.phase != "backward"]
     assert len(matched) > 70

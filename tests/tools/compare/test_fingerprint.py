@@ -4,17 +4,19 @@ import pytest
 import torch
 
 from overflow_fast.guard.files.json_text import dumps
+from overflow_fast.tools.compare.recording import add_numbers
 from overflow_fast.tools.compare.recording_schema import RowLine, decoder
-from overflow_fast.tools.compare.recordings import add_numbers
+from overflow_fast.tools.compare.recordings import RecordedTensor
 from overflow_fast.tools.compare.summary import (
     Shard,
     estimated,
-    factors_of,
+    factor_of,
     fetch,
     pieces,
     summarize,
     sums_of,
 )
+from overflow_fast.tools.compare.tensor_hooks import StepPath
 
 
 def fingerprint(x):
@@ -129,9 +131,9 @@ def test_the_lowest_numbers_do_not_break_it():
     assert found.num_inf == 0 and found.low == lowest[0].item()
     place = {"phase": "forward", "module": "", "role": "output", "dtype": "float32"}
     row = RowLine(step=0, order=0, **place, shape=(1000,))
-    add_numbers(row, found)
+    add_numbers(RecordedTensor(row, StepPath("", "output", ""), 0, found))
     line = decoder().decode(dumps(row).encode())
-    (sums,) = sums_of([line.fingerprint])
+    sums = sums_of(line.fingerprint)
     assert torch.equal(sums, found.sums) and sums.isfinite().all()
 
 
@@ -141,7 +143,7 @@ def test_a_multiple_has_the_cosine_1_and_its_factor(factor):
     measures = estimated(*found)
     assert measures.cosine == pytest.approx(1, abs=1e-12)
     assert measures.cosine_digits == 7
-    assert factors_of([found])[0] == (pytest.approx(factor), pytest.approx(0, abs=1e-6))
+    assert factor_of(*found) == (pytest.approx(factor), pytest.approx(0, abs=1e-6))
     assert estimated(*fetch([summarize(-outliers()), summarize(outliers())])).cosine < 0
 
 
@@ -161,5 +163,5 @@ def test_the_error_of_a_cosine_is_the_documented_one(noise):
 def test_zeros_have_a_cosine_and_no_factor():
     zeros, ones = fetch([summarize(torch.zeros(10)), summarize(torch.ones(10))])
     assert estimated(zeros, ones).cosine == 0 and estimated(zeros, zeros).cosine == 1
-    assert factors_of([(ones, zeros)])[0][1] > 1
-    assert factors_of([(zeros, zeros)]) == [(1, 0)]
+    assert factor_of(ones, zeros)[1] > 1
+    assert factor_of(zeros, zeros) == (1, 0)

@@ -50,7 +50,6 @@ def test_random_numbers_are_the_same_on_both_sides():
     before = torch.get_rng_state()
     diff = overflow_fast.compare_live(model, copy.deepcopy(model), batch())
     assert diff.first is None
-    assert any("dropout is on" in each for each in diff.said)
     assert torch.equal(torch.get_rng_state(), before)
 
 

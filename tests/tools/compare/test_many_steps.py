@@ -1,14 +1,15 @@
-"""Runs of many steps: one step in memory, a bounded list of rows, the same answer."""
+"""Runs of many steps: one step in memory, and the rows of the one that differs."""
 
 import json
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 import torch
 
 import overflow_fast
 from overflow_fast import RecordingError
-from overflow_fast.tools.compare import compare_runs, comparison, recordings
+from overflow_fast.tools.compare import compare_runs, recordings
 
 
 def one(step):
@@ -44,46 +45,35 @@ def write(folder, lines, **options):
     (folder / "rank-0.jsonl").write_text(text)
 
 
-PAIRS = {
-    "equal": {},
-    "an update in the middle": {"rate": lambda step: 0.01 * (1 + (step == 2))},
-    "an update at the beginning": {"rate": lambda step: 0.02},
-    "rounding": {"dtype": torch.bfloat16, "rate": lambda step: 0.0},
-}
+def test_the_comparison_ends_with_the_first_step_that_differs(tmp_path, as_kept):
+    run = record(tmp_path / "a", rate=lambda step: 0.01 * (1 + (step == 2)))
+    found = overflow_fast.compare(run, record(tmp_path / "b"))
+    assert (found.first.kind, found.first.row.step) == ("update", 3), found
+    assert found.steps == [0, 1, 2, 3] and {row.step for row in found.rows} == {3}
+    assert found.num_pairs == 4 * len(found.rows) and found.num_compared > 60
+    as_kept(found.said)
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("options", [{}, {"threshold": 0.0}, {"cosine": 1.0}])
-def test_a_bounded_list_of_rows_changes_no_sentence(
-    pair, options, tmp_path, monkeypatch
-):
-    rate = PAIRS[pair].get("rate") if pair == "rounding" else None
-    record(tmp_path / "b", **({"rate": rate} if rate else {}))
-    run, reference = record(tmp_path / "a", **PAIRS[pair]), tmp_path / "b"
-    whole = overflow_fast.compare(run, reference, **options)
-    assert whole.to_dict()["num_unlisted"] == 0
-    monkeypatch.setattr(comparison, "MAX_ROWS", 30)
-    found = overflow_fast.compare(run, reference, **options)
-    assert len(found.rows) <= 60 < len(whole.rows) == found.num_pairs
-    assert str(found) == str(whole)
-    assert found.counts() == whole.counts() and found.differs == whole.differs
-    assert found.num_compared == whole.num_compared
-    assert found.num_computed == whole.num_computed
-    plain = found.to_dict()
-    assert plain["num_unlisted"] == len(whole.rows) - len(found.rows)
-    where = [(row.step, row.order) for row in found.rows]
-    assert where == sorted(where)
-    if found.first is not None:
-        step = found.first.row.step
-        own = [row.order for row in whole.rows if row.step == step]
-        assert own == [row.order for row in found.rows if row.step == step]
-    page = found.to_html(tmp_path / "diff.html").read_text()
-    num_equal = whole.counts()["equal"]
-    listed = sum(row.verdict != "equal" for row in found.rows)
-    more = len(whole.rows) - num_equal - listed
-    caption = f"{listed} rows that are not equal"
-    caption += f"; {more} more are not listed" * bool(more)
-    assert f"{caption}; {num_equal} are equal" in page
+def test_the_step_of_the_largest_difference_is_shown_where_none_is_named(tmp_path):
+    rate = lambda _: 0.0  # noqa: E731
+    run = record(tmp_path / "a", dtype=torch.bfloat16, rate=rate)
+    reference = record(tmp_path / "b", rate=rate)
+    found = overflow_fast.compare(run, reference)
+    assert found.first is None and found.steps == list(range(6))
+    (step,) = {row.step for row in found.rows}
+    largest = max(row.times or 0 for row in found.rows)
+    assert largest < 8 and f"Step {step}:" in str(found)
+    assert sum(found.counts().values()) == found.num_pairs == 6 * len(found.rows)
+    beyond = overflow_fast.compare(run, reference, threshold=1e-3)
+    assert beyond.differs and any(row.highlight for row in beyond.rows)
+    shown = overflow_fast.Comparison("a", "b")
+    for number, size in enumerate((1, 2, 3)):  # the second and the third are beyond
+        rows = [replace(row, step=number) for row in beyond.rows if row.explained]
+        for row in rows:
+            row.explained /= size
+            row.highlight *= number > 0
+        shown.add_step(number, rows, None)
+    assert {row.step for row in shown.rows} == {1}
 
 
 def test_rounding_in_the_steps_before_is_not_called_no_difference(tmp_path, as_kept):
@@ -111,29 +101,18 @@ def test_steps_of_which_nothing_was_compared_are_not_called_equal(tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(comparison, "MAX_ROWS", 50)
+def test_memory_does_not_grow_with_the_steps(tmp_path):
     peaks = []
     for num in (2, 4, 60):  # the first imports
         folders = [
             record(tmp_path / f"{name}{num}", num, lambda step, r=rate: r)
-            for name, rate in (("a", 0.01), ("b", 0.02))
+            for name, rate in (("a", 0.0), ("b", 0.0))
         ]
         tracemalloc.start()
-        assert overflow_fast.compare(*folders).first.kind == "update"
+        assert len(overflow_fast.compare(*folders).steps) == num
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < 1.5 * peaks[1], peaks
-
-
-def test_a_step_is_decoded_once_and_equal_rows_for_one_run_alone(tmp_path, monkeypatch):
-    record(tmp_path / "a"), record(tmp_path / "b")
-    decoded, own = [], recordings._rows_of
-    monkeypatch.setattr(
-        recordings, "_rows_of", lambda *a: decoded.append(a[1]) or own(*a)
-    )
-    assert overflow_fast.compare(tmp_path / "a", tmp_path / "b").first is None
-    assert decoded == list(range(6))
 
 
 def test_tensors_of_equal_rows_are_read_from_their_own_folder(tmp_path):
@@ -155,16 +134,6 @@ def test_the_order_and_the_spaces_of_a_line_are_the_writers_choice(
     found = overflow_fast.compare(run, reference)
     assert found.said == []
     as_kept(found.said, found.verdict())
-
-
-def test_rows_of_several_steps_may_be_mixed(tmp_path):
-    run, reference = record(tmp_path / "a", 3), record(tmp_path / "b", 3)
-    head, *lines = lines_of(run)
-    ends = [line for line in lines if line["kind"] == "step"]
-    rows = sorted((x for x in lines if x["kind"] == "row"), key=lambda x: x["order"])
-    write(run, [head, *rows, *reversed(ends)])
-    found = overflow_fast.compare(run, reference)
-    assert found.counts()["equal"] == found.num_pairs > 60 and found.said == []
 
 
 DAMAGE = {
@@ -199,29 +168,8 @@ def test_a_step_that_breaks_off_is_left_out(tmp_path, as_kept):
     head, *lines = lines_of(run)
     write(run, [head, *lines[:-1]])
     found = overflow_fast.compare(run, reference)
-    assert {row.step for row in found.rows} == {0, 1}
+    assert found.steps == [0, 1]
     as_kept(found.said)
-
-
-def test_a_file_that_changes_meanwhile_is_an_error(tmp_path, as_kept):
-    run = record(tmp_path / "a", 2)
-    (step,) = recordings.read_run(run).steps[1]
-    (run / "rank-0.jsonl").write_text("{}\n")
-    as_kept.error(RecordingError, step.read)
-    (run / "rank-0.jsonl").unlink()
-    as_kept.error(RecordingError, step.read)
-
-
-def test_settings_are_those_of_the_step_whatever_is_read_first(tmp_path):
-    run = record(tmp_path / "a", 1)
-    head, *_, end = lines_of(run)
-    ends = [{**end, "step": i} for i in range(4)]
-    for i, line in enumerate(ends):
-        line["settings"] = {"": {"p": str(i)}} if i in (0, 2) else {}
-    write(run, [head, *ends])
-    steps = recordings.read_run(run).steps
-    for number, p in ((3, "2"), (1, "0"), (2, "2"), (0, "0")):
-        assert steps[number][0].read().modes["settings"][""] == {"p": p}
 
 
 def test_a_file_beyond_any_recording_is_refused(tmp_path, monkeypatch, as_kept):
@@ -230,17 +178,14 @@ def test_a_file_beyond_any_recording_is_refused(tmp_path, monkeypatch, as_kept):
     as_kept.error(RecordingError, overflow_fast.compare, run, run)
 
 
-def test_progress_is_shown_of_reading_and_of_comparing(tmp_path, monkeypatch):
+def test_progress_is_shown(tmp_path, monkeypatch):
     run, reference = record(tmp_path / "a", 3), record(tmp_path / "b", 2)
     shown = []
 
     def with_progress(items, unit, total):
-        found = list(items)
-        shown.append((unit, total, len(found)))
-        return found
+        shown.append((unit, total))
+        return items
 
-    for module in (recordings, compare_runs):
-        monkeypatch.setattr(module, "with_progress", with_progress)
+    monkeypatch.setattr(compare_runs, "with_progress", with_progress)
     overflow_fast.compare(run, reference)
-    found = "steps found"
-    assert shown == [(found, None, 3), (found, None, 2), ("steps", 2, 2)]
+    assert shown == [("steps", None)]

@@ -238,7 +238,14 @@ PLANTED = {
     ),
     "dropout": (
         OneStep(model=own_seed),
-        *(OneStep(model=one_seed), "forward", "drop", 1, 0, ["drops other values"]),
+        *(
+            OneStep(model=one_seed),
+            "forward",
+            "drop",
+            1,
+            0,
+            ["drawn from unequal states"],
+        ),
     ),
 }
 HEALTHY = {

@@ -1,16 +1,12 @@
 """What made an update differ: settings of optimizers, gradients that were not cleared,
 and rounding that an optimizer divides by a gradient's size."""
 
-import json
-
 import pytest
 import torch
 from assembled import Assembled
 from torch import nn
 
 import overflow_fast
-from overflow_fast.tools.compare.matching import _added
-from overflow_fast.tools.compare.summary import BOUNDS, fetch, magnitudes, summarize
 
 
 class Attention(Assembled):
@@ -131,7 +127,7 @@ def test_the_setting_of_an_optimizer_is_the_answer(compared, case):
     mine, its, text = case
     diff = compared({"model": linear(), "make": mine}, {"model": linear(), "make": its})
     assert diff.first.kind == "update", diff
-    assert f"{text} in the reference" in str(diff.first)
+    assert text in str(diff.first)
     assert "makes it" not in str(diff.first)
     assert any(text.partition(": ")[2] in each for each in diff.said)
 
@@ -164,22 +160,14 @@ def test_a_schedule_is_one_difference(compared, as_kept):
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_rounding_that_is_divided_by_its_size_is_no_difference(
+def test_weights_behind_rounding_that_adam_divides_are_not_judged(
     compared, options, as_kept
 ):
     mine = {"model": attention(True), "make": made(adamw, **options)}
     diff = compared(mine, {"model": attention(False), "make": adamw})
     assert diff.first is None, diff
-    row = next(
-        r for r in diff.rows if r.name == "attention.in_proj_bias: parameter" and r.step
-    )
-    assert row.verdict == "propagated" and row.relative > 1e-3
-    as_kept(row.notes)
-
-
-def forgets(model, optimizers, step):
-    """Each step is the first one of Adam, as long as its rate."""
-    optimizers[0].state.clear()
+    (said,) = [each for each in diff.said if "not judged" in each]
+    as_kept(said)
 
 
 def writes(model, optimizers, step):
@@ -188,35 +176,18 @@ def writes(model, optimizers, step):
 
 
 ROUNDED = {
-    "state": ({"after": forgets}, adamw, {}, "or rounding"),
-    "weight": ({"after": writes}, adamw, {}, "or rounding"),
-    "rate": ({"make": made(adamw, lr=1.2e-2)}, adamw, {}, "lr is 0.012"),
-    "linear": ({"after": writes}, sgd, {}, "are equal"),
+    "a rate": ({"make": made(adamw, lr=1.2e-2)}, adamw, "lr is 0.012"),
+    "a linear update": ({"after": writes}, sgd, "other code that writes to weights"),
 }
 
 
 @pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
-def test_what_is_more_than_divided_rounding_is_named(compared, case):
-    change, make, options, text = case
+def test_an_update_is_named_behind_gradients_that_differ_by_rounding(compared, case):
+    change, make, text = case
     mine = {"model": attention(True), "make": make, **change}
-    diff = compared(mine, {"model": attention(False), "make": make, **options})
+    diff = compared(mine, {"model": attention(False), "make": make})
     assert diff.first.kind == "update", diff
     assert text in str(diff.first)
-
-
-def test_older_recordings_leave_rounding_open(compared, tmp_path, as_kept):
-    for name, is_fused in (("a", True), ("b", False)):
-        train(tmp_path / name, attention(is_fused), adamw)
-        path = tmp_path / name / "rank-0.jsonl"
-        lines = [json.loads(each) for each in path.read_text().splitlines()]
-        for line in lines:
-            line.pop("magnitudes", None)
-            settings = line.get("settings", {})
-            settings.pop("the optimizer", None)
-        path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
-    diff = overflow_fast.compare(tmp_path / "a", tmp_path / "b")
-    assert diff.first.kind == "update"
-    as_kept(diff.first)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -228,19 +199,3 @@ def test_gradients_that_one_run_does_not_clear(compared, is_first, as_kept):
     diff = compared(*(runs if is_first else runs[::-1]))
     assert (diff.first.module, diff.first.kind) == ("", "gradients"), diff
     as_kept(diff.first)
-
-
-def test_magnitudes_are_counts_of_a_sample():
-    torch.manual_seed(0)
-    x = torch.randn(3000) * 10.0 ** torch.randint(-20, 6, (3000,))
-    x[::7], x[1] = 0.0, float("nan")
-    found = fetch([torch.cat([summarize(x), magnitudes(x)])])[0]
-    sample = x[::2].double().abs()
-    expected = [int((sample <= bound).sum()) for bound in BOUNDS]
-    assert found.magnitudes == (*expected, 1500)
-    assert torch.equal(found.sums, fetch([summarize(x)])[0].sums)
-    assert fetch([summarize(x)])[0].magnitudes == ()
-    empty = torch.zeros(0)
-    (none,) = fetch([torch.cat([summarize(empty), magnitudes(empty)])])
-    assert none.magnitudes == (0,) * (len(BOUNDS) + 1)
-    assert _added([(1, 2), (3, 4)]) == (4, 6) and _added([(1, 2), ()]) == ()

@@ -312,11 +312,10 @@ def test_a_chain_of_shared_tensors_is_followed_once(whole, tmp_path):
     chain = [{**row, "order": i, "same": i - 1} for i in range(num, 0, -1)]
     found = [lines[0], *chain, {**row, "order": 0}, lines[-1]]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in found))
-    (step,) = read_run(tmp_path / "a").steps.values()
-    sources = step[0].read().sources
-    assert len(sources) == num + 1
-    assert all(source.row.line.same in (None, 0) for source in sources)
-    assert all(source.row.line.file == "" for source in sources)
+    ((_, (step,)),) = read_run(tmp_path / "a").steps()
+    assert len(step.rows) == num + 1
+    assert all(row.line.same in (None, 0) for row in step.rows)
+    assert all(row.line.file == "" for row in step.rows)
 
 
 def test_a_module_within_thousands_is_drawn(whole, tmp_path):

@@ -1,0 +1,494 @@
+"""The first difference of a step: its kind, what made it, and how it is said.
+
+Rows come in the order of execution, so the first one that is introduced is a weight,
+the batch, an output of a module (forward), the gradient that the model was given (the
+loss), one within the model (backward) or a parameter's before the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...base.text import numbered, printable, rounded, some
+from .judged_rows import (
+    EQUAL,
+    INTRODUCED,
+    ROUNDING,
+    TensorDifference,
+    coarser,
+    epsilon,
+)
+from .recordings import RecordedTensor
+from .tensor_hooks import BACKWARD, FORWARD, STATE
+
+_MAX_PLACES = 3  # in a sentence; chosen
+RUNS = "the first run", "the reference run"
+
+
+@dataclass
+class RootDifference:
+    """The first difference that is not propagated, and what made it.
+
+    Attributes:
+        module: The name of the module that made it; "" is the model itself, or what is
+            outside of it.
+        class_name: The module's class, or "".
+        kind: "weights", "batch", "forward", "loss", "backward", "detached" where no
+            gradient reaches the module in one run, "gradients" where those of
+            parameters differ and no module is known to have made it, or "update".
+        row: The first row that shows it.
+        after: The last call that had returned within the module, or "".
+        op: The first operation that differs, with its line, or "". `compare_live()` and
+            `shadow()` find it.
+        remark: What it may be, in a sentence, or "".
+        unknown: The places of what it was computed from that could not be compared; the
+            difference may come from there, and `module` is not to blame then.
+        ranks: The ranks of which the same row shows it, if rows are of ranks.
+        earlier: The steps before that were compared.
+        before: How those were, such as "no difference".
+    """
+
+    module: str
+    class_name: str
+    kind: str
+    row: TensorDifference
+    after: str = ""
+    op: str = ""
+    remark: str = ""
+    unknown: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    earlier: tuple[int, ...] = ()
+    before: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """It as texts and numbers."""
+        return {
+            "module": self.module,
+            "class": self.class_name,
+            "kind": self.kind,
+            "row": self.row.name,
+            "step": self.row.step,
+            "rank": self.row.rank,
+            "ranks": list(self.ranks),
+            "after": self.after,
+            "op": self.op,
+            "remark": self.remark,
+            "unknown": list(self.unknown),
+            "earlier": list(self.earlier),
+            "sentence": str(self),
+        }
+
+    def __str__(self) -> str:
+        """One or two sentences; which step, where several were compared."""
+        text = self._sentence()
+        if self.op:
+            text += f" The first operation that differs: {self.op}."
+        text = f"{text} {self.remark}".strip()
+        if self.earlier:
+            when = "Before" if self.kind in ("weights", "update") else "In"
+            steps = numbered("step", self.earlier)
+            head = f"{when} step {self.row.step}, with {self.before} in {steps}: "
+            text = head + "the update. " * (self.kind == "update") + text
+        return printable(text)
+
+    def _sentence(self) -> str:
+        row, name = self.row, self.module or "the model"
+        of_class = f" ({self.class_name})" if self.class_name else ""
+        on_rank = ""
+        if row.rank is not None:
+            on_rank = f" on {numbered('rank', self.ranks or (row.rank,))}"
+        amount = f"{on_rank}{_amount(row)}"
+        if self.kind == "detached":
+            return ""  # the remark is the sentence
+        if self.kind in ("weights", "update"):
+            return f"{row.place} of {name}{of_class} differs{amount}."
+        if self.kind == "batch":
+            return (
+                f"The model was given other inputs{on_rank}: {row.place}{_amount(row)}."
+            )
+        if self.kind == "gradients":
+            return f"Gradients of parameters differ, {row.place} first{amount}."
+        if self.kind == "loss":
+            return (
+                f"The gradient that the model was given differs: {row.place}{amount}. "
+                "The loss, its scale, its labels, or other code outside of the model "
+                "makes it."
+            )
+        does = "gives another result" if self.unknown else "computes differently"
+        if row.has_other_shape:
+            does = "gives a tensor of another shape"
+        where = "Backward of " if self.kind == "backward" else ""
+        after = f", after {self.after}" if self.after else ""
+        text = (
+            f"{where}{name}{of_class} {does}{amount}. It shows at {row.place}{after}."
+        )
+        if self.unknown:
+            places = some(self.unknown, _MAX_PLACES)
+            text += (
+                f" The difference may come from what could not be compared: {places}."
+            )
+        return text
+
+
+def _amount(row: TensorDifference) -> str:
+    if row.has_other_shape:
+        return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
+    if row.measures is None:
+        return ""
+    if row.has_other_counts:
+        (nan, its_nan), (inf, its_inf) = map(row.numbers, ("num_nan", "num_inf"))
+        return f", by {nan} nan and {inf} inf against {its_nan} and {its_inf}"
+    text = f", by {row.relative:.2g} of its norm"
+    if row.factor is not None:
+        return f"{text}: it is {row.factor:.6g} times the reference"
+    times, dtype = row.times, coarser(*row.dtypes)
+    if times is not None and times < 1e6 and epsilon(dtype):
+        text += f", {rounded(times)} times what {dtype} rounding explains"
+    return text
+
+
+@dataclass
+class StepContext:
+    """Facts of a step beside its rows.
+
+    Attributes:
+        missing: The modules of which a run has activations that the other lacks.
+        lone_sources: The inputs, parameters and buffers of modules that one run lacks.
+        settings: How the settings of modules differ, in sentences.
+        ties: The parameters of each run that are one tensor with an earlier one.
+        detached: The modules that no gradient reaches in the first run, and those in
+            the reference, that one reaches in the other; from the loss on.
+        with_gradients: Which runs, 0 or 1, had gradients when the backward began.
+        has_other_random: Whether random numbers were drawn from unequal states.
+    """
+
+    missing: set[str] = field(default_factory=set)
+    lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    ties: Sequence[Mapping[str, str]] = ({}, {})
+    detached: Sequence[Sequence[str]] = ((), ())
+    with_gradients: Sequence[int] = ()
+    has_other_random: bool = False
+
+
+def find_root_difference(
+    rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference | None:
+    """Finds the first difference that is made where it shows.
+
+    Args:
+        rows: The judged rows of one step, in the order of execution.
+        known: What else is known of the step.
+    """
+    row = next((row for row in rows if _begins(row)), None)
+    first = _detached(row, rows, known)
+    if first is None and row is not None:
+        first = _by_phase(row, rows, known)
+    if first is None:
+        return None
+    if first.row.rank is not None:
+        key = first.row.place.key
+        on = {r.rank for r in rows if r.place.key == key and _begins(r)}
+        first.ranks = tuple(sorted(rank for rank in on if rank is not None))
+    texts = known.settings.get(first.module, ())
+    is_computed = first.kind in ("forward", "backward")
+    if texts and (is_computed or first.row.place.role == "buffer"):
+        first.remark = f"{first.remark} Its {'; its '.join(texts)}.".strip()
+    return first
+
+
+def _begins(row: TensorDifference) -> bool:
+    """True if a difference may begin with a row."""
+    is_of_gradient = row.place.phase == BACKWARD
+    return row.verdict == INTRODUCED or (row.has_other_shape and not is_of_gradient)
+
+
+def _by_phase(
+    row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference:
+    place = row.place
+    if place.phase == STATE:
+        return _in_weights(row, rows)
+    given = [r for r in rows if r.place.role == "input" and _is_outermost(r, rows)]
+    other = (r for r in given if r.rank == row.rank and r.has_other_shape)
+    batch = next(other, row if row in given else None)
+    if batch is not None:
+        return RootDifference("", "", "batch", batch)
+    if place.phase == BACKWARD:
+        is_of_call = place.is_of_call
+        return (_in_backward if is_of_call else _in_gradients)(row, rows, known)
+    return _in_forward(row, rows, known)
+
+
+def _in_weights(
+    row: TensorDifference, rows: Sequence[TensorDifference]
+) -> RootDifference:
+    state = [r for r in rows if r.place.phase == STATE]
+    remark = (
+        f"{sum(map(_begins, state))} of {len(state)} parameters and buffers differ."
+    )
+    if None not in row.requires_grad and len({*row.requires_grad}) == 2:
+        run = RUNS[bool(row.requires_grad[0])]
+        remark = f"It does not require gradients in {run}: frozen there. {remark}"
+    place = row.place
+    return RootDifference(place.module, place.class_name, "weights", row, remark=remark)
+
+
+def _is_outermost(row: TensorDifference, rows: Sequence[TensorDifference]) -> bool:
+    """True if no recorded module has called the module of a row."""
+    if not row.place.module or row.place.caller:
+        return not row.place.module
+    return not any(r.place.phase == FORWARD and not r.place.module for r in rows)
+
+
+def _in_forward(
+    row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference:
+    """The module that returned a tensor, or whose code made what another is given."""
+    place = row.place
+    before = list(itertools.takewhile(lambda each: each is not row, rows))
+    module, kind = place.module, place.class_name
+    if place.role == "input":
+        module = place.caller
+        kind = _classes(rows).get(module, "")
+    returned = (
+        r.place.module
+        for r in reversed(before)
+        if r.place.role == "output" and r.place.caller == module != r.place.module
+    )
+    unknown = [
+        r.name
+        for r in before
+        if r.measures is None and r.rank == row.rank and _is_source(r, row, module)
+    ]
+    unknown += known.lone_sources.get(module, ())
+    remark = ""
+    if known.has_other_random:
+        remark = "Random numbers were drawn from unequal states."
+    after = next(returned, "")
+    first = RootDifference(module, kind, "forward", row, after, remark=remark)
+    first.unknown = tuple(unknown)
+    return first
+
+
+def _is_source(given: TensorDifference, row: TensorDifference, module: str) -> bool:
+    """True if a module had a tensor when it made that of a row."""
+    place = given.place
+    if place.phase == STATE:
+        return place.module == module
+    if place.role == "output":
+        return place.caller == module != place.module
+    is_this_call = row.place.module != module or place.call == row.place.call
+    return place.module == module and is_this_call
+
+
+def _classes(rows: Iterable[TensorDifference]) -> dict[str, str]:
+    return {row.place.module: row.place.class_name for row in rows}
+
+
+_WITHOUT_CODE = ("Sequential", "ModuleList", "ModuleDict")
+
+
+def _in_backward(
+    row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference:
+    """Finds the modules that used a tensor whose gradient differs."""
+    place, kinds = row.place, _classes(rows)
+    given = [r.place for r in rows if _is_tensor_of(row, r, rows)]
+    users = [p.module for p in given if p.role == "input" and p.is_leaf]
+    if place.role == "input_gradient" and not users:
+        users = [place.module]
+    names = list(dict.fromkeys(users))
+    if any(p.role == "output" and not p.module for p in given):  # the model returns it
+        if not names:
+            return RootDifference("", "", "loss", row)
+        remark = f"One of {', '.join(names)}, or the gradient that the model was given."
+        return RootDifference("", kinds.get("", ""), "backward", row, remark=remark)
+    # Code between modules may use the tensor, too: a residual does.
+    others = [place.caller] if place.module != place.caller else []
+    others += [p.module for p in given if not p.is_leaf]
+    others = [n for n in dict.fromkeys(others) if kinds.get(n) not in _WITHOUT_CODE]
+    module, remark = place.caller, ""
+    if len(names) == 1 and not others:
+        (module,) = names
+    elif names:
+        module = _common_parent([*names, *others])
+        code = " or ".join(name or "the model" for name in others)
+        code = f", or code of {code} itself" if others else ""
+        remark = f"One of {', '.join(names)}{code}."
+    return RootDifference(module, kinds.get(module, ""), "backward", row, remark=remark)
+
+
+def _is_tensor_of(
+    gradient: TensorDifference,
+    used: TensorDifference,
+    rows: Sequence[TensorDifference],
+) -> bool:
+    """True if a row is of the forward's tensor whose gradient another row has."""
+    if used.place.phase != FORWARD or used.rank != gradient.rank:
+        return False
+    key = gradient.place.forward_key
+    source = next((r for r in rows if r.place.key == key), None)
+    return source is not None and source.tensor == used.tensor
+
+
+def _common_parent(names: Sequence[str]) -> str:
+    """The name of the innermost module that has all of these."""
+    parts = zip(*(name.split(".") for name in names), strict=False)
+    common = itertools.takewhile(lambda at: len(set(at)) == 1, parts)
+    return ".".join(each[0] for each in common)
+
+
+_BETWEEN = "clipping, unscaling, accumulation or an all-reduce"
+
+
+def _in_gradients(
+    row: TensorDifference, rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference:
+    """Finds whether backward made a gradient, or code between it and the step."""
+    place = row.place
+    gradients = [r for r in rows if r.place.role == "parameter_gradient"]
+    backward = [r for r in rows if r.place.phase == BACKWARD and r not in gradients]
+    left = {r.place.fqn for r in backward if r.place.role == "accumulated_gradient"}
+    made = [r for r in gradients if r.verdict == INTRODUCED and r.rank == row.rank]
+    is_quiet = all(r.verdict in (EQUAL, ROUNDING) for r in backward if r.measures)
+    several = len({r.place.module for r in made}) > 1
+    first = RootDifference("", "", "gradients", row)
+    if place.role == "parameter_gradient" and place.fqn in left:
+        first.remark = f"Made between backward and step: {_BETWEEN}."
+        first.remark = f"{first.remark} {_common_factor(made)}".strip()
+    elif place.role == "parameter_gradient" and not left and several and is_quiet:
+        first.remark = f"Made by {_BETWEEN}, or by the backward of these layers."
+        first.remark = f"{first.remark} {_common_factor(made)}".strip()
+    elif tie := _describe_tie(place.fqn, known.ties):
+        first.remark = tie
+    elif known.with_gradients:
+        had = "Parameters had gradients before backward began, to which it adds."
+        if len(known.with_gradients) == 1:
+            run = RUNS[known.with_gradients[0]]
+            had = f"In {run} alone parameters had gradients when backward began, to "
+            had += "which it adds."
+        first.remark = had
+    else:
+        own = [r for r in rows if r.rank == row.rank and r.place.module == place.module]
+        own = [r for r in own if r.place.phase != STATE and r.measures is None]
+        first.module, first.class_name = place.module, place.class_name
+        first.remark = "Or code outside of it, such as the loss or a hook, uses the "
+        first.remark += "parameter itself."
+        if own or place.module in known.missing:
+            first.remark = "What made them could not be compared."
+        else:
+            first.kind = "backward"
+    return first
+
+
+def _common_factor(rows: Sequence[TensorDifference]) -> str:
+    """Describes the number that all gradients were multiplied by, if there is one."""
+    factors = [r.factor for r in rows if r.factor is not None]
+    num_known = sum(r.factor is not None or not r.is_long for r in rows)
+    if not factors or num_known < len(rows):
+        return ""
+    middle = sorted(factors)[len(factors) // 2]
+    if any(abs(each - middle) > 1e-2 * abs(middle) for each in factors):
+        return ""
+    which = (
+        "The one that differs is"
+        if len(rows) == 1
+        else f"All {len(rows)} that differ are"
+    )
+    text = f"{which} {middle:.6g} times the reference's"
+    whole = 1 / middle if 0 < abs(middle) < 1 else middle
+    if whole > 1.5 and abs(whole - round(whole)) < 1e-3:
+        text += f", as where {round(whole)} ranks or micro-batches are summed in one "
+        text += "run and averaged in the other"
+    return f"{text}."
+
+
+# Tied weights, and modules that no gradient reaches.
+
+
+def ties_of(entries: Sequence[RecordedTensor]) -> dict[str, str]:
+    """The parameters of the first rank that are one tensor with another: its name."""
+    rank = entries[0].rank if entries else None
+    own = [e for e in entries if e.rank == rank and e.place.role == "parameter"]
+    names = {e.order: e.place.fqn for e in own}
+    return {
+        e.place.fqn: names[e.tensor]
+        for e in own
+        if e.tensor != e.order and e.tensor in names and 0 not in e.shape
+    }
+
+
+def _describe_tie(fqn: str, ties: Sequence[Mapping[str, str]]) -> str:
+    """Describes whose gradients are added to a parameter's, if it is a shared one."""
+    found = []
+    for own in ties:
+        first = own.get(fqn, fqn)
+        names = (first, *(name for name in own if own[name] == first))
+        found.append(some((name for name in names if name != fqn), _MAX_PLACES))
+    if not any(found):
+        return ""
+    if all(found):
+        return f"It is one tensor with {found[0]}: the backward of each adds to it."
+    run, name = RUNS[not found[0]], found[0] or found[1]
+    text = (
+        f"In {run} alone it is one tensor with {name}, whose gradient is added to it."
+    )
+    return text
+
+
+def detached_modules(
+    entries: Sequence[RecordedTensor], references: Sequence[RecordedTensor]
+) -> list[list[str]]:
+    """Finds the modules that ran in both runs and that a gradient reaches in one.
+
+    Returns:
+        Those that it does not reach in the first run, and those in the reference.
+    """
+    found = []
+    for own, other in ((entries, references), (references, entries)):
+        ran = {e.place.module for e in own if e.place.phase == FORWARD}
+        reached = _reached(own)
+        its = (e.place.module for e in other if e.place.phase == BACKWARD)
+        missing = dict.fromkeys(m for m in its if m in ran and m not in reached)
+        found.append(list(missing) if reached else [])
+    return found
+
+
+def _reached(entries: Sequence[RecordedTensor]) -> set[str]:
+    """The modules with a gradient, also where that of one tensor is another's row."""
+    places = [e.place for e in entries if e.place.phase == BACKWARD]
+    keys = {place.forward_key for place in places}
+    forward = [e for e in entries if e.place.phase == FORWARD]
+    tensors = {(e.rank, e.tensor) for e in forward if e.place.key in keys}
+    outputs = (e for e in forward if e.place.role == "output")
+    shared = {e.place.module for e in outputs if (e.rank, e.tensor) in tensors}
+    return {place.module for place in places} | shared
+
+
+def _detached(
+    row: TensorDifference | None, rows: Sequence[TensorDifference], known: StepContext
+) -> RootDifference | None:
+    """The module that no gradient reaches in one run, if nothing before explains it."""
+    if row is not None:
+        is_output = row.place.role == "output_gradient" and not row.place.module
+        if row.place.phase != BACKWARD or is_output:
+            return None
+    for names, run in zip(known.detached, RUNS, strict=True):
+        own = [r for r in rows if names and r.place.module == names[0]]
+        outputs = [r for r in own if r.place.role == "output"] or own
+        if not outputs:
+            continue
+        shown = outputs[-1]
+        why = "it is detached behind that, or not used for the loss there."
+        if shown.requires_grad[0] != shown.requires_grad[1]:
+            why = "it does not require gradients there: frozen, or under no_grad()."
+        if names[1:]:
+            why += f" Nor does one reach {some(names[1:], _MAX_PLACES)}."
+        text = f"In {run} no gradient reaches {shown.place}; {why}"
+        kind = shown.place.class_name
+        return RootDifference(names[0], kind, "detached", shown, remark=text)
+    return None
