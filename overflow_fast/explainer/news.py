@@ -181,7 +181,7 @@ def _of_weights(incident: BadStep) -> Iterator[str]:
     for name, recent in incident.past.weights.items():
         *before, now = recent or [0.0]
         most = max(before, default=0.0)
-        if WEIGHT_AT_ONCE.is_passed(now, most):
+        if before and WEIGHT_AT_ONCE.is_passed(now, most):
             yield (
                 f"the weight `{name}` is up to {plain_number(now)}, at most "
                 f"{plain_number(most)} in {_steps_before(len(before))}"

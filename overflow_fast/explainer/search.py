@@ -245,8 +245,9 @@ class Search:
         A step of one call is listed in its first run, unless listing it fails.
         """
         listed = self._listed_at_once()
-        first = listed or self.replayer.run(observers=self._observers)
-        self._note_first(first)
+        is_shown = listed is not None and self._shows(listed)
+        first = listed if is_shown else None
+        self._note_first(first or self.replayer.run(observers=self._observers))
         if 0 <= self.first.bad_call < self.incident.forward and self._ranks.is_alone:
             self.num_unlike = self.incident.forward
             del self.replayer.calls[: self.num_unlike]
@@ -269,6 +270,14 @@ class Search:
             return None
         result = self.replayer.run(_listing(0), observers=self._observers)
         return result if result.error is None else None
+
+    def _shows(self, listed: ReplayResult) -> bool:
+        """True if a listed run has shown what was seen, if anything was.
+
+        Else a plain one has to tell: torch takes no fast path where it is listed.
+        """
+        is_bad = listed.table is not None and bool(listed.table.bad_modules)
+        return is_bad or not listed.is_clean or not self.incident.kind
 
     @property
     def _observers(self) -> list[ReplayCheck]:

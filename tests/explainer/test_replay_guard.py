@@ -143,7 +143,7 @@ def test_what_happens_once_is_not_reproducible(model, optimizer, as_kept):
     FAULT["factor"] = NAN
     found = explained(guard, model, optimizer, data())
     assert place(found) == ("forward", "not reproducible", None, "1")
-    assert found.replays == 3
+    assert found.replays == 4
     as_kept(found.evidence)
 
 

@@ -455,7 +455,7 @@ def make_normed():
     return found
 
 
-@runs("two-runs-compared")
+@runs("record-and-compare")
 def test_comparison(capsys, code, as_kept):
     batch = next(iter(loader_of(2)))
 
@@ -469,7 +469,7 @@ def test_comparison(capsys, code, as_kept):
     assert Path("diff.html").exists()
 
 
-@runs("two-runs-compared 2")
+@runs("without-files")
 def test_live_comparison(code):
     model, other = make_normed()
     known = run(code, model=model, other=other, batch=next(iter(loader_of(2))))

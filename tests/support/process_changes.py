@@ -335,7 +335,9 @@ SCENARIOS = {
     "tripwire": (False, lambda: guards(True, HOOKS, watch="tripwire")),
     "masked": (
         False,
-        lambda: guards(True, HOOKS, explain=False, monitors=[of.MaskedOps(every=1)]),
+        lambda: guards(
+            True, HOOKS, explain=False, monitors=[of.monitors.MaskedOps(every=1)]
+        ),
     ),
     "detector": (False, detector),
     "compiled": (True, compiled),

@@ -10,6 +10,7 @@ import torch
 import overflow_fast
 from overflow_fast import RecordingError
 from overflow_fast.tools.compare import compare_runs, recordings
+from overflow_fast.tools.compare.comparison import Comparison
 
 
 def one(step):
@@ -66,7 +67,7 @@ def test_the_step_of_the_largest_difference_is_shown_where_none_is_named(tmp_pat
     assert sum(found.counts().values()) == found.num_pairs == 6 * len(found.rows)
     beyond = overflow_fast.compare(run, reference, threshold=1e-3)
     assert beyond.differs and any(row.highlight for row in beyond.rows)
-    shown = overflow_fast.Comparison("a", "b")
+    shown = Comparison("a", "b")
     for number, size in enumerate((1, 2, 3)):  # the second and the third are beyond
         rows = [replace(row, step=number) for row in beyond.rows if row.explained]
         for row in rows:
