@@ -4,6 +4,7 @@ Clean steps scan nothing for it. What is compared is there anyway:
 
 1. Of the batch: that of the last clean step, which is held for remedies, and 64 values
    of each tensor in the last 8 clean steps (`CallKeeper.recent`).
+   On devices samples are not taken: there the last clean batch is all that is known.
 2. Of weights, the loss and gradients: the largest magnitudes of the last steps
    (`PastSteps`).
 
