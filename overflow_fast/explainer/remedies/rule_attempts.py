@@ -20,7 +20,6 @@ from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value
-from ..users_lines import place_text
 from .call_patch import CallPatch, ClampedValue, InWider, RuleChange
 from .edited_lines import inner_place, remedy_in_words, remedy_of, shown_at
 from .pairs import pair_of
@@ -93,8 +92,8 @@ def select_trials(failure: Failure, trials: Trials) -> Attempts:
             held, *more = found.evidence[0].split("; ")
             found.evidence[0] = "; ".join([f"{held}{_MEANT}", *more])
         if failure.bad is not None and failure.met is not None:
-            place = f"{failure.met.name}{place_text(failure.met.sites)}"
-            found.evidence.append(f"the derivative of {place} is the first to be bad")
+            met = failure.met.text
+            found.evidence.append(f"the derivative of {met} is the first to be bad")
         return
 
 
