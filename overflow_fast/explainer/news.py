@@ -178,7 +178,7 @@ def _largest(values: torch.Tensor) -> float:
 
 
 def _of_weights(incident: BadStep) -> Iterator[str]:
-    """A weight that something else than an update has made larger, or 0."""
+    """A weight that is far larger at once, or 0: what made it so is not known."""
     for name, recent in incident.past.weights.items():
         *before, now = recent or [0.0]
         most = max(before, default=0.0)
@@ -201,7 +201,10 @@ def _steps_before(number: int) -> str:
 def _of_walk(
     incident: BadStep, models: Mapping[str, nn.Module], found: Explanation
 ) -> Iterator[str]:
-    """A number that its updates walk through 0, where the operation is given it."""
+    """A number that went to or through 0, where the operation is given it.
+
+    Of the steps before only its magnitude is known, not its sign.
+    """
     numbers = () if found.op is None else found.op.operands
     for kind, name, weight in names_of(models):
         if kind != "parameter" or weight.numel() != 1:
@@ -211,8 +214,8 @@ def _of_walk(
         if now <= 0 and is_given and len(recent) > 1 and recent[0] > recent[-1]:
             walked = ", ".join(f"{each:.2g}" for each in [*recent, now])
             yield (
-                f"`{name}` went {walked} in the last steps: its updates walk it "
-                "through 0"
+                f"`{name}` went {walked} in the last steps (without its sign, before "
+                "this one): to or through 0, if it was above it"
             )
 
 
