@@ -147,6 +147,25 @@ def test_a_number_that_updates_walk_through_zero():
     assert "`scale` went 2.5, 1.5, 0.5, -0.5" in text and "through 0" in text
 
 
+def test_a_number_that_came_to_zero_from_below():
+    class Divided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(-3.0))
+
+        def forward(self, x):
+            return 1 / self.scale + 0 * x.sum()
+
+    def before(model, step):
+        model.scale.data.fill_(step - 3.0)
+
+    text = news_of(
+        lambda s: (rows(s, 8, 4),), lambda m, x: m(x), model=Divided(), before=before
+    )
+    assert "`scale` went 3, 2, 1, 0" in text and "without its sign" in text
+    assert "update" not in text
+
+
 def test_where_nothing_is_new_nothing_is_told():
     def loss_of(model, x, divisor):
         return model(x).mean() / divisor
