@@ -44,10 +44,10 @@ from overflow_fast.guard.options import Option, Options, options_of
 from overflow_fast.guard.record import record_lines
 from overflow_fast.guard.report import log_lines
 from overflow_fast.guard.report.causes import CAUSES, Cause
+from overflow_fast.monitors import MONITORS
 from overflow_fast.options import Evidence, Explain, Log, Record, Schedule
 from overflow_fast.scanner import fallback
 from overflow_fast.tools.cli.command_line import make_parser
-from overflow_fast.tools.cli.guard_options import MONITORS
 from overflow_fast.tools.compare import recording_schema
 from overflow_fast.tools.page import evidence_schema
 

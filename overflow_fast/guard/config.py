@@ -121,6 +121,7 @@ class GuardConfig(Options):
             "every bit, and log a warning. Or a callable that takes the `Report` and "
             "returns one of these; another answer raises TypeError or ValueError.",
             POLICY,
+            typed="on-overflow",
         ),
     )
     watch: Iterable[str] | Literal["tripwire"] = field(
@@ -133,6 +134,7 @@ class GuardConfig(Options):
             '"activations"), "gradients" (of parameters), "weights", "buffers", "loss" '
             'and "optimizer_state"; by default all but the last.',
             WATCH,
+            typed="watch",
         ),
     )
     include: Sequence[str] | None = field(
@@ -142,11 +144,14 @@ class GuardConfig(Options):
             'all. In a dict of models "gen.0" names module `0` of model "gen", in a '
             'list "1.0" module `0` of the second.',
             PATTERNS_OR_ALL,
+            typed="include",
         ),
     )
     exclude: Sequence[str] = field(
         default=(),
-        metadata=option("Patterns of names of modules to leave out.", PATTERNS),
+        metadata=option(
+            "Patterns of names of modules to leave out.", PATTERNS, typed="exclude"
+        ),
     )
     allow: Allow | None = field(
         default=None,
@@ -223,6 +228,7 @@ class GuardConfig(Options):
             "Adam, AdamW, SGD and Adagrad skip a bad step on the device all the same; "
             'with others, "skip" and a callable incur the sync of "step".',
             one_of("step", "lagged"),
+            typed="sync",
         ),
     )
     process_group: Any = field(

@@ -35,17 +35,15 @@ class Kind:
         parse: Reads the value from a word of a command line; None if no word can give
             it.
         metavar: Stands for the value in a command's help.
-        choices: All values, where a command line has a word for each.
-        is_flag: True for an option without a value.
+        choices: The words that a command line takes, where these are all.
         note: Ends the help of an option, such as how several values are separated.
-        options: The class of options that hold it, whose fields can be typed.
+        options: The class of the objects that it takes.
     """
 
     check: Callable[[str, Any], None]
     parse: Callable[[str], Any] | None = None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
-    is_flag: bool = False
     note: str = ""
     options: type[Any] | None = None
 
@@ -240,11 +238,11 @@ def _several(text: str) -> list[str]:
 
 
 _COMMAS = "; separated by commas"
-POSITIVE = Kind(check_positive, float, "X")
-SHARE = Kind(check_share, float, "X")
-FLAG = Kind(check_bool, is_flag=True)
+POSITIVE = Kind(check_positive)
+SHARE = Kind(check_share)
+FLAG = Kind(check_bool)
 PATH = Kind(check_path, str, "PATH")
-PATHS = Kind(check_paths, _several, "PATH,...", note=_COMMAS)
+PATHS = Kind(check_paths)
 PATTERNS = Kind(check_names, _several, "PATTERN,...", note=_COMMAS)
 PATTERNS_OR_ALL = Kind(
     lambda name, value: check_names(name, value, optional=True),

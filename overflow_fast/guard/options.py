@@ -1,9 +1,10 @@
 """The options of a guard: small frozen dataclasses, each field defined once.
 
 1. A field's metadata is an `Option`: its help, its kind (kinds.py: which values it
-   takes) and its form on a command line. No other file says any of that again.
+   takes) and the option of a command that gives it, if any. No other file says any of
+   that again.
 2. From these come the checks when an object is made, the list of fields in a class's
-   docstring, tables of docs/arguments.md, and the options of `overflow-fast run`. A
+   docstring, tables of docs/arguments.md, and what `overflow-fast run` takes. A
    field without such metadata is in none of them, and is not checked.
 3. An object is never changed once it is made. Iterators in its fields are tuples by
    then, so that several guards can be made of one.
@@ -46,8 +47,8 @@ class Option:
     Attributes:
         help: Sentences; the first one stands alone in a command's help.
         kind: The values that it takes.
-        typed: The option of `overflow-fast run`, without dashes; None for the names of
-            the class and the field.
+        typed: The option of `overflow-fast run`, without dashes; None where only its
+            file of arguments has it.
         see: The place in docs/ that tells more.
     """
 
@@ -157,7 +158,6 @@ class Explain(Options):
             "must not happen twice, such as taking data from a loader. Nothing is run "
             "again then; explanations say what is known without.",
             FLAG,
-            typed="replay-safe",
         ),
     )
     checkpoints: Sequence[Path] = field(
@@ -166,7 +166,6 @@ class Explain(Options):
             "Files of weights (`torch.save`, safetensors), the newest last. If weights "
             "are bad, the step is tried with those that are finite.",
             PATHS,
-            typed="checkpoints",
         ),
     )
     frames: int = field(
@@ -304,9 +303,7 @@ class Schedule(Options):
     _: KW_ONLY
     warmup: int = field(
         default=0,
-        metadata=option(
-            "The number of first steps that are not watched.", whole(0), typed="warmup"
-        ),
+        metadata=option("The number of first steps that are not watched.", whole(0)),
     )
 
     def left_out_by(self, step: int) -> str:

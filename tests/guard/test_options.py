@@ -14,6 +14,7 @@ from overflow_fast import OverflowGuard
 from overflow_fast.guard.config import GuardConfig
 from overflow_fast.guard.options import options_of
 from overflow_fast.monitors import (
+    MONITORS,
     Headroom,
     LayerAudit,
     MaskedOps,
@@ -23,7 +24,6 @@ from overflow_fast.monitors import (
     Underflow,
 )
 from overflow_fast.options import Evidence, Explain, Log, Record, Schedule
-from overflow_fast.tools.cli.guard_options import MONITORS
 
 pytestmark = pytest.mark.day  # a contract: all of its cases
 

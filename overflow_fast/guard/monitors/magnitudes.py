@@ -24,7 +24,6 @@ class Saturation(Monitor):
             "Log a warning if this share of an output, weight or gradient in float16 "
             "or float8 equals the dtype's largest number.",
             SHARE,
-            typed="saturation",
         ),
     )
 

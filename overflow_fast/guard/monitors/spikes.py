@@ -139,7 +139,6 @@ class Spikes(Monitor):
             'last 200. "warn": log a warning and mark the step in log and record. '
             '"skip": leave its optimizer step out too, at most three in a row.',
             one_of("warn", "skip"),
-            typed="spikes",
             see="guides/observing.md#a-spike",
         ),
     )

@@ -10,7 +10,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ... import binaries
@@ -27,7 +27,7 @@ def make_parser() -> _Parser:
         description="The numerics flight recorder that PyTorch users leave on.",
     )
     parser.add_argument("--version", action=_Version)
-    commands: Any = parser.add_subparsers(dest="command", required=True)
+    commands: Any = parser.add_subparsers(dest="command")
     package = importlib.import_module(__package__)
     for found in pkgutil.iter_modules(package.__path__, f"{__package__}."):
         if _FILES.fullmatch(found.name.rpartition(".")[2]):
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parser: _Parser, arguments: Sequence[str] | None) -> int:
-    parsed = parser.parse_args(arguments)
+    parsed = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     if parsed.command != "run" and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # such as ASCII, and a name
     try:
@@ -76,12 +76,6 @@ def _called_as() -> str:
     return name if name == "overflow-fast" else "python -m overflow_fast"
 
 
-_UNKNOWN = re.compile(r"unrecognized arguments: (\S+)")
-_NOT_READ = re.compile(r"argument (\S+): invalid (\S+) value: ('.*')")
-_MISSING = "the following arguments are required: "
-_CHOICE = re.compile(r"argument (\S+): invalid choice: '?(.*?)'? \(choose from (.*)\)")
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser, also of each command, whose errors are one sentence.
 
@@ -89,13 +83,13 @@ class _Parser(argparse.ArgumentParser):
         commands: The names of its commands.
         add_arguments: Adds the arguments of a command that are not there yet, or None.
         needs_extension: The command does nothing where no extension is built.
-        flags_of: The options that stand for an argument of the guard, by `--argument`.
+        instead_of: Writes what stands for an option that there is not, or "".
     """
 
-    flags_of: Mapping[str, Sequence[str]] = {}
     commands: Sequence[str] = ()
     needs_extension = False
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+    instead_of: Callable[[str], str] = staticmethod(lambda word: "")
 
     def complete(self) -> None:
         """Adds the arguments that are not there yet."""
@@ -113,35 +107,23 @@ class _Parser(argparse.ArgumentParser):
         if self.needs_extension and args[:1] not in (["-h"], ["--help"]):
             binaries.require_extension()  # before arguments that the guard has
         self.complete()
+        named = [each for each in args if self.commands and not each.startswith("-")]
+        if named and named[0] not in self.commands:
+            wrong = f"{named[0]!r}{nearest(named[0], self.commands)}"
+            self.error(f"command must be {either(self.commands)}, got {wrong}")
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            word = unknown[0].partition("=")[0]
+            meant = self.instead_of(word) or nearest(word, self._option_string_actions)
+            self.error(f"there is no {word}{meant}")
+        if self.commands and parsed.command is None:
+            self.error(f"a command is missing: {either(self.commands)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints a sentence with the nearest valid name, and exits with 2."""
-        sentence = printable(self._sentence(message).removeprefix("argument "))
-        self.exit(2, f"{self.prog}: {sentence} (`{self.prog} --help` lists all)\n")
-
-    def _sentence(self, message: str) -> str:
-        if found := _UNKNOWN.match(message):
-            word = found[1].partition("=")[0]
-            if word in self.flags_of:
-                return f"there is no {word}: use {either(self.flags_of[word])}"
-            return f"there is no {word}{nearest(word, self._option_string_actions)}"
-        if found := _CHOICE.match(message):
-            names = [each.strip(" '") for each in found[3].split(",")]
-            wrong = f"{found[2]!r}{nearest(found[2], names)}"
-            return f"{found[1]} must be {either(names)}, got {wrong}"
-        if found := _NOT_READ.match(message):
-            kind = "a whole number" if found[2] == "int" else "a number"
-            return f"{found[1]} must be {kind}, got {found[3]}"
-        if message.endswith("required: command"):
-            return f"a command is missing: {either(self.commands)}"
-        if message.startswith(_MISSING):
-            names = message.removeprefix(_MISSING).split(", ")
-            return f"{names[0]} is missing"
-        return message
+        """Prints a sentence, and exits with 2."""
+        more = f"(`{self.prog} --help` lists all)"
+        self.exit(2, f"{self.prog}: {printable(message)} {more}\n")
 
 
 class _Version(argparse.Action):

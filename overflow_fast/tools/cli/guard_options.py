@@ -1,4 +1,12 @@
-"""The guard's arguments as options of a command, from their own definitions."""
+"""The guard's arguments for `run`: some as options, all of them in a file of TOML.
+
+1. Options and file give the same tree: the names of `OverflowGuard`'s arguments, and
+   under those that take an object the names of its fields, such as
+   `{"record": {"path": "run.ofr", "mib": 16}}`. `monitors` has a table for each class.
+2. A typed word is read and checked by its field's kind where argparse reads it. A value
+   of the file is checked where its object is made.
+3. Where both give the same value, the typed one counts.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +14,26 @@ import argparse
 import errno
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from ...base.text import either, nearest
 from ...guard.config import GuardConfig
-from ...guard.monitors.monitor import Monitor
-from ...guard.monitors.running import DEFAULT_MONITORS
-from ...guard.options import (
-    Evidence,
-    Option,
-    options_of,
-    snake_case,
-    written_name,
-)
-from ...monitors import MONITORS
+from ...guard.files.reading import open_regular, why_unreadable
+from ...guard.kinds import Kind
+from ...guard.options import Evidence, Log, Option, Record, options_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _LONG = 150  # characters of a sentence
-_NONE = "none"  # switches off what is on by default
+
+Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -33,132 +41,219 @@ class _Typed:
     """An option of the command line.
 
     Attributes:
-        owner: The class of options that has the field.
-        field: The field's name.
-        argument: The guard's argument that takes the object, or is the field.
-        option: The field's definition.
-        default: Its default.
+        argument: The guard's argument.
+        field: The field of its object, or "" where the argument itself is typed.
+        option: The definition.
+        default: The default.
     """
 
-    owner: type[Any]
-    field: str
     argument: str
+    field: str
     option: Option
     default: Any
 
     @property
     def flag(self) -> str:
         """The option as it is typed."""
-        name = self.option.typed
-        if name is None:
-            own = "" if self.owner is GuardConfig else f"{snake_case(_name(self))}_"
-            name = f"{own}{self.field}".replace("_", "-")
-        return f"--{name}"
+        return f"--{self.option.typed}"
 
     @property
     def dest(self) -> str:
         """The name under which the parser keeps it."""
-        is_own = self.owner is GuardConfig
-        return f"guard_{self.field if is_own else f'{_name(self)}.{self.field}'}"
-
-    @property
-    def can_be_none(self) -> bool:
-        """True if the word none switches a monitor off that is on by default."""
-        return self.owner in map(type, DEFAULT_MONITORS)
-
-
-def _name(typed: _Typed) -> str:
-    return typed.owner.__name__
+        return f"guard_{self.argument}"
 
 
 def _all_typed() -> Iterator[_Typed]:
     for name, own in options_of(GuardConfig):
-        if own.kind.options is not None:
-            yield from _typed_of(own.kind.options, name)
-        elif name == "monitors":
-            for monitor in MONITORS:
-                yield from _typed_of(monitor, name)
-        elif own.kind.parse is not None or own.kind.is_flag:
-            yield _Typed(GuardConfig, name, name, own, _default(GuardConfig, name))
+        if own.typed is not None:
+            yield _Typed(name, "", own, _default(GuardConfig, name))
+        for field, each in options_of(own.kind.options) if own.kind.options else ():
+            if each.typed is not None:
+                yield _Typed(name, field, each, _default(own.kind.options, field))
 
 
-def _typed_of(owner: type[Any], argument: str) -> Iterator[_Typed]:
-    for name, own in options_of(owner):
-        if own.kind.parse is not None or own.kind.is_flag:
-            yield _Typed(owner, name, argument, own, _default(owner, name))
-
-
-def _default(owner: type[Any], name: str) -> Any:
+def _default(owner: type[Any] | None, name: str) -> Any:
+    assert owner is not None
     return next(each.default for each in fields(owner) if each.name == name)
 
 
 def add_guard_options(parser: argparse.ArgumentParser) -> None:
-    """Adds an option for each of the guard's arguments that can be typed."""
+    """Adds the guard's arguments that can be typed, and the option of a file."""
+    vars(parser).update(instead_of=instead_of)
     group = parser.add_argument_group(
-        "options of the guard", "As the arguments of OverflowGuard and their fields."
+        "options of the guard", "As the arguments of OverflowGuard."
     )
-    flags: dict[str, list[str]] = {}
     for each in _all_typed():
-        flags.setdefault(f"--{each.argument}", []).append(each.flag)
         group.add_argument(
             each.flag,
             dest=each.dest,
             default=argparse.SUPPRESS,
             help=_help(each),
-            **_form(each),
+            metavar=_metavar(each.option.kind),
+            type=_reader(each.option.kind),
         )
-    vars(parser).update(flags_of=flags)
+    group.add_argument(
+        "--config",
+        metavar="FILE.toml",
+        help="a file of these and all other arguments, by their names in Python",
+    )
+
+
+def _metavar(kind: Kind) -> str | None:
+    return f"{{{','.join(kind.choices)}}}" if kind.choices else kind.metavar
+
+
+def _reader(kind: Kind) -> Callable[[str], Any]:
+    """Reads and checks a typed word; its sentence lacks the option, as argparse's."""
+    parse = kind.parse
+    assert parse is not None
+
+    def read(text: str) -> Any:
+        value = parse(text)
+        if kind.choices and value not in kind.choices:
+            wrong = f"{text!r}{nearest(text, kind.choices)}"
+            raise argparse.ArgumentTypeError(
+                f"must be {either(kind.choices)}, got {wrong}"
+            )
+        try:
+            kind.check("", value)
+        except (TypeError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error).strip()) from None
+        return value
+
+    read.__name__ = parse.__name__  # argparse: "invalid int value: 'x'"
+    return read
+
+
+def _help(typed: _Typed) -> str:
+    """The first sentence about an option, and its default."""
+    kind = typed.option.kind
+    sentence = re.split(r"(?<=[\w`)\"])\. ", typed.option.help)[0].rstrip(".")
+    if len(sentence) > _LONG:
+        sentence = re.split(": | \\(", sentence)[0]
+    sentence = re.sub(r"; None for (\w+)", r" (default: \1)", sentence)
+    shown = (sentence[0].lower() + sentence[1:] + kind.note).strip()
+    if isinstance(typed.default, (int, float, str)):
+        shown += f" (default: {typed.default})"
+    return shown.replace("%", "%%")
+
+
+def instead_of(word: str) -> str:
+    """Writes what stands for an option that there is not; "" for no argument's name.
+
+    Args:
+        word: The option, with its dashes.
+    """
+    name = word.strip("-").replace("-", "_")
+    if name not in dict(options_of(GuardConfig)):
+        return ""
+    flags = [each.flag for each in _all_typed() if each.argument == name]
+    return f": use {either([*flags, f'`{name}` in the file of --config'])}"
+
+
+def typed_options(parsed: argparse.Namespace) -> list[str]:
+    """Returns the options of the guard that were typed."""
+    typed = [each.flag for each in _all_typed() if hasattr(parsed, each.dest)]
+    return [*typed, *(["--config"] if parsed.config else [])]
 
 
 def guard_arguments(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of the guard that were typed.
+    """Returns the arguments of the guard that were typed or stand in the file.
 
     Raises:
         TypeError, ValueError: If one of them cannot be used.
         ImportError: If one of them needs a library that is missing.
     """
-    typed = [each for each in _all_typed() if hasattr(parsed, each.dest)]
-    given: dict[str, Any] = {}
+    path: str | None = parsed.config
+    tree = {} if path is None else _read(path)
+    for each in _all_typed():
+        if hasattr(parsed, each.dest):
+            value, below = getattr(parsed, each.dest), tree.get(each.argument)
+            if each.field:
+                above = below if isinstance(below, dict) else {}
+                value = {**above, each.field: value}
+            tree[each.argument] = value
     try:
-        for each in typed:
-            if each.owner is GuardConfig:
-                given[each.field] = getattr(parsed, each.dest)
-            elif each.argument != "monitors" and each.argument not in given:
-                values = _values(parsed, typed, each.owner)
-                _check_has_path(each, values)
-                given[each.argument] = each.owner(**values)
-        if any(each.argument == "monitors" for each in typed):
-            given["monitors"] = _monitors(parsed, typed)
-        GuardConfig(**given)
-        for each in typed:
-            if each.field == "path":
-                _check_can_be_written(each, getattr(parsed, each.dest))
+        given = _objects(tree)
+        config = GuardConfig(**given)
     except (TypeError, ValueError) as error:
-        raise type(error)(_as_typed(str(error))) from None
+        raise type(error)(f"{path}: {error}" if path else str(error)) from None
+    for each in _all_typed():
+        if each.field == "path" and each.argument in given:
+            is_typed = hasattr(parsed, each.dest)
+            name = each.flag if is_typed else f"{path}: {each.argument}"
+            _check_can_be_written(name, getattr(config, each.argument))
     return given
 
 
-def typed_options(parsed: argparse.Namespace) -> list[str]:
-    """Returns the options of the guard that were typed."""
-    return [each.flag for each in _all_typed() if hasattr(parsed, each.dest)]
+def _read(path: str) -> Tree:
+    """Reads a file of arguments.
+
+    Raises:
+        ValueError: If there is none, or it is no TOML.
+    """
+    try:
+        with open_regular(path) as file:
+            return tomllib.load(file)
+    except (OSError, ValueError) as error:
+        why = why_unreadable(error)
+        raise ValueError(
+            f"--config must be a file of TOML, got {path!r}: {why}"
+        ) from None
 
 
-def _values(
-    parsed: argparse.Namespace, typed: list[_Typed], owner: type[Any]
-) -> dict[str, Any]:
-    own = [each for each in typed if each.owner is owner]
-    return {each.field: getattr(parsed, each.dest) for each in own}
+def _objects(tree: Tree) -> dict[str, Any]:
+    """The arguments of a guard, of tables the objects that they describe."""
+    known = dict(options_of(GuardConfig))
+    _check_keys("a key", tree, known)
+    given: dict[str, Any] = {}
+    for name, value in tree.items():
+        options = known[name].kind.options
+        if name == "monitors":
+            given[name] = _monitors(value)
+        elif options is not None and isinstance(value, dict):
+            given[name] = _object(name, options, value)
+        else:
+            given[name] = value
+    return given
 
 
-def _check_has_path(typed: _Typed, values: dict[str, Any]) -> None:
-    first = fields(typed.owner)[0].name
-    if first == "path" and first not in values:
-        raise ValueError(f"{typed.flag} needs --{typed.argument} PATH")
+def _monitors(tables: Any) -> list[Any]:
+    from ...monitors import MONITORS  # some load what clean runs never need
+
+    kinds = {each.__name__: each for each in MONITORS}
+    _check_table("monitors", tables)
+    _check_keys("a key of monitors", tables, kinds)
+    return [
+        _object(f"monitors.{name}", kinds[name], table)
+        for name, table in tables.items()
+    ]
 
 
-def _check_can_be_written(typed: _Typed, path: str) -> None:
+def _object(name: str, options: type[Any], table: Any) -> Any:
+    _check_table(name, table)
+    _check_keys(f"a key of {name}", table, dict(options_of(options)))
+    for each in fields(options):
+        if each.default is MISSING and each.name not in table:
+            raise ValueError(f"{name} must have the key {each.name}, got none")
+    return options(**table)
+
+
+def _check_table(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be a table, got {type(value).__name__}")
+
+
+def _check_keys(name: str, table: Mapping[str, Any], known: Iterable[str]) -> None:
+    for key in table:
+        if key not in known:
+            wrong = f"{key!r}{nearest(key, known)}"
+            raise ValueError(f"{name} must be {either(known)}, got {wrong}")
+
+
+def _check_can_be_written(name: str, target: Evidence | Log | Record) -> None:
     """Raises ValueError where a run could write nothing to a path."""
-    is_folder = typed.owner is Evidence
+    path, is_folder = os.fspath(target.path), isinstance(target, Evidence)
     folder = path if is_folder else os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(folder, exist_ok=True)
@@ -168,83 +263,6 @@ def _check_can_be_written(typed: _Typed, path: str) -> None:
     except OSError as error:
         what = "a folder" if is_folder else "a file"
         raise ValueError(
-            f"{typed.flag} must be {what} that can be written, got {path!r}: "
+            f"{name} must be {what} that can be written, got {path!r}: "
             f"{error.strerror or error}"
         ) from None
-
-
-def _monitors(parsed: argparse.Namespace, typed: list[_Typed]) -> list[Any]:
-    """The monitors that are on by default, but for those that are typed."""
-    by_default = {type(each): each for each in DEFAULT_MONITORS}
-    found: list[Monitor] = []
-    for kind in MONITORS:
-        values = _values(parsed, typed, kind)
-        if not values and kind in by_default:
-            found.append(by_default[kind])
-        elif values and None not in values.values():
-            found.append(kind(**values))
-    return found
-
-
-def _as_typed(sentence: str) -> str:
-    """An error's sentence with the option in place of the field's name."""
-    for each in _all_typed():
-        name = written_name(each.owner, each.field)
-        if sentence.startswith(f"{name} "):
-            return f"{each.flag}{sentence.removeprefix(name)}"
-    return sentence
-
-
-def _help(typed: _Typed) -> str:
-    """The first sentence about an option, and its default."""
-    text = typed.option.help
-    sentence = re.split(r"(?<=[\w`)\"])\. ", text)[0].rstrip(".")
-    if len(sentence) > _LONG:
-        sentence = re.split(": | \\(", sentence)[0]
-    sentence = re.sub(r"; None for (\w+)", r" (default: \1)", sentence)
-    shown = (sentence[0].lower() + sentence[1:] + typed.option.kind.note).strip()
-    if typed.argument == "monitors" and not typed.can_be_none:
-        shown += " (default: not at all)"
-    elif typed.option.kind.is_flag:
-        shown += " (default)"
-    elif isinstance(typed.default, (int, float, str)):
-        shown += f" (default: {typed.default})"
-    return shown.replace("%", "%%")
-
-
-def _form(typed: _Typed) -> dict[str, Any]:
-    """The arguments with which argparse reads an option."""
-    kind = typed.option.kind
-    if kind.is_flag:
-        return {"action": argparse.BooleanOptionalAction}
-    if kind.choices and not typed.can_be_none:
-        return {"choices": kind.choices}
-    assert kind.parse is not None
-    if kind.choices:
-        words = (*kind.choices, _NONE)
-        return {"type": _word_of(words), "metavar": f"{{{','.join(words)}}}"}
-    if typed.can_be_none:
-        metavar = f"{kind.metavar}|{_NONE}"
-        return {"type": _number_or_none(kind.parse), "metavar": metavar}
-    return {"type": kind.parse, "metavar": kind.metavar}
-
-
-def _word_of(words: tuple[str, ...]) -> Callable[[str], str | None]:
-    def read(text: str) -> str | None:
-        if text not in words:
-            wrong = f"{text!r}{nearest(text, words)}"
-            raise argparse.ArgumentTypeError(f"must be {either(words)}, got {wrong}")
-        return None if text == _NONE else text
-
-    return read
-
-
-def _number_or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return None if text == _NONE else parse(text)
-        except ValueError:
-            wrong = f"must be a number or none, got {text!r}"
-            raise argparse.ArgumentTypeError(wrong) from None
-
-    return read

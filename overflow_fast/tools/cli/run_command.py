@@ -11,7 +11,7 @@ import runpy
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -188,7 +188,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", help="a script's path, or a module's name after -m")
     parser.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the program's own arguments"
-    )
+    ).required = False
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -196,11 +196,12 @@ def _run(parsed: argparse.Namespace) -> int:
     from .guard_options import guard_arguments, typed_options
 
     try:
-        guard = ScriptGuard(guard_arguments(parsed))
+        given = guard_arguments(parsed)
+        guard = ScriptGuard(given)
     except (TypeError, ValueError, ImportError) as error:
         return fail(f"overflow_fast run: {error}")
     try:
-        status = _run_guarded(guard, parsed)
+        status = _run_guarded(guard, parsed, given.keys() & {"include", "exclude"})
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -217,7 +218,9 @@ def _run(parsed: argparse.Namespace) -> int:
     )
 
 
-def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
+def _run_guarded(
+    guard: ScriptGuard, parsed: argparse.Namespace, patterns: Collection[str]
+) -> int:
     from ...detector.selection import NoModuleError
     from ...guard.report.report import NonFiniteError
     from ...integrations.script_guard import UnusableArgumentsError
@@ -231,7 +234,7 @@ def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
         fail(f"overflow_fast run: {error}")
         return error.status
     except (UnusableArgumentsError, NoModuleError) as error:
-        if isinstance(error, NoModuleError) and not _has_patterns(parsed):
+        if isinstance(error, NoModuleError) and not patterns:
             print_traceback(error)  # of a guard that the program has made
             return 1
         has_program = False
@@ -251,7 +254,3 @@ def _run_guarded(guard: ScriptGuard, parsed: argparse.Namespace) -> int:
         if has_program and why_not is not None:
             print(f"overflow_fast: no step was guarded: {why_not}.", file=sys.stderr)
     return 0
-
-
-def _has_patterns(parsed: argparse.Namespace) -> bool:
-    return any(hasattr(parsed, f"guard_{name}") for name in ("include", "exclude"))

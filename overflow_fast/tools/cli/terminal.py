@@ -20,13 +20,14 @@ _BOLD, _RED, _GREEN, _CYAN = "1", "31;1", "32", "36"
 _ROW = re.compile(r"(did not help:|[a-z][a-z ]{8}) (?=\S)")
 _REMEDIES = "tried", "nearest"
 _MARKS = re.compile(r" *\^+")
-_ANSWER = re.compile(r"(\S*Error: )?(Step -?\d+|The state is not finite)\b.*[:.]")
 _CELLS = re.compile(r"\S {2,}\S")  # of a table, whose columns stay
 _MORE = re.compile(r" {2}\S")  # as sentences go on
 
 
 def shown(text: str, stream: TextIO | None = None) -> str:
     """A report as a stream is to show it; as it is where that is no terminal.
+
+    Its first line, which is the answer, is bold.
 
     Args:
         text: The report, or an error's text that is one.
@@ -44,7 +45,7 @@ def shown(text: str, stream: TextIO | None = None) -> str:
         if width and not is_code and len(line) > width:
             parts = wrapped(line, width, " " * 10 if label else "  ")
         if has_colours:
-            parts = _coloured(parts, label, is_remedy)
+            parts = _coloured(parts, label, is_remedy, is_first=not lines)
         lines += parts
     return "\n".join(lines)
 
@@ -66,7 +67,9 @@ def _whole_lines(text: str) -> list[str]:
     return lines
 
 
-def _coloured(parts: list[str], label: str, is_remedy: bool) -> list[str]:
+def _coloured(
+    parts: list[str], label: str, is_remedy: bool, is_first: bool
+) -> list[str]:
     first, *others = parts
     if label:
         colour = _GREEN if label in _REMEDIES else _CYAN
@@ -77,9 +80,7 @@ def _coloured(parts: list[str], label: str, is_remedy: bool) -> list[str]:
         return [_in(_RED, first)]
     if is_remedy and first.startswith(" "):
         return [_in(_GREEN, first)]
-    if _ANSWER.match(first):
-        return [_in(_BOLD, each) for each in parts]
-    return parts
+    return [_in(_BOLD, each) for each in parts] if is_first else parts
 
 
 def _in(colour: str, text: str) -> str:

@@ -9,11 +9,12 @@ from processes import python
 
 from overflow_fast import __version__
 from overflow_fast.__main__ import main
-from overflow_fast.guard.options import options_of, snake_case
-from overflow_fast.monitors import Headroom, LayerAudit, Saturation, Spikes
+from overflow_fast.guard.config import GuardConfig
+from overflow_fast.guard.options import options_of
+from overflow_fast.monitors import LayerAudit, Spikes
 from overflow_fast.options import Evidence, Explain, Log, Record, Schedule
 from overflow_fast.tools.cli.command_line import make_parser
-from overflow_fast.tools.cli.guard_options import MONITORS, guard_arguments
+from overflow_fast.tools.cli.guard_options import guard_arguments
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -50,6 +51,13 @@ def test_runs_a_script_as_python_would(script, as_kept):
     done = command("run", str(script), "3", "--debug", "underflow_overflow")
     assert done.returncode == 3
     as_kept(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("own", [["--help"], ["--lr", "3", "--", "-m", "--config"]])
+def test_what_stands_behind_a_script_is_its_own(tmp_path, own):
+    path = tmp_path / "train.py"
+    path.write_text("import sys; print(sys.argv[1:])")
+    assert command("run", "--every", "2", str(path), *own).stdout == f"{own}\n"
 
 
 def test_runs_a_module_as_python_would(script):
@@ -157,69 +165,120 @@ def test_the_demo_without_transformers_says_what_to_install(monkeypatch, capsys)
         ("--watch tripwire", {"watch": "tripwire"}),
         ("--watch loss,weights", {"watch": ["loss", "weights"]}),
         ("--explain never", {"explain": Explain("never")}),
-        (
-            "--no-replay-safe --checkpoints a.pt,b.pt --explain-budget 3",
-            {
-                "explain": Explain(
-                    replay_safe=False, checkpoints=["a.pt", "b.pt"], budget=3
-                )
-            },
-        ),
-        ("--record r --record-mib 8", {"record": Record("r", mib=8.0)}),
-        ("--log l --log-ranks node", {"log": Log("l", ranks="node")}),
-        ("--every 3 --warmup 5", {"schedule": Schedule(3, warmup=5)}),
-        ("--spikes none", {"monitors": [Saturation()]}),
-        ("--spikes skip", {"monitors": [Spikes("skip"), Saturation()]}),
-        ("--saturation none", {"monitors": [Spikes()]}),
-        ("--saturation none --spikes none", {"monitors": []}),
-        ("--saturation 0.5", {"monitors": [Spikes(), Saturation(0.5)]}),
-        (
-            "--headroom-bits 2 --layer-audit-every 9",
-            {"monitors": [Spikes(), Saturation(), Headroom(2.0), LayerAudit(9)]},
-        ),
+        ("--record r", {"record": Record("r")}),
+        ("--every 3", {"schedule": Schedule(3)}),
+        ("--sync lagged", {"sync": "lagged"}),
     ],
 )
-def test_options_of_the_guard_are_read(typed, given):
+def test_options_of_the_guard_are_read(typed, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     parsed = make_parser().parse_args(["run", *shlex.split(typed), "train.py"])
     assert guard_arguments(parsed) == given
 
 
-def test_every_field_that_can_be_typed_has_an_option_of_its_own():
-    flags = [
-        flag for each in commands()["run"]._actions for flag in each.option_strings
-    ]
-    assert len(flags) == len(set(flags))
-    for options in (Evidence, Explain, Log, Record, Schedule, *MONITORS):
-        for name, each in options_of(options):
-            typed = each.typed or f"{snake_case(options.__name__)}-{name}"
-            assert f"--{typed.replace('_', '-')}" in flags, name
+def test_run_has_twelve_options():
+    options = [each for each in commands()["run"]._actions if each.option_strings]
+    assert len(options) == 1 + 12  # --help
+    flags = [flag for each in options for flag in each.option_strings]
+    for name in ("on_overflow", "watch", "include", "exclude", "sync"):
+        assert f"--{name.replace('_', '-')}" in flags
+
+
+FILE = """
+on_overflow = "skip"
+allow = {"*.attn:output" = "-inf"}
+explain = {budget = 3, replay_safe = false, checkpoints = ["a.pt"]}
+log = "l"
+schedule = 4
+max_consecutive_skips = 2
+[record]
+path = "r"
+mib = 8
+[monitors.LayerAudit]
+every = 9
+[monitors.Spikes]
+"""
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """Writes a file of arguments, and returns its path."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text):
+        (tmp_path / "guard.toml").write_text(text)
+        return "guard.toml"
+
+    return write
+
+
+def test_a_file_has_all_arguments(config):
+    parsed = make_parser().parse_args(["run", "--config", config(FILE), "train.py"])
+    assert guard_arguments(parsed) == {
+        "on_overflow": "skip",
+        "allow": {"*.attn:output": "-inf"},
+        "explain": Explain(budget=3, replay_safe=False, checkpoints=["a.pt"]),
+        "log": "l",
+        "schedule": 4,
+        "max_consecutive_skips": 2,
+        "record": Record("r", mib=8),
+        "monitors": [LayerAudit(9), Spikes()],
+    }
+
+
+@pytest.mark.parametrize("options", [GuardConfig, Evidence, Explain, Log, Record])
+def test_a_file_names_every_argument_and_field_as_python_does(options, config):
+    owner = "" if options is GuardConfig else options.__name__.lower()
+    known = dict(options_of(options))
+    text = f"[{owner}]\nxyzzy = 1" if owner else "xyzzy = 1"
+    parsed = make_parser().parse_args(["run", "--config", config(text), "train.py"])
+    with pytest.raises(ValueError) as refused:
+        guard_arguments(parsed)
+    assert all(name in str(refused.value) for name in known)
+
+
+def test_what_is_typed_counts_more_than_the_file(config):
+    text = 'log = "l"\non_overflow = "skip"\n[record]\nmib = 8'
+    typed = f"run --config {config(text)} --record r --log m --on-overflow warn a.py"
+    assert guard_arguments(make_parser().parse_args(typed.split())) == {
+        "log": Log("m"),
+        "on_overflow": "warn",
+        "record": Record("r", mib=8),
+    }
 
 
 @pytest.mark.parametrize(
-    "typed",
+    "text",
     [
-        "--record-mib 3",
-        "--log-keep 3",
-        "--every 0",
-        "--explain-budget 0",
-        "--headroom-bits=-1",
-        "--watch wights",
-        "--watch tripwir",
-        "--spikes skip --sync lagged",
+        'on_nan = "skip"',
+        'on_overflow = "skipp"',
+        'include = "h"',
+        "record = 3",
+        'record = {mb = 3, path = "r"}',
+        'record = {mib = "3", path = "r"}',
+        "record = {mib = 3}",
+        'log = "guard.toml/l"',
+        "schedule = 0",
+        "schedule = {every = 2.5}",
+        "monitors = [1]",
+        "monitors = {Spike = {}}",
+        "monitors = {Spikes = 1}",
+        "monitors = {Headroom = {bits = -1}}",
+        'metrics = "x"',
+        'monitors = {Spikes = {action = "skip"}}\nsync = "lagged"',
+        "x =",
     ],
 )
-def test_a_wrong_option_is_named_as_it_is_typed(typed, capsys, as_kept):
-    assert main(["run", *shlex.split(typed), "train.py"]) == 2
+def test_a_wrong_file_is_one_sentence(text, config, capsys, as_kept):
+    assert main(["run", "--config", config(text), "a.py"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     as_kept(said)
 
 
-@pytest.mark.parametrize("option", ["--spikes", "--saturation"])
-def test_another_word_than_none_is_refused(option, capsys, as_kept):
-    with pytest.raises(SystemExit) as status:
-        make_parser().parse_args(["run", option, "never", "train.py"])
-    assert status.value.code == 2
+@pytest.mark.parametrize("name", ["none.toml", "."])
+def test_a_file_that_is_not_there_is_one_sentence(name, capsys, as_kept, config):
+    assert main(["run", "--config", name, "a.py"]) == 2
     as_kept(capsys.readouterr().err)
 
 
@@ -234,7 +293,7 @@ def test_help_of_run_has_defaults_and_no_python(monkeypatch, as_kept):
     as_kept(commands()["run"].format_help())
 
 
-@pytest.mark.parametrize("name", ["watch", "include", "exclude", "checkpoints"])
+@pytest.mark.parametrize("name", ["watch", "include", "exclude"])
 def test_help_says_what_is_separated_by_commas(name):
     actions = commands()["run"]._actions
     (option,) = [each for each in actions if f"--{name}" in each.option_strings]
@@ -249,12 +308,15 @@ def test_help_says_what_is_separated_by_commas(name):
         "run --xyzzy a.py",
         "rnu a.py",
         "log --folow a",
-        "run --headroom-bits much a.py",
+        "run --every much a.py",
+        "run --every 0 a.py",
+        "run --watch wights a.py",
+        "run --max-consecutive-skips 3 a.py",
         "watch a --interval soon",
         "log a --rank first",
         "compare a",
         "run",
-        "run --spikes skp a.py",
+        "run --explain nevr a.py",
         "run --on-nan skip a.py",
         "run --schedule 3 a.py",
         "run --json a.py",
