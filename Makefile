@@ -51,7 +51,8 @@ demo: build
 # from the code are written anew before.
 docs: build
 	$(RUN) docs/tools/tables.py
-	$(RUN) -m mkdocs build --strict
+	$(RUN) docs/tools/site_pages.py
+	$(RUN) -m zensical build --clean --strict
 
 # One case of each function, and all cases of tables that are contracts.
 test: build

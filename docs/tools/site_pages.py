@@ -1,8 +1,10 @@
-"""A hook of MkDocs: pages from outside of docs/, and links that hold on the site.
+"""Writes what the site is built of: docs/, pages from elsewhere, and links that hold.
+
+python docs/tools/site_pages.py
 
 The README, the changelog and others stay where readers of the repository look for them;
-here they become pages, and the public names have one. A link to a file that is no page
-keeps its text alone.
+in build/pages they are pages, and the public names have one. A link to a file that is
+no page keeps its text alone.
 """
 
 from __future__ import annotations
@@ -10,12 +12,11 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import shutil
 from pathlib import Path
-from typing import Any
-
-from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "build" / "pages"
 OUTSIDE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -35,13 +36,18 @@ _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
-def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Adds the pages that lie outside of docs/."""
+def write_pages() -> None:
+    """Writes all pages anew, with what they show."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", PAGES, ignore=shutil.ignore_patterns("tools"))
     for source, place in OUTSIDE.items():
-        text = (ROOT / source).read_text()
-        files.append(File.generated(config, place, content=text))
-    files.append(File.generated(config, "api.md", content=_api()))
-    return files
+        (PAGES / place).write_text((ROOT / source).read_text())
+    (PAGES / "api.md").write_text(_api())
+    for path in PAGES.rglob("*.md"):
+        place = path.relative_to(PAGES).as_posix()
+        parts = _FENCE.split(path.read_text())
+        parts[::2] = [_with_links_of_the_site(each, place) for each in parts[::2]]
+        path.write_text("".join(parts))
 
 
 def _api() -> str:
@@ -72,13 +78,6 @@ def integrations() -> list[str]:
     ]
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrites the links of a page."""
-    parts = _FENCE.split(markdown)
-    parts[::2] = [_with_links_of_the_site(p, page.file.src_uri) for p in parts[::2]]
-    return "".join(parts)
-
-
 def _with_links_of_the_site(text: str, place: str) -> str:
     sources = {place: source for source, place in OUTSIDE.items()}
     folder = posixpath.dirname(sources.get(place, f"docs/{place}"))
@@ -97,3 +96,7 @@ def _with_links_of_the_site(text: str, place: str) -> str:
         return f"{mark}[{label}]({link}{hash_}{anchor})"
 
     return _LINK.sub(rewritten, text)
+
+
+if __name__ == "__main__":
+    write_pages()
