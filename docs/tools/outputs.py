@@ -27,7 +27,7 @@ def renew(page: str, translations: tuple[str, ...]) -> None:
     """Writes the outputs of a page's programs into it and into its translations."""
     texts = {each: (ROOT / each).read_text() for each in (page, *translations)}
     for program in Programs(page).values():
-        if not program.shown.startswith(("Step ", "The state ")):
+        if not program.shown.startswith("Step "):
             continue
         with tempfile.TemporaryDirectory() as folder:
             found = output_of(program.code, folder)

@@ -58,7 +58,7 @@ CURED = [place for place in PROGRAMS if place[0] == NAN]
 @pytest.mark.parametrize("place", CURED, ids="#".join)
 def test_a_cured_program_is_finite(place, tmp_path):
     program = PROGRAMS[place]
-    assert len(program.cures) == (place[1] != "the-checkpoint-is-already-nan")
+    assert len(program.cures) == 1
     for cure in program.cures:
         assert output_of(cure, tmp_path) == ""
 
@@ -131,11 +131,6 @@ def test_the_table_of_dtypes():
         info = torch.finfo(getattr(torch, name))
         for shown, true in zip(numbers, (info.max, info.tiny, info.eps), strict=True):
             assert float(shown) == pytest.approx(true, rel=0.02)
-
-
-def test_numbers_of_the_scan_are_those_of_the_page_on_performance():
-    rows = re.findall(r"^\| (?:b?float).*$", pages()[HOW], re.M)
-    assert rows and set(rows) <= set(pages()["docs/performance.md"].splitlines())
 
 
 @pytest.mark.parametrize("language", ["zh", "ko"])

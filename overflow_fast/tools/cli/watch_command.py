@@ -167,11 +167,7 @@ def add_watch(commands: Commands) -> None:
         watch run.rank0.ofr run.rank1.ofr --once --json
         """,
         more=(
-            "; from the flight records of a run that trains: the last step of "
-            "each rank, the entries with the fewest bits left (of all ranks) "
-            "and their trend over the last 16 lines, and the last incidents; "
-            "needs rich (`pip install rich`) but with `--json`; `--once` prints"
-            " once"
+            "; needs rich (`pip install rich`) but with `--json`; `--once` prints once"
         ),
     )
     parser.add_argument(
