@@ -1,1 +1,1 @@
-"""The command line: one file a command, each with `add_to(commands)`."""
+"""The command line: each command is a file `NAME_command.py`."""

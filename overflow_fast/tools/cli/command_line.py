@@ -17,7 +17,7 @@ from ... import binaries
 from ...base.text import either, nearest, printable
 from .subcommand import fail, listed_after
 
-_FILES = re.compile(r"\w+_commands?")
+_FILES = re.compile(r"\w+_command")
 
 
 def make_parser() -> _Parser:

@@ -26,8 +26,7 @@ _LISTED: dict[str, tuple[str, Add]] = {}
 def command(after: str) -> Callable[[Add], Add]:
     """Returns a decorator of a function `add_NAME` that adds the command NAME.
 
-    Its file must be named `..._command.py` or `..._commands.py`: the command line
-    imports those beside it.
+    Its file must be named `NAME_command.py`: the command line imports those beside it.
 
     Args:
         after: The command behind which `--help` lists it; "" for the first one.

@@ -1,4 +1,4 @@
-"""Commands that need no run of yours: `doctor`, `env`, `demo`."""
+"""The command `env`: what a bug report needs."""
 
 from __future__ import annotations
 
@@ -6,77 +6,12 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...base.text import error_line, printable
 from ...guard.files.json_text import dumps
-from .subcommand import Commands, add_command, at_least_one, command, fail, reason
-
-if TYPE_CHECKING:
-    from ..doctor.diagnosis import Diagnosis
-
-
-# `doctor`: the machine, checked before a run.
-
-
-@command(after="compare")
-def add_doctor(commands: Commands) -> None:
-    """Adds the command `doctor`."""
-    parser = add_command(
-        commands,
-        "doctor",
-        _run_doctor,
-        "check ranks, collectives and arithmetic before a run",
-        """
-        doctor
-        doctor --seconds 60 --json
-        """,
-        more=": [how](doctor.md#before-a-run-the-doctor)",
-    )
-    parser.description = (
-        "Check ranks, collectives and arithmetic before a run. For several "
-        "ranks: `torchrun --nproc-per-node 8 -m overflow_fast doctor`. Exit status: 0 "
-        "fine, 1 a warning, 2 broken."
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=30, help="the limit of a stage (default: 30)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--backend", help="of the collectives (default: nccl or gloo)")
-
-
-def _run_doctor(parsed: argparse.Namespace) -> int:
-    from ..doctor.examination import Address, Examination
-    from ..doctor.stage import ExaminationSettings
-
-    if not parsed.seconds > 0:
-        return fail(f"--seconds must be greater than 0, got {parsed.seconds:g}")
-    settings = ExaminationSettings(limit=parsed.seconds, backend=parsed.backend)
-    try:
-        examination = Examination(Address.from_environment(), settings)
-    except ValueError as error:
-        return fail(f"The ranks cannot meet: {error}")
-    diagnosis = examination.run()
-    if examination.is_leader:
-        _tell(diagnosis, parsed.json)
-    examination.part()
-    return diagnosis.status
-
-
-def _tell(diagnosis: Diagnosis, as_json: bool) -> None:
-    from .terminal import shown
-
-    if as_json:
-        print(dumps(diagnosis.to_dict(), indent=1))
-    else:
-        print(shown(str(diagnosis)))
-    sys.stdout.flush()
-
-
-# `env`: what a bug report needs.
-
+from .subcommand import Commands, add_command, command
 
 _LIBRARIES = (
     *(
@@ -232,71 +167,3 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(map(str, value)) or "none"
     return str(value)
-
-
-# `demo`: a step that is nan, and a T5 that overflows.
-
-
-@command(after="")
-def add_demo(commands: Commands) -> None:
-    """Adds the command `demo`."""
-    parser = add_command(
-        commands,
-        "demo",
-        _run_demo,
-        "train until a step is nan, and watch a T5 overflow",
-        "demo --tiny --batch-size 2 --length 32",
-        more=", with report and page",
-        needs_extension=True,
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float16", "bfloat16", "float32"),
-        default="float16",
-        help="the dtype of the model",
-    )
-    for name, default, told in (
-        ("--batch-size", 4, "texts in a batch"),
-        ("--length", 128, "bytes of each text"),
-        ("--rounds", 7, "how often to time"),
-    ):
-        parser.add_argument(name, type=at_least_one, default=default, help=told)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the weights and of dropout"
-    )
-    parser.add_argument(
-        "--page",
-        default="overflow_fast_demo.html",
-        metavar="FILE",
-        help="where the page of the training run is written (default: %(default)s)",
-    )
-    parser.add_argument("--tiny", action="store_true", help="a small model, for a try")
-
-
-def _run_demo(parsed: argparse.Namespace) -> int:
-    from .terminal import shown
-
-    try:
-        from ..demo import DemoSettings, show, train
-    except ImportError as error:
-        return fail(
-            f"The demo needs transformers: `pip install transformers` ({error})."
-        )
-    try:
-        raised = train(parsed.page)
-    except OSError as failure:
-        return fail(f"overflow_fast demo: {reason(failure)}")
-    print(f"\n{shown(f'NonFiniteError: {raised}')}\n")
-    print(f"The page of this run: {os.path.abspath(parsed.page)}\n", flush=True)
-    status = show(
-        DemoSettings(
-            parsed.dtype,
-            parsed.batch_size,
-            parsed.length,
-            parsed.rounds,
-            parsed.seed,
-            parsed.tiny,
-        )
-    )
-    print(f"\nThe page of the training run: {os.path.abspath(parsed.page)}")
-    return status if raised is not None else 1
