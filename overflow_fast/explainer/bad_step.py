@@ -5,24 +5,43 @@ The explanation itself is data: see `guard/report/explanation.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from ..guard.explaining import USE_RUN
 from ..guard.kept_calls.call_keeper import Samples
 from ..guard.kept_calls.kept_call import KeptCall
 from ..guard.optimizers.last_steps import LastSteps
+from ..guard.options import BUDGET
 from ..guard.report.findings import NOT_THE_LOSS
+from ..guard.undo.restore_point import RestorePoint
+from ..torch_internals.compiler import has_compiled
+from .calls import Call
+from .long_explanation import LongExplanation
 from .past_steps import PastSteps
+from .replay_ranks import RankCoordinator
+from .replayer import ReplayCheck, Replayer, Tail
 
 
 @dataclass
 class BadStep:
-    """The step that is explained, as a guard saw it.
+    """The step that is explained: what is run again as it, and what a guard saw of it.
+
+    A view of it is the same with other calls: see `views.py`.
 
     Attributes:
+        models: The models, by what their modules' names begin with.
+        calls: What is run again as the step: the calls that were kept, or a view.
+        start: The models as they were when the step began; None for now.
+        budget: How many forwards it may run; see `find_remedies` for remedies.
+        checkpoints: Files of weights to try where weights are bad, the newest last.
+        replay_check: Compares the first run with the step; None where nobody watched.
+        replayers: All that have run it, in any view.
+        long: Says that it takes long.
         kind: Of the first bad entry: see `BadEntry.kind`; "" where nobody watched.
         module: The name of its module, or "".
         is_made: Whether that module is known to have made it.
@@ -47,6 +66,14 @@ class BadStep:
         recent: See `CallKeeper`.
     """
 
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+    calls: Sequence[Call] = ()
+    start: RestorePoint | None = None
+    budget: int = BUDGET
+    checkpoints: Sequence[str | os.PathLike[str]] = ()
+    replay_check: ReplayCheck | None = None
+    replayers: list[Replayer] = field(default_factory=list)
+    long: LongExplanation | None = None
     kind: str = ""
     module: str = ""
     is_made: bool = False
@@ -66,6 +93,29 @@ class BadStep:
     left_over: Mapping[str, int] = field(default_factory=dict)
     clean: KeptCall | None = None
     recent: Sequence[tuple[Samples, Samples]] = ()
+
+    def replayer(
+        self, ranks: RankCoordinator | None = None, tail: Tail | None = None
+    ) -> Replayer:
+        """Makes what runs its calls; see `Replayer`."""
+        is_alone = ranks is None or ranks.is_alone
+        # Hooks would have compiled code compiled anew.
+        looks_inside = is_alone and self.kind == "grad_output"
+        inner = self.module if looks_inside and not has_compiled() else None
+        self.replayers.append(
+            Replayer(
+                *(self.models, self.calls, self.start, ranks),
+                inner=inner,
+                tail=tail,
+                long=self.long,
+            )
+        )
+        return self.replayers[-1]
+
+    @property
+    def num_forwards(self) -> int:
+        """How many forwards were run."""
+        return sum(each.num_forwards for each in self.replayers)
 
 
 # Sentences on what a replay leaves open.

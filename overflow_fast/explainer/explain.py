@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from ..guard.options import BUDGET
 from ..guard.process import world_size
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import Artifact
-from ..guard.undo.restore_point import RestorePoint
 from ..torch_internals.replaying import no_dispatch
 from .bad_step import ALL_BAD, BadStep, counted_text
 from .calls import Call
@@ -30,72 +30,53 @@ from .news import news_of
 from .program_globals import changed_names, global_values
 from .questions import TREE
 from .replay_ranks import NotJoined, RankCoordinator
-from .replayer import ReplayCheck
-from .search import Case, Search
+from .search import Search
 
 _log = logging.getLogger("overflow_fast")
 
 
 def investigate(
-    models: Mapping[str, nn.Module],
-    calls: Sequence[Call],
-    incident: BadStep | None = None,
-    *,
-    start: RestorePoint | None = None,
-    budget: int = BUDGET,
-    ranks: RankCoordinator | None = None,
-    checkpoints: Sequence[str | os.PathLike[str]] = (),
-    artifact_bytes: int = 0,
-    replay_check: ReplayCheck | None = None,
+    step: BadStep, ranks: RankCoordinator | None = None, artifact_bytes: int = 0
 ) -> Explanation:
     """Replays a step and says why it is not finite. Everything is put back afterwards.
 
     Args:
-        models: The models, by what their modules' names begin with.
-        calls: The calls of the step.
-        incident: What a guard saw; None where nobody watched.
-        start: See `Case`, as what follows.
-        budget: How many forwards it may run; as many replays for remedies.
+        step: The step.
         ranks: The ranks that replay it together, all of which call this; None for this
             one alone.
-        checkpoints: Files of weights to try where weights are bad, the newest last.
         artifact_bytes: How many bytes of tensors its artifacts may have; 0 for none.
-        replay_check: Compares the first replay with the step; None for nothing.
     """
     begin = time.perf_counter()
     ranks = RankCoordinator() if ranks is None else ranks
-    incident = incident or BadStep()
-    long = LongExplanation(budget)
-    case = Case(
-        *(models, incident, start, budget, checkpoints, replay_check), long=long
-    )
-    before = global_values(classes=_classes_of(models))
-    found, stopped = _searched(case, calls, ranks)
+    step.long = LongExplanation(step.budget)
+    before = global_values(classes=_classes_of(step.models))
+    found, stopped = _searched(step, ranks)
     if found is not ranks.result:  # the rank that led looks at all views of its own
-        has_forwards = ranks.is_alone and any(call.forwards for call in calls)
+        has_forwards = ranks.is_alone and any(call.forwards for call in step.calls)
         stopped = stopped if has_forwards else ""
         if stopped:
-            calls = [each for call in calls for each in call.forwards or [call]]
-        found = _by_other_views(case, calls, found, stopped, ranks)
-        found.news = _news(case, calls, found)
-        changed = changed_names(before, global_values(classes=_classes_of(models)))
-        if changed and case.num_forwards:
+            calls = [each for call in step.calls for each in call.forwards or [call]]
+            step = replace(step, calls=calls)
+        found = _by_other_views(step, found, stopped, ranks)
+        found.news = _news(step, found)
+        changed = changed_names(before, global_values(classes=_classes_of(step.models)))
+        if changed and step.num_forwards:
             found.notes.append(counted_text(changed))
-    is_saved = artifact_bytes > 0 and bool(calls)
-    own = _saved(models, calls, start, artifact_bytes, found) if is_saved else []
+    is_saved = artifact_bytes > 0 and bool(step.calls)
+    own = _saved(step, artifact_bytes, found) if is_saved else []
     if found is not ranks.result:  # which has the numbers of the rank that led
-        found.replays = case.num_forwards
+        found.replays = step.num_forwards
         found.seconds = time.perf_counter() - begin
     result = ranks.finish(found)
     result.artifacts = own
     return result
 
 
-def _news(case: Case, calls: Sequence[Call], found: Explanation) -> str:
+def _news(step: BadStep, found: Explanation) -> str:
     """The news of the step; "" where they cannot be found out."""
     try:
         with no_dispatch(), torch.no_grad():
-            return news_of(case.incident, case.models, calls, found)
+            return news_of(step, found)
     except Exception as error:
         _log.debug("What is new in a bad step was not found out: %s", error)
         return ""
@@ -107,13 +88,11 @@ def _classes_of(models: Mapping[str, nn.Module]) -> set[type]:
     return {type(each) for each in modules if not is_of_torch(each)}
 
 
-def _searched(
-    case: Case, calls: Sequence[Call], ranks: RankCoordinator
-) -> tuple[Explanation, str]:
+def _searched(step: BadStep, ranks: RankCoordinator) -> tuple[Explanation, str]:
     """Explains what was kept; returns by which effect it was ended, too, or ""."""
     found = Explanation()
     try:
-        search = Search(case, calls, TREE, ranks)
+        search = Search(step, TREE, ranks)
         return search.run(), search.replayer.stopped
     except NotJoined as error:
         ranks.is_broken = True
@@ -124,33 +103,28 @@ def _searched(
 
 
 def _by_other_views(
-    case: Case,
-    calls: Sequence[Call],
-    found: Explanation,
-    stopped: str,
-    ranks: RankCoordinator,
+    step: BadStep, found: Explanation, stopped: str, ranks: RankCoordinator
 ) -> Explanation:
     """Explains by further views of the step what the kept calls have left open.
 
     Args:
-        case: The step.
-        calls: Its calls.
+        step: The step.
         found: What was found by these.
         stopped: The effect before which a function was ended, whose forwards they are.
         ranks: The ranks.
     """
-    asks = not stopped and _asks_for_loss(found, calls)
+    asks = not stopped and _asks_for_loss(found, step.calls)
     if not (stopped or asks or ALL_BAD in found.notes):
         return found
     from . import views  # with the program's own lines, which few steps need
 
     is_one = world_size() == 1
     if stopped:
-        found = views.explain_forwards(case, calls, stopped)
+        found = views.explain_forwards(step, stopped)
     elif asks:
         may_run = ranks.is_alone and is_one
-        found = views.explain_loss(case, calls, found, may_run=may_run)
-    return views.explain_behind(case, calls, found) if is_one else found
+        found = views.explain_loss(step, found, may_run=may_run)
+    return views.explain_behind(step, found) if is_one else found
 
 
 def _asks_for_loss(found: Explanation, calls: Sequence[Call]) -> bool:
@@ -161,19 +135,13 @@ def _asks_for_loss(found: Explanation, calls: Sequence[Call]) -> bool:
     return is_unknown or (found.phase == "backward" and bool(calls))
 
 
-def _saved(
-    models: Mapping[str, nn.Module],
-    calls: Sequence[Call],
-    start: RestorePoint | None,
-    most: int,
-    found: Explanation,
-) -> list[Artifact]:
+def _saved(step: BadStep, most: int, found: Explanation) -> list[Artifact]:
     """The files of the step, or a note on why there are none."""
     from .step_file import step_file  # for runs that keep evidence alone
 
     try:
-        pairs = [] if start is None else start.pairs()
-        return step_file(models, calls, pairs, most)
+        pairs = [] if step.start is None else step.start.pairs()
+        return step_file(step.models, step.calls, pairs, most)
     except Exception as error:
         found.notes.append(f"The step was not saved: {error_line(error)}.")
         return []
@@ -224,4 +192,5 @@ def explain(
     if torch.is_inference_mode_enabled():  # its tensors are saved for no backward
         call.has_backward = False
     with as_raised():
-        return investigate({"": model}, [call], budget=budget, checkpoints=checkpoints)
+        step = BadStep({"": model}, [call], budget=budget, checkpoints=checkpoints)
+        return investigate(step)

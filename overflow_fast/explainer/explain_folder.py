@@ -14,6 +14,7 @@ from torch import nn
 from ..guard.files.reading import is_regular
 from ..guard.options import BUDGET
 from ..guard.report.explanation import Explanation
+from .bad_step import BadStep
 from .explain import investigate
 from .saved_step import SavedStep
 from .step_file import STEP, UnreadableStepError
@@ -100,6 +101,7 @@ def explain_folder(
     )
     if other and not any_weights:
         raise UnreadableStepError(f"{text}; load the checkpoint that the step ran with")
-    found = investigate(models, step.calls(model, loss), budget=budget)
+    bad_step = BadStep(models, step.calls(model, loss), budget=budget)
+    found = investigate(bad_step)
     found.notes[:0] = step.notes + [text] * bool(other)
     return found

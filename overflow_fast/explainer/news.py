@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -43,44 +43,36 @@ _FEW = 4  # steps of a trend
 _NEAR = 1e-2  # of a number that an operation prints in three digits
 
 
-def news_of(
-    incident: BadStep,
-    models: Mapping[str, nn.Module],
-    calls: Sequence[Call],
-    found: Explanation,
-) -> str:
+def news_of(step: BadStep, found: Explanation) -> str:
     """Writes what is new in a step, or "". Incurs a sync for tensors on a device.
 
     Args:
-        incident: The step as a guard saw it.
-        models: The models, by what their modules' names begin with.
-        calls: Its kept calls.
+        step: The step.
         found: Its explanation.
     """
     is_open = found.cause != DIVERGENCE.name  # which is what they would tell
     texts = (
         text
         for texts in (
-            _of_batch(incident, calls, found),
-            _of_own_input(incident, calls),
-            _of_walk(incident, models, found),
-            *((_of_weights(incident), _of_trend(incident)) if is_open else ()),
+            _of_batch(step, found),
+            _of_own_input(step),
+            _of_walk(step, found),
+            *((_of_weights(step), _of_trend(step)) if is_open else ()),
         )
         for text in texts
     )
     return next(texts, "")
 
 
-def _bad_call(incident: BadStep, calls: Sequence[Call]) -> Call | None:
-    place = incident.forward if 0 <= incident.forward < len(calls) else len(calls) - 1
+def _bad_call(step: BadStep) -> Call | None:
+    calls, place = step.calls, step.forward
+    place = place if 0 <= place < len(calls) else len(calls) - 1
     return calls[place] if calls and not calls[place].is_overwritten() else None
 
 
-def _of_batch(
-    incident: BadStep, calls: Sequence[Call], found: Explanation
-) -> Iterator[str]:
+def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
     """The batch beside the last clean one, and samples of those before."""
-    call, clean = _bad_call(incident, calls), incident.clean
+    call, clean = _bad_call(step), step.clean
     if call is None or clean is None or Call.view_of(clean).is_overwritten():
         return
     given, before = call.tensors, clean.tensors
@@ -88,7 +80,7 @@ def _of_batch(
     if len(given) != len(before):
         return
     pairs = [
-        (names[id(now)], now.detach(), was.detach(), _sampled(incident, i, now))
+        (names[id(now)], now.detach(), was.detach(), _sampled(step, i, now))
         for i, (now, was) in enumerate(zip(given, before, strict=True))
         if _is_data(now) and now is not was and now.dtype == was.dtype
         if id(now) in names
@@ -123,15 +115,15 @@ def _of_batch(
             )
 
 
-def _of_own_input(incident: BadStep, calls: Sequence[Call]) -> Iterator[str]:
+def _of_own_input(step: BadStep) -> Iterator[str]:
     """The model's own input within a function, of which only samples are known."""
-    call = _bad_call(incident, calls)
+    call = _bad_call(step)
     if call is None or not call.forwards:
         return
     inner = call.forwards[-1]
     names = {id(tensor): name for name, tensor in inner.leaves()}
     for place, tensor in enumerate(inner.tensors):
-        sampled = _sampled(incident, place, tensor, is_inner=True)
+        sampled = _sampled(step, place, tensor, is_inner=True)
         own = inner.samples[place]
         is_known = _is_data(tensor) and sampled and own and id(tensor) in names
         if not is_known or inner.is_overwritten():
@@ -153,12 +145,12 @@ def _of_samples(sampled: Sequence[float]) -> str:
 
 
 def _sampled(
-    incident: BadStep, place: int, tensor: torch.Tensor, is_inner: bool = False
+    step: BadStep, place: int, tensor: torch.Tensor, is_inner: bool = False
 ) -> list[float]:
     """The largest magnitude of the values kept of each last step, the oldest first."""
     if not tensor.is_floating_point():
         return []
-    kept = [each[is_inner] for each in incident.recent]
+    kept = [each[is_inner] for each in step.recent]
     found = [each[place] for each in kept if len(each) > place]
     return [_largest(_values(each, tensor)) for each in found if each]
 
@@ -177,9 +169,9 @@ def _largest(values: torch.Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def _of_weights(incident: BadStep) -> Iterator[str]:
+def _of_weights(step: BadStep) -> Iterator[str]:
     """A weight that is far larger at once, or 0: what made it so is not known."""
-    for name, recent in incident.past.weights.items():
+    for name, recent in step.past.weights.items():
         *before, now = recent or [0.0]
         most = max(before, default=0.0)
         if before and WEIGHT_AT_ONCE.is_passed(now, most):
@@ -198,18 +190,16 @@ def _steps_before(number: int) -> str:
     return "the step before" if number == 1 else f"the {number} steps before"
 
 
-def _of_walk(
-    incident: BadStep, models: Mapping[str, nn.Module], found: Explanation
-) -> Iterator[str]:
+def _of_walk(step: BadStep, found: Explanation) -> Iterator[str]:
     """A number that went to or through 0, where the operation is given it.
 
     Of the steps before only its magnitude is known, not its sign.
     """
     numbers = () if found.op is None else found.op.operands
-    for kind, name, weight in names_of(models):
+    for kind, name, weight in names_of(step.models):
         if kind != "parameter" or weight.numel() != 1:
             continue
-        now, recent = float(weight.detach()), incident.past.weights.get(name, ())[-4:-1]
+        now, recent = float(weight.detach()), step.past.weights.get(name, ())[-4:-1]
         is_given = any(math.isclose(now, each, rel_tol=_NEAR) for each in numbers)
         if now <= 0 and is_given and len(recent) > 1 and recent[0] > recent[-1]:
             walked = ", ".join(f"{each:.2g}" for each in [*recent, now])
@@ -219,9 +209,9 @@ def _of_walk(
             )
 
 
-def _of_trend(incident: BadStep) -> Iterator[str]:
+def _of_trend(step: BadStep) -> Iterator[str]:
     """A loss, or gradients, that grow from step to step."""
-    past = incident.past
+    past = step.past
     for name, values in (
         ("the loss", past.finite_losses),
         ("the gradients", past.gradients),

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..base.modules import module_of_parameter, named_parameters
 from ..base.text import dtype_name
@@ -56,22 +55,19 @@ _WRITTEN = (
 )
 
 
-def explain_update(
-    models: Mapping[str, nn.Module], incident: BadStep, found: Explanation
-) -> Explanation:
+def explain_update(step: BadStep, found: Explanation) -> Explanation:
     """Explains a weight that was finite a step before.
 
     The step is made again with the state as it is now and gradients of 0. That shows
     what the update divides by; what it was given before is gone.
 
     Args:
-        models: The models.
-        incident: What the guard saw.
+        step: The step.
         found: What is said of the weight so far.
     """
     named = {
         f"{prefix}{name}": parameter
-        for prefix, model in models.items()
+        for prefix, model in step.models.items()
         for name, parameter in named_parameters(model)
     }
     parameter = named[found.tensor]
@@ -80,10 +76,10 @@ def explain_update(
         tensor=found.tensor,
         evidence=[_BETWEEN.format(found.tensor)],
     )
-    for optimizer in incident.optimizers:
+    for optimizer in step.optimizers:
         place = group_of(optimizer, parameter)
         if place is not None:
-            before = incident.last_steps.shape_before(optimizer, parameter)
+            before = step.last_steps.shape_before(optimizer, parameter)
             if before is not None:
                 shape = f", of shape {list(parameter.shape)} in place of {list(before)}"
                 grown = shape * (parameter.shape != before)
@@ -98,14 +94,14 @@ def explain_update(
                     notes=[REPLACED],
                 )
             now = optimizer.param_groups[place]
-            group = {**now, **incident.last_steps.settings(optimizer, place)}
+            group = {**now, **step.last_steps.settings(optimizer, place)}
             wrong = _by_settings(optimizer, place, group, parameter, found)
             made = wrong or _made_again(optimizer, group, parameter, found)
-            times = incident.last_steps.writes_since(optimizer, parameter)
+            times = step.last_steps.writes_since(optimizer, parameter)
             found.evidence += [_WRITTEN.format(times)] * bool(times)
             if made is None:
                 _add_bad_state(optimizer, parameter, found)
-            return made or _too_large(group, incident, found)
+            return made or _too_large(group, step, found)
     return found
 
 
@@ -275,11 +271,11 @@ def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) 
 
 
 def _too_large(
-    group: Mapping[str, Any], incident: BadStep, found: Explanation
+    group: Mapping[str, Any], step: BadStep, found: Explanation
 ) -> Explanation:
     """Calls it divergence if the learning rate alone takes the weight out of range."""
     learning_rate = group.get("lr")
-    gradient = incident.past.last_gradient
+    gradient = step.past.last_gradient
     if not isinstance(learning_rate, (int, float)) or not gradient:
         return found
     limits = [torch.finfo(each.dtype).max for each in group["params"]]

@@ -72,7 +72,7 @@ def _note(text: str, phase: str = "") -> Callable[[Search], Explanation]:
 
 
 def _of_gradient(search: Search) -> bool:
-    return search.incident.kind == "gradient"
+    return search.step.kind == "gradient"
 
 
 # Without a replay.
@@ -80,27 +80,27 @@ def _of_gradient(search: Search) -> bool:
 
 def _weight_before(search: Search) -> Explanation | None:
     """The explanation of a weight, unless the step's forward may have made it so."""
-    case, incident = search.case, search.incident
-    found = first_bad_weight(case.models, "parameter")
-    if found is None and incident.kind == "weight":  # -inf, which no rule allows
-        models, within = case.models, incident.module
+    step = search.step
+    found = first_bad_weight(step.models, "parameter")
+    if found is None and step.kind == "weight":  # -inf, which no rule allows
+        models, within = step.models, step.module
         found = first_bad_weight(models, "parameter", masks=True, within=within)
     if found is None:
         text = "Which step made the optimizer's state is not known."
-        is_state = incident.kind == "optimizer_state"
+        is_state = step.kind == "optimizer_state"
         return Explanation("optimizer", notes=[text]) if is_state else None
-    weight, start = state_by_name(case.models)[found.tensor], case.start
+    weight, start = state_by_name(step.models)[found.tensor], step.start
     if start is not None and start.written_in_step(weight):
         held = start.held(weight)
         if held is None:
             return _explain_written_weight(found.tensor)
         if not bad_names([("", held)], masks=True):
             return None
-    if incident.past.weights.get(found.tensor):
+    if step.past.weights.get(found.tensor):
         from .optimizer_step import explain_update  # of weights alone
 
-        return explain_update(case.models, incident, found)
-    found.evidence += _lookups(case.models, found.tensor, search.replayer.calls)
+        return explain_update(step, found)
+    found.evidence += _lookups(step.models, found.tensor, search.replayer.calls)
     return found
 
 
@@ -128,14 +128,14 @@ def _lookups(
 
 
 def _nothing_kept(search: Search) -> Explanation:
-    why = search.incident.hidden_by
+    why = search.step.hidden_by
     if why == GRAPH:
         return Explanation(notes=[f"The step was not replayed: it {why}."])
     return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
 
 
 def _taken(search: Search) -> Explanation | None:
-    engine = gradient_taker(search.case.models.values())
+    engine = gradient_taker(search.step.models.values())
     return Explanation(notes=[_TAKEN.format(engine)]) if engine else None
 
 
@@ -149,7 +149,7 @@ def _ended(search: Search) -> Explanation:
 
 def _is_forward_alone(search: Search) -> bool:
     """True for a finite forward without backward, which nobody watched."""
-    first, is_watched = search.first, bool(search.incident.kind)
+    first, is_watched = search.first, bool(search.step.kind)
     is_whole = first.is_clean and search.replayer.ranks.is_alone and not is_watched
     return is_whole and not first.has_backward and not first.losses
 
@@ -171,7 +171,7 @@ def _hidden(search: Search) -> Explanation | None:
 
 def _is_finite(search: Search) -> bool:
     """True if the replay is finite, and nothing within it can be what was seen."""
-    ends_within = search.is_seen_in_call or not search.incident.reaches_loss
+    ends_within = search.is_seen_in_call or not search.step.reaches_loss
     is_finite = search.first.is_clean and not ends_within
     return is_finite or search.is_forward_finite
 
@@ -180,7 +180,7 @@ def _is_finite(search: Search) -> bool:
 
 
 def _unwatched(search: Search) -> Explanation:
-    found = first_bad_weight(search.case.models, "parameter", "buffer")
+    found = first_bad_weight(search.step.models, "parameter", "buffer")
     if found is not None:
         return found
     first = search.first
@@ -193,14 +193,14 @@ def _unwatched(search: Search) -> Explanation:
 
 
 def _is_left_over(search: Search) -> bool:
-    names, before = search.incident.gradients.keys(), search.incident.left_over.keys()
+    names, before = search.step.gradients.keys(), search.step.left_over.keys()
     return _of_gradient(search) and bool(names) and names <= before
 
 
 def _left_over(search: Search) -> Explanation:
-    name, *others = search.incident.gradients
+    name, *others = search.step.gradients
     more = f" and {counted(len(others), 'other')}" if others else ""
-    step = min(search.incident.left_over.values())
+    step = min(search.step.left_over.values())
     text = f"{notes.LEFT_OVER.format(step)}; the step is finite without them"
     remedy = f"clear what step {step} left", "optimizer.zero_grad()"
     return Explanation(
@@ -225,7 +225,7 @@ def _no_backward(search: Search) -> Explanation:
 def _is_reduced(search: Search) -> bool:
     """True if gradients are made by ranks together, and the replay's are not."""
     is_alone = search.replayer.ranks.is_alone
-    return _of_gradient(search) and not (is_alone or reduces(search.case.models))
+    return _of_gradient(search) and not (is_alone or reduces(search.step.models))
 
 
 def _has_several_backwards(search: Search) -> bool:
@@ -241,15 +241,15 @@ def _other_step(search: Search) -> Explanation:
 
 def _doubt(search: Search) -> str:
     """Why a finite replay may not have been the same step, or ""."""
-    incident, replayer = search.incident, search.replayer
+    step, replayer = search.step, search.replayer
     modes = active_modes()
     if modes:
         return f"ran without {', '.join(modes)}"
     if any(call.is_part_of_compiled for call in replayer.calls):
         return "it ran eagerly what was compiled together with code around it"
-    if incident.is_late:
+    if step.is_late:
         return "the weights may have been stepped since"
-    if incident.is_rewritten:
+    if step.is_rewritten:
         return "other code than a forward has written to weights in the step"
     difference = search.difference
     if difference is not None and difference.path.role == "weight":
@@ -257,8 +257,8 @@ def _doubt(search: Search) -> str:
     if search.num_unlike:
         number = counted(search.num_unlike, "forward")
         return f"{number} of the step that came to finite values then did not again"
-    if incident.num_dropped:
-        return f"{incident.num_dropped} earlier forwards of the step were not kept"
+    if step.num_dropped:
+        return f"{step.num_dropped} earlier forwards of the step were not kept"
     if search.set_meanwhile:
         return notes.set_text(search.set_meanwhile)
     if any(call.is_overwritten() for call in replayer.calls):
@@ -289,32 +289,32 @@ def _again(search: Search) -> Explanation:
 
 
 def _not_reproducible(search: Search, text: str) -> Explanation:
-    incident, first, difference = search.incident, search.first, search.difference
-    is_gradient = incident.kind in ("gradient", "grad_output")
+    step, first, difference = search.step, search.first, search.difference
+    is_gradient = step.kind in ("gradient", "grad_output")
     phase = "backward" if is_gradient else "forward"
     found = Explanation(phase, NOT_REPRODUCIBLE.name, evidence=[text])
-    if incident.is_made and not incident.is_received:
-        found.module = incident.module
+    if step.is_made and not step.is_received:
+        found.module = step.module
     if difference is not None:
         found.evidence.append(str(difference))
-        is_alarm = difference.path.module == incident.module
-        if not (is_gradient or (is_alarm and incident.is_received)):
+        is_alarm = difference.path.module == step.module
+        if not (is_gradient or (is_alarm and step.is_received)):
             found.module = difference.path.module  # it came before the alarm
-    if incident.kind == "gradient":
-        if len(incident.gradients) == 1:
-            (found.tensor,) = incident.gradients
+    if step.kind == "gradient":
+        if len(step.gradients) == 1:
+            (found.tensor,) = step.gradients
             found.module = module_of_parameter(found.tensor)
             found.evidence.append(f"only the gradient of {found.tensor} is bad")
-        are_all = incident.gradients.keys() >= first.gradients.keys()
+        are_all = step.gradients.keys() >= first.gradients.keys()
         if len(first.gradients) > 1 and are_all:  # as by clipping
             return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
-        if incident.had_gradients:
+        if step.had_gradients:
             return Explanation(notes=[notes.OLD])
         found.notes.append(NOT_REPLAYED)
     if search.changed:
         text = f"The replay is finite, but {notes.effects_text(search.changed)}."
         return Explanation(notes=[text])
-    models = search.case.models.values()
+    models = search.step.models.values()
     devices = {p.device for model in models for p in parameters_of(model)}
     places = " and ".join(sorted(map(place_of, devices))) or "no device of a weight"
     found.notes.append(f"It ran on {places}.")
@@ -340,7 +340,7 @@ def _masked(search: Search) -> Explanation | None:
     """The explanation where the alarm is of infs that code wrote as constants."""
     table = search.traced.table
     assert table is not None
-    sources = table.masked_modules.get(search.incident.module, ())
+    sources = table.masked_modules.get(search.step.module, ())
     found = explain_mask(sources, search.replayer.calls[-1])
     if found is not None and search.first.has_backward:
         found.evidence.append("run again, the step's gradients are finite")
@@ -373,7 +373,7 @@ def _differs(search: Search) -> Explanation:
         return Explanation(notes=[text])
     asking = [
         f"{prefix}{name} ({class_name_of(type(module))})"
-        for prefix, model in search.case.models.items()
+        for prefix, model in search.step.models.items()
         for name, module in named_modules(model)
         if asks_for_hooks(module) and not module.training
     ]
@@ -389,7 +389,7 @@ def _differs(search: Search) -> Explanation:
 BEFORE: tuple[Question, ...] = (
     Question(
         "Was a weight or the optimizer's state bad before, whatever the step does?",
-        lambda search: search.incident.kind in ("weight", "optimizer_state"),
+        lambda search: search.step.kind in ("weight", "optimizer_state"),
         _weight_before,
     ),
     Question(
@@ -404,7 +404,7 @@ BEFORE: tuple[Question, ...] = (
     ),
     Question(
         "Was backward alone bad, and does an engine take its gradients as they come?",
-        lambda search: search.incident.kind in _GRADIENTS,
+        lambda search: search.step.kind in _GRADIENTS,
         _taken,
     ),
 )
@@ -424,12 +424,12 @@ REPLAYED: tuple[Question, ...] = (
 FINITE: tuple[Question, ...] = (
     Question(
         "Did nobody watch, so that it may always have been finite?",
-        lambda search: not search.incident.kind,
+        lambda search: not search.step.kind,
         _unwatched,
     ),
     Question(
         "Was a device's overflow flag all that was seen?",
-        lambda search: search.incident.is_of_flag,
+        lambda search: search.step.is_of_flag,
         _note(notes.FLAG_ALONE),
     ),
     Question(
@@ -439,7 +439,7 @@ FINITE: tuple[Question, ...] = (
     ),
     Question(
         "Was a weight bad, which is finite in the model?",
-        lambda search: search.incident.kind == "weight",
+        lambda search: search.step.kind == "weight",
         _note(notes.OTHER_WEIGHT),
     ),
     Question(
@@ -449,12 +449,12 @@ FINITE: tuple[Question, ...] = (
     ),
     Question(
         "Was it a buffer, and was one bad before?",
-        lambda search: search.incident.kind == "buffer",
-        lambda search: first_bad_weight(search.case.models, "buffer"),
+        lambda search: search.step.kind == "buffer",
+        lambda search: first_bad_weight(search.step.models, "buffer"),
     ),
     Question(
         "Was a gradient bad, and was no backward run?",
-        lambda s: s.incident.kind in _GRADIENTS and not s.first.has_backward,
+        lambda s: s.step.kind in _GRADIENTS and not s.first.has_backward,
         _no_backward,
     ),
     Question(
@@ -464,7 +464,7 @@ FINITE: tuple[Question, ...] = (
     ),
     Question(
         "Was the loss bad, which is computed outside of what was run?",
-        lambda s: s.incident.kind == "recorded" and not s.replayer.returns_loss,
+        lambda s: s.step.kind == "recorded" and not s.replayer.returns_loss,
         lambda search: Explanation("forward", notes=[_outside(search)]),
     ),
     Question(

@@ -7,20 +7,16 @@ added here.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ..base.modules import module_of_parameter
 from ..base.text import error_line
-from ..guard.options import BUDGET
 from ..guard.report.causes import DIVERGENCE, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
-from ..guard.undo.restore_point import RestorePoint
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from . import bad_step as notes
@@ -29,7 +25,6 @@ from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op
 from .leaves import Leaf
-from .long_explanation import LongExplanation
 from .named_tensors import names_of
 from .op_call import OpCall
 from .remedies.attempts import find_remedies
@@ -52,57 +47,6 @@ _ENDS_FINITE = "The {} is finite all the same: what follows leaves these values 
 _REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
-
-
-@dataclass(frozen=True)
-class Case:
-    """The step that is explained, and the limits within which it is run again.
-
-    Attributes:
-        models: The models, by what their modules' names begin with.
-        incident: What a guard saw; of no kind where nobody watched.
-        start: The models as they were when the step began; None for now.
-        budget: How many forwards it may run; see `find_remedies` for remedies.
-        checkpoints: Files of weights to try where weights are bad, the newest last.
-        replay_check: Compares the first run with the step; None where nobody watched.
-        replayers: All that have run it.
-        long: Says that it takes long.
-    """
-
-    models: Mapping[str, nn.Module]
-    incident: BadStep = field(default_factory=BadStep)
-    start: RestorePoint | None = None
-    budget: int = BUDGET
-    checkpoints: Sequence[str | os.PathLike[str]] = ()
-    replay_check: ReplayCheck | None = None
-    replayers: list[Replayer] = field(default_factory=list)
-    long: LongExplanation | None = None
-
-    def replayer(
-        self,
-        calls: Sequence[Call],
-        ranks: RankCoordinator | None = None,
-        tail: Tail | None = None,
-    ) -> Replayer:
-        """Makes what runs calls as the step; see `Replayer`."""
-        is_alone = ranks is None or ranks.is_alone
-        # Hooks would have compiled code compiled anew.
-        looks_inside = is_alone and self.incident.kind == "grad_output"
-        inner = self.incident.module if looks_inside and not has_compiled() else None
-        self.replayers.append(
-            Replayer(
-                *(self.models, calls, self.start, ranks),
-                inner=inner,
-                tail=tail,
-                long=self.long,
-            )
-        )
-        return self.replayers[-1]
-
-    @property
-    def num_forwards(self) -> int:
-        """How many forwards were run."""
-        return sum(each.num_forwards for each in self.replayers)
 
 
 @dataclass(frozen=True)
@@ -139,15 +83,13 @@ class Search:
     """One explanation in the making, of one view of a step.
 
     Args:
-        case: The step.
-        calls: What is run again as the step: the calls that were kept, or a view of it.
+        step: The step, with the calls of the view.
         tree: The questions.
         ranks: The ranks that replay it together; None for this one alone.
         tail: The program's lines behind backward, where they belong to the view.
 
     Attributes:
-        case: The step.
-        incident: What a guard saw.
+        step: The step.
         replayer: Runs the view.
         first: The first replay.
         traced: The one with a table of its operations.
@@ -162,16 +104,14 @@ class Search:
 
     def __init__(
         self,
-        case: Case,
-        calls: Sequence[Call],
+        step: BadStep,
         tree: Tree,
         ranks: RankCoordinator | None = None,
         tail: Tail | None = None,
     ) -> None:
         self._tree = tree
-        self.case: Case = case
-        self.incident: BadStep = case.incident
-        self.replayer: Replayer = case.replayer(calls, ranks, tail)
+        self.step: BadStep = step
+        self.replayer: Replayer = step.replayer(ranks, tail)
         self.changed: list[str] = []
         self.set_meanwhile: list[str] = []
         self._ranks = self.replayer.ranks
@@ -189,7 +129,7 @@ class Search:
 
     def may_run(self, forwards: int = 1) -> bool:
         """True if the budget allows so many forwards more."""
-        left = self.case.budget - self.replayer.num_forwards
+        left = self.step.budget - self.replayer.num_forwards
         return left >= forwards and self._has_time()
 
     def _has_time(self) -> bool:
@@ -199,13 +139,13 @@ class Search:
     @property
     def difference(self) -> Difference | None:
         """The first value of the first replay that is not the step's, if known."""
-        check = self.case.replay_check
+        check = self.step.replay_check
         return None if check is None else check.difference()
 
     @property
     def is_seen_in_call(self) -> bool:
         """True if the guard saw a module receive the bad values, or return them."""
-        return self.incident.kind in ("input", "output")
+        return self.step.kind in ("input", "output")
 
     @property
     def is_forward_finite(self) -> bool:
@@ -248,8 +188,8 @@ class Search:
         is_shown = listed is not None and self._shows(listed)
         first = listed if is_shown else None
         self._note_first(first or self.replayer.run(observers=self._observers))
-        if 0 <= self.first.bad_call < self.incident.forward and self._ranks.is_alone:
-            self.num_unlike = self.incident.forward
+        if 0 <= self.first.bad_call < self.step.forward and self._ranks.is_alone:
+            self.num_unlike = self.step.forward
             del self.replayer.calls[: self.num_unlike]
             self.first = self.replayer.run()
         self.changed = self.replayer.state.changed_around()
@@ -277,11 +217,11 @@ class Search:
         Else a plain one has to tell: torch takes no fast path where it is listed.
         """
         is_bad = listed.table is not None and bool(listed.table.bad_modules)
-        return is_bad or not listed.is_clean or not self.incident.kind
+        return is_bad or not listed.is_clean or not self.step.kind
 
     @property
     def _observers(self) -> list[ReplayCheck]:
-        check = self.case.replay_check
+        check = self.step.replay_check
         return [] if check is None or self._has_run else [check]
 
     def _note_first(self, result: ReplayResult) -> None:
@@ -305,9 +245,9 @@ class Search:
             is_leader = self._ranks.is_leader
             return failed(traced.error) if is_leader else self._follow()
         root_op, failure = None, None
-        within = self.incident.module if self.is_seen_in_call else None
+        within = self.step.module if self.is_seen_in_call else None
         try:
-            root_op = traced.root_op(self.case.models, within)
+            root_op = traced.root_op(self.step.models, within)
         except Exception as error:  # the others wait for this rank's claim
             failure = error.with_traceback(None)
         if not self._ranks.elect(_claim(root_op)):
@@ -352,7 +292,7 @@ class Search:
 
     def explain_origin(self, root_op: RootOp, call: Call) -> Explanation:
         """Explains where the bad values of the traced replay began."""
-        traced, incident = self.traced, self.incident
+        traced, step = self.traced, self.step
         assert traced.table is not None
         ops = traced.table.ops
         # Where a module was seen to return it, it arose in the forward for sure.
@@ -366,7 +306,7 @@ class Search:
             return found
         found = explain_root_op(root_op, ops, in_gradients, call)
         roots = {prefix.rstrip(".") for prefix in self.replayer.models}
-        ends_bad = is_seen and incident.module in roots
+        ends_bad = is_seen and step.module in roots
         is_hidden = found.phase == "forward" and not traced.is_forward
         if is_seen and is_hidden and not ends_bad:
             if call.has_backward is False and isinstance(source, OpCall):
@@ -377,10 +317,10 @@ class Search:
                 return found
             if not traced.has_mask:  # an output of -inf alone is not finite
                 found.notes.append(_ends_finite(call, traced))
-        if found.phase == "weights" and incident.past.weights.get(found.tensor):
+        if found.phase == "weights" and step.past.weights.get(found.tensor):
             from .optimizer_step import explain_update  # of weights alone
 
-            return explain_update(self.case.models, incident, found)
+            return explain_update(step, found)
         if in_gradients and not found.tensor:
             found.tensor = self._only_gradient(root_op)
         self._name_accumulated(found, root_op)
@@ -413,7 +353,7 @@ class Search:
 
     def _name_forward(self, found: Explanation, place: int) -> None:
         """Names which forward of the step it is of, such as that of a micro-batch."""
-        calls, dropped = self.replayer.calls, self.incident.num_dropped  # the first
+        calls, dropped = self.replayer.calls, self.step.num_dropped  # the first
         dropped += self.num_unlike
         num = len(calls) + dropped
         # Of a function, and of the program's lines, it may be any of several.
@@ -435,7 +375,7 @@ class Search:
 
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""
-        growth = find_growth(self.case.models, self.incident)
+        growth = find_growth(self.step)
         if growth is None:
             return
         found.evidence.insert(0, growth.text)
@@ -449,11 +389,11 @@ class Search:
 
     def _try_checkpoints(self, found: Explanation) -> None:
         """Tries weights of files where nothing else has to be run again."""
-        case = self.case
-        if case.checkpoints and self.replayer.calls and self._ranks.is_alone:
+        step = self.step
+        if step.checkpoints and self.replayer.calls and self._ranks.is_alone:
             with self.replayer:
-                failure = Failure(found, None, 0, checkpoints=case.checkpoints)
-                find_remedies(failure, self.replayer, case.budget, 0.0)
+                failure = Failure(found, None, 0, checkpoints=step.checkpoints)
+                find_remedies(failure, self.replayer, step.budget, 0.0)
 
     def try_remedies(
         self, found: Explanation, root_op: RootOp, traced: ReplayResult, place: int
@@ -464,25 +404,25 @@ class Search:
             names = ", ".join(f"`{name}`" for name in traced.table.carried)
             found.notes.append(_NOT_TRIED.format(names))
             return
-        case, incident = self.case, self.incident
+        step = self.step
         failure = Failure.of(found, root_op, traced.table, place)
-        failure.checkpoints = case.checkpoints
+        failure.checkpoints = step.checkpoints
         failure.lost = self._lost
         failure.sentinel = self._sentinel
         failure.others = self._others
         if self._ranks.is_alone:
             call = self.replayer.calls[place]
-            failure.clean = with_clean_batch(call, incident.clean)
+            failure.clean = with_clean_batch(call, step.clean)
         failure.stays_within = traced.is_clean
-        failure.within = incident.module if self.is_seen_in_call else None
+        failure.within = step.module if self.is_seen_in_call else None
         failure.loss = loss_of(traced)
-        losses = incident.past.finite_losses
+        losses = step.past.finite_losses
         before = losses if loss_of(self.first) is None else losses[:-1]
         failure.usual_loss = max(before, default=None)
-        slopes = [*incident.past.gradients, incident.past.last_gradient]
+        slopes = [*step.past.gradients, step.past.last_gradient]
         failure.usual_gradient = max(filter(math.isfinite, slopes), default=0.0)
-        failure.optimizers = incident.optimizers
-        find_remedies(failure, self.replayer, case.budget, self.first.seconds)
+        failure.optimizers = step.optimizers
+        find_remedies(failure, self.replayer, step.budget, self.first.seconds)
         found_remedy = any(each.is_recommended for each in found.remedies)
         if self.changed and found_remedy and self.replayer.run().is_clean:
             found.remedies = []
@@ -501,7 +441,7 @@ class Search:
     def _name_accumulated(self, found: Explanation, root_op: RootOp) -> None:
         """Names the parameter whose gradients overflowed when they were added up."""
         variable = getattr(root_op.source, "variable", None)
-        for _, name, tensor in names_of(self.case.models):
+        for _, name, tensor in names_of(self.step.models):
             if variable is not None and tensor is variable:
                 found.tensor = name
                 is_in_hook = (

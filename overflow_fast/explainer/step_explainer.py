@@ -115,23 +115,12 @@ class StepExplainer:
             moment: See `Report.moment`.
             ranks: The ranks that replay it together; None for this one alone.
         """
-        models, keeper = models_of(self._watches), self._keeper
         self._num_explained += 1
-        incident = self._incident(verdict, moment)
-        if keeper is None:
-            found = investigate(models, [], incident)
+        step = self._bad_step(verdict, moment)
+        if self._keeper is None:
+            found = investigate(step)
             return found if found.phase else Explanation(notes=[_UNSAFE])
-        return investigate(
-            models,
-            self._calls(),
-            incident,
-            start=keeper.start,
-            budget=self._budget,
-            checkpoints=self._checkpoints,
-            artifact_bytes=self._artifact_bytes,
-            ranks=ranks,
-            replay_check=self._replay_check(),
-        )
+        return investigate(step, ranks, self._artifact_bytes)
 
     def search(self, moment: str) -> tuple[Verdict, Explanation] | None:
         """Looks for a bad value in a step that has raised; see `Explaining.search()`.
@@ -208,11 +197,17 @@ class StepExplainer:
             return None
         return ReplayCheck(self._watches, self._make_watches)
 
-    def _incident(self, verdict: Verdict, moment: str) -> BadStep:
+    def _bad_step(self, verdict: Verdict, moment: str) -> BadStep:
         first, keeper = verdict.first, self._keeper
         assert first is not None
         is_gradient = first.kind in ("gradient", "grad_output", "recorded")
         return BadStep(
+            models=models_of(self._watches),
+            calls=self._calls(),
+            start=None if keeper is None else keeper.start,
+            budget=self._budget,
+            checkpoints=self._checkpoints,
+            replay_check=None if keeper is None else self._replay_check(),
             kind=first.kind,
             module=first.fqn if first.class_name else "",
             is_made=verdict.origin.how == "made" and bool(first.class_name),

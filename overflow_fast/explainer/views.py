@@ -8,7 +8,6 @@ that was ended before an effect.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..guard.explaining import USE_RUN
@@ -16,8 +15,7 @@ from ..guard.report.causes import NOT_REPRODUCIBLE, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import OWN_LINES
 from ..torch_internals.compiler import has_compiled
-from .bad_step import ALL_BAD, NOT_BEHIND, STOPPED, STOPPED_FUNCTION
-from .calls import Call
+from .bad_step import ALL_BAD, NOT_BEHIND, STOPPED, STOPPED_FUNCTION, BadStep
 from .own_lines import (
     GradientCode,
     LossCall,
@@ -28,18 +26,17 @@ from .own_lines import (
 )
 from .questions import TREE
 from .replayer import Observer, StepPart
-from .search import Case, Search
+from .search import Search
 
 
-def explain_forwards(case: Case, calls: Sequence[Call], stopped: str) -> Explanation:
+def explain_forwards(step: BadStep, stopped: str) -> Explanation:
     """Explains the models' forwards alone, of a function that was ended.
 
     Args:
-        case: The step.
-        calls: The forwards.
+        step: The step, whose calls are the forwards.
         stopped: The effect before which the function was ended.
     """
-    search = Search(case, calls, TREE)
+    search = Search(step, TREE)
     found = search.run()
     if not search.replayer.stopped:  # else its note names the effect in a forward
         found.notes = [each for each in found.notes if USE_RUN not in each]
@@ -47,14 +44,11 @@ def explain_forwards(case: Case, calls: Sequence[Call], stopped: str) -> Explana
     return found
 
 
-def explain_loss(
-    case: Case, calls: Sequence[Call], found: Explanation, *, may_run: bool
-) -> Explanation:
+def explain_loss(step: BadStep, found: Explanation, *, may_run: bool) -> Explanation:
     """Explains a step with the program's lines of the loss, which lie outside of it.
 
     Args:
-        case: The step.
-        calls: Its forwards.
+        step: The step, whose calls are its forwards.
         found: The explanation without those lines.
         may_run: False if other ranks would not run the lines, too.
 
@@ -67,14 +61,14 @@ def explain_loss(
         line = None  # of source code that is not like Python's
     if line is None:
         return found
-    num_before = len(case.replayers)
+    num_before = len(step.replayers)
     with contextlib.suppress(Exception):
-        own = _with_lines(case, calls, line) if may_run else None
+        own = _with_lines(step, line) if may_run else None
         if own is not None:
             return own
-    ended = (each.stopped for each in case.replayers[num_before:])
+    ended = (each.stopped for each in step.replayers[num_before:])
     found.notes += [STOPPED.format(each) for each in filter(None, ended)]
-    text = advice(line, list(case.models.values()))
+    text = advice(line, list(step.models.values()))
     for place, note in enumerate(found.notes):
         if USE_RUN in note:
             found.notes[place] = f"{note} {text}".rstrip()
@@ -82,23 +76,20 @@ def explain_loss(
     return found
 
 
-def _with_lines(
-    case: Case, calls: Sequence[Call], line: LossLine
-) -> Explanation | None:
+def _with_lines(step: BadStep, line: LossLine) -> Explanation | None:
     """The explanation of a replay of the lines, if that is seen to be the step."""
-    incident = case.incident
-    is_partial = incident.hidden_by or incident.num_dropped or incident.is_late
-    has_stand_ins = any(call.has_stand_ins for call in calls)
-    if is_partial or has_stand_ins or case.start is None or not case.models:
+    is_partial = step.hidden_by or step.num_dropped or step.is_late
+    has_stand_ins = any(call.has_stand_ins for call in step.calls)
+    if is_partial or has_stand_ins or step.start is None or not step.models:
         return None
-    loss_call = LossCall(line, case.models, calls)
-    is_same = _is_same(case, calls, loss_call)
+    loss_call = LossCall(line, step.models, step.calls)
+    is_same = _is_same(step, loss_call)
     if not is_same and loss_call.leave_out(loss_call.check.num_forwards):
-        is_same = _is_same(case, calls, loss_call)
+        is_same = _is_same(step, loss_call)
     if not is_same:
         return None
-    found = Search(case, loss_call.calls, TREE).run()
-    found = explain_behind(case, loss_call.calls, found)
+    view = replace(step, calls=loss_call.calls)
+    found = explain_behind(view, Search(view, TREE).run())
     if found.cause == NOT_REPRODUCIBLE.name and not loss_call.is_only_loss:
         return None  # another loss may have been bad
     if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy
@@ -107,12 +98,13 @@ def _with_lines(
     return None if found.cause == UNKNOWN.name else found
 
 
-def _is_same(case: Case, calls: Sequence[Call], loss_call: LossCall) -> bool:
+def _is_same(step: BadStep, loss_call: LossCall) -> bool:
     """Replays the lines; True if that was the step."""
-    replayer, check = case.replayer(loss_call.calls), loss_call.check
+    replayer = replace(step, calls=loss_call.calls).replayer()
+    check = loss_call.check
     observers: list[Observer] = [check]
-    if case.replay_check is not None:
-        observers.append(case.replay_check)
+    if step.replay_check is not None:
+        observers.append(step.replay_check)
     with replayer:
         last = len(loss_call.calls) - 1 if has_compiled() else -1
         part = StepPart(traced=last)  # compiled code runs without hooks
@@ -123,18 +115,15 @@ def _is_same(case: Case, calls: Sequence[Call], loss_call: LossCall) -> bool:
         return False
     if check.has_same_loss:
         return True
-    is_other = case.replay_check is not None and case.replay_check.difference()
-    return bool(is_other) and bool(calls)
+    is_other = step.replay_check is not None and step.replay_check.difference()
+    return bool(is_other) and bool(step.calls)
 
 
-def explain_behind(
-    case: Case, calls: Sequence[Call], found: Explanation
-) -> Explanation:
+def explain_behind(step: BadStep, found: Explanation) -> Explanation:
     """Explains gradients that the program's lines behind backward have written to.
 
     Args:
-        case: The step.
-        calls: Its calls.
+        step: The step.
         found: The explanation without those lines.
 
     Returns:
@@ -142,27 +131,25 @@ def explain_behind(
     """
     if ALL_BAD not in found.notes:
         return found
-    num_before = case.num_forwards
+    num_before = step.num_forwards
     with contextlib.suppress(Exception):
         code = find_gradient_code()
-        own = None if code is None else _with_tail(case, calls, code)
+        own = None if code is None else _with_tail(step, code)
         if own is not None:
             return own
-    if case.num_forwards > num_before:
+    if step.num_forwards > num_before:
         found.notes[found.notes.index(ALL_BAD)] = NOT_BEHIND
     return found
 
 
-def _with_tail(
-    case: Case, calls: Sequence[Call], code: GradientCode
-) -> Explanation | None:
-    replayer = case.replayer(calls, tail=code)
+def _with_tail(step: BadStep, code: GradientCode) -> Explanation | None:
+    replayer = step.replayer(tail=code)
     with replayer:
         result = replayer.run()
-    is_same = set(result.bad_gradients) == set(case.incident.gradients)
+    is_same = set(result.bad_gradients) == set(step.gradients)
     if result.error is not None or not is_same:
         return None
     # The step was compared with its replay before: that of these lines differs.
-    search = Search(replace(case, replay_check=None), calls, TREE, tail=code)
+    search = Search(replace(step, replay_check=None), TREE, tail=code)
     found = search.run()
     return found if found.phase == "optimizer" else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import nn
 
 from .bad_step import BadStep
 from .bounds import FIRST_TO_GROW, SCALED_BACK, WEIGHT
@@ -32,21 +30,12 @@ class WeightGrowth:
     factors: dict[str, float]
 
 
-def find_growth(
-    models: Mapping[str, nn.Module], incident: BadStep | None
-) -> WeightGrowth | None:
-    """Describes how weights have grown, if it is out of all bounds; else None.
-
-    Args:
-        models: The models.
-        incident: Has the largest magnitudes of the weights in the last steps.
-    """
-    if incident is None:
-        return None
-    past = incident.past
+def find_growth(step: BadStep) -> WeightGrowth | None:
+    """Describes how weights have grown, if it is out of all bounds; else None."""
+    past = step.past
     history = past.weights
     before = {name: recent[0] for name, recent in history.items() if recent}
-    sizes = magnitudes_of(models, "parameter")
+    sizes = magnitudes_of(step.models, "parameter")
     now = {name: size for name, size in sizes.items() if name in before}
     if not now:
         return None
@@ -65,20 +54,20 @@ def find_growth(
         f"the largest weight went from {most:.3g} to {now[name]:.3g} ({name}) "
         f"within the last {steps}"
     )
-    return WeightGrowth(text, _order(incident), factors)
+    return WeightGrowth(text, _order(step), factors)
 
 
-def _order(incident: BadStep) -> list[str]:
+def _order(step: BadStep) -> list[str]:
     """Which became ten times as large first, and stayed so, within the last steps.
 
     A step computes its loss, then gradients, then the update, which is seen in the
     weights of the next one. Of several optimizers, one steps between the losses.
     """
-    past = incident.past
-    if len(incident.optimizers) != 1:
+    past = step.past
+    if len(step.optimizers) != 1:
         return []
     whole = [w for w in past.weights.values() if len(w) == len(past.gradients)]
-    largest = [max(step) for step in zip(*whole, strict=True)]
+    largest = [max(each) for each in zip(*whole, strict=True)]
     sizes = {"the loss": past.losses, "gradients": past.gradients, _UPDATES: largest}
     begins, is_known = [], bool(past.gradients)
     for what, values in sizes.items():
@@ -95,9 +84,9 @@ def _order(incident: BadStep) -> list[str]:
     is_update = begins[0][1] == _UPDATES
     rates = {
         group["lr"]
-        for optimizer in incident.optimizers
+        for optimizer in step.optimizers
         for place in range(len(optimizer.param_groups))
-        if "lr" in (group := incident.last_steps.settings(optimizer, place))
+        if "lr" in (group := step.last_steps.settings(optimizer, place))
     }
     rate = ""
     if is_update and len(rates) == 1:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from overflow_fast import Explanation
+from overflow_fast.explainer.bad_step import BadStep
 from overflow_fast.explainer.calls import Call, ModelCall
 from overflow_fast.explainer.explain import investigate
 from overflow_fast.explainer.explain_folder import explain_folder
@@ -52,7 +53,7 @@ def run_call(model, values, function):
 
 
 def left_by(tmp_path, model, call, room=ROOM):
-    found = investigate({"": model}, [call], artifact_bytes=room)
+    found = investigate(BadStep({"": model}, [call]), artifact_bytes=room)
     for each in found.artifacts:
         torch.save(each.content, tmp_path / each.name)
     return found

@@ -40,10 +40,9 @@ def searched(
         returns_loss=True,
     )
     return SimpleNamespace(
-        incident=BadStep(**{"kind": "output", **seen}),
+        step=BadStep({"": nn.Linear(1, 1)}, **{"kind": "output", **seen}),
         first=ReplayResult(**{"has_backward": True, **(first or {})}),
         traced=ReplayResult(**(traced or {})),
-        case=SimpleNamespace(models={"": nn.Linear(1, 1)}),
         replayer=SimpleNamespace(
             calls=[SimpleNamespace(**{**vars(call), **(calls or {})})],
             returns_loss=returns_loss,
