@@ -1,7 +1,4 @@
-"""The bad step as a guard saw it, and what an explanation notes where it ends.
-
-The explanation itself is data: see `guard/report/explanation.py`.
-"""
+"""The bad step: what is run again as it, what a guard saw of it, and the limits."""
 
 from __future__ import annotations
 
@@ -12,12 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..guard.explaining import USE_RUN
 from ..guard.kept_calls.call_keeper import Samples
 from ..guard.kept_calls.kept_call import KeptCall
 from ..guard.optimizers.last_steps import LastSteps
 from ..guard.options import BUDGET
-from ..guard.report.findings import NOT_THE_LOSS
 from ..guard.undo.restore_point import RestorePoint
 from ..torch_internals.compiler import has_compiled
 from .calls import Call
@@ -118,99 +113,9 @@ class BadStep:
         return sum(each.num_forwards for each in self.replayers)
 
 
-# Sentences on what a replay leaves open.
-
-
-OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
-_FEW = 3  # names in a clause; chosen
-
-
-def effects_text(names: Sequence[str]) -> str:
-    """Returns, as a clause, that what has these names was not put back."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
-    return f"the step changes {first}, which could not be put back"
-
-
-def fast_text(modules: Sequence[str]) -> str:
-    """Returns, as a clause, that modules take a fast path that no trace takes."""
-    return (
-        f"{', '.join(modules[:_FEW])} may take a fast path of torch, which no replay "
-        "takes that lists operations: look at what they are given, as rows that are "
-        "masked as a whole"
-    )
-
-
-def counted_text(names: Sequence[str]) -> str:
-    """Returns that global values, which nothing puts back, are others by now."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return (
-        f"Changed while the step was run again, and not put back: {first}{more}. What "
-        "a step does to global values and classes, each replay does once more."
-    )
-
-
 def outside_text(name: str) -> str:
     """Returns, as a clause, that code outside of `guard.run()` computed a tensor."""
     return (
         f"`{name}` was computed outside of the function of `guard.run()`, by code that "
         "was not replayed with it: call the model within that function"
     )
-
-
-def set_text(names: Sequence[str]) -> str:
-    """Returns, as a clause, that the program set what has these names in the step."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
-    return (
-        f"the program set {first} in the step, outside of the models' forwards, and a "
-        "replay runs with what was there before (set it within the function of "
-        "`guard.run()`)"
-    )
-
-
-STOPPED = "Not replayed: {}."
-STOPPED_FUNCTION = (
-    "Not replayed: {}; the models' forwards within that function were. Do that before, "
-    f"and call the rest within `{USE_RUN}`."
-)
-RAISED_FINITE = (
-    "The replay raised the same exception. No operation before it was seen to make a "
-    "non-finite value that is not meant."
-)
-FLAG_ALONE = (
-    "The replay is finite. The device's overflow flag alone was set: which operation "
-    "overflowed inside is not known."
-)
-SOME = "Some replays are finite, but {}."
-LEFT_OVER = (
-    "left over from step {}: non-finite since then, and not cleared before this step"
-)
-OLD = (
-    "The replay is finite. Gradients were there before the step's first forward, and "
-    "may have been non-finite: clear them where a step is skipped, too."
-)
-NOT_CALLED = (
-    "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
-    "were not called in it, and may have made the gradients non-finite."
-)
-MASKED = "An output holds -inf alone: it may be an intended mask."
-NO_LOSS = (
-    "The forward is finite. Backward was not run: neither `loss` nor the model "
-    "returned a number that requires a gradient."
-)
-GIVEN_BAD = "The gradient that the model's output was given is non-finite."
-_ALL_BAD = (
-    "All gradients are non-finite, and the replayed backward is finite: code between "
-    "it and the optimizer's step (clipping, unscaling, communication) may have made "
-    "them."
-)
-ALL_BAD = f"{_ALL_BAD} It was not replayed."
-NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
-OTHER_WEIGHT = (
-    "The weight is finite in the model, and so is the replay: it was written to since, "
-    "or the forward ran with another tensor in its place, as under functional_call()."
-)
-STOOD_IN = (
-    "The replay is finite. It ran with the model's own weights: the step ran under "
-    "functional_call(), whose tensors were not kept. Use `guard.run(lambda: loss)`."
-)

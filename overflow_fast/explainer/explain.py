@@ -19,10 +19,11 @@ from ..guard.explaining import USE_RUN
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.options import BUDGET
 from ..guard.process import world_size
+from ..guard.report import notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import Artifact
 from ..torch_internals.replaying import no_dispatch
-from .bad_step import ALL_BAD, BadStep, counted_text
+from .bad_step import BadStep
 from .calls import Call
 from .effects.held_signals import as_raised
 from .long_explanation import LongExplanation
@@ -61,7 +62,7 @@ def investigate(
         found.news = _news(step, found)
         changed = changed_names(before, global_values(classes=_classes_of(step.models)))
         if changed and step.num_forwards:
-            found.notes.append(counted_text(changed))
+            found.notes.append(notes.counted_text(changed))
     is_saved = artifact_bytes > 0 and bool(step.calls)
     own = _saved(step, artifact_bytes, found) if is_saved else []
     if found is not ranks.result:  # which has the numbers of the rank that led
@@ -98,7 +99,7 @@ def _searched(step: BadStep, ranks: RankCoordinator) -> tuple[Explanation, str]:
         ranks.is_broken = True
         found.notes.append(str(error))
     except Exception as error:
-        found.notes.append(f"The explanation ended early: {error_line(error)}.")
+        found.notes.append(notes.ENDED_EARLY.format(error_line(error)))
     return found, ""
 
 
@@ -114,7 +115,7 @@ def _by_other_views(
         ranks: The ranks.
     """
     asks = not stopped and _asks_for_loss(found, step.calls)
-    if not (stopped or asks or ALL_BAD in found.notes):
+    if not (stopped or asks or notes.ALL_BAD in found.notes):
         return found
     from . import views  # with the program's own lines, which few steps need
 
@@ -143,7 +144,7 @@ def _saved(step: BadStep, most: int, found: Explanation) -> list[Artifact]:
         pairs = [] if step.start is None else step.start.pairs()
         return step_file(step.models, step.calls, pairs, most)
     except Exception as error:
-        found.notes.append(f"The step was not saved: {error_line(error)}.")
+        found.notes.append(notes.NOT_SAVED.format(error_line(error)))
         return []
 
 

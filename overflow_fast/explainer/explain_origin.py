@@ -19,12 +19,11 @@ from torch import nn
 from ..base.modules import module_of_parameter
 from ..base.text import numbered
 from ..base.torch_ops import has
-from ..guard.report import causes
+from ..guard.report import causes, notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import SEEN_IN_BACKWARD
 from ..guard.report.gist import plain_number, told_number
 from ..guard.report.op import Op, TensorSummary
-from . import bad_step as notes
 from .call_growth import CallGrowth, growth_of
 from .calls import Call, ModelCall
 from .leaves import Leaf
@@ -58,14 +57,6 @@ _CAUSES = {
     EMPTY: causes.EMPTY_REDUCTION.name,
     SINGULAR: causes.ROUNDING.name,
 }
-_NOT_CLIPPED = (
-    "Clipping gradients by their norm after backward does not help: it makes nan of an "
-    "inf."
-)
-_BAD_BEFORE = (
-    "The operation's result in the forward is non-finite, too; what follows leaves it "
-    "out."
-)
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
 _UNWRITTEN = (
@@ -174,7 +165,7 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
     if in_gradients and not op.in_backward:
         found.notes.append(SEEN_IN_BACKWARD)
     elif in_gradients and is_hidden:
-        found.notes.append(_BAD_BEFORE)
+        found.notes.append(notes.BAD_BEFORE)
     return found
 
 
@@ -187,7 +178,7 @@ def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
         return
     found.cause, found.reason = causes.GRADIENT_EXPLOSION.name, growth.text
     found.evidence.insert(0, growth.text)
-    found.notes.append(_NOT_CLIPPED)
+    found.notes.append(notes.NOT_CLIPPED)
 
 
 def _mask_text(op: OpCall) -> str:
@@ -303,11 +294,6 @@ def _chain_text(root_op: RootOp) -> list[str]:
 # Explains values that were bad before the replay: data, weights and what was kept.
 
 
-_IN_LOOP = (
-    "Code between the calls was not replayed. Call all of it within "
-    "`guard.run(lambda: loss)`."
-)
-_NOT_FOUND = "Where the program holds that tensor was not found."
 CARRIED = (
     "The step writes to {}, which could not be put back to what it was before: the "
     "step itself may have left the bad values there."
@@ -334,7 +320,7 @@ def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
         text = f"the gradient that the model's output was given holds {what}"
         return Explanation(evidence=[text], notes=[notes.OUTSIDE_LOSS])
     text = f"a tensor that no replayed operation has made holds {what}{read_by}"
-    return Explanation(evidence=[text], notes=[_NOT_FOUND])
+    return Explanation(evidence=[text], notes=[notes.NOT_FOUND])
 
 
 def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explanation:
@@ -347,7 +333,7 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
         last = re.sub(r"Backward\d*$", "", type(node).__name__)
         text = f"{name} held {what} when it was handed over{at}; code that was not "
         text += f"replayed had computed it (its last operation: {last})"
-        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[notes.IN_LOOP])
     if call is not None and tensor is not None and call.was_written(tensor):
         text = f"{name} held {what} when the replay began{at}; it was written to since "
         return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
@@ -361,7 +347,7 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
     text = f"{name} held {what} when the model received it from the loop{at}"
     if call.follows_others:
         text += "; the loop may have computed it from outputs of the forwards before"
-        return Explanation(tensor=leaf.name, evidence=[text], notes=[_IN_LOOP])
+        return Explanation(tensor=leaf.name, evidence=[text], notes=[notes.IN_LOOP])
     return Explanation("data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text])
 
 

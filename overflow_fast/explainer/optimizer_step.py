@@ -11,6 +11,7 @@ import torch
 from ..base.modules import module_of_parameter, named_parameters
 from ..base.text import dtype_name
 from ..base.tree import path_text, tensors
+from ..guard.report import notes
 from ..guard.report.causes import (
     BAD_SETTING,
     BAD_WEIGHTS,
@@ -43,11 +44,6 @@ _BETWEEN = (
 _PUT = (
     "{} is another parameter than in the optimizer's last step{}: code outside of it "
     "has put this one there since, which holds {}"
-)
-_STATE = (
-    "A checkpoint may have brought the non-finite state, or a step have made it: "
-    "load one in which the optimizer's state is finite as well "
-    "(`overflow_fast.assert_finite_state(model, optimizer)`)."
 )
 _WRITTEN = (
     "code outside of the optimizer's step has written to it since: its version counter "
@@ -267,7 +263,7 @@ def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) 
         found.evidence.append(
             f"the state of {name} holds, there too: {'; '.join(texts)}"
         )
-        found.notes.append(_STATE)
+        found.notes.append(notes.BAD_STATE)
 
 
 def _too_large(

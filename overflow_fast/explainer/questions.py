@@ -28,9 +28,9 @@ from ..base.modules import (
 )
 from ..base.tensors import place_of
 from ..base.text import counted
-from ..guard.explaining import USE_RUN
 from ..guard.kept_calls.call_keeper import GRAPH
 from ..guard.process import world_size
+from ..guard.report import notes
 from ..guard.report.causes import (
     LEFT_OVER_GRADIENTS,
     NOT_REPRODUCIBLE,
@@ -42,7 +42,7 @@ from ..guard.report.remedy import Remedy
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes
-from . import bad_step as notes
+from .bad_step import outside_text
 from .calls import Call, name_outside
 from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
@@ -51,19 +51,10 @@ from .search import Question, Search, Tree, failed
 from .tensor_kinds import bad_names
 
 _NUM_RUNS = 3  # in all, if the budget has them; chosen, not measured
+_LEFT_OVER = (
+    "left over from step {}: non-finite since then, and not cleared before this step"
+)
 _GRADIENTS = ("gradient", "grad_output")  # kinds of what a backward has made
-_NOT_ALONE = (
-    "The step was not replayed: there are several ranks, which do not decide together. "
-    "Collectives in it would wait for the others. Pass process_group= to the guard."
-)
-_TAKEN = (
-    "The step was not replayed: its forward was finite, and a second backward would "
-    "write to the gradients that {} keeps."
-)
-_NO_CALLS = (
-    "The step was not replayed: no forward of this step was captured{}. Call the model "
-    "and the loss within `guard.run(lambda: loss)`."
-)
 
 
 def _note(text: str, phase: str = "") -> Callable[[Search], Explanation]:
@@ -86,8 +77,8 @@ def _weight_before(search: Search) -> Explanation | None:
         models, within = step.models, step.module
         found = first_bad_weight(models, "parameter", masks=True, within=within)
     if found is None:
-        text = "Which step made the optimizer's state is not known."
         is_state = step.kind == "optimizer_state"
+        text = notes.WHICH_STEP
         return Explanation("optimizer", notes=[text]) if is_state else None
     weight, start = state_by_name(step.models)[found.tensor], step.start
     if start is not None and start.written_in_step(weight):
@@ -107,10 +98,7 @@ def _weight_before(search: Search) -> Explanation | None:
 def _explain_written_weight(name: str) -> Explanation:
     """The explanation of a weight that the forward wrote to, without a copy of it."""
     text = f"the step's forward has written to {name}, which is non-finite now"
-    note = (
-        f"The value of `{name}` before the step is not held: whether it was finite is "
-        "not known, and the step was not replayed."
-    )
+    note = notes.NOT_HELD.format(name)
     return Explanation(tensor=name, evidence=[text], notes=[note])
 
 
@@ -131,12 +119,12 @@ def _nothing_kept(search: Search) -> Explanation:
     why = search.step.hidden_by
     if why == GRAPH:
         return Explanation(notes=[f"The step was not replayed: it {why}."])
-    return Explanation(notes=[_NO_CALLS.format(f": it {why}" * bool(why))])
+    return Explanation(notes=[notes.NO_CALLS.format(f": it {why}" * bool(why))])
 
 
 def _taken(search: Search) -> Explanation | None:
     engine = gradient_taker(search.step.models.values())
-    return Explanation(notes=[_TAKEN.format(engine)]) if engine else None
+    return Explanation(notes=[notes.TAKEN.format(engine)]) if engine else None
 
 
 # Of the first replay.
@@ -201,7 +189,7 @@ def _left_over(search: Search) -> Explanation:
     name, *others = search.step.gradients
     more = f" and {counted(len(others), 'other')}" if others else ""
     step = min(search.step.left_over.values())
-    text = f"{notes.LEFT_OVER.format(step)}; the step is finite without them"
+    text = f"{_LEFT_OVER.format(step)}; the step is finite without them"
     remedy = f"clear what step {step} left", "optimizer.zero_grad()"
     return Explanation(
         cause=LEFT_OVER_GRADIENTS.name,
@@ -218,8 +206,7 @@ def _no_backward(search: Search) -> Explanation:
     if sizes:
         size = f"{max(sizes) / 2**20:.0f} MiB"
         why = f"the gradients of the model's output were too large to hold ({size})"
-    text = f"Backward was not replayed: {why}. Use `guard.run(lambda: loss)`."
-    return Explanation("backward", notes=[text])
+    return Explanation("backward", notes=[notes.NO_BACKWARD.format(why)])
 
 
 def _is_reduced(search: Search) -> bool:
@@ -236,7 +223,7 @@ def _has_several_backwards(search: Search) -> bool:
 
 
 def _other_step(search: Search) -> Explanation:
-    return Explanation(notes=[f"The replay is finite, but {_doubt(search)}."])
+    return Explanation(notes=[notes.FINITE_BUT.format(_doubt(search))])
 
 
 def _doubt(search: Search) -> str:
@@ -269,7 +256,7 @@ def _doubt(search: Search) -> str:
             "forward"
         )
     name = name_outside(replayer.calls)
-    return notes.outside_text(name) if name else ""
+    return outside_text(name) if name else ""
 
 
 def _again(search: Search) -> Explanation:
@@ -312,7 +299,7 @@ def _not_reproducible(search: Search, text: str) -> Explanation:
             return Explanation(notes=[notes.OLD])
         found.notes.append(NOT_REPLAYED)
     if search.changed:
-        text = f"The replay is finite, but {notes.effects_text(search.changed)}."
+        text = notes.FINITE_BUT.format(notes.effects_text(search.changed))
         return Explanation(notes=[text])
     models = search.step.models.values()
     devices = {p.device for model in models for p in parameters_of(model)}
@@ -325,12 +312,9 @@ def _outside(search: Search) -> str:
     """Returns that what was run is finite, and that the loss was not run."""
     names, difference = search.set_meanwhile, search.difference
     if names:  # what lies within guard.run() does not set it either
-        return f"The replay is finite, but {notes.set_text(names)}."
+        return notes.FINITE_BUT.format(notes.set_text(names))
     unlike = f", and not what the step did: {difference}" if difference else ""
-    return (
-        "What was replayed, the models' own forward and backward, is finite"
-        f"{unlike}. The loss outside of them was not replayed: use `{USE_RUN}`."
-    )
+    return notes.LOSS_LEFT.format(unlike)
 
 
 # Of a replay with a table: it is clean, or what is bad in it is meant.
@@ -355,8 +339,7 @@ def _is_constant(search: Search) -> bool:
 
 def _constant(search: Search) -> Explanation:
     phase = "backward" if search.traced.is_in_gradients else "forward"
-    text = "The infs come only from constants and may be intentional."
-    return Explanation(phase, notes=[text])
+    return Explanation(phase, notes=[notes.CONSTANTS])
 
 
 def _differs(search: Search) -> Explanation:
@@ -395,7 +378,7 @@ BEFORE: tuple[Question, ...] = (
     Question(
         "Are there other ranks, for which a replay alone would wait?",
         lambda search: search.replayer.ranks.is_alone and world_size() > 1,
-        _note(_NOT_ALONE),
+        _note(notes.NOT_ALONE),
     ),
     Question(
         "Was no forward of the step kept?",

@@ -14,13 +14,13 @@ import torch
 
 from ..base.modules import module_of_parameter
 from ..base.text import error_line
+from ..guard.report import notes
 from ..guard.report.causes import DIVERGENCE, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
-from . import bad_step as notes
-from .bad_step import BadStep
+from .bad_step import BadStep, outside_text
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op
@@ -38,13 +38,6 @@ from .spent_time import SpentTime
 from .trace_back import OF_LEAVES, RootOp, trace_back
 from .weight_growth import find_growth
 
-_NOT_TRIED = (
-    "No remedy was tried: the step writes to {}, which could not be put back to what "
-    "it was before, and holds non-finite values."
-)
-_BY_ITSELF = "A replay is finite without a remedy, too: {}."
-_ENDS_FINITE = "The {} is finite all the same: what follows leaves these values out."
-_REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
 
@@ -175,7 +168,7 @@ class Search:
             name = name_outside(self.replayer.calls)
             if name and notes.OUTSIDE_LOSS in found.notes:  # some of it was
                 place = found.notes.index(notes.OUTSIDE_LOSS)
-                text = notes.outside_text(name)
+                text = outside_text(name)
                 found.notes[place] = f"{NOT_THE_LOSS} with it: {text}."
         return found
 
@@ -268,13 +261,12 @@ class Search:
         if is_outside and traced.bad_gradients and found.op and not found.op.file:
             found.notes.append(notes.OUTSIDE_LOSS)  # whose lines may name the place
         if traced.is_in_gradients and not traced.bad_gradients:
-            found.notes.append(_REACHES_NO_WEIGHT)
+            found.notes.append(notes.REACHES_NO_WEIGHT)
         self._name_ranks(found)
         if self.difference is not None:
             names = self.set_meanwhile
             why = f"; {notes.set_text(names)}" if names else ""
-            text = f"The replay is not the same as the step: {self.difference}{why}."
-            found.notes.append(text)
+            found.notes.append(notes.OTHER_STEP.format(self.difference, why))
         try:
             if found.is_overflow:
                 self._test_growth(found)
@@ -402,7 +394,7 @@ class Search:
         assert traced.table is not None
         if isinstance(root_op.source, OpCall) and traced.table.carried:
             names = ", ".join(f"`{name}`" for name in traced.table.carried)
-            found.notes.append(_NOT_TRIED.format(names))
+            found.notes.append(notes.NOT_TRIED.format(names))
             return
         step = self.step
         failure = Failure.of(found, root_op, traced.table, place)
@@ -426,7 +418,7 @@ class Search:
         found_remedy = any(each.is_recommended for each in found.remedies)
         if self.changed and found_remedy and self.replayer.run().is_clean:
             found.remedies = []
-            found.notes.append(_BY_ITSELF.format(notes.effects_text(self.changed)))
+            found.notes.append(notes.BY_ITSELF.format(notes.effects_text(self.changed)))
 
     def _name_ranks(self, found: Explanation) -> None:
         """Names the rank on which it began, if it began on one."""
@@ -469,11 +461,11 @@ def failed(error: Exception) -> Explanation:
     if isinstance(error, StoppedError):
         return Explanation(notes=[notes.STOPPED.format(error)])
     what = str(error) if isinstance(error, OnRank) else error_line(error)
-    return Explanation(notes=[f"The replay raised {what}."])
+    return Explanation(notes=[notes.RAISED.format(what)])
 
 
 def _ends_finite(call: Call, traced: ReplayResult) -> str:
-    text = _ENDS_FINITE.format("loss" if call.returns_loss else "model's output")
+    text = notes.ENDS_FINITE.format("loss" if call.returns_loss else "model's output")
     return text + " Backward runs through them." * traced.is_in_gradients
 
 

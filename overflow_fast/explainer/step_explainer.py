@@ -22,6 +22,7 @@ from ..guard.options import Schedule
 from ..guard.process import world_size
 from ..guard.ranks.agreement import Agreed
 from ..guard.ranks.replay_offer import ReplayOffer
+from ..guard.report import notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, plain_name
 from ..guard.unit import Unit
@@ -39,30 +40,6 @@ from .past_steps import past_steps_of
 from .replay_ranks import NotJoined, RankCoordinator, StoreChannel
 from .replayer import Observer, ReplayCheck, Replayer, StepPart
 from .tensor_kinds import summary_of
-
-_UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
-_FORWARD_ALONE = (
-    "The step's forward was run again, and is finite. Its backward was not: it would "
-    "write to the gradients that {} keeps."
-)
-_CLEAN = (
-    "The step was run again with every module watched, and is finite: the fault was "
-    "transient, or outside of the models' forward and backward."
-)
-_PARTLY = (
-    "The models' forward and backward were run again with every module watched: what "
-    "modules receive and return is finite. The loss outside of them was not run again "
-    "for that: use `guard.run(lambda: loss)`."
-)
-_STOOD_IN = (
-    "The models' forward and backward were run again with every module watched and the "
-    "models' own weights, and are finite: the step ran under functional_call(), whose "
-    "tensors were not kept. Use `guard.run(lambda: loss)`."
-)
-_NOT_ALONE = (
-    "The step was not run again: there are several ranks, which do not decide together."
-)
-_NOTHING = "The step was not run again: no forward of this step was captured."
 
 
 class StepExplainer:
@@ -119,7 +96,7 @@ class StepExplainer:
         step = self._bad_step(verdict, moment)
         if self._keeper is None:
             found = investigate(step)
-            return found if found.phase else Explanation(notes=[_UNSAFE])
+            return found if found.phase else Explanation(notes=[notes.UNSAFE])
         return investigate(step, ranks, self._artifact_bytes)
 
     def search(self, moment: str) -> tuple[Verdict, Explanation] | None:
@@ -259,9 +236,9 @@ class StepExplainer:
             found: What the tripwire saw, with at least one bad frame.
         """
         if not self._calls():
-            return found.with_note(_NOTHING)
+            return found.with_note(notes.AGAIN_NOTHING)
         if world_size() > 1:
-            return found.with_note(_NOT_ALONE)
+            return found.with_note(notes.AGAIN_NOT_ALONE)
         seen, error = self._replayed(found, RankCoordinator())
         if error is not None:
             return found.with_note(f"The step was run again, and raised {error}.")
@@ -275,10 +252,14 @@ class StepExplainer:
         models = [watch.model for watch in self._watches if watch.model is not None]
         engine = gradient_taker(models)
         if engine:
-            return _FORWARD_ALONE.format(engine)
+            return notes.AGAIN_FORWARD_ALONE.format(engine)
         if any(call.has_stand_ins for call in calls):
-            return _STOOD_IN
-        return _CLEAN if all(call.returns_loss for call in calls) else _PARTLY
+            return notes.AGAIN_STOOD_IN
+        return (
+            notes.AGAIN_CLEAN
+            if all(call.returns_loss for call in calls)
+            else notes.AGAIN_PARTLY
+        )
 
     def look_together(self, found: Unit, agreed: Agreed) -> tuple[Unit, str, bool]:
         """Runs the step again on all ranks that agreed on it.

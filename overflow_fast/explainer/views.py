@@ -11,11 +11,12 @@ import contextlib
 from dataclasses import replace
 
 from ..guard.explaining import USE_RUN
+from ..guard.report import notes
 from ..guard.report.causes import NOT_REPRODUCIBLE, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import OWN_LINES
 from ..torch_internals.compiler import has_compiled
-from .bad_step import ALL_BAD, NOT_BEHIND, STOPPED, STOPPED_FUNCTION, BadStep
+from .bad_step import BadStep
 from .own_lines import (
     GradientCode,
     LossCall,
@@ -40,7 +41,7 @@ def explain_forwards(step: BadStep, stopped: str) -> Explanation:
     found = search.run()
     if not search.replayer.stopped:  # else its note names the effect in a forward
         found.notes = [each for each in found.notes if USE_RUN not in each]
-        found.notes.insert(0, STOPPED_FUNCTION.format(stopped))
+        found.notes.insert(0, notes.STOPPED_FUNCTION.format(stopped))
     return found
 
 
@@ -67,7 +68,7 @@ def explain_loss(step: BadStep, found: Explanation, *, may_run: bool) -> Explana
         if own is not None:
             return own
     ended = (each.stopped for each in step.replayers[num_before:])
-    found.notes += [STOPPED.format(each) for each in filter(None, ended)]
+    found.notes += [notes.STOPPED.format(each) for each in filter(None, ended)]
     text = advice(line, list(step.models.values()))
     for place, note in enumerate(found.notes):
         if USE_RUN in note:
@@ -129,7 +130,7 @@ def explain_behind(step: BadStep, found: Explanation) -> Explanation:
     Returns:
         The explanation with them, where they are it; else what was found.
     """
-    if ALL_BAD not in found.notes:
+    if notes.ALL_BAD not in found.notes:
         return found
     num_before = step.num_forwards
     with contextlib.suppress(Exception):
@@ -138,7 +139,7 @@ def explain_behind(step: BadStep, found: Explanation) -> Explanation:
         if own is not None:
             return own
     if step.num_forwards > num_before:
-        found.notes[found.notes.index(ALL_BAD)] = NOT_BEHIND
+        found.notes[found.notes.index(notes.ALL_BAD)] = notes.NOT_BEHIND
     return found
 
 

@@ -11,11 +11,11 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import explain, keep_in_fp32
-from overflow_fast.explainer.bad_step import NO_LOSS
 from overflow_fast.explainer.remedies.keep_in_fp32 import shortened
 from overflow_fast.explainer.remedies.patches import InDtype
 from overflow_fast.explainer.remedies.spans import span
 from overflow_fast.explainer.wider import TO_BFLOAT16, TO_FLOAT32, cast_leaf
+from overflow_fast.guard.report.notes import NO_LOSS
 
 
 class Mlp(nn.Module):

@@ -1,0 +1,176 @@
+"""The notes of an explanation: what a replay could not find out, and what to do then.
+
+Those that other words of a report depend on stand in `findings.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..explaining import USE_RUN
+from .findings import NOT_THE_LOSS
+
+_FEW = 3  # names in a clause; chosen
+
+# Why the step was not run again, or not as a whole.
+NOT_ALONE = (
+    "The step was not replayed: there are several ranks, which do not decide together. "
+    "Collectives in it would wait for the others. Pass process_group= to the guard."
+)
+TAKEN = (
+    "The step was not replayed: its forward was finite, and a second backward would "
+    "write to the gradients that {} keeps."
+)
+NO_CALLS = (
+    "The step was not replayed: no forward of this step was captured{}. Call the model "
+    "and the loss within `guard.run(lambda: loss)`."
+)
+UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
+OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
+STOPPED = "Not replayed: {}."
+STOPPED_FUNCTION = (
+    "Not replayed: {}; the models' forwards within that function were. Do that before, "
+    f"and call the rest within `{USE_RUN}`."
+)
+NO_LOSS = (
+    "The forward is finite. Backward was not run: neither `loss` nor the model "
+    "returned a number that requires a gradient."
+)
+NO_BACKWARD = "Backward was not replayed: {}. Use `guard.run(lambda: loss)`."
+NOT_HELD = (
+    "The value of `{}` before the step is not held: whether it was finite is not "
+    "known, and the step was not replayed."
+)
+WHICH_STEP = "Which step made the optimizer's state is not known."
+RAISED = "The replay raised {}."
+ENDED_EARLY = "The explanation ended early: {}."
+NOT_SAVED = "The step was not saved: {}."
+
+# What a finite replay leaves open.
+FINITE_BUT = "The replay is finite, but {}."
+OTHER_STEP = "The replay is not the same as the step: {}{}."
+LOSS_LEFT = (
+    "What was replayed, the models' own forward and backward, is finite{}. The loss "
+    f"outside of them was not replayed: use `{USE_RUN}`."
+)
+FLAG_ALONE = (
+    "The replay is finite. The device's overflow flag alone was set: which operation "
+    "overflowed inside is not known."
+)
+SOME = "Some replays are finite, but {}."
+OLD = (
+    "The replay is finite. Gradients were there before the step's first forward, and "
+    "may have been non-finite: clear them where a step is skipped, too."
+)
+NOT_CALLED = (
+    "The replayed backward is finite. Hooks of `register_post_accumulate_grad_hook` "
+    "were not called in it, and may have made the gradients non-finite."
+)
+_ALL_BAD = (
+    "All gradients are non-finite, and the replayed backward is finite: code between "
+    "it and the optimizer's step (clipping, unscaling, communication) may have made "
+    "them."
+)
+ALL_BAD = f"{_ALL_BAD} It was not replayed."
+NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
+OTHER_WEIGHT = (
+    "The weight is finite in the model, and so is the replay: it was written to since, "
+    "or the forward ran with another tensor in its place, as under functional_call()."
+)
+STOOD_IN = (
+    "The replay is finite. It ran with the model's own weights: the step ran under "
+    "functional_call(), whose tensors were not kept. Use `guard.run(lambda: loss)`."
+)
+
+# What an operation, or none, leaves open.
+RAISED_FINITE = (
+    "The replay raised the same exception. No operation before it was seen to make a "
+    "non-finite value that is not meant."
+)
+CONSTANTS = "The infs come only from constants and may be intentional."
+MASKED = "An output holds -inf alone: it may be an intended mask."
+GIVEN_BAD = "The gradient that the model's output was given is non-finite."
+NOT_CLIPPED = (
+    "Clipping gradients by their norm after backward does not help: it makes nan of an "
+    "inf."
+)
+BAD_BEFORE = (
+    "The operation's result in the forward is non-finite, too; what follows leaves it "
+    "out."
+)
+IN_LOOP = (
+    "Code between the calls was not replayed. Call all of it within "
+    "`guard.run(lambda: loss)`."
+)
+NOT_FOUND = "Where the program holds that tensor was not found."
+ENDS_FINITE = "The {} is finite all the same: what follows leaves these values out."
+REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
+NOT_TRIED = (
+    "No remedy was tried: the step writes to {}, which could not be put back to what "
+    "it was before, and holds non-finite values."
+)
+BY_ITSELF = "A replay is finite without a remedy, too: {}."
+BAD_STATE = (
+    "A checkpoint may have brought the non-finite state, or a step have made it: "
+    "load one in which the optimizer's state is finite as well "
+    "(`overflow_fast.assert_finite_state(model, optimizer)`)."
+)
+
+# Of the second look at a step: it was run again with everything watched.
+AGAIN_NOTHING = "The step was not run again: no forward of this step was captured."
+AGAIN_NOT_ALONE = (
+    "The step was not run again: there are several ranks, which do not decide together."
+)
+AGAIN_FORWARD_ALONE = (
+    "The step's forward was run again, and is finite. Its backward was not: it would "
+    "write to the gradients that {} keeps."
+)
+AGAIN_CLEAN = (
+    "The step was run again with every module watched, and is finite: the fault was "
+    "transient, or outside of the models' forward and backward."
+)
+AGAIN_PARTLY = (
+    "The models' forward and backward were run again with every module watched: what "
+    "modules receive and return is finite. The loss outside of them was not run again "
+    "for that: use `guard.run(lambda: loss)`."
+)
+AGAIN_STOOD_IN = (
+    "The models' forward and backward were run again with every module watched and the "
+    "models' own weights, and are finite: the step ran under functional_call(), whose "
+    "tensors were not kept. Use `guard.run(lambda: loss)`."
+)
+
+
+def effects_text(names: Sequence[str]) -> str:
+    """Returns, as a clause, that what has these names was not put back."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return f"the step changes {first}, which could not be put back"
+
+
+def set_text(names: Sequence[str]) -> str:
+    """Returns, as a clause, that the program set what has these names in the step."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    return (
+        f"the program set {first} in the step, outside of the models' forwards, and a "
+        "replay runs with what was there before (set it within the function of "
+        "`guard.run()`)"
+    )
+
+
+def fast_text(modules: Sequence[str]) -> str:
+    """Returns, as a clause, that modules take a fast path that no trace takes."""
+    return (
+        f"{', '.join(modules[:_FEW])} may take a fast path of torch, which no replay "
+        "takes that lists operations: look at what they are given, as rows that are "
+        "masked as a whole"
+    )
+
+
+def counted_text(names: Sequence[str]) -> str:
+    """Returns that global values, which nothing puts back, are others by now."""
+    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return (
+        f"Changed while the step was run again, and not put back: {first}{more}. What "
+        "a step does to global values and classes, each replay does once more."
+    )
