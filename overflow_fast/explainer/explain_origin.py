@@ -22,8 +22,8 @@ from ..base.torch_ops import has
 from ..guard.report import causes, notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import SEEN_IN_BACKWARD
-from ..guard.report.gist import plain_number, told_number
-from ..guard.report.op import Op, TensorSummary
+from ..guard.report.op import Op
+from ..guard.report.op_words import in_float64_text, made_text
 from .call_growth import CallGrowth, growth_of
 from .calls import Call, ModelCall
 from .leaves import Leaf
@@ -59,6 +59,7 @@ _CAUSES = {
 }
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
+_OF_RANKS = "no rank gave it non-finite values, and what it returned holds some"
 _UNWRITTEN = (
     "its memory is read before anything has written to it; the values there are left "
     "over from an earlier use of that memory"
@@ -133,34 +134,31 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
     elif forward is not None:
         found.module = forward.owner
     elif op.variable is None:
-        found.notes.append(f"Which line of the forward {op.node} is of is not known.")
+        found.notes.append(notes.WHICH_LINE.format(op.node))
     if op.in_backward and op.variable is not None and not op.in_hook:
         clauses.append(_ADDED_UP)
     if op.masks:
         clauses.append(_mask_text(op))
     found.op = _op_of(named, op)
-    details = op.details
+    details, texts = op.details, clauses
     if op.is_communication:
         if "reduce" in op.name:
             found.cause = causes.RANGE_OVERFLOW.name
-        text = "no rank gave it non-finite values, and what it returned holds some"
-        found.reason = text
-        found.evidence.append(f"{op.name}: {text}")
+        texts = [f"{op.name}: {_OF_RANKS}", *clauses]
     elif op.is_empty:
-        found.cause = causes.NOT_REPRODUCIBLE.name
-        found.reason = _UNWRITTEN
-        found.evidence.append(found.reason)
+        found.cause, found.reason = causes.NOT_REPRODUCIBLE.name, _UNWRITTEN
     elif details is None:
-        found.notes.append("The operation was not computed again.")
+        found.notes.append(notes.NOT_COMPUTED)
     else:
         found.cause = _cause_of(details, is_backward and not op.in_hook)
-        made, why = _evidence(details, found.op)
-        found.evidence += ["; ".join([made, *clauses]), why]
         found.reason = details.reason
-        clauses = []
-        if found.cause == causes.RANGE_OVERFLOW.name:
-            _add_growth(found, growth_of(op, ops))
-    found.evidence += clauses
+        texts = [made_text(found.op, details.columns, clauses)]
+        # The first line has a reason, and of an overflow the result in float64.
+        if details.part or details.why in (UNDEFINED, SINGULAR):
+            texts.append(in_float64_text(found.op, details.part))
+    found.evidence += filter(None, texts)
+    if found.cause == causes.RANGE_OVERFLOW.name and not op.is_communication:
+        _add_growth(found, growth_of(op, ops))
     is_hidden = named is not op and named.makes_bad and not named.is_meant
     if in_gradients and not op.in_backward:
         found.notes.append(SEEN_IN_BACKWARD)
@@ -174,10 +172,11 @@ def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
     if growth is None:
         return
     if not growth.explodes:
-        found.evidence[-1] += f"; {growth.text}"
+        found.evidence.append(growth.text)
         return
+    assert found.op is not None
     found.cause, found.reason = causes.GRADIENT_EXPLOSION.name, growth.text
-    found.evidence.insert(0, growth.text)
+    found.evidence.append(in_float64_text(found.op))
     found.notes.append(notes.NOT_CLIPPED)
 
 
@@ -235,55 +234,6 @@ def _op_of(named: OpCall, ran: OpCall) -> Op:
     return op
 
 
-def _evidence(details: Details, op: Op) -> tuple[str, str]:
-    """Describes what an operation made of what, and what float64 makes of it."""
-    output = op.outputs[0]
-    columns = numbered("column", details.columns) if details.columns else ""
-    ran = f"its derivative ({op.derivative}) made " if op.derivative else ""
-    made = f"{ran}{output.nonfinite_text()}{f' (all in {columns})' * bool(columns)}"
-    inputs = ", ".join(_range_text(each) for each in op.inputs[:3])
-    if inputs and not details.has_bad_inputs:
-        made += f"; inputs finite: {inputs}"
-    elif inputs:
-        made += f"; inputs: {inputs}"
-    if op.outside:
-        made += f"; {op.outside}"
-    return made, _why_text(details)
-
-
-def _why_text(details: Details) -> str:
-    value, limit = details.op.true_value, details.op.limit
-    dtype = details.op.outputs[0].dtype
-    computed = f"computed in float64{details.part}"
-    if details.why == RANGE and value is not None:
-        is_beyond = value in (float("inf"), float("-inf"))
-        true = "beyond its maximum as well" if is_beyond else plain_number(value)
-        return f"{computed}: {true}; {dtype}'s maximum is {limit:.5g}"
-    if details.why == INTERMEDIATE and value is not None:
-        return (
-            f"{computed}: {plain_number(value)}, which fits {dtype}: an intermediate "
-            "value overflowed"
-        )
-    if details.why == SINGULAR and value is not None:
-        return (
-            f"{computed}: {plain_number(value)}; in {dtype} the matrix is singular: "
-            "rounding has left 0 on its diagonal"
-        )
-    if details.why == UNDEFINED and value is not None:
-        return f"{computed} from the same inputs, it is {value:g} as well"
-    return details.reason or "it was not computed again"
-
-
-def _range_text(each: TensorSummary) -> str:
-    what = f"{each.name} {list(each.shape)}".lstrip()
-    if each.abs_max is None:
-        return f"{what} without a finite value" if each.numel else "nothing"
-    if not each.is_finite:
-        what += f" with {each.nonfinite_text(has_numel=False)}, else"
-    least, most = told_number(each.abs_min or 0.0), told_number(each.abs_max)
-    return f"{what} in magnitude " + (f"{least} to {most}" if least != most else most)
-
-
 def _chain_text(root_op: RootOp) -> list[str]:
     source = root_op.source
     names = [f"`{source.name}`"] if isinstance(source, Leaf) and source.name else []
@@ -318,37 +268,51 @@ def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
         return _explain_weight(leaf.kind, leaf.name, what, read_by)
     if leaf.kind == "gradient":
         text = f"the gradient that the model's output was given holds {what}"
-        return Explanation(evidence=[text], notes=[notes.OUTSIDE_LOSS])
+        return _held("", "", text, notes.OUTSIDE_LOSS)
     text = f"a tensor that no replayed operation has made holds {what}{read_by}"
-    return Explanation(evidence=[text], notes=[notes.NOT_FOUND])
+    return _held("", "", text, notes.NOT_FOUND)
+
+
+def _held(phase: str, name: str, text: str, *notes: str) -> Explanation:
+    """The explanation of a tensor that was bad before it was read.
+
+    Args:
+        phase: "data" or "weights"; "" where it is open what made it so.
+        name: The tensor's name, or "".
+        text: What it held, and when.
+        notes: What is open.
+    """
+    of = {"data": causes.BAD_DATA, "weights": causes.BAD_WEIGHTS}
+    module = module_of_parameter(name) if phase == "weights" else ""
+    cause = of.get(phase, causes.UNKNOWN).name
+    return Explanation(
+        *(phase, cause, module), tensor=name, evidence=[text], notes=[*notes]
+    )
 
 
 def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explanation:
     """Explains an input: it is data, unless the training loop has computed it."""
-    name, tensor = f"`{leaf.name}`", leaf.tensor
+    name, tensor = leaf.name, leaf.tensor
     if call is not None:  # a replay may have been given a copy
-        tensor = dict(call.leaves()).get(leaf.name, tensor)
-    node = None if tensor is None else tensor.grad_fn
+        tensor = dict(call.leaves()).get(name, tensor)
+    node, held = None if tensor is None else tensor.grad_fn, f"`{name}` held {what}"
     if node is not None:
         last = re.sub(r"Backward\d*$", "", type(node).__name__)
-        text = f"{name} held {what} when it was handed over{at}; code that was not "
-        text += f"replayed had computed it (its last operation: {last})"
-        return Explanation(tensor=leaf.name, evidence=[text], notes=[notes.IN_LOOP])
+        text = f"{held} when it was handed over{at}; code that was not replayed had "
+        text += f"computed it (its last operation: {last})"
+        return _held("", name, text, notes.IN_LOOP)
     if call is not None and tensor is not None and call.was_written(tensor):
-        text = f"{name} held {what} when the replay began{at}; it was written to since "
-        return Explanation(tensor=leaf.name, evidence=[f"{text}the step began"])
+        began = f"{held} when the replay began{at}"
+        return _held("", name, f"{began}; it was written to since the step began")
     if not isinstance(call, ModelCall):
-        is_given = leaf.name.startswith("batch")  # else the program's own variable
-        held = f"holds {what}" if is_given else f"held {what} before the forward"
-        text = f"{name} {held}{at}"
-        return Explanation(
-            "data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text]
-        )
-    text = f"{name} held {what} when the model received it from the loop{at}"
+        if name.startswith("batch"):  # else it is the program's own variable
+            return _held("data", name, f"`{name}` holds {what}{at}")
+        return _held("data", name, f"{held} before the forward{at}")
+    text = f"{held} when the model received it from the loop{at}"
     if call.follows_others:
         text += "; the loop may have computed it from outputs of the forwards before"
-        return Explanation(tensor=leaf.name, evidence=[text], notes=[notes.IN_LOOP])
-    return Explanation("data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text])
+        return _held("", name, text, notes.IN_LOOP)
+    return _held("data", name, text)
 
 
 def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:
@@ -356,28 +320,17 @@ def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:
     name = f"`{leaf.name}`"
     if leaf.is_written:
         text = f"{name} held {what} when the replay began{at}"
-        note = CARRIED.format(name)
-        return Explanation(tensor=leaf.name, evidence=[text], notes=[note])
-    if leaf.kind == "object":
-        text = f"{name} holds {what}, and the step does not write to it{at}"
-        return Explanation(
-            "data", causes.BAD_DATA.name, tensor=leaf.name, evidence=[text]
-        )
-    of = "the model" if leaf.kind == "attribute" else "a module that is not watched"
-    text = f"{name} of {of} holds {what}, and the step does not write to it{at}"
-    module = module_of_parameter(leaf.name)
-    return Explanation(
-        "weights", causes.BAD_WEIGHTS.name, module, tensor=leaf.name, evidence=[text]
-    )
+        return _held("", leaf.name, text, CARRIED.format(name))
+    is_object = leaf.kind == "object"
+    module = "the model" if leaf.kind == "attribute" else "a module that is not watched"
+    of = "" if is_object else f" of {module}"
+    text = f"{name}{of} holds {what}, and the step does not write to it{at}"
+    return _held("data" if is_object else "weights", leaf.name, text)
 
 
 def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
     """Explains a parameter or buffer that was bad before the step."""
-    evidence = f"the {kind} {name} held {what} before the step{at}"
-    module = module_of_parameter(name)
-    return Explanation(
-        "weights", causes.BAD_WEIGHTS.name, module, tensor=name, evidence=[evidence]
-    )
+    return _held("weights", name, f"the {kind} {name} held {what} before the step{at}")
 
 
 def first_bad_weight(

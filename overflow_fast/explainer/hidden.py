@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -26,28 +25,18 @@ _LARGE = 65504.0  # what half precision holds at most, and less than overflows
 _MOST = 16  # operations asked whether they overflowed; none behind them is; chosen
 
 
-class HiddenValues(NamedTuple):
-    """The values found within a finite forward.
-
-    Attributes:
-        found: The explanation; a note alone where the output is not known to be wrong.
-        root_op: The operation.
-        traced: The replay in which it was found.
-        is_wrong: Whether the output is far from that in float32.
-    """
-
-    found: Explanation
-    root_op: RootOp
-    traced: ReplayResult
-    is_wrong: bool
-
-
-def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
+def find_hidden(
+    replayer: Replayer, place: int
+) -> tuple[Explanation, RootOp, ReplayResult] | None:
     """Traces a finite forward; None where all within it was finite, or meant.
 
     Args:
         replayer: Runs it; it is entered.
         place: The place of its call.
+
+    Returns:
+        The explanation, the operation, and the replay. The explanation is a note alone
+        where the output is not known to be far from that in float32.
     """
     nearness = Nearness(replayer)
     part = StepPart(place, looks_back=True, has_calls=True)
@@ -71,11 +60,10 @@ def find_hidden(replayer: Replayer, place: int) -> HiddenValues | None:
     root_op = RootOp(bad, [bad])
     distance = nearness.distance()
     found.evidence.insert(1, _told(bad, table.ops, distance))
-    is_wrong = distance is not None and distance > tolerance(())
-    if not is_wrong:
+    if distance is None or distance <= tolerance(()):
         told = "; ".join(map(str, found.evidence[:2]))
         found = Explanation(notes=[f"The forward is finite. Within it: {told}."])
-    return HiddenValues(found, root_op, traced, is_wrong)
+    return found, root_op, traced
 
 
 def tell_hidden(replayer: Replayer, bad: OpCall, table: OpTable) -> str:

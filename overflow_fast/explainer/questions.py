@@ -152,9 +152,10 @@ def _hidden(search: Search) -> Explanation | None:
     hidden = find_hidden(search.replayer, place)
     if hidden is None:
         return None
-    if hidden.is_wrong:
-        search.try_remedies(hidden.found, hidden.root_op, hidden.traced, place)
-    return hidden.found
+    found, root_op, traced = hidden
+    if found.op is not None:
+        search.try_remedies(found, root_op, traced, place)
+    return found
 
 
 def _is_finite(search: Search) -> bool:

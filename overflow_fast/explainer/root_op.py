@@ -32,6 +32,7 @@ _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that torch has not computed, such as NumPy's"
 )
 _GIVEN = "it is given the number {}, by the code of this line or by torch within it"
+_SINGULAR = "in {} the matrix is singular: rounding has left 0 on its diagonal"
 _BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
 _NO_LABELS = "the batch is empty: there is no label, and nothing to average"
 _NO_LABEL_COUNTS = (
@@ -134,6 +135,8 @@ def _compare(
         is_beyond = abs(found.op.true_value) > found.op.limit
         within = SINGULAR if _divides_by_pivots(op, found) else INTERMEDIATE
         found.why = RANGE if is_beyond else within
+        if found.why == SINGULAR:
+            found.reason = _SINGULAR.format(found.op.outputs[0].dtype)
     elif has(op.base, "nan_of_overflow") and not found.has_bad_inputs:
         found.why, found.op.true_value = RANGE, math.inf
     elif math.isinf(first) and not found.has_bad_inputs and not _is_at_pole(op, index):

@@ -21,7 +21,7 @@ from ..base.text import dtype_name
 from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
-from ..guard.report.gist import told_apart
+from ..guard.report.op_words import IN_FLOAT64
 from .float64 import Float64Run, impossible
 from .halving import Halving
 from .memory import Contents, TapedTensor
@@ -301,35 +301,35 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         lost: What it has come to.
         found: The explanation of the undefined result.
     """
-    on = f"computed in float64 from {lost.first.text} on"
+    if lost.op is not None:
+        found.cause, found.lost_by = lost.cause, op_at(lost.op.name, lost.op.sites)
+        found.lost_by.value = lost.own
+        if not lost.is_beyond:
+            found.lost_by.true_value = lost.true
+            if found.op is not None:
+                found.op.true_value = lost.value
+        # The first line names this operation, and leaves out a reason.
+        found.evidence += [found.reason] * bool(found.reason)
+        found.reason = ""
+    others = [each for each in found.evidence[1:] if not each.startswith(IN_FLOAT64)]
+    found.evidence[1:] = [_text_of(lost), *others]
+
+
+def _text_of(lost: Lost) -> str:
+    if lost.op is not None and lost.is_beyond:
+        return (
+            f"{IN_FLOAT64}, {lost.op.text} gives {lost.own:g} as well, which of finite "
+            f"numbers it never is; with the float64 number next to {lost.own:g} in its "
+            "place, the result is finite"
+        )
+    on = f"{IN_FLOAT64} from {lost.first.text} on"
     if lost.as_they_were:
         on += f", but for {', '.join(lost.as_they_were)}"
     if lost.op is None:
-        is_sure = NO_HELP * lost.is_whole
-        found.evidence[1:2] = [f"{on}, it is {lost.value:g} as well{is_sure}"]
-        return
-    found.cause, found.lost_by = lost.cause, op_at(lost.op.name, lost.op.sites)
-    found.lost_by.value = lost.own
-    if lost.is_beyond:
-        verb = "underflowed" if lost.cause == UNDERFLOW.name else "was rounded"
-        found.evidence[1:2] = [
-            f"{lost.op.text} {verb} to {lost.own:g}, in float64 as well: of finite "
-            "numbers it is never that",
-            f"with the float64 number next to {lost.own:g} instead, it is finite",
-        ]
-        return
-    found.lost_by.true_value = lost.true
-    found.evidence[1:2] = [
-        f"{lost.op.text} {_change(lost)}",
-        f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}, "
-        "it is not",
-    ]
-    if found.op is not None:
-        found.op.true_value = lost.value
-
-
-def _change(lost: Lost) -> str:
-    if lost.cause == UNDERFLOW.name:
-        least = f"{lost.dtype}'s smallest normal number is {lost.least:.2g}"
-        return f"underflowed: {lost.true:.3g} became 0 ({least})"
-    return "was rounded: {} became {}".format(*told_apart(lost.true, lost.own))
+        return f"{on}, it is {lost.value:g} as well{NO_HELP * lost.is_whole}"
+    least = f", whose smallest normal number is {lost.least:.2g},"
+    is_small = lost.cause == UNDERFLOW.name
+    return (
+        f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}"
+        f"{least * is_small} it is not"
+    )

@@ -15,9 +15,10 @@ import torch
 from ..base.modules import module_of_parameter
 from ..base.text import error_line
 from ..guard.report import notes
-from ..guard.report.causes import DIVERGENCE, UNKNOWN
+from ..guard.report.causes import DIVERGENCE, RANGE_OVERFLOW, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
+from ..guard.report.op_words import in_float64_text
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from .bad_step import BadStep, outside_text
@@ -38,6 +39,7 @@ from .spent_time import SpentTime
 from .trace_back import OF_LEAVES, RootOp, trace_back
 from .weight_growth import find_growth
 
+_SMALLER = "with weights as large as before it is finite"
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
 
@@ -353,8 +355,7 @@ class Search:
             isinstance(c, ModelCall) or len(c.forwards) == 1 for c in calls
         )
         if num > 1 and are_single and found.phase in COMPUTED:
-            text = f"it is of forward {place + dropped + 1} of the step's {num}"
-            found.evidence.append(text)
+            found.forward = place + dropped + 1, num
 
     def _find_sentinel(self, found: Explanation, place: int) -> None:
         """Finds a number of the failing sample that looks like a placeholder."""
@@ -370,14 +371,16 @@ class Search:
         growth = find_growth(self.step)
         if growth is None:
             return
+        is_range = found.cause == RANGE_OVERFLOW.name
+        if self.may_run():
+            result = self.replayer.run(patches=[ScaledWeights(growth.factors)])
+            if result.error is None and not result.is_forward:
+                found.cause, found.reason = DIVERGENCE.name, growth.text
+                found.evidence = [*growth.order, *found.evidence, _SMALLER]
+                if is_range and found.op is not None:
+                    found.evidence.append(in_float64_text(found.op))
+                return
         found.evidence.insert(0, growth.text)
-        if not self.may_run():
-            return
-        result = self.replayer.run(patches=[ScaledWeights(growth.factors)])
-        if result.error is None and not result.is_forward:
-            found.cause, found.reason = DIVERGENCE.name, growth.text
-            found.evidence[0] += "; with weights as large as before it is finite"
-            found.evidence[1:1] = growth.order
 
     def _try_checkpoints(self, found: Explanation) -> None:
         """Tries weights of files where nothing else has to be run again."""

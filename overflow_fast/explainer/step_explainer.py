@@ -178,13 +178,10 @@ class StepExplainer:
         first, keeper = verdict.first, self._keeper
         assert first is not None
         is_gradient = first.kind in ("gradient", "grad_output", "recorded")
-        return BadStep(
-            models=models_of(self._watches),
-            calls=self._calls(),
-            start=None if keeper is None else keeper.start,
+        step = BadStep(
+            models_of(self._watches),
             budget=self._budget,
             checkpoints=self._checkpoints,
-            replay_check=None if keeper is None else self._replay_check(),
             kind=first.kind,
             module=first.fqn if first.class_name else "",
             is_made=verdict.origin.how == "made" and bool(first.class_name),
@@ -203,17 +200,24 @@ class StepExplainer:
             optimizers=self._find_optimizers(),
             last_steps=self._last_steps,
             is_late=moment == "check",
-            is_rewritten=keeper is not None
-            and moment == "before"
-            and keeper.start.were_weights_rewritten(),
-            forward=self._forward_of(verdict) if moment == "before" else -1,
-            num_dropped=0 if keeper is None else keeper.num_dropped,
-            hidden_by="" if keeper is None else keeper.hidden_by,
             is_of_flag=is_of_flag(verdict),
-            had_gradients=keeper is not None and keeper.had_gradients,
-            left_over={} if keeper is None else dict(keeper.left_over),
-            clean=None if keeper is None else keeper.clean,
-            recent=() if keeper is None else tuple(keeper.recent),
+        )
+        if keeper is None:
+            return step
+        is_before = moment == "before"
+        return dataclasses.replace(
+            step,
+            calls=self._calls(),
+            start=keeper.start,
+            replay_check=self._replay_check(),
+            is_rewritten=is_before and keeper.start.were_weights_rewritten(),
+            forward=self._forward_of(verdict) if is_before else -1,
+            num_dropped=keeper.num_dropped,
+            hidden_by=keeper.hidden_by,
+            had_gradients=keeper.had_gradients,
+            left_over=dict(keeper.left_over),
+            clean=keeper.clean,
+            recent=tuple(keeper.recent),
         )
 
     def _forward_of(self, verdict: Verdict) -> int:
@@ -236,9 +240,9 @@ class StepExplainer:
             found: What the tripwire saw, with at least one bad frame.
         """
         if not self._calls():
-            return found.with_note(notes.AGAIN_NOTHING)
+            return found.with_note(notes.NO_CALLS.format(""))
         if world_size() > 1:
-            return found.with_note(notes.AGAIN_NOT_ALONE)
+            return found.with_note(notes.NOT_ALONE)
         seen, error = self._replayed(found, RankCoordinator())
         if error is not None:
             return found.with_note(f"The step was run again, and raised {error}.")
@@ -254,11 +258,11 @@ class StepExplainer:
         if engine:
             return notes.AGAIN_FORWARD_ALONE.format(engine)
         if any(call.has_stand_ins for call in calls):
-            return notes.AGAIN_STOOD_IN
+            return notes.STOOD_IN
         return (
             notes.AGAIN_CLEAN
             if all(call.returns_loss for call in calls)
-            else notes.AGAIN_PARTLY
+            else notes.LOSS_LEFT.format("")
         )
 
     def look_together(self, found: Unit, agreed: Agreed) -> tuple[Unit, str, bool]:

@@ -106,7 +106,7 @@ def test_a_gradient_that_explodes_through_time(factor, as_kept):
     model = Folded(factor)
     found = explain(model, torch.rand(4, 3), lambda x: model(x).sum())
     assert (found.cause, found.phase) == ("gradient explosion", "backward")
-    as_kept(found.evidence[0], found.words.gist())
+    as_kept(found.reason, found.words.gist())
     assert "by their norm" in found.notes[-1]
     (remedy,) = found.remedies
     assert remedy.is_recommended
@@ -149,8 +149,8 @@ def test_a_gradient_that_explodes_through_modules(as_kept):
     model = nn.Sequential(nn.Linear(3, 3), *(Block(i) for i in range(12)))
     found = explain(model, torch.rand(4, 3), lambda x: model(x).sum())
     assert found.cause == "gradient explosion"
-    as_kept(found.evidence[0])
-    assert found.evidence[0].endswith("from 12 on")
+    as_kept(found.reason)
+    assert found.reason.endswith("from 12 on")
 
 
 @pytest.mark.tries_remedies

@@ -86,14 +86,14 @@ def test_growth_that_began_before_the_first_known_step_has_no_first(as_kept):
             optimizer.step()
             optimizer.zero_grad()
     found = raised.value.report.explanation
-    as_kept(found.evidence[0])
+    as_kept(found.reason)
     assert found.cause == "divergence" and order_of(found) == []
     guard.remove()
 
 
 def test_steps_that_were_not_watched_leave_it_open():
     found = diverged(divides=1e-7, schedule=Schedule(2))
-    assert "watched steps" in found.evidence[0] and order_of(found) == []
+    assert "watched steps" in found.reason and order_of(found) == []
 
 
 @pytest.mark.parametrize("num_bad", [0, 3])

@@ -63,7 +63,7 @@ def test_the_part_has_the_cause_of_the_whole(monkeypatch, case, as_kept):
     part = explained(size, function)
     assert whole.cause.startswith(cause)
     assert (part.cause, part.op.name) == (whole.cause, whole.op.name)
-    assert "alone" not in whole.evidence[1]
+    assert "alone" not in str(whole.evidence)
     as_kept(part.evidence[1])
 
 
@@ -85,11 +85,11 @@ def test_what_has_no_part_is_said_to_be_too_large(monkeypatch):
     monkeypatch.setattr("overflow_fast.explainer.op_part._MAX_NUMEL", 30)
     found = explained(8, lambda x: (large(x) * 100).sum().float())
     assert found.cause == "unknown"
-    assert "too large" in found.evidence[1]
+    assert "too large" in found.reason
 
 
 def test_an_operation_that_mixes_rows_is_not_cut(monkeypatch):
     monkeypatch.setattr("overflow_fast.explainer.op_part._MAX_NUMEL", 30)
     found = explained(8, lambda x: (large(x) * 100).cumsum(0).float().sum())
     assert found.cause == "unknown"
-    assert "too large" in found.evidence[1]
+    assert "too large" in found.reason

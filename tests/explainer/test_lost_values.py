@@ -92,11 +92,9 @@ def test_the_operation_that_lost_it(case):
     assert (found.cause, found.lost_by.name) == (cause, f"aten.{op}")
     assert found.lost_by.file == __file__
     text = "underflowed" if cause == "underflow" else "was rounded"
-    assert (
-        f"{found.lost_by.name} (test_lost_values.py:{found.lost_by.line}) {text}"
-        in (found.evidence[1])
-    )
-    assert "it is finite" in found.evidence[2]
+    lost = f" (test_lost_values.py:{found.lost_by.line}) {text}"
+    assert lost in found.words.gist()
+    assert "it is finite" in found.evidence[1]
     if remedy is not None:
         first = next(each for each in found.remedies if each.is_finite)
         assert remedy in (found.nearest or first).text
@@ -235,8 +233,8 @@ def test_the_element_that_was_lost_is_named_and_no_other(far):
 
     found = explain(model, rows, loss)
     assert (found.cause, found.lost_by.name) == ("rounding", "aten._softmax")
-    assert "was rounded: 0.99999999" in found.evidence[1]
-    assert "became 1" in found.evidence[1]
+    assert "was rounded: 0.99999999" in found.words.gist()
+    assert found.words.gist().endswith("became 1")
 
 
 def test_random_numbers_are_taken_as_they_were(as_kept):
@@ -334,7 +332,7 @@ def test_class_weights_of_zero_are_not_ignored_labels(as_kept):
     weight, labels = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2, 2, -100, 2])
     found = explained(1.0, lambda x: F.cross_entropy(x, labels, weight=weight))
     assert found.cause == "undefined"
-    as_kept(found.evidence[1])
+    as_kept(found.reason)
 
 
 @pytest.mark.tries_remedies
@@ -342,7 +340,7 @@ def test_labels_that_are_all_ignored(as_kept):
     labels = torch.full((4,), -100)
     found = explained(1.0, lambda x: F.cross_entropy(x, labels))
     assert found.cause == "empty reduction"
-    assert "all are ignored" in found.evidence[1]
+    assert "all are ignored" in found.reason
     as_kept(next(each for each in found.remedies if each.is_finite).text)
 
 

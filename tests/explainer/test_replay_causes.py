@@ -398,7 +398,7 @@ def test_a_matrix_that_is_singular_in_its_dtype_alone(as_kept):
     net = Net(lambda x: x + torch.logdet(matrix))
     found = explain(net, torch.ones(2, 4), lambda x: net(x).mean())
     assert (found.cause, found.op.name) == ("rounding", "aten._linalg_slogdet")
-    as_kept(found.evidence[1])
+    as_kept(found.reason, found.evidence[1])
     assert found.remedies[0].is_right and ".double()" in found.remedies[0].code
 
 
@@ -413,7 +413,7 @@ def test_an_empty_batch_has_no_labels_that_are_ignored(as_kept):
     batch = (torch.ones(0, 4), torch.zeros(0, dtype=torch.long))
     found = explain(net, batch, lambda b: F.cross_entropy(net(b[0]), b[1]))
     assert found.cause == "empty reduction"
-    as_kept(found.evidence[1])
+    as_kept(found.reason)
 
 
 class Held(nn.Module):

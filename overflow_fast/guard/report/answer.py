@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from ...base.text import counted, printable
 from .causes import SINGULAR_GRADIENT, UNKNOWN
 from .findings import Findings
-from .gist import BETWEEN, expression_of, first_clause, gist_of, on_rank
+from .gist import BETWEEN, expression_of, gist_of, on_rank, parted
+from .op_words import IN_FLOAT64
 from .remedy import Remedy, Worth
 
 _FEW = 3  # sentences of a kind, and ends of a chain; chosen
@@ -17,7 +18,6 @@ _FEW_SHORT = 2  # of each kind of sentence in an exception
 _MAX_CODE = 70  # characters of a line of code: with its label, a terminal's 80
 _MAX_LIST = 90  # of what did not help
 _NONE_KEEPS = "no change that was tried keeps the value"
-_IN_FLOAT64 = "computed in float64"
 
 
 class ExplanationText:
@@ -32,9 +32,9 @@ class ExplanationText:
 
     def text(self) -> str:
         """The answer in a line, and all rows, the remedies last."""
-        gist = self.gist()
-        first = [printable(f"{gist}.")] if gist else []
-        return "\n".join([*first, *self.rows()])
+        gist, why = self.gist(), self.why_unknown()
+        first = gist or (why and f"Unknown why: {why}")
+        return "\n".join([*([printable(f"{first}.")] if first else []), *self.rows()])
 
     def gist(self) -> str:
         """The cause in a clause, with its place; "" where it is not known."""
@@ -42,10 +42,7 @@ class ExplanationText:
 
     def why_unknown(self) -> str:
         """The one reason why the cause is not known, or ""."""
-        reasons = [*self.found.notes, *self.found.evidence]
-        if self.gist() or not reasons:
-            return ""
-        clause = first_clause(reasons[0].partition(". ")[0])
+        clause = "" if self.gist() else parted(self.found.stated)[0]
         return f"{clause[0].lower()}{clause[1:]}" if clause[1:2].islower() else clause
 
     def rows(self) -> list[str]:
@@ -72,7 +69,7 @@ class ExplanationText:
 
     def short_rows(self) -> list[str]:
         """Those of an exception, but for the attempts and the remedies."""
-        return _written([*self._short_rows()])
+        return _written([*self._rows(is_short=True)])
 
     def remedy_rows(self) -> list[str]:
         """The attempts in a line, and the remedy: at most one of a kind."""
@@ -86,59 +83,41 @@ class ExplanationText:
     def _helped(self) -> list[Remedy]:
         return [each for each in self.found.remedies if each.is_recommended]
 
-    def _rows(self) -> Iterator[tuple[str, str]]:
-        found = self.found
-        yield from self._news()
+    def _rows(self, is_short: bool = False) -> Iterator[tuple[str, str]]:
+        """All but attempts and remedies; with `is_short`, those of an exception."""
+        found, sample = self.found, self.found.sample
+        most = _FEW_SHORT if is_short else _FEW
+        evidence = self._left([*found.evidence, found.reason])
+        notes = self._left(found.other_notes if is_short else found.notes)
+        if found.news:
+            yield "new", found.news
         yield from self._code()
-        yield "cause", f"{self._what()}{self._where()}"
-        if found.op is not None and found.op.called_from:
-            yield "your line", found.op.called_from
-        for sentence in found.evidence[:_FEW]:
-            yield "evidence", sentence
-        if found.sample is not None:
-            yield "sample", self._sample_text()
-        if len(found.chain) > 1:
-            yield "chain", _shortened(found.chain)
-        for sentence in found.notes[:_FEW]:
-            yield "note", sentence
-        if found.replays:
-            seconds = f"{found.seconds:.2f} s"
-            yield "replays", f"{counted(found.replays, 'forward')}, {seconds}"
-
-    def _short_rows(self) -> Iterator[tuple[str, str]]:
-        found = self.found
-        gist = self.gist()
-        yield from self._news()
-        yield from self._code()
-        if gist and found.op is not None:
+        if not is_short or (self.gist() and found.op is not None):
             yield "cause", f"{self._what()}{self._where()}"
         if found.op is not None and found.op.called_from:
             yield "your line", found.op.called_from
-        sentences = [each for each in found.evidence if not self._is_said(each, gist)]
-        for sentence in sentences[:_FEW_SHORT]:
+        if is_short:
+            evidence = [e for e in evidence if not e.startswith(IN_FLOAT64)]
+        for sentence in evidence[:most]:
             yield "evidence", sentence
-        sample = found.sample
-        if sample is not None and (sample.outlier or sample.dataset is not None):
+        if found.forward is not None:
+            yield "forward", "{} of the step's {}".format(*found.forward)
+        adds = sample is not None and (sample.outlier or sample.dataset is not None)
+        if adds or (sample is not None and not is_short):
             yield "sample", self._sample_text()
-        notes = [each for each in found.other_notes if not self._is_in_first_line(each)]
-        for sentence in notes[:_FEW_SHORT]:
+        if len(found.chain) > 1 and not is_short:
+            yield "chain", _shortened(found.chain)
+        for sentence in notes[:most]:
             yield "note", sentence
+        if found.replays and not is_short:
+            seconds = f"{found.seconds:.2f} s"
+            yield "replays", f"{counted(found.replays, 'forward')}, {seconds}"
 
-    def _is_said(self, sentence: str, gist: str) -> bool:
-        """True if the first line says it, or it is a detail of how that was found."""
-        lost = self.found.lost_by
-        is_of_lost = lost is not None and sentence.startswith(f"{lost.name} ")
-        is_detail = sentence.startswith(_IN_FLOAT64) or is_of_lost
-        is_first = self._is_in_first_line(sentence)
-        return is_detail or is_first or first_clause(sentence) in gist
-
-    def _is_in_first_line(self, sentence: str) -> bool:
-        why = self.why_unknown()
-        return bool(why) and sentence.removesuffix(".")[1:] == why[1:]
-
-    def _news(self) -> Iterator[tuple[str, str]]:
-        if self.found.news:
-            yield "new", self.found.news
+    def _left(self, sentences: Sequence[str]) -> list[str]:
+        """Sentences, but for what the first line has of one."""
+        stated = self.found.stated
+        left = [parted(each)[1] if each == stated else each for each in sentences]
+        return [each for each in left if each]
 
     def _code(self) -> Iterator[tuple[str, str]]:
         """The line that failed, and marks below the expression in it that did."""

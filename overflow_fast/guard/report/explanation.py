@@ -21,7 +21,8 @@ class Explanation(Findings):
         sample: The sample of the batch that it comes from, or None.
         num_samples: How many samples the batch has; 0 if that is not known.
         chain: The operations from `op` to where the guard saw it.
-        evidence: What was measured, in sentences.
+        evidence: What was measured, in sentences. Where the operation is not known, the
+            first one is the reason.
         notes: What could not be found out, and why, in sentences.
         rank: The rank that found it, of several that replayed the step together; else
             None.
@@ -35,6 +36,8 @@ class Explanation(Findings):
         reason: Why it is so in a clause, where the fields do not tell.
         news: What is new in the step beside those before it; "" for nothing that is
             known.
+        forward: Which forward of the step it arose in, counted from 1, and of how many;
+            None where there is one.
     """
 
     def __str__(self) -> str:

@@ -77,6 +77,19 @@ class Findings:
     lost_by: Op | None = None
     reason: str = ""
     news: str = ""
+    forward: tuple[int, int] | None = None
+
+    @property
+    def stated(self) -> str:
+        """The sentence whose first clause the first line has; "" where fields say all.
+
+        It is the reason. Without one it is the first note where the cause is not known,
+        and the first sentence of the evidence where no operation is.
+        """
+        is_open = self.cause == UNKNOWN.name
+        said = self.evidence if is_open or self.op is None else []
+        texts = [self.reason, *(self.notes if is_open else []), *said]
+        return next(filter(None, texts), "")
 
     @property
     def nearest(self) -> Remedy | None:

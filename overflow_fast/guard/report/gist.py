@@ -16,6 +16,8 @@ A cause's row in `causes.py` has the sentence; here stand the fields that it may
 
 from __future__ import annotations
 
+import re
+
 from ...base.text import capitalized, counted
 from ...base.torch_ops import op_of
 from .causes import ROUNDING, UNDERFLOW, Cause
@@ -52,19 +54,23 @@ def gist_of(found: Findings) -> str:
         change="" if found.lost_by is None else _change_text(found.lost_by),
         outside=_outside_text(op),
         seen=", in the forward and left out there" * found.is_seen_in_backward,
-        reason=_reason_text(found),
+        reason=f": {clause}" if (clause := parted(found.stated)[0]) else "",
     )
     text = capitalized(text) if text.startswith("the ") else text
     where = f", {BETWEEN}" * found.is_behind_backward
     return f"{text}{where}{_sample_text(found)}{on_rank(found)}"
 
 
-def first_clause(sentence: str) -> str:
-    """The beginning of a sentence, where it has several parts or is long."""
-    clause = sentence.partition("; ")[0].removesuffix(".")
+def parted(text: str) -> tuple[str, str]:
+    """The first clause of a text, which a first line has, and what is left to say.
+
+    Of a clause that is too long the line has the beginning, and all is left to say.
+    """
+    clause, *rest = re.split("[;.] ", text.removesuffix("."), maxsplit=1)
     if len(clause) > _LONGEST_REASON:
-        clause = clause.partition(": ")[0]
-    return clause
+        return clause.partition(": ")[0], text
+    end = text[len(clause) + len("; ") :] if rest else ""
+    return clause, capitalized(end) if end and text[0].isupper() else end
 
 
 def told_apart(one: float, other: float) -> tuple[str, str]:
@@ -165,13 +171,6 @@ def _outside_text(op: Op | None) -> str:
     if op is None or op.operands or not op.outside:
         return ""
     return f": {op.outside}"
-
-
-def _reason_text(found: Findings) -> str:
-    reason = found.reason
-    if not reason and found.op is None and found.evidence:
-        reason = found.evidence[0]
-    return f": {first_clause(reason)}" if reason else ""
 
 
 def _sample_text(found: Findings) -> str:

@@ -90,6 +90,8 @@ RAISED_FINITE = (
 CONSTANTS = "The infs come only from constants and may be intentional."
 MASKED = "An output holds -inf alone: it may be an intended mask."
 GIVEN_BAD = "The gradient that the model's output was given is non-finite."
+NOT_COMPUTED = "The operation was not computed again."
+WHICH_LINE = "Which line of the forward {} is of is not known."
 NOT_CLIPPED = (
     "Clipping gradients by their norm after backward does not help: it makes nan of an "
     "inf."
@@ -116,11 +118,7 @@ BAD_STATE = (
     "(`overflow_fast.assert_finite_state(model, optimizer)`)."
 )
 
-# Of the second look at a step: it was run again with everything watched.
-AGAIN_NOTHING = "The step was not run again: no forward of this step was captured."
-AGAIN_NOT_ALONE = (
-    "The step was not run again: there are several ranks, which do not decide together."
-)
+# Of the second look at a step, which is run again with everything watched.
 AGAIN_FORWARD_ALONE = (
     "The step's forward was run again, and is finite. Its backward was not: it would "
     "write to the gradients that {} keeps."
@@ -128,16 +126,6 @@ AGAIN_FORWARD_ALONE = (
 AGAIN_CLEAN = (
     "The step was run again with every module watched, and is finite: the fault was "
     "transient, or outside of the models' forward and backward."
-)
-AGAIN_PARTLY = (
-    "The models' forward and backward were run again with every module watched: what "
-    "modules receive and return is finite. The loss outside of them was not run again "
-    "for that: use `guard.run(lambda: loss)`."
-)
-AGAIN_STOOD_IN = (
-    "The models' forward and backward were run again with every module watched and the "
-    "models' own weights, and are finite: the step ran under functional_call(), whose "
-    "tensors were not kept. Use `guard.run(lambda: loss)`."
 )
 
 

@@ -139,7 +139,7 @@ class ReportText:
         first = self.verdict.first
         if first is None or answers(self.explanation, first):
             return []
-        if self._is_written_in_step or self._is_replaced:
+        if self._is_written_in_step or self._is_noted(REPLACED):
             return []
         report = self.report
         how = report.step, self._is_cured, report.is_beyond_repair
@@ -177,10 +177,12 @@ class ReportText:
         found = self.explanation
         if found is not None and found.is_of_loss and self._may_be_of_loss(first):
             return _OF_LOSS  # fewer candidates than the hooks have
-        if self._is_of_ranks:
+        if self._is_noted(NOT_REDUCED):
             return ""  # a replay leaves what ranks make together, which the note says
         if not self._is_told:
-            is_open = self.origin.how == "given" and self._is_overwritten
+            # Inputs are scanned when a call ends: one whose write torch did not see
+            # may have been finite before.
+            is_open = self.origin.how == "given" and self._is_noted(OVERWRITTEN)
             return _WRITTEN if is_open else who_made_it(first, self.verdict)
         if found is not None and found.phase == "optimizer":
             return ""  # its step was made again: what it may come from was tried
@@ -219,10 +221,8 @@ class ReportText:
         found = self.explanation
         return is_open and found is not None and found.cause != BAD_DATA.name
 
-    @property
-    def _is_of_ranks(self) -> bool:
-        """True if each rank's own gradients are finite in the replay."""
-        return self.explanation is not None and NOT_REDUCED in self.explanation.notes
+    def _is_noted(self, note: str) -> bool:
+        return self.explanation is not None and note in self.explanation.notes
 
     @property
     def _is_of_sample(self) -> bool:
@@ -234,20 +234,6 @@ class ReportText:
         if found is None or found.sample is None or self.origin.after:
             return False
         return found.cause == BAD_DATA.name
-
-    @property
-    def _is_overwritten(self) -> bool:
-        """True if the step has written to its batch, by the replay.
-
-        Inputs are scanned when a call ends: one that torch did not see written may have
-        been finite before.
-        """
-        return self.explanation is not None and OVERWRITTEN in self.explanation.notes
-
-    @property
-    def _is_replaced(self) -> bool:
-        """True for a weight that the program has put into another one's place."""
-        return self.explanation is not None and REPLACED in self.explanation.notes
 
     @property
     def _is_written_in_step(self) -> bool:
@@ -262,10 +248,10 @@ class ReportText:
         if self.explanation is None:
             return f"{event}."
         words = self.explanation.words
-        gist, why = words.gist(), words.why_unknown()
-        if gist:
-            return f"{event}. {gist}."
-        return f"{event}; unknown why: {why}." if why else f"{event}."
+        why = words.why_unknown()
+        if why:
+            return f"{event}; unknown why: {why}."
+        return f"{event}. {gist}." if (gist := words.gist()) else f"{event}."
 
     def event(self) -> str:
         """The step and what is bad in it, without the cause."""
