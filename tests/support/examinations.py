@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 from processes import context
 
-from overflow_fast.tools.doctor import checks
-from overflow_fast.tools.doctor.examination import Address, Examination, connect
+from overflow_fast.tools.doctor.examination import Examination
+from overflow_fast.tools.doctor.rendezvous import Address, connect
 from overflow_fast.tools.doctor.stage import ExaminationSettings
 
 PATIENCE = 120  # seconds until a test counts as hung
-
-# Bytes of messages. Those of the doctor go to 64 MiB, for seconds of each rank.
-SIZES = (8, 2**12, 2**18)
 
 
 def examine(world, stages, **options):
@@ -27,19 +24,16 @@ def examine(world, stages, **options):
     return begin(world, stages, **options)()
 
 
-def begin(world, stages, absent=(), before=None, **settings):
+def begin(world, stages, absent=(), **settings):
     """Begins an examination; returns what waits for its end.
 
     That returns the diagnosis of each rank that comes, and whether it leads. A rank
     that its test freezes has neither.
-
-    Args:
-        before: Called on each rank with its number and the store.
     """
     store = connect("localhost", 0, is_host=True)
     folder = tempfile.TemporaryDirectory()
     settings = ExaminationSettings(**{"limit": 60.0, "grace": 20.0, **settings})
-    arguments = world, store.port, stages, settings, before, Path(folder.name)
+    arguments = world, store.port, stages, settings, Path(folder.name)
     processes = {
         rank: context().Process(target=_examined, args=(rank, *arguments))
         for rank in range(world)
@@ -74,16 +68,13 @@ def _end(processes, folder):
     }
 
 
-def _examined(rank, world, port, stages, settings, before, folder):
+def _examined(rank, world, port, stages, settings, folder):
     gc.freeze()  # no collection looks at what the server has imported
     if not dist.is_gloo_available():
         return
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["EXAMINATION"] = str(folder)
-    checks.SIZES = SIZES
     address = Address(rank, world, "localhost", port, False, "test")
-    if before is not None:
-        before(rank, connect("localhost", port, is_host=False))
     examination = Examination(address, settings, stages)
     diagnosis = examination.run()
     torch.save((diagnosis, examination.is_leader), folder / str(rank))

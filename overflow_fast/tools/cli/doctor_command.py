@@ -40,7 +40,8 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _run_doctor(parsed: argparse.Namespace) -> int:
-    from ..doctor.examination import Address, Examination
+    from ..doctor.examination import Examination
+    from ..doctor.rendezvous import Address
     from ..doctor.stage import ExaminationSettings
 
     if not parsed.seconds > 0:

@@ -10,7 +10,7 @@ from typing import Any
 from ...base.text import aligned, as_lines, counted
 from ...guard.files.json_text import SCHEMA, to_plain
 from .roll_call import RankFacts
-from .stage import NOTE, STATES, UNJUDGED, Finding, StageResult
+from .stage import FINE, STATES, Finding, StageResult
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,12 @@ class Diagnosis:
     @property
     def status(self) -> int:
         """The exit status: 0 fine, 1 a warning, 2 broken."""
-        return max((each.severity for each in self.findings), default=0)
+        return max((each.severity for each in self.findings), default=FINE)
 
     @property
     def result(self) -> str:
-        """The result in words, with the stages that were not judged in full."""
-        noted = {each.stage for each in self.findings if each.severity == NOTE}
-        unjudged = [each.name for each in self.stages if each.name in noted]
-        if not unjudged:
-            return STATES[self.status]
-        word = STATES[self.status] if self.status else "no fault found"
-        return f"{word}; {UNJUDGED}: {', '.join(unjudged)}"
-
-    @property
-    def title(self) -> str:
-        """The ranks, and the result."""
-        return f"{counted(self.world, 'rank')}: {self.result}"
+        """The result in words."""
+        return STATES[self.status]
 
     def __str__(self) -> str:
         """Writes the table."""
@@ -57,8 +47,7 @@ class Diagnosis:
         by = f", {' and '.join(sorted(backends))}" if backends else ""
         lines = [f"{counted(self.world, 'rank')}{where}{by}", "", *self._table()]
         for each in self.findings:
-            word = STATES[each.severity] if each.severity else "note"
-            sentence = f"{word}: {each.stage}: {each.text}"
+            sentence = f"{STATES[each.severity]}: {each.stage}: {each.text}"
             lines += ["", as_lines([sentence])]
         return "\n".join([*lines, "", f"Result: {self.result}."])
 

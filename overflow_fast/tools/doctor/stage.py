@@ -11,11 +11,8 @@ import torch
 
 from ...base.text import some
 
-NOTE, WARNING, BROKEN = 0, 1, 2  # severities are exit statuses
-STATES = {NOTE: "fine", WARNING: "warning", BROKEN: "broken"}
-UNJUDGED = "not all judged"  # of a stage with notes alone
-
-Pair = tuple[int, int]
+FINE, WARNING, BROKEN = 0, 1, 2  # severities are exit statuses
+STATES = {FINE: "fine", WARNING: "warning", BROKEN: "broken"}
 
 
 @dataclass(frozen=True)
@@ -25,13 +22,11 @@ class ExaminationSettings:
     Attributes:
         limit: The time that a stage may take; then it is given up.
         grace: The further time that the answers of other ranks may take.
-        late: A rank that arrives this much after half of the ranks is named.
         backend: The backend of the collectives; None: nccl with GPUs, else gloo.
     """
 
     limit: float = 30.0
     grace: float = 10.0
-    late: float = 10.0
     backend: str | None = None
 
 
@@ -41,8 +36,7 @@ class Finding:
 
     Attributes:
         stage: The name of the stage that found it.
-        severity: 1, a warning: a run works, but slowly or with a doubt; 2: broken; 0, a
-            note on what could not be judged.
+        severity: 1, a warning: a run works, but with a doubt; 2: broken.
         ranks: The ranks that are named, in order; empty if none can be.
         text: The sentence.
     """
@@ -60,22 +54,16 @@ class StageSite:
     Attributes:
         rank: The rank.
         members: The ranks that take part, in order; a group's ranks are positions here.
-        hosts: The name of each member's host.
         device: The device of this rank.
         settings: The settings.
         note: Called with what comes next, so that a rank that hangs says in what.
-        session: A name that no other examination has.
-        network: Returns the network that NCCL says it uses, or "".
     """
 
     rank: int
     members: Sequence[int]
-    hosts: Mapping[int, str]
     device: torch.device
     settings: ExaminationSettings
     note: Callable[[str], None]
-    session: str
-    network: Callable[[], str] = str
 
     @property
     def position(self) -> int:
@@ -83,7 +71,12 @@ class StageSite:
         return list(self.members).index(self.rank)
 
 
-Judge = Callable[[Mapping[int, Any], ExaminationSettings], list[Finding]]
+Hosts = Mapping[int, str]  # the name of each rank's host
+
+
+def nothing_to_judge(data: Mapping[int, Any], hosts: Hosts) -> list[Finding]:
+    """The judgement of a stage that finds only who does not come out of it."""
+    return []
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,7 @@ class Stage:
 
     name: str
     run: Callable[[StageSite], Any]
-    judge: Judge
+    judge: Callable[[Mapping[int, Any], Hosts], list[Finding]] = nothing_to_judge
     needs_group: bool = True
 
 
@@ -109,13 +102,12 @@ class StageOutcome:
 
     Attributes:
         state: "done"; "error", it raised; "hung", it did not end within the limit;
-            "stopped", the same, by a signal; "died"; or "silent", no answer came.
+            "died"; or "silent", no answer came.
         number: The number of notes that it had made.
         doing: The last of them.
-        detail: The error, the signal or the exit status.
+        detail: The error or the exit status.
         data: The data, if it is done.
         seconds: The time that it took.
-        stack: Where it was when it was given up, innermost call first, or "".
     """
 
     state: str
@@ -124,7 +116,6 @@ class StageOutcome:
     detail: str = ""
     data: Any = None
     seconds: float = 0.0
-    stack: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +124,7 @@ class StageResult:
 
     Attributes:
         name: Its name.
-        state: "fine", "warning", "broken", "not all judged" or "left out".
+        state: "fine", "warning", "broken" or "left out".
         seconds: The time that it took.
         ranks: The number of ranks that took part.
     """
@@ -144,12 +135,7 @@ class StageResult:
     ranks: int = 0
 
 
-def hosts_of(data: Mapping[int, Any]) -> dict[int, str]:
-    """The hosts of ranks, by what each of them has said."""
-    return {rank: each.host for rank, each in data.items()}
-
-
-def named(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
+def named(ranks: Sequence[int], hosts: Hosts) -> str:
     """Names ranks with their hosts: "rank 3 (node1)"; of many the first eight."""
     shown = (f"{r} ({hosts[r]})" if r in hosts else str(r) for r in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {some(shown, 8)}"

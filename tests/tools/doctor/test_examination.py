@@ -10,13 +10,9 @@ import torch
 import torch.distributed as dist
 from examinations import begin, examine, frozen, killed, planted, replaced
 
-from overflow_fast.tools.doctor import checks
-from overflow_fast.tools.doctor.checks import (
-    AGREEMENT,
-    ARITHMETIC,
-    BARRIER,
-    COLLECTIVES,
-)
+from overflow_fast.tools.doctor import arithmetic
+from overflow_fast.tools.doctor.arithmetic import ARITHMETIC
+from overflow_fast.tools.doctor.collectives import BARRIER, COLLECTIVES
 from overflow_fast.tools.doctor.diagnosis import Diagnosis
 from overflow_fast.tools.doctor.examination import STAGES
 from overflow_fast.tools.doctor.roll_call import ROLL_CALL
@@ -31,13 +27,7 @@ def findings(results, stage=None):
     """What the leading rank tells, which is what all ranks have found."""
     (told,) = [diagnosis for diagnosis, leads in results.values() if leads]
     assert {d.status for d, _ in results.values()} == {told.status}
-    # How far the time goes depends on the machine.
-    judged = [each for each in told.findings if not each.text.startswith("Messages of")]
-    return [each for each in judged if stage in (None, each.stage)]
-
-
-def of_kind(stage):
-    return next(each for each in STAGES if each.name == stage.name)
+    return [each for each in told.findings if stage in (None, each.stage)]
 
 
 # The faults, as they stand in the processes of their ranks.
@@ -72,19 +62,19 @@ def wrong_receipt(run, site):
 
 
 def flipped_bit(run, site):
-    digest = checks.digest_of
+    digest = arithmetic.digest_of
 
     def flipped(tensor):
         other = tensor.clone()
         other.view(torch.uint8).flatten()[-1] ^= 1
         return digest(other)
 
-    with replaced(checks, "digest_of", flipped):
+    with replaced(arithmetic, "digest_of", flipped):
         return run(site)
 
 
 def wrong_product(run, site):
-    with replaced(checks, "is_exact", lambda dtype, device: False):
+    with replaced(arithmetic, "is_exact", lambda dtype, device: False):
         return run(site)
 
 
@@ -96,14 +86,6 @@ def frozen_parent(run, site):
     return found
 
 
-def late_arrival(rank, store):
-    """Comes when the others have been there for a while."""
-    if rank == 2:
-        for other in (0, 1, 3):
-            store.wait([f"test/here/{other}"])
-        multiprocessing.Event().wait(0.3)
-
-
 def test_soft_faults_are_named_and_the_rest_goes_on(as_kept):
     collectives = planted(COLLECTIVES, 2, wrong_contribution)
     stages = (
@@ -111,23 +93,20 @@ def test_soft_faults_are_named_and_the_rest_goes_on(as_kept):
         BARRIER,
         planted(collectives, 1, wrong_receipt),
         planted(ARITHMETIC, 3, flipped_bit),
-        AGREEMENT,
     )
-    results = examine(4, stages, before=late_arrival, late=0.25)
+    results = examine(4, stages)
     assert sorted(results) == [0, 1, 2, 3]
-    version, *late = findings(results, "roll call")
+    (version,) = findings(results, "roll call")
     assert version.ranks == (1,) and version.severity == 2
     as_kept(version.text)
-    assert (2,) in [each.ranks for each in late]
-    assert all(each.severity == 1 and "after half of" in each.text for each in late)
-    contributed, received = findings(results, "collectives")
+    received, contributed = findings(results, "collectives")
     assert received.ranks == (1,)
     as_kept(received.text)
     assert contributed.ranks == (2,)
     as_kept(contributed.text)
     (bits,) = findings(results, "arithmetic")
     assert bits.ranks == (3,) and "other bits" in bits.text
-    assert findings(results, "agreement") == findings(results, "barrier") == []
+    assert findings(results, "barrier") == []
 
 
 # Ranks that are gone: who waits for them does so together with the others who wait.
@@ -138,7 +117,7 @@ def without_some():
     """Examinations that wait for ranks, begun at once; what each has found."""
     freezing = ROLL_CALL, planted(BARRIER, 1, frozen), ARITHMETIC
     going = ROLL_CALL, planted(ARITHMETIC, 1, frozen_parent)
-    dying = ROLL_CALL, BARRIER, planted(COLLECTIVES, 2, killed), AGREEMENT
+    dying = ROLL_CALL, planted(BARRIER, 2, killed), COLLECTIVES
     begun = {
         "frozen": begin(2, freezing, limit=4.0),
         "no answer": begin(2, going, limit=4.0, grace=0.5),
@@ -157,17 +136,16 @@ def test_a_killed_rank_is_named_and_the_others_go_on(without_some, as_kept):
     diagnosis: Diagnosis = results[0][0]
     assert [(s.state, s.ranks) for s in diagnosis.stages] == [
         ("fine", 4),
-        ("fine", 4),
         ("broken", 4),
         ("fine", 3),
     ]
     assert [d.status for d, _ in results.values()] == [2, 2, 2, 2]
 
 
-def test_a_frozen_rank_is_named(without_some, as_kept):
+def test_a_frozen_rank_is_named(without_some):
     found = findings(without_some["frozen"], "barrier")
     assert [each.ranks for each in found] == [(1,)]
-    as_kept(found[0].text)
+    assert "did not come out of the making of the process group" in found[0].text
 
 
 def test_a_rank_that_gives_no_answer_is_named(without_some):
