@@ -1,4 +1,4 @@
-"""Who computes wrongly: products that are known, results twice, bits of other ranks."""
+"""Finds who computes wrongly: known products, results twice, bits of other ranks."""
 
 from __future__ import annotations
 
