@@ -238,9 +238,10 @@ def shadow(
     Raises:
         ValueError: If the model is wrapped, sharded, quantized or not initialized.
     """
-    from .live import LocalShadow, batch_for, compare_models, float32_copy
+    from ..precision.again import LocalErrors
+    from .live import batch_for, compare_models, float32_copy
 
     check_module(model)
     copied = float32_copy(model)
     pair = (model, copied), (batch, batch_for(copied, model, batch))
-    return compare_models(*pair, loss, backward, {}, LocalShadow(model))
+    return compare_models(*pair, loss, backward, {}, LocalErrors(model))

@@ -6,7 +6,6 @@ states; the two are compared as two recordings are.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import math
@@ -16,19 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.modules import Handles, named_modules, step_of
+from ...base.modules import step_of
 from ...base.tensors import devices_of, model_loss_in
 from ...base.text import dtype_name
-from ...base.tree import CALL_DEPTH, NotRebuilt, mapped
+from ...base.tree import CALL_DEPTH, mapped
 from ...detector.observers import without_observers
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.snapshot import Snapshot
 from ...explainer.wider import FLOATS
 from ...guard.undo.random import RandomStates
 from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
-from ...torch_internals.running import graph_task_id
+from ..precision.again import LocalErrors
 from ..precision.copies import check_model, to_float32
-from ..precision.layers import LayerCall, floats_in
 from .compare_runs import StepComparison
 from .comparison import Comparison
 from .first_difference import RootDifference
@@ -37,7 +35,6 @@ from .judged_rows import INTRODUCED, TensorDifference
 from .matching import mapped_name
 from .recording import StepRecorder, in_memory
 from .recordings import RankStep, RecordedTensor
-from .summary import measured
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 _NO_SHADOW = (
@@ -52,7 +49,7 @@ def compare_models(
     loss: Loss | None,
     backward: bool,
     names: Mapping[str, str],
-    local: LocalShadow | None = None,
+    local: LocalErrors | None = None,
 ) -> Comparison:
     """Compares two models; see `overflow_fast.compare_live`.
 
@@ -205,9 +202,6 @@ def _name(model: nn.Module) -> str:
     return f"{type(model).__name__}{kind}"
 
 
-# Each layer computed again in float32, from the inputs that it had.
-
-
 def float32_copy(model: nn.Module) -> nn.Module:
     """A copy of a model with half-precision weights and buffers in float32.
 
@@ -221,66 +215,3 @@ def float32_copy(model: nn.Module) -> nn.Module:
             tensor.data = to_float32(tensor.data)
             tensor.grad = None
     return made
-
-
-class LocalShadow:
-    """Hooks that measure the error that each leaf makes of its own.
-
-    Args:
-        model: The model.
-
-    Attributes:
-        errors: The relative L2 difference to float32, by module name and call.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {
-            module: name
-            for name, module in named_modules(model)
-            if not any(True for _ in module.children())
-        }
-        self._devices = devices_of([model])
-        self._running: dict[nn.Module, tuple[LayerCall, RandomStates]] = {}
-        self._calls = collections.Counter[str]()
-        self._handles = Handles()
-        self.errors: dict[tuple[str, int], float] = {}
-
-    def __enter__(self) -> LocalShadow:
-        for module in self._names:
-            self._handles += [
-                module.register_forward_pre_hook(self._begin, with_kwargs=True),
-                module.register_forward_hook(self._end, prepend=True),
-            ]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._handles.remove_all()
-
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if graph_task_id() < 0:
-            with contextlib.suppress(NotRebuilt):  # else it is not computed again
-                call = LayerCall(module, args, kwargs)
-                self._running[module] = call, RandomStates(self._devices)
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if graph_task_id() >= 0 or module not in self._running:
-            return
-        call, states = self._running.pop(module)
-        name = self._names[module]
-        number = self._calls[name]
-        self._calls[name] += 1
-        if states.drawn():
-            return  # what it draws is not drawn again
-        try:
-            found = call.computed(to_float32, to_float32)
-        except Exception:
-            return  # not all code runs in float32
-        finally:
-            states.restore()
-        errors = [
-            measured(mine, its).relative
-            for mine, its in zip(floats_in(output), found, strict=False)
-            if mine.shape == its.shape and mine.dtype != its.dtype
-        ]
-        if errors:
-            self.errors[name, number] = max(errors)

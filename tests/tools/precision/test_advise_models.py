@@ -51,9 +51,8 @@ def test_healthy_models_may_run_in_all(make):
     advice = advise_precision(model, [batch, batch])
     assert advice.float32 == [] and advice.code == ""
     assert all(check.passed and check.runs == 1 for check in advice.checks)
-    products = [row for row in advice.rows if row.is_product]
-    assert len(advice.float8) == len(products) >= 9
-    assert all(0.3 < ratio < 3 for row in products for ratio in row.ratios.values())
+    ratios = [ratio for row in advice.rows for ratio in row.ratios.values()]
+    assert len(ratios) >= 18 and all(ratio < 3 for ratio in ratios)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert len(str(advice).splitlines()) <= 24
 
