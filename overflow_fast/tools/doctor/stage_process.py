@@ -96,12 +96,12 @@ def serve(
     """Runs the stages that come by a pipe, within the process, until it is closed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    device = device_of_rank()
     pipe.send("ready")
     try:
         while True:
             run, needs_group, members = pipe.recv()
             try:
+                device = device_of_rank()
                 if device.type == "cuda":
                     torch.cuda.set_device(device)
                 site = StageSite(

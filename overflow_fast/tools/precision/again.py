@@ -55,7 +55,7 @@ class LayerCall:
         """
         cast = functools.partial(to_dtype, dtype=dtype)
         args, kwargs = _mapped(self.given, cast)
-        with on_copies(self.module, cast), torch.no_grad():
+        with on_copies(self.module, dtype), torch.no_grad():
             return floats_in(self.module.forward(*args, **kwargs))
 
 

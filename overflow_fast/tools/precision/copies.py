@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,24 +21,17 @@ _OWN = set(vars(nn.Module()))
 _PARALLEL = {"DistributedDataParallel", "DataParallel"}
 
 
-Convert = Callable[[torch.Tensor], torch.Tensor]
-
-
 class Copies:
-    """Copies of tensors, one for each, so that what is shared stays shared.
+    """Copies of tensors in a dtype, one for each: what is shared stays shared."""
 
-    Args:
-        convert: Makes a new tensor of one without a graph.
-    """
-
-    def __init__(self, convert: Convert) -> None:
-        self._convert = convert
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy of a tensor; a parameter's is a parameter."""
         if id(tensor) not in self._known:
-            made = self._convert(tensor.detach())
+            made = to_dtype(tensor.detach(), self._dtype)
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, tensor.requires_grad)
             self._known[id(tensor)] = tensor, made
@@ -60,19 +53,15 @@ def to_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def on_copies(model: nn.Module, convert: Convert = to_float32) -> Iterator[None]:
-    """Lets a model compute with copies of its parameters and buffers.
+def on_copies(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Lets a model compute with copies of its parameters and buffers, in a dtype.
 
     On exit the model has its own tensors again, and its attributes and the random
     states are what they were, bit for bit. The own ones are never written to, get no
     gradient and call no hook.
-
-    Args:
-        model: The model.
-        convert: See `Copies`.
     """
     with Snapshot({"": model}, on_copies=True):
-        copies = Copies(convert)
+        copies = Copies(dtype)
         for module in model.modules():
             for table in (own_parameters(module), own_buffers(module)):
                 for key, tensor in list(table.items()):

@@ -13,6 +13,7 @@ from overflow_fast.tools.doctor.collectives import (
 )
 from overflow_fast.tools.doctor.diagnosis import Diagnosis
 from overflow_fast.tools.doctor.lost_ranks import lost_ranks
+from overflow_fast.tools.doctor.rendezvous import Address
 from overflow_fast.tools.doctor.roll_call import ROLL_CALL, RankFacts
 from overflow_fast.tools.doctor.stage import (
     BROKEN,
@@ -92,6 +93,47 @@ def test_variables_that_differ_are_named_and_one_rank_is_one_rank(as_kept):
     (found,) = ROLL_CALL.judge(data, HOSTS)
     as_kept(found.text)
     assert found.severity == WARNING and found.ranks == (1,)
+
+
+# Where the ranks meet.
+
+STORE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "7"}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Sets what a launcher sets, and nothing else; reads the address."""
+
+    def read(environment):
+        names = *STORE, *AGENT, "RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return Address.from_environment()
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("launcher", "is_host"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "4", **AGENT}, False),  # torchrun holds the store
+        ({"RANK": "0", "WORLD_SIZE": "4"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, True),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, False),
+    ],
+)
+def test_ranks_meet_where_the_launcher_says(launcher, is_host, launched):
+    address = launched({**STORE, **launcher})
+    assert (address.world, address.host, address.port) == (4, "node1", 29500)
+    assert address.is_host == is_host
+
+
+def test_one_rank_needs_no_launcher_and_several_need_a_store(launched, as_kept):
+    assert (launched({}).world, launched({}).is_host) == (1, True)
+    as_kept.error(ValueError, launched, {"RANK": "1", "WORLD_SIZE": "2"})
 
 
 # Ranks that do not come out.

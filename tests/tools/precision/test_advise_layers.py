@@ -1,12 +1,18 @@
 """What is measured of one layer: magnitudes and rounding errors."""
 
+import datetime
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from overflow_fast.tools.precision.again import LayerCall, RelativeDifference
+from overflow_fast.tools.precision.again import (
+    LayerCall,
+    LayerCalls,
+    LocalErrors,
+    RelativeDifference,
+)
 from overflow_fast.tools.precision.copies import on_copies
 from overflow_fast.tools.precision.layers import DTYPES, expected_error
 from overflow_fast.tools.precision.magnitudes import Magnitudes
@@ -122,3 +128,80 @@ def test_copies_of_shared_tensors_are_shared():
         assert isinstance(model[0].weight, nn.Parameter)
         assert model[0].weight.dtype == torch.float32
     assert own is model[0].weight is model[1].weight is model[0].alias[0]
+
+
+def calls_of(model, *names):
+    """The calls of modules, by name, in a run of the model."""
+    found = []
+    named = {model.get_submodule(name): name for name in names}
+    return LayerCalls(named, found.append), found
+
+
+def test_a_call_is_handed_over_with_what_it_was_given():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Dropout(0.5))
+    x = torch.randn(3, 2)
+    hooks, found = calls_of(model, "0", "1", "2", "")
+    with hooks:
+        model(x)
+    model(x)
+    assert [call.name for call in found] == ["0", "1", "2", ""]
+    assert [call.has_inner for call in found] == [False, False, False, True]
+    assert [call.is_random for call in found] == [False, False, True, True]
+    (given,), _ = found[1].given  # before it was overwritten
+    assert torch.equal(given, model[0](x).detach())
+    (made,) = found[0].computed(torch.bfloat16)
+    assert made.dtype == torch.bfloat16 and len(found) == 4
+
+
+def test_a_call_that_raised_leaves_the_others_as_they_are():
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            try:
+                return self.inner(x[:, :1])
+            except RuntimeError:
+                return x + 1
+
+    model = nn.Sequential(Tries(), nn.ReLU())
+    hooks, found = calls_of(model, "0", "0.inner", "1")
+    with hooks:
+        model(torch.ones(1, 2))
+    assert [(call.name, call.has_inner) for call in found] == [
+        ("0", True),
+        ("1", False),
+    ]
+
+
+def test_a_call_whose_arguments_cannot_be_copied_is_handed_over_without_them():
+    class Day(datetime.date):
+        """Cannot be made without arguments."""
+
+    class Read(nn.Module):
+        def forward(self, day):
+            return day.x * 2
+
+    day = Day(2024, 1, 1)
+    day.x = torch.ones(1, 2)
+    model = nn.Sequential(Read())
+    hooks, found = calls_of(model, "0")
+    with hooks, LocalErrors(model) as local:
+        model(day)
+    assert found[0].given is None and local.errors == {}
+
+
+def test_local_errors_are_those_of_each_call_of_a_leaf():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half(), torch.randn(3, 4)
+    with LocalErrors(model) as local:
+        outputs = [model[0](x.half()), model[0](x.half() * 3), model[1](x.half())]
+    assert list(local.errors) == [("0", 0), ("0", 1), ("1", 0)]
+    weight, bias = model[0].weight.float(), model[0].bias.float()
+    exact = nn.functional.linear(x.half().float(), weight, bias).double()
+    error = float((outputs[0].double() - exact).norm() / exact.norm())
+    assert local.errors["0", 0] == pytest.approx(error, rel=1e-6) and error > 0
+    with LocalErrors(model.float()) as local:
+        model(x)
+    assert local.errors == {}  # in float32 it has none
