@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ...base.majority import odd_ones
 from ...base.modules import is_ddp, named_modules, tensor_name
 from ...base.tensors import digest_of
 from ...base.tree import plain_key, tensors
@@ -116,14 +116,11 @@ def _compare(
     ranks = dist.get_process_group_ranks(group)
     found = []
     for (name, _), column in zip(named, table.T.tolist(), strict=True):
-        counts = collections.Counter(column)
-        if len(counts) > 1:
-            most, number = counts.most_common(1)[0]
-            is_majority = 2 * number > len(column)
-            odd = [r for r, each in zip(ranks, column, strict=True) if each != most]
-            found.append(
-                ReplicaDifference(name, odd if is_majority else [], list(ranks))
-            )
+        odd = odd_ones(dict(zip(ranks, column, strict=True)))
+        if odd is not None:
+            most, differing = odd
+            blamed = [] if most is None else differing
+            found.append(ReplicaDifference(name, blamed, list(ranks)))
     return found
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ...base.majority import odd_ones
 from ...base.tensors import digest_of
 from ...base.text import capitalized, dtype_name
 from .roll_call import kind_of
-from .stage import BROKEN, Finding, Hosts, Stage, StageSite, named, odd_ones
+from .stage import BROKEN, Finding, Hosts, Stage, StageSite, named
 
 NAME = "arithmetic"
 _SEED = 20  # any: all devices draw the same

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from ...base.majority import odd_ones
 from ...base.text import capitalized, counted, numbered, some
 from ..torch_settings import settings_of_torch
-from .stage import BROKEN, WARNING, Finding, Hosts, Stage, StageSite, named, odd_ones
+from .stage import BROKEN, WARNING, Finding, Hosts, Stage, StageSite, named
 
 NAME = "roll call"
 

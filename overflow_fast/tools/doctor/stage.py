@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,19 +138,3 @@ def named(ranks: Sequence[int], hosts: Hosts) -> str:
     """Names ranks with their hosts: "rank 3 (node1)"; of many the first eight."""
     shown = (f"{r} ({hosts[r]})" if r in hosts else str(r) for r in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {some(shown, 8)}"
-
-
-def odd_ones(values: Mapping[int, Hashable]) -> tuple[Hashable, list[int]] | None:
-    """Finds the ranks whose value differs from that of most.
-
-    Returns:
-        The value of most and the odd ranks, in order; all ranks if there is no
-        majority. None if all are the same.
-    """
-    counts = collections.Counter(values.values())
-    if len(counts) < 2:
-        return None
-    most, count = counts.most_common(1)[0]
-    if 2 * count <= len(values):
-        return None, sorted(values)
-    return most, sorted(rank for rank, value in values.items() if value != most)

@@ -21,7 +21,6 @@ from overflow_fast.tools.doctor.stage import (
     Finding,
     StageOutcome,
     StageResult,
-    odd_ones,
 )
 
 WORLD, PER_HOST = 16, 8
@@ -255,12 +254,6 @@ def test_a_rank_that_computes_wrongly_is_not_named_twice():
     )
     found = ARITHMETIC.judge({0: good, 1: unsteady, 2: wrong, 3: good}, HOSTS)
     assert [each.ranks for each in found] == [(1,), (2,)]
-
-
-def test_odd_ones():
-    assert odd_ones({0: "a", 1: "a"}) is None
-    assert odd_ones({0: "a", 1: "a", 2: "b"}) == ("a", [2])
-    assert odd_ones({0: "a", 1: "b"}) == (None, [0, 1])
 
 
 # The diagnosis.
