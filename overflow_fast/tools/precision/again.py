@@ -29,7 +29,7 @@ from .copies import on_copies, to_dtype
 
 @dataclass
 class LayerCall:
-    """One call of a module.
+    """One call of a module. One that has called others is not computed again.
 
     Attributes:
         name: The module's name.
@@ -62,8 +62,7 @@ class LayerCall:
 class LayerCalls:
     """Hooks that hand over each call of some modules when it has ended.
 
-    Not those of a backward, where a checkpoint computes forwards again, nor those that
-    `on_call` makes itself.
+    Not those of a backward, where a checkpoint computes forwards again.
 
     Args:
         names: The modules, with their names.
@@ -77,7 +76,6 @@ class LayerCalls:
         self._on_call = on_call
         self._devices = devices_of(names)
         self._running: list[tuple[LayerCall, RandomStates]] = []
-        self._is_handing_over = False
         self._handles = Handles()
 
     def __enter__(self) -> LayerCalls:
@@ -94,7 +92,7 @@ class LayerCalls:
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._is_handing_over or graph_task_id() >= 0:
+        if graph_task_id() >= 0:
             return
         if self._running:
             self._running[-1][0].has_inner = True
@@ -106,17 +104,13 @@ class LayerCalls:
         self._running.append((call, RandomStates(self._devices)))
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._is_handing_over or graph_task_id() >= 0:
+        if graph_task_id() >= 0:
             return
         call, states = self._running.pop()
         while call.module is not module:  # one within it has raised
             call, states = self._running.pop()
         call.output, call.is_random = output, bool(states.drawn())
-        self._is_handing_over = True
-        try:
-            self._on_call(call)
-        finally:
-            self._is_handing_over = False
+        self._on_call(call)
 
 
 class LocalErrors:
@@ -146,7 +140,7 @@ class LocalErrors:
     def _measure(self, call: LayerCall) -> None:
         number = self._counts[call.name]
         self._counts[call.name] += 1
-        if call.is_random or call.given is None:
+        if call.is_random or call.has_inner or call.given is None:
             return
         try:
             found = call.computed(torch.float32)

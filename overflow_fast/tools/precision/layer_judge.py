@@ -44,11 +44,12 @@ def judge_layers(layers: Sequence[Layer], limits: Thresholds) -> float | None:
     scale = 2.0 ** min(math.floor(room), _MOST_BITS)
     for layer in layers:
         layer.gradient_lost = max(each.lost(scale) for each in layer.gradients)
-        if layer in fit and layer.gradient_lost > limits.max_underflow:
-            layer.reasons["float16"] = (
+        if layer.gradient_lost > limits.max_underflow:
+            why = (
                 f"{layer.gradient_lost:.0%} of its gradients become 0, even with a "
                 f"loss scale of {power_text(scale)}"
             )
+            layer.reasons.setdefault("float16", why)
     return scale
 
 

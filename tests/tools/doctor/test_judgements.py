@@ -67,7 +67,7 @@ def test_healthy_ranks_raise_nothing():
         ({"backend": "gloo"}, BROKEN, "backend is gloo on rank 5 (Node-0), and nccl"),
         ({"gpu": "GPU-4"}, BROKEN, "Ranks 4 and 5 have the same GPU GPU-4 on Node-0"),
         ({"gpu": "", "local_rank": 0}, 0, ""),
-        ({"local_rank": 9}, BROKEN, "LOCAL_RANK is 9, and it sees 8 GPUs"),
+        ({"local_rank": 8}, BROKEN, "LOCAL_RANK is 8, and it sees 8 GPUs"),
     ],
 )
 def test_the_roll_call_names_a_rank_that_does_not_fit(change, severity, text):

@@ -158,6 +158,19 @@ def test_the_loss_scale_is_the_largest_that_is_safe(factor):
     assert check_of(advice, "float16").passed
 
 
+def test_what_stays_in_float32_does_not_lower_the_loss_scale():
+    class Two(Assembled):
+        def forward(self, x):
+            return self.a(x).float().sum() + 1e3 * self.b(x).float().sum()
+
+    model = Two(a=nn.Linear(8, 1), b=nn.Linear(8, 1))
+    with torch.no_grad():
+        model.b.weight *= 1e6
+    advice = advise(model, loss=lambda m, x: m(x))
+    assert advice.float16 == ["a"] and check_of(advice, "float16").passed
+    assert row_of(advice, "b").output_gradients.abs_max * advice.loss_scale > 65504
+
+
 def test_code_between_modules_is_found_by_the_run(as_kept):
     torch.manual_seed(0)
     model = nn.Sequential(Between(), nn.Linear(8, 1))
@@ -197,6 +210,9 @@ def test_the_producer_of_a_kept_modules_input_that_overflows_is_kept():
     assert check.passed and check.widened == ["a"] and check.runs == 2
     check = check_of(advise(model, x, max_rounds=0), "float16")
     assert not check.passed and check.widened == []
+    model.a = nn.Sequential(nn.Linear(8, 8), model.a)
+    check = check_of(advise(model, x), "float16")
+    assert check.passed and check.widened == ["a.1"]  # the one that returned last
 
 
 @pytest.mark.parametrize("depth", [0, 3])

@@ -202,6 +202,10 @@ def test_local_errors_are_those_of_each_call_of_a_leaf():
     exact = nn.functional.linear(x.half().float(), weight, bias).double()
     error = float((outputs[0].double() - exact).norm() / exact.norm())
     assert local.errors["0", 0] == pytest.approx(error, rel=1e-6) and error > 0
+    model.append(nn.Dropout(0.5))  # draws, so another run has another mask
+    with LocalErrors(model) as local:
+        model(x.half())
+    assert list(local.errors) == [("0", 0), ("1", 0)]
     with LocalErrors(model.float()) as local:
         model(x)
     assert local.errors == {}  # in float32 it has none
