@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ...base.modules import module_of_parameter, named_modules, parameters_of
+from ...base.modules import module_of_parameter
 from ...base.torch_ops import has
 from ...base.tree import tensors
 from ...guard.report.causes import (
-    BAD_DATA,
-    BAD_WEIGHTS,
     EMPTY_REDUCTION,
     ROUNDING,
     SINGULAR_GRADIENT,
@@ -24,40 +23,33 @@ from ...guard.report.causes import (
 )
 from ...guard.report.remedy import SAME, Remedy
 from ..calls import Call, ModelCall, batch_size, with_stand_in
-from ..explain_origin import CARRIED, explain_root_op
+from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart
 from ..rounding import NO_HELP
-from ..sentinel import Sentinel, outlier_in
+from ..sentinel import outlier_in
 from ..trace_back import RootOp
-from .keep_in_fp32 import has_forward
+from .checkpoints import checkpoint_trials
+from .half_dtypes import half_trials
 from .patches import (
     ClampedBatch,
-    Float32Modules,
-    InDtype,
     OtherCall,
     OtherWeights,
-    ScaledGradients,
     ScaledWeights,
     SomeSamples,
-    WithoutBad,
     WithoutNumber,
-    kept_at,
 )
 from .rule_attempts import (
     cancelled_trials,
-    divisor_trials,
-    empty_row_trials,
     exact_trials,
     float32_trials,
-    float64_trials,
     guard_trials,
     link_trials,
     lost_trials,
     mask_trials,
     rounded_trials,
     select_trials,
-    value_trials,
+    wider_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
 from .trials import (
@@ -66,89 +58,10 @@ from .trials import (
     Failure,
     Trial,
     Trials,
-    least_that_helps,
     loss_of,
 )
 from .true_step import distance
 from .written import short_text
-
-# Tries wider dtypes where float16 has overflowed.
-
-
-def try_wider_dtypes(failure: Failure, trials: Trials) -> Attempts:
-    """Wider dtypes where float16 has overflowed."""
-    models = trials.replayer.models
-    if not failure.is_half:
-        return
-    from .spans import try_spans  # no float32 needs it
-
-    owners = [p for p in models if failure.found.module.startswith(p)]
-    if len(models) == 1 or owners:
-        prefix = max(owners or models, key=len)
-        model, name = models[prefix], code_name(prefix)
-        names = _around(model, failure.found.module.removeprefix(prefix))
-        yield from _try_modules(prefix, name, names[:1], trials)
-        yield from try_spans(failure, trials, prefix, name)
-        yield from _try_modules(prefix, name, names[1:], trials)
-    text, code = _bfloat16_text(failure, trials)
-    if text:
-        yield Trial(Remedy(text, code), InDtype(torch.bfloat16))
-    elif not _is_cast(failure):  # which is none of autocast's
-        code = "torch.autocast(device_type, dtype=torch.bfloat16)"
-        remedy = Remedy("use bfloat16 for autocast", code)
-        yield Trial(remedy, InDtype(torch.bfloat16))
-
-
-def code_name(prefix: str) -> str:
-    """The name that code has for a model, by what its modules' names begin with."""
-    name = prefix.rstrip(".")
-    return name if name.isidentifier() else "model"
-
-
-def _is_cast(failure: Failure) -> bool:
-    """True if the program's own cast overflowed."""
-    return any(call.name == "to" for call in failure.failing_calls[:1])
-
-
-def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
-    """Describes bfloat16 for the weights and the batch; "" where they are not half."""
-    call, models = trials.calls[failure.place], trials.replayer.models
-    names = [n for n, tensor in call.leaves() if tensor.dtype == torch.float16]
-    parameters = [each for model in models.values() for each in parameters_of(model)]
-    is_half = any(each.dtype == torch.float16 for each in parameters)
-    is_autocast = any(is_on for _, is_on, _ in call.ambient.autocast)
-    if not is_half and (is_autocast or not names):
-        return "", ""
-    casts = [f"{name} = {name}.to(torch.bfloat16)" for name in names]
-    if not is_half:
-        return "use bfloat16 for the inputs", "\n".join(casts)
-    text = f"use bfloat16 for the model{' and its inputs' * bool(names)}"
-    code = list(map(code_name, models))
-    return text, "\n".join([*(f"{m}.to(torch.bfloat16)" for m in code), *casts])
-
-
-def _try_modules(prefix: str, model: str, names: list[str], trials: Trials) -> Attempts:
-    """The smallest module around the operation that helps in float32, by halving."""
-
-    def trial_of(num: int) -> Trial:
-        name = names[num - 1]
-        code = f'overflow_fast.keep_in_fp32({model}, ["{name}"])'
-        remedy = Remedy(f"run {name} in float32", code, modules=(name,))
-        return Trial(remedy, Float32Modules(prefix, (name,)))
-
-    yield from least_that_helps(len(names), trial_of, trials)
-
-
-def _around(model: torch.nn.Module, name: str) -> list[str]:
-    """A module's name and those of the modules around it that are called."""
-    names, modules = [], dict(named_modules(model))
-    while name:
-        module = modules.get(name)
-        if module is not None and has_forward(module):
-            names.append(name)
-        name = name.rpartition(".")[0]
-    return names
-
 
 # Finds the failure that is left once a remedy is in place.
 
@@ -388,7 +301,12 @@ def _key(remedy: Remedy) -> tuple[str, str, int]:
 
 
 def _try_all(failure: Failure, trials: Trials) -> None:
-    for attempts in _attempts(failure, trials):
+    if failure.is_meant:
+        return
+    for applies, makes in _ATTEMPTS:
+        if not applies(failure):
+            continue
+        attempts = makes(failure, trials)
         try:
             trial = next(attempts, None)
             while trial is not None and not trials.is_over:
@@ -446,84 +364,11 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
             _go_on(after, trials, most - 1)
 
 
-def _attempts(failure: Failure, trials: Trials) -> Iterator[Attempts]:
-    """The patches to try, those that change the least first."""
-    cause = Cause.of(failure.found.cause)
-    if failure.is_meant:
-        yield empty_row_trials(failure, trials)
-        return
-    if failure.op is None and trials.replayer.ranks.is_alone:
-        yield _zero_unwritten(failure, trials)
-    if "samples" in cause.remedies:
-        yield select_trials(failure, trials)
-        if not trials.found_remedy:
-            yield _drop_bad_samples(failure, trials)
-    if failure.sentinel is not None:
-        yield _replace_sentinel(failure.sentinel, failure, trials)
-    if "checkpoints" in cause.remedies and failure.checkpoints:
-        from .checkpoints import try_checkpoints  # the user gives some, seldom
-
-        yield try_checkpoints(failure.checkpoints, trials)
-    if "calls" in cause.remedies:
-        yield exact_trials(failure, trials, EXACT)
-        yield select_trials(failure, trials)
-    if cause.is_overflow:
-        yield float32_trials(failure, trials, in_words=False)
-        yield exact_trials(failure, trials, IN_LOGARITHMS)
-        yield float64_trials(failure, trials)
-        yield guard_trials(failure, trials)
-        yield divisor_trials(failure, trials)
-        yield try_wider_dtypes(failure, trials)
-        yield float32_trials(failure, trials, in_words=True)
-        yield _try_smaller_weights(failure, trials)
-    elif "calls" in cause.remedies:
-        yield cancelled_trials(failure, trials)
-        yield exact_trials(failure, trials, IN_LOGARITHMS)
-        yield float64_trials(failure, trials)
-        yield mask_trials(failure, trials)
-        yield rounded_trials(failure, trials)
-        yield value_trials(failure, trials)
-        yield link_trials(failure, trials)
-        yield guard_trials(failure, trials)
-        yield lost_trials(failure, trials)
-        yield float32_trials(failure, trials, in_words=False)
-    if "weights" in cause.remedies:
-        yield _repair_weights(failure, trials)
-    if cause.is_overflow and failure.found.phase == "backward":
-        yield _try_loss_scales(failure, trials)
-
-
-def _zero_unwritten(failure: Failure, trials: Trials) -> Attempts:
-    """The forward with 0 for what a cache holds where nobody has written to it.
-
-    Whether that was there before is not known of what the forward writes to; if it is
-    finite with zeros, it was.
-    """
-    found, call = failure.found, trials.calls[failure.place]
-    if call.has_backward:
-        return
-    name, cache = found.tensor, dict(call.leaves()).get(found.tensor)
-    code, models = f"{name}.zero_()", trials.replayer.models
-    if cache is None:
-        owner, _, key = name.rpartition(".")
-        is_one = len(models) == 1
-        code = f'model.get_submodule("{owner}").{key}.zero_()' if is_one else ""
-    elif not call.was_written(cache):
-        return
-    if cache is None and not kept_at(models, name)[0]:
-        return
-    remedy = Remedy(f"zero `{name}` when it is allocated", code)
-    if (yield Trial(remedy, WithoutBad(failure.place, name, cache is None))):
-        found.cause = BAD_WEIGHTS.name if cache is None else BAD_DATA.name
-        found.notes = [
-            each for each in found.notes if each != CARRIED.format(f"`{name}`")
-        ]
-        found.evidence.append("with 0 in the place of these values it is finite")
-
-
 def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
     """The step without the samples that are not finite."""
     found = failure.found
+    if trials.found_remedy:
+        return
     size, bad = batch_size(trials.calls[failure.place]), failure.bad
     if not trials.replayer.ranks.can_cut(failure.place):
         return
@@ -622,9 +467,12 @@ def _has_samples(each: Any) -> bool:
     return isinstance(each, torch.Tensor) and each.dim() > 0
 
 
-def _replace_sentinel(sentinel: Sentinel, failure: Failure, trials: Trials) -> Attempts:
+def _replace_sentinel(failure: Failure, trials: Trials) -> Attempts:
     """The step with 0 in place of a number that looks like a placeholder."""
-    if not sentinel.can_be_replaced or not trials.replayer.ranks.is_alone:
+    sentinel = failure.sentinel
+    if sentinel is None or not sentinel.can_be_replaced:
+        return
+    if not trials.replayer.ranks.is_alone:
         return
     name, number = sentinel.name, sentinel.number
     code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
@@ -711,20 +559,52 @@ def _scaling_code(names: list[str], factor: float, trials: Trials) -> str:
     return f"for name in {names}: model.get_parameter(name){scale}"
 
 
-def _try_loss_scales(failure: Failure, trials: Trials) -> Attempts:
-    """A smaller loss scale where gradients of a scaled loss overflow."""
-    scales = [
-        float(held.abs().max())
-        for call in trials.calls
-        for held in call.held.values()
-        if held.numel() == 1
-    ]
-    if not failure.is_half or not scales or max(scales) <= 1:
-        return
-    for factor in (2**4, 2**10):
-        scale = max(1.0, max(scales) / factor)
-        remedy = Remedy(
-            f"use a loss scale of {scale:g} instead of {max(scales):g}",
-            f"torch.amp.GradScaler(init_scale={scale:g})",
-        )
-        yield Trial(remedy, ScaledGradients(scale / max(scales)))
+# What is tried, in order.
+
+
+def _tries(kind: str) -> Callable[[Failure], bool]:
+    return lambda failure: kind in Cause.of(failure.found.cause).remedies
+
+
+def _overflows(failure: Failure) -> bool:
+    return failure.found.is_overflow
+
+
+def _is_lost(failure: Failure) -> bool:
+    """True if a call has no value, or was given a wrong one: no range helps it."""
+    return _has_calls(failure) and not failure.found.is_overflow
+
+
+def _is_full(failure: Failure) -> bool:
+    """True for calls whose next wider dtype is float64."""
+    return _has_calls(failure) and failure.half is None
+
+
+_has_calls = _tries("calls")
+_FLOAT32 = functools.partial(float32_trials, in_words=False)
+_FLOAT32_IN_WORDS = functools.partial(float32_trials, in_words=True)
+# Each with the failures that it is for, those first that change the least.
+_ATTEMPTS: tuple[
+    tuple[Callable[[Failure], bool], Callable[[Failure, Trials], Attempts]], ...
+] = (
+    (_tries("samples"), select_trials),
+    (_tries("samples"), _drop_bad_samples),
+    (_has_calls, _replace_sentinel),
+    (_tries("checkpoints"), checkpoint_trials),
+    (_has_calls, functools.partial(exact_trials, rules=EXACT)),
+    (_has_calls, select_trials),
+    (_overflows, _FLOAT32),
+    (_is_lost, cancelled_trials),
+    (_has_calls, functools.partial(exact_trials, rules=IN_LOGARITHMS)),
+    (_is_full, wider_trials),
+    (_is_lost, mask_trials),
+    (_is_lost, rounded_trials),
+    (_is_lost, link_trials),
+    (_has_calls, guard_trials),
+    (_is_lost, lost_trials),
+    (_is_lost, wider_trials),
+    (_has_calls, half_trials),
+    (_overflows, _FLOAT32_IN_WORDS),
+    (_overflows, _try_smaller_weights),
+    (_tries("weights"), _repair_weights),
+)

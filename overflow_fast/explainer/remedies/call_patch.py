@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from ...base.torch_ops import has
 from ...torch_internals.tensor_internals import pytree
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
-from ..users_lines import Site
 from ..wider import run_wider
 from .patterns import Found, computed, matched
 from .rules import RULES
@@ -61,58 +58,22 @@ class InWider:
         roots: The keys of the first calls.
         ends: The keys of the calls whose results are cast back.
         stops: Those of calls whose results were in that dtype as the program is.
-        wide: The dtype: float32 in place of float16, or float64 in place of float32.
+        narrow: The dtype that it stands for: of half precision float32 does, and of
+            float32 float64.
     """
 
     roots: frozenset[Key]
     ends: frozenset[Key] = frozenset()
     stops: frozenset[Key] = frozenset()
-    wide: torch.dtype = torch.float32
+    narrow: torch.dtype = torch.float16
 
     @property
-    def narrow(self) -> torch.dtype:
-        """The dtype that it stands for."""
-        return torch.float16 if self.wide is torch.float32 else torch.float32
+    def wide(self) -> torch.dtype:
+        """The wider dtype."""
+        return torch.float64 if self.narrow is torch.float32 else torch.float32
 
 
-@dataclass(frozen=True)
-class ClampedValue:
-    """The value whose log probability a line asks a distribution for, clamped.
-
-    Attributes:
-        site: The key of the line.
-        low: The least value.
-        high: The largest one; None for none.
-    """
-
-    site: tuple[str, str, int, int]
-    low: float
-    high: float | None
-
-    def of(self, call: TorchCall, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The arguments of a call; None for one that does not read the value."""
-        if not any(site.key == self.site for site in call.sites):
-            return None
-        value = _value_asked_for(self.site)
-        if not any(each is value for each in tensors_among((args, kwargs))):
-            return None
-        return pytree.tree_map(  # type: ignore[no-any-return]
-            lambda each: each.clamp(self.low, self.high) if each is value else each,
-            (args, kwargs),
-        )
-
-
-def _value_asked_for(site: tuple[str, str, int, int]) -> Any:
-    """The argument of the `log_prob` that a line runs, in this thread."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_back is not None:
-        if frame.f_code.co_name == "log_prob" and Site.of(frame.f_back).key == site:
-            return frame.f_locals.get("value")
-        frame = frame.f_back
-    return None
-
-
-Change = RuleChange | InWider | ClampedValue
+Change = RuleChange | InWider
 
 
 @dataclass(frozen=True)
@@ -161,7 +122,6 @@ class ChangedCalls(TorchCalls):
         self._patch = patch
         self._by_key: dict[Key, tuple[int, RuleChange]] = {}
         self._wider: list[tuple[int, InWider]] = []
-        self._clamped: list[tuple[int, ClampedValue]] = []
         self._reads: set[Key] = set()
         self._held: collections.deque[tuple[Value, int]] = collections.deque()
         self._num_bytes = 0
@@ -169,19 +129,12 @@ class ChangedCalls(TorchCalls):
         for place, change in enumerate(patch.changes):
             if isinstance(change, InWider):
                 self._wider.append((place, change))
-            elif isinstance(change, ClampedValue):
-                self._clamped.append((place, change))
             else:
                 self._by_key[change.key] = place, change
                 self._reads |= change.reads
 
     def run(self, call: TorchCall, args: Any, kwargs: Any) -> Any:
         """Runs a call, or what a change puts in its place."""
-        for place, clamped in self._clamped:
-            given = clamped.of(call, args, kwargs)
-            if given is not None:
-                self._patch.num_applied[place] += 1
-                args, kwargs = given
         if call.key in self._reads:
             self._hold(call.inputs)
         place, change = self._by_key.get(call.key, (0, None))
@@ -221,8 +174,7 @@ class ChangedCalls(TorchCalls):
         if call.is_in_place:
             return call.func(*args, **kwargs)
         self._patch.num_applied[place] += call.key in change.roots
-        named = {torch.float16: torch.Tensor.half, torch.float32: torch.Tensor.float}
-        is_cast = call.func is named[change.narrow]
+        is_cast = call.func is _CASTS[change.narrow]
         func = torch.Tensor.to if is_cast else call.func
         args = (*args, *[change.wide] * is_cast)
         result = run_wider(func, args, kwargs, {change.narrow: change.wide})
@@ -239,6 +191,13 @@ class ChangedCalls(TorchCalls):
             return each
         self._wide[each] = True
         return each
+
+
+_CASTS: Mapping[torch.dtype, Any] = {
+    torch.float16: torch.Tensor.half,
+    torch.bfloat16: torch.Tensor.bfloat16,
+    torch.float32: torch.Tensor.float,
+}
 
 
 def _plain(call: TorchCall, args: Any, kwargs: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,24 @@ from ...guard.report.remedy import Remedy
 from ..named_tensors import names_of
 from ..tensor_kinds import bad_names
 from .patches import OtherWeights
-from .trials import Attempts, Trial, Trials
+from .trials import Attempts, Failure, Trial, Trials
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 _MAX_TRIED = 3  # checkpoints; chosen, not measured
 
 
-def try_checkpoints(
-    paths: Sequence[str | os.PathLike[str]], trials: Trials
-) -> Attempts:
+def checkpoint_trials(failure: Failure, trials: Trials) -> Attempts:
     """Yields trials of checkpoints with weights that are all finite, the last first.
 
     Files are read and not written to; nothing in them is executed.
 
     Args:
-        paths: Files of `torch.save` or safetensors, the newest last.
+        failure: The failure, with files of `torch.save` or safetensors.
         trials: Runs the step with their weights.
     """
     named = {name: tensor for _, name, tensor in names_of(trials.replayer.models)}
     num_tried = 0
-    for path in reversed([Path(each) for each in paths]):
+    for path in reversed([Path(each) for each in failure.checkpoints]):
         try:
             weights, code = _weights_in(path, named)
         except Exception as error:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from ... import _C
-from ...base.modules import named_modules, own_tensors, tensors_of
-from ...detector.selection import full_name
+from ...base.modules import tensors_of
 from ...guard.process import has_process_group
-from ...torch_internals.module_internals import BUFFERS
-from ...torch_internals.replaying import (
-    uncompiled_calls,
-)
+from ...torch_internals.replaying import uncompiled_calls
 from ..calls import Call, part_of
 from ..named_tensors import state_by_name
 from ..replayer import Patch
@@ -237,78 +232,6 @@ class SomeSamples(ChangedCall):
 
 
 @dataclass(frozen=True)
-class WithoutBad(ChangedCall):
-    """A cache has 0 in place of what is not finite.
-
-    Attributes:
-        name: The tensor's place in the batch, or its name in a model.
-        is_kept: A module keeps it, and it is none of the batch.
-    """
-
-    name: str
-    is_kept: bool = False
-    _zeroed: list[tuple[torch.Tensor, torch.Tensor, int | None]] = field(
-        default_factory=list, compare=False
-    )
-
-    @property
-    def is_applied(self) -> bool:
-        """True if the run has written to it, and not to most of the bad values.
-
-        Else it is no cache, or the run may have made them.
-        """
-        return bool(self._zeroed) and all(
-            (zeroed.is_inference() or _C.version_of(zeroed) != version)
-            and 2 * int((zeroed[bad] == 0).sum()) >= int(bad.sum())
-            for zeroed, bad, version in self._zeroed
-        )
-
-    def changed(self, call: Call) -> Call:
-        """See `ChangedCall`."""
-        wanted = None if self.is_kept else dict(call.leaves()).get(self.name)
-        if wanted is None:
-            return call
-        return call.with_batch(
-            lambda each: self._without_bad(each) if each is wanted else each
-        )
-
-    @contextmanager
-    def applied(self, models: _Models) -> Iterator[None]:
-        """See `Patch`."""
-        self._zeroed.clear()
-        table, key = kept_at(models, self.name) if self.is_kept else ({}, "")
-        value = table.get(key)
-        try:
-            if value is not None:
-                table[key] = self._without_bad(value)
-            yield
-        finally:
-            if value is not None:
-                table[key] = value
-
-    def _without_bad(self, tensor: torch.Tensor) -> torch.Tensor:
-        zeroed = tensor.nan_to_num(0.0, 0.0, 0.0)
-        self._zeroed.append((zeroed, ~tensor.isfinite(), _C.version_of(zeroed)))
-        return zeroed
-
-
-def kept_at(models: _Models, name: str) -> tuple[dict[str, Any], str]:
-    """The table that has a module's buffer or plain tensor, and its key in there.
-
-    The table is empty where no module has one of that name.
-    """
-    owner, _, key = name.rpartition(".")
-    for prefix, model in models.items():
-        for each, module in named_modules(model):
-            if full_name(prefix, each) != owner:
-                continue
-            for table in (own_tensors(module, BUFFERS), vars(module)):
-                if isinstance(table.get(key), torch.Tensor):
-                    return table, key
-    return {}, ""
-
-
-@dataclass(frozen=True)
 class WithoutNumber(ChangedCall):
     """A call's batch has 0 in place of a number.
 
@@ -350,25 +273,6 @@ class ClampedBatch(ChangedCall):
         large = dict(call.leaves())[self.name]
         clamped = large.clamp(self.low, self.high)
         return call.with_batch(lambda each: clamped if each is large else each)
-
-
-@dataclass(frozen=True)
-class ScaledGradients(Patch):
-    """Backward begins with other gradients.
-
-    Attributes:
-        factor: By how much they are multiplied.
-    """
-
-    is_same_step = False
-    factor: float
-
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        return [
-            call.with_held({p: held * self.factor for p, held in call.held.items()})
-            for call in calls
-        ]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +19,12 @@ from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value
-from .call_patch import CallPatch, ClampedValue, InWider, RuleChange
+from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import inner_place, remedy_in_words, remedy_of, shown_at
 from .pairs import pair_of
 from .patterns import Found, Input, matched, parsed
 from .rules import (
     CANCELLED,
-    DIVISORS,
-    EMPTY_ROWS,
     GUARDS,
     IN_LOGARITHMS,
     LINKS,
@@ -37,11 +34,10 @@ from .rules import (
     RULES,
     SELECTS,
     Rule,
-    named_numbers,
     numbers_of,
     with_numbers,
 )
-from .source import NOT_WRITTEN, Edit, node_at, rebuilt, unparsed
+from .source import NOT_WRITTEN, rebuilt, unparsed
 from .trials import Attempts, Failure, Trial, Trials, in_wider, joined
 from .written import rule_edits, short_text
 
@@ -187,48 +183,6 @@ def _moved(trials: Trials) -> bool:
     return (trials.remedies[-1].moves_results or 0.0) > SAME
 
 
-# Files of torch's distributions whose values are within the unit interval, or above 0.
-_UNIT = {"beta", "kumaraswamy", "continuous_bernoulli", "relaxed_bernoulli"}
-_ABOVE = {"dirichlet", "gamma", "inverse_gamma", "exponential", "weibull", "pareto"}
-
-
-def value_trials(failure: Failure, trials: Trials) -> Attempts:
-    """The value that a distribution has no density for, kept off its edge."""
-    for failed in failure.failing_calls[:1]:
-        if len(failed.sites) < 2:
-            continue
-        asked, line = failed.sites[-2:]
-        if asked.code.co_name != "log_prob" or not shown_at(failed)[0]:
-            continue
-        node = node_at(line)
-        given = [*node.args, *(each.value for each in node.keywords)] if node else []
-        if len(given) != 1 or not isinstance(node, ast.Call):
-            continue
-        numbers = named_numbers(failed.dtype)
-        wide, least = numbers["WIDE"], numbers["LEAST"]
-        files = {Path(site.file).stem for site in failed.sites[:-1]}
-        if failed.name == "atanh":
-            low, high, code = wide - 1, 1 - wide, "WIDE - 1, 1 - WIDE"
-            words = "to a magnitude of 1 - WIDE"
-        elif files & _UNIT:
-            low, high, code = wide, 1 - wide, "WIDE, 1 - WIDE"
-            words = "between WIDE and 1 - WIDE"
-        elif files & _ABOVE or (failed.name == "log" and "transforms" in files):
-            low, high, code, words = least, None, "min=LEAST", "to at least LEAST"
-        else:  # it has no edge
-            continue
-        clamp = parsed(with_numbers(f"VALUE.clamp({code})", numbers))
-        edits = (Edit.of(line.file, given[0], _of_value(clamp, given[0])),)
-        text = with_numbers(f"clamp the value {words}", numbers)
-        patch = CallPatch((ClampedValue(line.key, low, high),))
-        yield Trial(remedy_of(text, edits), patch, edits)
-
-
-def _of_value(call: Any, value: ast.AST) -> Any:
-    """The call of a method of a name, of a value instead."""
-    return rebuilt(call, {call.func.value: value})
-
-
 def _largest_divisor(op: Op | None) -> float:
     """The largest divisor of a quotient by 0 that became inf, or 0.
 
@@ -327,17 +281,6 @@ def lost_trials(failure: Failure, trials: Trials) -> Attempts:
         yield from _on(LOST, [failure.lost.torch_call], failure, trials)
 
 
-def divisor_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A lower bound of a divisor before the call that overflowed."""
-    if not trials.found_remedy:
-        yield from _on(DIVISORS, _up_to(failure)[1:], failure, trials)
-
-
-def empty_row_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A sum of nothing but a mask's -inf, which then counts as 0."""
-    yield from _on(EMPTY_ROWS, failure.failing_calls[:1], failure, trials)
-
-
 def _on(
     rules: Sequence[Rule],
     calls: Sequence[TorchCall | None],
@@ -401,6 +344,8 @@ def _trial_of(
     reads = frozenset(call.key for call in (root, *found.calls))
     change = RuleChange(root.key, RULES.index(rule), root.dtype, number, dim, reads)
     text = with_numbers(found.text or _STAY, found.numbers)
+    if dim == ():
+        text = text.replace("the maximum", "the maximum of all")
     patch, place = CallPatch((change,)), inner_place(root)
     how = rule.is_exact, rule.stops_gradient(root), rule.settles
     try:
@@ -526,7 +471,9 @@ _MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
 _MOST_BACK = 4  # calls before the failing one whose result is the first in float64
 _DEPTHS = (0, 1, _MOST_BACK)  # of these, as each takes two replays
 # Of what fits a dtype, by its largest magnitude; of float32 squares do, too.
-_SIZES = {torch.float16: (1e-2, 6e4), torch.float32: (1e-15, 1e15)}
+_SIZES = {torch.float16: (1e-2, 6e4)} | dict.fromkeys(
+    (torch.bfloat16, torch.float32), (1e-15, 1e15)
+)
 
 
 def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts:
@@ -540,13 +487,13 @@ def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts
         in_words: Whether to try what can be told in words alone, or what can be
             written.
     """
-    if in_words and trials.found_right:
+    if failure.half is None or (in_words and trials.found_right):
         return
     keys = {call.key for call in failure.failing_calls}
     for each in trials.applied.trials:  # which this one stands for as well
         keys |= {key for change in in_wider(each.patch) for key in change.roots}
     for _ in range(_MOST_ROOTS):
-        trial = _wider_trial(keys, torch.float32, failure, trials, in_words)
+        trial = _wider_trial(keys, keys, torch.float16, failure, trials, in_words)
         if trial is None:
             return
         yield trial
@@ -556,23 +503,24 @@ def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts
         keys = keys | {call.key for call in hidden[0].failing_calls}
 
 
-def float64_trials(failure: Failure, trials: Trials) -> Attempts:
-    """The call that failed in float64, or what made its inputs, where that is right.
+def wider_trials(failure: Failure, trials: Trials) -> Attempts:
+    """The call that failed in a wider dtype, or what made its inputs, up to that call.
 
-    That is where the step in float64 is finite, and no exact form was found.
+    Where the step in float64 is finite, and no exact form was found.
     """
-    roots = failure.failing_calls[:1]
+    roots, narrow = failure.failing_calls[:1], failure.half or torch.float32
     devices = {value.device.type for call in roots for value in call.inputs}
-    if trials.truth is None or "mps" in devices:
+    if trials.truth is None or (narrow is torch.float32 and "mps" in devices):
         return
     if not trials.truth.fits(torch.float32) or any(e.name == "to" for e in roots):
         return
+    failing = {call.key for call in roots}
     for depth in range(_MOST_BACK + 1):
         if trials.found_right or not roots:
             return
         if depth in _DEPTHS:
             keys = {call.key for call in roots}
-            trial = _wider_trial(keys, torch.float64, failure, trials, in_words=False)
+            trial = _wider_trial(keys, failing, narrow, failure, trials)
             if trial is not None and (yield trial):
                 return
         made = [value.call for call in roots for value in call.inputs]
@@ -581,18 +529,19 @@ def float64_trials(failure: Failure, trials: Trials) -> Attempts:
 
 def _wider_trial(
     keys: set[Key],
-    wide: torch.dtype,
+    failing: set[Key],
+    narrow: torch.dtype,
     failure: Failure,
     trials: Trials,
-    in_words: bool,
+    in_words: bool = False,
 ) -> Trial | None:
     from .wider_text import has_text, wider_edits, wider_text  # seldom needed
 
-    calls, change = trials.torch_calls, InWider(frozenset(keys), wide=wide)
+    calls, change = trials.torch_calls, InWider(frozenset(keys), narrow=narrow)
 
     def is_narrow(call: TorchCall) -> bool:
         values = (*call.inputs, *call.results)
-        return any(value.dtype == change.narrow for value in values)
+        return any(value.dtype == narrow for value in values)
 
     roots = [call for call in calls if call.key in keys and is_narrow(call)]
     if not roots or not trials.may_run():
@@ -601,11 +550,11 @@ def _wider_trial(
         return None
 
     def was_wide(call: TorchCall) -> bool:
-        return all(value.dtype != change.narrow for value in call.results)
+        return all(value.dtype != narrow for value in call.results)
 
     keys = {call.key for call in roots}
     stops = frozenset(_keys_of(calls, was_wide))
-    change = InWider(frozenset(keys), stops=stops, wide=wide)
+    change = InWider(frozenset(keys), stops=stops, narrow=narrow)
     patch = CallPatch((change,))
     patches = trials.applied.with_trial(Trial(Remedy(""), patch)).patches
     table = trials.run(patches, traced=failure.place).table
@@ -615,7 +564,7 @@ def _wider_trial(
     for op in table.ops:  # the last one that is no view made what a call returned
         if op.torch_call is not None and op.abs_max is not None:
             sizes[op.torch_call] = torch.inf if op.kinds else op.abs_max
-    ends = _ends_of(change, table.torch_calls, sizes)
+    ends = _ends_of(change, failing, table.torch_calls, sizes)
     change = replace(change, ends=frozenset(call.key for call in ends))
     text, patch = wider_text(change, calls), CallPatch((change,))
     with contextlib.suppress(*NOT_WRITTEN):
@@ -633,9 +582,15 @@ def _keys_of(
 
 
 def _ends_of(
-    change: InWider, calls: Sequence[TorchCall], sizes: dict[TorchCall, float]
+    change: InWider,
+    failing: set[Key],
+    calls: Sequence[TorchCall],
+    sizes: dict[TorchCall, float],
 ) -> list[TorchCall]:
-    """The calls whose results fit again, where a run has cast none back."""
+    """The calls whose results fit again, where a run has cast none back.
+
+    None before the one that failed: what it is given would be rounded again.
+    """
     smallest, largest = _SIZES[change.narrow]
 
     def fits(call: TorchCall) -> bool:
@@ -646,11 +601,13 @@ def _ends_of(
     fitting = _keys_of(calls, fits)
     wide: set[Value] = set()
     ends: dict[Key, TorchCall] = {}
+    has_run = False
     for call in calls:
+        has_run |= call.key in failing
         is_wide = call.key in change.roots or not wide.isdisjoint(call.inputs)
         if not is_wide or call.key in change.stops:
             continue
-        if call.key in fitting and not call.is_in_place:
+        if has_run and call.key in fitting and not call.is_in_place:
             ends.setdefault(call.key, call)
         else:
             wide.update(call.results)

@@ -52,8 +52,6 @@ LOGS = {
     "sum(y, None)": ("LOG(y).flatten().logsumexp(0)", "use logsumexp"),
     "sum(y, d, k)": ("LOG(y).logsumexp(d, k)", "use logsumexp"),
     "cumsum(y, d)": ("LOG(y).logcumsumexp(d)", "use logcumsumexp"),
-    "i0(x)": ("torch.special.i0e(x).log() + x.abs()",
-              "use i0e, the Bessel function times exp(-|x|)"),
     "prod(y, d, k)": ("LOG(y).sum(d, k)", "use the sum of logarithms"),
     "mean(y, None)": (
         "LOG(y).flatten().logsumexp(0) - torch.tensor(LOG(y).numel()).log()",
@@ -66,7 +64,6 @@ LOGS = {
     "y ** n": ("n * LOG(y)", ""),
     "sqrt(y)": ("LOG(y) / 2", ""),
     "square(y)": ("2 * LOG(y)", ""),
-    "diag(y)": ("LOG(y).diagonal()", ""),
     "y + z": ("torch.logaddexp(LOG(y), LOG(z))", "use logaddexp"),
 }
 # fmt: on
@@ -117,11 +114,6 @@ def is_count(of: Any) -> bool:
     if made is None or not (has(made.name, "moves") or has(made.name, "whole")):
         return False
     return all(map(is_count, made.inputs))
-
-
-def _is_asymmetric(call: TorchCall) -> bool:
-    matrix = call.inputs[0].tensor  # None but while the call runs
-    return matrix is None or not torch.allclose(matrix, matrix.mT)
 
 
 def _counts(call: TorchCall) -> bool:
@@ -205,21 +197,12 @@ _COLD = "divide by at least N, which is near the limit at 0"
 # Equal in exact arithmetic, where the call has a value.
 EXACT = _rules(
     ("exp(x) / sum(exp(x), d, True)", "x.softmax(d)", "use softmax"),
-    ("exp(x) / (1 + exp(x))", "x.sigmoid()", "use sigmoid"),
-    ("(exp(x) - exp(-x)) / (exp(x) + exp(-x))", "x.tanh()", "use tanh"),
     ("log(y)", "LOG(y)", ""),
     ("log2(y)", "LOG(y) / 0.6931471805599453", ""),
     ("log10(y)", "LOG(y) / 2.302585092994046", ""),
     ("log1p(exp(x))", "F.softplus(x)", "use softplus"),
-    ("log1p(-sigmoid(x))", "F.logsigmoid(-x)", "use logsigmoid"),
-    ("atanh(tanh(x))", "x", "use the argument of tanh itself"),
-    ("logit(sigmoid(x))", "x", "use the argument of sigmoid itself"),
     ("x / norm(x, 2, d, True)", "F.normalize(x, dim=d)",
      _NORMALIZE, None, False, True),
-    ("x / sqrt(sum(x ** 2, d, True))", "F.normalize(x, dim=d)", _NORMALIZE, None, False,
-     True),
-    ("x / sqrt(sum(square(x), d, True))", "F.normalize(x, dim=d)", _NORMALIZE, None,
-     False, True),
     ("where(c, f(y), z)", "where(c, f(where(c, y, SAFE)), z)", _FIRST),
     ("where(c, z, f(y))", "where(c, z, f(where(c, SAFE, y)))", _FIRST),
     ("masked_fill(f(y), c, n)", "masked_fill(f(masked_fill(y, c, SAFE)), c, n)",
@@ -342,8 +325,6 @@ GUARDS = _rules(
     ("logdet|slogdet|det|inverse|cholesky(y)",
      f"CALL_ON(y + JITTER * torch.eye(y.shape[-1], {_LIKE}))",
      "add JITTER to the diagonal"),
-    ("logdet(y)", "torch.linalg.slogdet(y)[1]",
-     "take the logarithm of the determinant's magnitude", _is_asymmetric),
     ("eigh|svd|eig(y)",
      f"CALL_ON(y + torch.diag(torch.linspace(0, 1e-3, y.shape[-1], {_LIKE})))",
      "add numbers from 0 to 1e-3 to the diagonal, which no two values share"),
@@ -377,14 +358,6 @@ LINKS = _rules(
      "CALL_ON(F.softplus(y))", _LINK, None, False, True, True))
 # Of what made a value that became 0.
 LOST = _rules(("*", "CALL().clamp(min=EPS)", "clamp the result to at least EPS"))
-# Of a quotient before a call that overflows.
-DIVISORS = _rules(
-    ("y / x", "y / torch.copysign(x.abs().clamp(min=WIDE), x)",
-     "divide by a magnitude of at least WIDE"))
-# Of a sum of nothing but a mask's -inf: a shallower mask would make a huge loss.
-EMPTY_ROWS = _rules(
-    ("logsumexp(*)", "CALL().masked_fill(CALL() == -inf, 0)",
-     "take 0 where all scores are masked"))
 # fmt: on
 RULES = (
     *EXACT,
@@ -396,8 +369,6 @@ RULES = (
     *CANCELLED,
     *LINKS,
     *LOST,
-    *DIVISORS,
-    *EMPTY_ROWS,
 )
 
 # Of LEAST the reciprocal is a number of the dtype, of SMALL its square, too, as the

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...base.text import error_line
+from ...base.text import dtype_name, error_line
 from ...guard.explaining import USE_RUN
 from ...guard.report.explanation import Explanation
 from ...guard.report.remedy import SAME, Remedy
@@ -29,9 +29,10 @@ from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key, TorchCall
 from ..trace_back import RootOp
+from ..wider import HALF
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
-from .patches import Eagerly, FromLoss, WithoutBad
+from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ class Trials:
         place = self._failure.place if stays else -1
         module = self._failure.within if stays else None
         result = self.run(patches, place)
-        of_calls = [e for e in patches if isinstance(e, (CallPatch, WithoutBad))]
+        of_calls = [e for e in patches if isinstance(e, CallPatch)]
         if not all(each.is_applied for each in of_calls):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
@@ -414,27 +415,36 @@ class Trials:
         return [Eagerly()] * self._failure.is_compiled
 
 
-def least_that_helps(
-    num: int, trial_of: Callable[[int], Trial], trials: Trials
-) -> Attempts:
-    """The least of several changes that helps, by halving, if the largest one does.
+def fewest_that_help(
+    ordered: Sequence[Trial], trials: Trials
+) -> Generator[Trial, bool, Remedy | None]:
+    """The first of several changes that helps: each one does more than those before.
 
-    It stands for all larger ones that have helped.
+    The first one alone, else by halving, if the last one helps. What stands for another
+    that has helped takes its place.
 
     Args:
-        num: The size of the largest one.
-        trial_of: Makes the change of a size, from 1 on.
+        ordered: The changes.
         trials: Tries them.
+
+    Returns:
+        The remedy; None if neither the first nor the last one is.
     """
-    if trials.found_right or not num or not (yield trial_of(num)):
-        return
-    best, search = trials.remedies[-1:], Halving(num)
+    for each in [*ordered[:1], *ordered[1:][-1:]]:
+        if (yield each):
+            break
+    else:
+        return None
+    best, search = trials.remedies[-1], Halving(len(ordered) - 1)
+    if each is ordered[0]:
+        return best
     for half in search:
-        helps = yield trial_of(half.stop)
+        helps = yield ordered[half.stop]
         search.note(helps)
         if helps:
-            trials.remedies = [each for each in trials.remedies if each not in best]
-            best = trials.remedies[-1:]
+            trials.remedies.remove(best)
+            best = trials.remedies[-1]
+    return best
 
 
 def _any(gradient: torch.Tensor) -> bool:
@@ -572,11 +582,16 @@ class Failure:
         return any(value.dtype.is_complex for call in calls for value in call.inputs)
 
     @property
-    def is_half(self) -> bool:
-        """True if the operation works on float16."""
+    def half(self) -> torch.dtype | None:
+        """The half precision that the operation works in, where a wider one helps.
+
+        bfloat16 rounds, and overflows no sooner than float32.
+        """
         op = self.found.op
         tensors = [] if op is None else [*op.outputs, *op.inputs]
-        return any(each.dtype == "float16" for each in tensors)
+        dtypes = {each.dtype for each in tensors}
+        may_help = HALF[:1] if self.found.is_overflow else HALF
+        return next((each for each in may_help if dtype_name(each) in dtypes), None)
 
 
 _MOST_HIDDEN = 2  # chosen, not measured

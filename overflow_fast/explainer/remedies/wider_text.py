@@ -17,7 +17,10 @@ from .edited_lines import inner_place, shown_at
 from .source import NOT_WRITTEN, Edit, NotWrittenError
 from .written import Writer, short_text
 
-_CASTS = {torch.float16: "half", torch.float32: "float", torch.float64: "double"}
+_CASTS = {
+    **{torch.float16: "half", torch.bfloat16: "bfloat16"},
+    **{torch.float32: "float", torch.float64: "double"},
+}
 
 
 def wider_edits(change: InWider, calls: Sequence[TorchCall]) -> tuple[Edit, ...]:
