@@ -215,10 +215,13 @@ def _difference(value: float | None, of: float | None) -> float | None:
 
 def _announced(remedy: Any) -> float | None:
     """By how much a remedy says that it changes the other samples."""
-    if remedy.losses is None:
-        return cast("float | None", remedy.moved)
-    before, after = remedy.losses
-    return max(abs(_difference(after, before) or 0.0), remedy.moved or 0.0)
+    if remedy.elsewhere is None:
+        return None
+    moved = cast("float | None", remedy.elsewhere.moved)
+    if remedy.elsewhere.losses is None:
+        return moved
+    before, after = remedy.elsewhere.losses
+    return max(abs(_difference(after, before) or 0.0), moved or 0.0)
 
 
 def _healthy_batch(failure: Failure) -> Any:

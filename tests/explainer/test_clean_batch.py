@@ -120,8 +120,8 @@ AFTER = (2.0 * batches()[-2]).clamp(max=20).exp()
 
 def measured(remedies):
     """The remedy that was measured with the last clean batch, and no sample of this."""
-    (found,) = [each for each in remedies if each.is_of_clean]
-    assert found.stand_in is None
+    (found,) = [each for each in remedies if each.elsewhere is not None]
+    assert found.elsewhere.stand_in is None
     return found
 
 
@@ -129,7 +129,7 @@ def measured(remedies):
 def test_a_remedy_says_what_it_makes_of_the_last_clean_batch(step):
     found = measured(ran(step))
     before, after = BEFORE.mean().item(), AFTER.mean().item()
-    assert found.losses == pytest.approx((before, after), rel=1e-5)
+    assert found.elsewhere.losses == pytest.approx((before, after), rel=1e-5)
 
 
 @pytest.mark.parametrize("step", [accumulated, accumulated_functions])
@@ -137,13 +137,13 @@ def test_of_several_batches_of_a_step_it_is_the_last(step):
     found = measured(ran(step))
     share = 1 if step is accumulated else 2  # is within the function there
     before, after = (each[2:].mean().item() / share for each in (BEFORE, AFTER))
-    assert found.losses == pytest.approx((before, after), rel=1e-5)
+    assert found.elsewhere.losses == pytest.approx((before, after), rel=1e-5)
 
 
 def test_the_outcome_says_whether_the_last_clean_batch_changes(as_kept):
     small = [each / 8 for each in batches()[:-1]]
     found, *_ = ran(by_keyword, data=[*small, batches()[-1]])
-    assert found.is_of_clean and found.moved == 0
+    assert found.elsewhere.stand_in is None and found.elsewhere.moved == 0
     as_kept(f"{measured(ran(by_keyword)).outcome}\n{found.outcome}")
 
 
@@ -154,8 +154,8 @@ def test_gradients_are_compared_where_the_loss_stays(as_kept):
             return {"loss": grown - grown.detach()}
 
     remedies = ran(by_keyword, model=Constant())
-    found = next(each for each in remedies if each.is_of_clean)
-    assert found.losses == (0.0, 0.0)
+    found = next(each for each in remedies if each.elsewhere is not None)
+    assert found.elsewhere.losses == (0.0, 0.0)
     as_kept(found.outcome)
 
 
@@ -165,7 +165,10 @@ def test_gradients_are_compared_where_the_loss_stays(as_kept):
 def is_measured(*args, **options):
     remedies = ran(*args, **options)
     assert any(each.keeps_running for each in remedies)
-    return any(each.is_of_clean for each in remedies)
+    return any(
+        each.elsewhere is not None and each.elsewhere.stand_in is None
+        for each in remedies
+    )
 
 
 def test_a_batch_that_was_written_to_since_is_not_used():

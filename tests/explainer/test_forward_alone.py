@@ -11,9 +11,9 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import explain, keep_in_fp32
+from overflow_fast.explainer.remedies.half_dtypes import span
 from overflow_fast.explainer.remedies.keep_in_fp32 import shortened
 from overflow_fast.explainer.remedies.patches import InDtype
-from overflow_fast.explainer.remedies.spans import span
 from overflow_fast.explainer.wider import TO_BFLOAT16, TO_FLOAT32, cast_leaf
 from overflow_fast.guard.report.notes import NO_LOSS
 
@@ -73,7 +73,7 @@ def test_a_residual_stream_is_cured_up_to_its_normalization():
     exec(best.code, {"overflow_fast": overflow_fast, "model": model})
     own = distance(model(batch()), true)
     assert own < 0.01
-    assert best.distance == pytest.approx(own, rel=0.5)
+    assert best.error == pytest.approx(own, rel=0.5)
 
 
 def test_bfloat16_is_a_cure_with_its_distance():
@@ -82,7 +82,7 @@ def test_bfloat16_is_a_cure_with_its_distance():
     true = make_decoder().float()(batch().float())
     own = distance(make_decoder().bfloat16()(batch().bfloat16()), true)
     assert cure.is_recommended
-    assert cure.distance == pytest.approx(own, rel=0.2)
+    assert cure.error == pytest.approx(own, rel=0.2)
 
 
 class Exponential(nn.Module):
@@ -96,9 +96,11 @@ def test_an_output_far_from_float32s_is_no_cure():
         model[0].weight.fill_(0.75)
         model[2].weight.mul_(1e-2)
     found = explain(model.half(), torch.ones(2, 16).half())
-    far = [each for each in found.remedies if each.is_finite and not each.is_near]
+    far = [
+        each for each in found.remedies if each.is_finite and each.misses == "output"
+    ]
     assert far and not any(each.is_recommended for each in far)
-    assert all(each.distance > 0.01 for each in far)
+    assert all(each.error > 0.01 for each in far)
     assert "from float32)" in str(found)
 
 
@@ -122,7 +124,7 @@ def test_an_inf_that_makes_a_finite_output_wrong_is_named():
     assert found.op.name.startswith("aten.pow")
     assert "hidden by aten.rsqrt" in found.evidence[1]
     assert "from float32" in found.evidence[1]
-    assert found.remedies[0].is_recommended and found.remedies[0].distance < 0.01
+    assert found.remedies[0].is_recommended and found.remedies[0].error < 0.01
 
 
 def test_an_inf_that_changes_little_is_a_note():

@@ -267,4 +267,4 @@ def test_a_request_of_a_folder_is_explained_as_a_forward_alone(tmp_path):
     left_by(tmp_path, model, call)
     found = explain_folder(tmp_path, model)
     assert (found.cause, found.module) == ("range overflow", "down")
-    assert found.remedies[0].is_recommended and found.remedies[0].distance < 0.01
+    assert found.remedies[0].is_recommended and found.remedies[0].error < 0.01

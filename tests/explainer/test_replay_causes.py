@@ -361,7 +361,7 @@ def test_no_part_of_a_batch_is_run_twice_as_it_was(parts, bad):
     again = {rows for rows in parts if parts.count(rows) > 1}
     assert int(found.sample) == bad
     assert [len(rows) for rows in again] == [4]  # the others, with a backward at last
-    assert found.remedies[0].moved is not None
+    assert found.remedies[0].elsewhere.moved is not None
 
 
 def test_several_samples_are_not_one(parts):

@@ -17,7 +17,6 @@ from overflow_fast.explainer.remedies.patches import (
     FromLoss,
     InDtype,
     OtherWeights,
-    ScaledGradients,
     ScaledWeights,
     SomeSamples,
 )
@@ -152,7 +151,6 @@ def test_bad_calls_before_the_traced_one_are_passed_over():
         FromLoss(),
         InDtype(torch.bfloat16),
         OtherWeights({}),
-        ScaledGradients(0.5),
         ScaledWeights({"weight": 2.0}),
         SomeSamples(0, (1, 2)),
     ],

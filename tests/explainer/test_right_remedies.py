@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from assembled import Assembled
-from remedied_files import Holder, edited, explained, module_of
+from remedied_files import Holder, explained, module_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -116,7 +116,7 @@ def test_where_nothing_keeps_the_value_the_nearest_is_told_as_such(as_kept):
 
 def test_the_nearest_is_that_whose_loss_is_nearest_of_those_that_have_code():
     def far(loss, code="y"):
-        facts = {"misses": "loss", "true_loss": 9.0, "error": 1.0}
+        facts = {"misses": "loss", "true_loss": 9.0, "error": 1 - loss / 9}
         return Remedy(f"give {loss}", code, is_finite=True, loss=loss, **facts)
 
     found = Explanation(remedies=[far(1.0), far(5.0), far(7.0, code="")])
@@ -165,10 +165,10 @@ def test_a_loss_of_a_size_that_the_run_never_had_is_no_remedy():
 
     x = torch.ones(3, 2)
     found = stopped(nn.Linear(2, 1), loss_of, [(x, 4.0)] * 3 + [(x, 0.0)])
-    huge = [each for each in found.remedies if each.is_finite and each.usual]
+    huge = [each for each in found.remedies if each.is_finite and each.breaks]
     assert huge and not any(each.is_recommended for each in huge)
-    assert all(each.loss > 1e3 * each.usual for each in huge)
-    assert "did not help" in str(found) and "after at most" in str(found)
+    assert all("after at most" in each.breaks for each in huge)
+    assert "did not help" in str(found)
 
 
 class ReturnsLoss(Assembled):
@@ -182,7 +182,7 @@ def test_the_loss_that_a_model_returns_has_the_size_that_it_had():
     found = stopped(
         ReturnsLoss(linear=nn.Linear(2, 1)), lambda model, batch: model(*batch), batches
     )
-    huge = [each for each in found.remedies if each.is_finite and each.usual]
+    huge = [each for each in found.remedies if each.is_finite and each.breaks]
     assert huge and not any(each.is_recommended for each in huge)
 
 
@@ -228,7 +228,6 @@ def test_what_makes_the_optimizers_state_inf_is_no_remedy(as_kept):
         optimizer,
     )
     broken = [each for each in found.remedies if each.breaks]
-    assert all(each.usual is None for each in broken)  # no step was before
     assert broken and not any(each.is_recommended for each in broken)
     as_kept(broken[0].outcome)
     assert optimizer.state == {} or all(
@@ -288,19 +287,9 @@ def test_others_are_compared_in_the_batch_with_the_same_dropout():
     torch.set_rng_state(state)
     others = [0, 1, 2, 3, 5, 5, 6, 7, 8, 9, 10, 11]
     expected = loss_of((x[others], y[others]))
-    moved = [each for each in found.remedies if each.losses is not None]
+    moved = [each.elsewhere for each in found.remedies if each.elsewhere is not None]
     assert moved and all(each.stand_in == 5 for each in moved)
     assert moved[0].losses[0] == pytest.approx(expected.item(), rel=1e-4)
-
-
-@pytest.mark.parametrize("value, is_left", [(-0.5, True), (-1e-4, False)])
-def test_a_parameter_that_has_left_the_domain_is_not_clamped(value, is_left):
-    model = Holder()
-    with torch.no_grad():
-        model.w.fill_(value)
-    found = explain(model, torch.ones(3, 2), lambda x: (x + model.w.log()).mean())
-    assert any("has left" in note for note in found.notes) == is_left
-    assert any("clamp" in each.text for each in found.remedies) != is_left
 
 
 def test_statistics_that_the_batch_leaves_are_named():
@@ -496,37 +485,6 @@ def test_what_no_line_leaves_out_is_told_in_words():
     assert words and words[0].is_finite and words[0].code == ""
 
 
-ASKED = {
-    "Beta": ("Beta(w.sum() + x[:, 1], 0.7{})", ".clamp(1e-6, 1 - 1e-6))"),
-    "Dirichlet": ("Dirichlet(w.flatten()[:2] * 0.7{})", ".clamp(min=1e-30))"),
-    "LogNormal": ("LogNormal(w.sum(), 1.0{})", ".clamp(min=1e-30))"),
-    "tanh": (
-        "TransformedDistribution(D.Normal(w.sum(), 1.0), [D.TanhTransform()]{})",
-        ".clamp(1e-6 - 1, 1 - 1e-6))",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ASKED)
-def test_a_value_at_the_edge_of_a_distribution_is_clamped_where_it_is_asked_for(
-    name, tmp_path
-):
-    made, clamp = ASKED[name]
-    made = made.format(", validate_args=False")
-    value = {"Dirichlet": "x", "LogNormal": "x[:, 1]"}.get(name, "x[:, 0]")
-    module, path = module_of(
-        tmp_path,
-        "import torch\nimport torch.distributions as D\n"
-        "D.TanhTransform = D.transforms.TanhTransform\n"
-        f"def loss_of(x, w):\n    return -D.{made}.log_prob({value}).mean()\n",
-    )
-    x = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.2, 0.8]])
-    first = explained(module.loss_of, x).remedies[0]
-    assert first.is_right and first.code.count(clamp) == 1 and first.line == 5
-    fresh, _ = module_of(tmp_path, edited(path, first))
-    assert fresh.loss_of(x, Holder().w).item() == pytest.approx(first.loss)
-
-
 def test_a_zero_that_was_drawn_is_said_to_be(as_kept):
     model = Holder()
 
@@ -614,19 +572,8 @@ def test_a_difference_that_is_small_beside_usual_losses_is_not_far_off():
     found = explain(
         model, x, lambda x: ((x * model.w - target) ** 2).sum(1).sqrt().mean()
     )
-    best = found.remedies[0]
-    assert best.is_recommended and best.loss > 1000 * best.true_loss > 0
-
-
-def test_a_value_of_a_distribution_without_an_edge_is_left_as_it_is(tmp_path):
-    module, _ = module_of(
-        tmp_path,
-        "import torch\nimport torch.distributions as D\ndef loss_of(x, w):\n"
-        "    made = D.Normal(x, (w.sum() * 0).abs(), validate_args=False)\n"
-        "    return -made.log_prob(-x).mean()\n",
-    )
-    found = explained(module.loss_of, torch.ones(3, 2))
-    assert found.remedies and not any("the value" in e.text for e in found.remedies)
+    near = [e for e in found.remedies if e.loss and e.loss > 1000 * e.true_loss > 0]
+    assert near and near[0].is_recommended
 
 
 def test_half_inputs_of_a_model_without_weights_are_what_is_cast():

@@ -9,7 +9,7 @@ import torch
 from remedied_files import explained, module_of
 
 from overflow_fast.base.torch_ops import SWAPPED
-from overflow_fast.explainer.remedies import attempts, call_patch
+from overflow_fast.explainer.remedies import call_patch
 from overflow_fast.explainer.remedies.call_patch import (
     CallPatch,
     ChangedCalls,
@@ -19,8 +19,6 @@ from overflow_fast.explainer.remedies.call_patch import (
 from overflow_fast.explainer.remedies.patterns import matched, parsed
 from overflow_fast.explainer.remedies.rules import (
     CANCELLED,
-    DIVISORS,
-    EMPTY_ROWS,
     EXACT,
     GUARDS,
     IN_LOGARITHMS,
@@ -35,6 +33,7 @@ from overflow_fast.explainer.remedies.rules import (
     with_numbers,
 )
 from overflow_fast.explainer.remedies.source import NotWrittenError, SourceText
+from overflow_fast.explainer.remedies.trials import Trials
 from overflow_fast.explainer.remedies.written import rule_edits
 from overflow_fast.explainer.torch_calls import TorchCalls
 from overflow_fast.explainer.users_lines import Site
@@ -115,17 +114,10 @@ COLD = {
 # Each exact rule on values where the call has one.
 EQUAL = {
     "exp(x) / sum(exp(x), d, True)": "x.exp() / x.exp().sum(-1, keepdim=True)",
-    "exp(x) / (1 + exp(x))": "x.exp() / (1 + x.exp())",
-    "(exp(x) - exp(-x)) / (exp(x) + exp(-x))": (
-        "(x.exp() - (-x).exp()) / (x.exp() + (-x).exp())"
-    ),
     "log(y)": "torch.log(x.softmax(-1))",
     "log2(y)": "torch.exp(x).log2()",
     "log10(y)": "torch.log10(x.sigmoid())",
     "log1p(exp(x))": "x.exp().log1p()",
-    "log1p(-sigmoid(x))": "torch.log1p(-torch.sigmoid(x))",
-    "atanh(tanh(x))": "x.tanh().atanh()",
-    "logit(sigmoid(x))": "x.sigmoid().logit()",
     "x / norm(x, 2, d, True)": "x / x.norm(dim=-1, keepdim=True)",
     "y / z": "x.exp() / x.exp().sum()",
     "y * z": "x.exp() * x.sigmoid()",
@@ -135,10 +127,6 @@ EQUAL = {
     "where(c, z, f(y))": "torch.where(x < 1, x, x.log())",
     "masked_fill(f(y), c, n)": "x.log().masked_fill(x < 1, 0.0)",
     **dict.fromkeys(COLD),  # by 0 alone: see below
-    "x / sqrt(sum(x ** 2, d, True))": "x / (x ** 2).sum(-1, keepdim=True).sqrt()",
-    "x / sqrt(sum(square(x), d, True))": (
-        "x / x.square().sum(-1, keepdim=True).sqrt()"
-    ),
     "(a @ b) * n": "x @ x.T * 0.25",
     "(a @ b) / n": "torch.matmul(x, x.T) / math.sqrt(3)",
     "einsum(z, a, b) * n": "torch.einsum('ij,kj->ik', x, x) * 0.25",
@@ -165,7 +153,6 @@ OF_LOG = {
     "sum(y, None)": "x.exp().sum().log()",
     "sum(y, d, k)": "torch.log(torch.exp(x).sum(-1, keepdim=True))",
     "cumsum(y, d)": "x.exp().cumsum(1).log()",
-    "i0(x)": "torch.special.i0(x).log()",
     "prod(y, d, k)": "x.sigmoid().prod(-1).log()",
     "mean(y, None)": "x.exp().mean().log()",
     "mean(y, d, k)": "x.exp().mean(-1).log()",
@@ -174,7 +161,6 @@ OF_LOG = {
     "y ** n": "(x.sigmoid() ** 3).log()",
     "sqrt(y)": "x.exp().sqrt().log()",
     "square(y)": "x.exp().square().log()",
-    "diag(y)": "(x.T @ x).exp().diag().log()",
     "y + z": "(x.exp() + (2 * x).exp().sum(-1, keepdim=True)).log()",
 }
 OF_LOG |= {
@@ -286,9 +272,6 @@ OTHERS = {
     ("poisson_nll_loss(y)", "clamp the rate to at least 0"): (
         *("F.poisson_nll_loss(x, x * 0 + 1, log_input=False)", -ONE),
     ),
-    ("logdet(y)", "take the logarithm of the determinant's magnitude"): (
-        *("torch.logdet(x * torch.tensor([[1.0, 2.0], [3.0, 4.0]]))", torch.ones(2, 2)),
-    ),
     ("std(*)", "use no correction, which divides by n"): ("x[:1].std(0)", ONE),
     ("std(y, d)", "use no correction, and add EPS inside the root"): (
         *("x[:1].std(0)", ONE),
@@ -370,8 +353,6 @@ OF_OTHERS = {
     CANCELLED[1]: ("((x ** 2).mean() - x.mean() ** 2).sqrt()", FAR),
     CANCELLED[2]: ("(x.square().mean(0) - x.mean(0).square()).sqrt()", FAR),
     LOST[0]: ("x.exp().log()", -LARGE),
-    DIVISORS[0]: ("((x * 1e10) / (x * 1e-12)).square()", LARGE),
-    EMPTY_ROWS[0]: (f"{MASKED}.logsumexp(-1)", ZERO),
     LINKS[2]: ("x.log()", -ONE),
 }
 
@@ -446,7 +427,7 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
     """A row that no failure asks for, of whatever kind, is found here."""
     tried = set()
 
-    def fails(trial, failure, trials):
+    def fails(trials, trial):
         changes = getattr(trial.patch, "changes", ())
         tried.update(RULES[e.rule] for e in changes if isinstance(e, RuleChange))
         return False  # so that what comes after it is tried, too
@@ -462,7 +443,7 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
         if not is_finite(with_gradient(lambda w: loss_of(x, w), torch.ones(1))):
             explained(loss_of, x)
 
-    monkeypatch.setattr(attempts, "_attempt", fails)
+    monkeypatch.setattr(Trials, "attempt", fails)
     for code, x in TRIED:
         search(code, x)
     for rule in RULES:
@@ -486,15 +467,6 @@ def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, zero, tmp_
     assert_same(changed, written, rtol=0, atol=0)
     warm = list(tried(rules[0], COLD[name].format(0.5), x, tmp_path))
     assert warm == []
-
-
-def test_a_symmetric_matrix_is_to_have_a_determinant_above_zero(tmp_path):
-    module, _ = module_of(tmp_path, HEAD.format("torch.logdet(x)"))
-    x = torch.tensor([[1.0, 2.0], [2.0, 1.0]])
-    _, calls = recorded(module.f, x)
-    rule = next(e for e in GUARDS if e.pattern == "logdet(y)" and e.when is not None)
-    changes = list(changes_of(rule, calls))
-    assert changes == []
 
 
 def test_a_mean_of_nothing_is_zero(tmp_path):

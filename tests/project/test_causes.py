@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch
 from answers.families import FAILURES
 from pages import ROOT
 
@@ -106,8 +107,8 @@ def test_an_invented_cause_is_in_the_tables_of_each_language(invented):
 def test_an_invented_cause_has_its_remedies(invented):
     class Failure:
         found = Explanation(cause=invented.name)
-        is_meant, sentinel, checkpoints = False, None, ["last.pt"]
-        bad, op = None, object()
+        half = torch.float16
 
-    kinds = [each.__name__ for each in attempts._attempts(Failure(), None)]
-    assert kinds[0] == "try_checkpoints" and "float32_trials" in kinds
+    makes = [makes for applies, makes in attempts._ATTEMPTS if applies(Failure())]
+    assert makes[0] is attempts.checkpoint_trials
+    assert attempts.wider_trials in makes

@@ -21,14 +21,13 @@ from ...guard.report.causes import (
     UNDEFINED,
     Cause,
 )
-from ...guard.report.remedy import SAME, Remedy
+from ...guard.report.remedy import SAME, Elsewhere, Remedy
 from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
 from ..replayer import Patch, Replayer, ReplayResult, StepPart
 from ..rounding import NO_HELP
 from ..sentinel import outlier_in
-from ..trace_back import RootOp
 from .checkpoints import checkpoint_trials
 from .half_dtypes import half_trials
 from .patches import (
@@ -42,7 +41,6 @@ from .patches import (
 from .rule_attempts import (
     cancelled_trials,
     exact_trials,
-    float32_trials,
     guard_trials,
     link_trials,
     lost_trials,
@@ -180,7 +178,7 @@ def _note_drawn(failure: Failure) -> None:
     """Adds that a 0 was drawn, which uniform numbers include: often in bfloat16."""
     op = failure.found.op
     is_zero = op is not None and 0.0 in op.operands
-    made = [value.call for call in failure.failing_calls[:1] for value in call.inputs]
+    made = [value.call for call in failure.failing_calls for value in call.inputs]
     drawn = [call for call in made if call is not None and has(call.name, "unit")]
     if is_zero and drawn and failure.found.cause == UNDEFINED.name:
         text = f"`{short_text(drawn[0])}` drew that 0, which uniform numbers include"
@@ -190,13 +188,12 @@ def _note_drawn(failure: Failure) -> None:
 def _rank(remedy: Remedy) -> tuple[Any, ...]:
     """The order of remedies: what is right and plain comes first."""
     return (
-        *(remedy.worth, remedy.is_of_data, _error(remedy) > 0),
-        *(remedy.is_flat, bool(remedy.leaves)),
-        _error(remedy),
+        *(remedy.worth, remedy.is_of_data, remedy.off > 0),
+        *(remedy.is_flat, bool(remedy.leaves), remedy.off),
         (remedy.moves_results or 0.0) > SAME,
-        *(remedy.changes_others, _is_long(remedy)),
+        remedy.elsewhere is not None and remedy.elsewhere.is_changed,
+        _is_long(remedy),
         remedy.stops_gradient and remedy.true_loss is None,
-        not remedy.code,
     )
 
 
@@ -209,29 +206,28 @@ def _is_long(remedy: Remedy) -> bool:
     )
 
 
-def _error(remedy: Remedy) -> float:
-    """How far it is off what is right; inf where its dtype does not hold that."""
-    if remedy.true_loss is not None and remedy.error is None:
-        return math.inf
-    return (remedy.error or 0.0) if remedy.misses else 0.0
-
-
 def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     """Measures how far remedies move loss and gradients where nothing fails.
 
     That is with the batch of the last clean step, where it is known and finite still;
     else with another sample in place of the one that fails: with the same dropout
-    masks, and as many samples. What changes no finite result moves nothing there.
+    masks, and as many samples. What changes no finite result moves nothing there, and
+    a change that is one of this step's samples cannot be made there.
     """
     sample, size = failure.found.sample, failure.found.num_samples
-    num_moving = sum(remedy.moves_results != 0 for _, remedy in trials.helped)
-    if not num_moving:
+    moving = [
+        (patches, remedy)
+        for patches, remedy in trials.helped
+        if remedy.moves_results != 0
+        and all(type(patch).calls is Patch.calls for patch in patches)
+    ]
+    if not moving:
         return
-    if failure.clean is not None and trials.allow(1 + num_moving):
+    if failure.clean is not None and trials.allow(1 + len(moving)):
         clean = OtherCall(failure.clean)
         plain = trials.run_part(StepPart(), [clean]) if trials.may_run() else None
-        if plain is not None:
-            _measure(trials, plain, StepPart(), [clean], is_of_clean=True)
+        if plain is not None and _is_whole(plain):
+            _measure(trials, moving, plain.held(), StepPart(), [clean])
             return
     if sample is None or size < 2:
         return
@@ -240,53 +236,35 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     plain = failure.others
     if (plain is None or not plain.has_backward) and trials.may_run():
         plain = trials.run_part(others, ())
-    if plain is not None and plain.has_backward:
-        _measure(trials, plain, others, (), stand_in=rows[sample])
+    if plain is not None and _is_whole(plain):
+        _measure(trials, moving, plain.held(), others, (), rows[sample])
+
+
+def _is_whole(result: ReplayResult) -> bool:
+    return result.error is None and result.is_clean and result.has_backward
 
 
 def _measure(
     trials: Trials,
+    moving: Sequence[tuple[Sequence[Patch], Remedy]],
     plain: ReplayResult,
     part: StepPart,
     before: Sequence[Patch],
-    **facts: Any,
+    stand_in: int | None = None,
 ) -> None:
     """Measures remedies on a part of the step that is finite without them."""
-    for patches, remedy in trials.helped:
+    for patches, remedy in moving:
         if not trials.may_run():
             return
-        # Such a change is one of this step's samples, and no part is run with it.
-        if any(type(patch).calls is not Patch.calls for patch in patches):
-            continue
-        if remedy.moves_results == 0:
-            continue
-        changed = trials.run_part(part, [*before, *patches])
-        if changed is not None:
-            moved = distance(changed.gradients, plain.gradients)
-            first, then = loss_of(plain), loss_of(changed)
+        result = trials.run_part(part, [*before, *patches])
+        if result.error is None and not result.is_clean and stand_in is None:
+            text = "the last clean batch is not finite with it"
+            _replace(trials, remedy, breaks=text)
+        elif _is_whole(result):
+            moved = distance(result.held().gradients, plain.gradients)
+            first, then = loss_of(plain), loss_of(result)
             both = None if first is None or then is None else (first, then)
-            _replace(trials, remedy, moved=moved, losses=both, **facts)
-
-
-def _find_hidden(failure: Failure, trials: Trials) -> Failure | None:
-    """Finds the overflow that is left with the last remedy, if the loss hides one.
-
-    Such as that of a divisor: 1 / inf is 0.
-    """
-    patches, remedy = trials.helped[-1]
-    result = trials.run(patches, traced=failure.place)
-    table = result.table
-    if table is None:
-        return None
-    made = table.made_of([*result.losses, *result.gradients.values()])
-    for op in table.ops:
-        details = op.details if op in made and op.makes_bad else None
-        if details is not None and details.is_overflow:
-            _replace(trials, remedy, hides=f"{op.text} still overflows")
-            root_op = RootOp(op, [op])
-            found = explain_root_op(root_op, table.ops, op.in_backward)
-            return Failure.of(found, root_op, table, failure.place)
-    return None
+            _replace(trials, remedy, elsewhere=Elsewhere(moved, both, stand_in))
 
 
 def _replace(trials: Trials, remedy: Remedy, **changes: Any) -> None:
@@ -310,52 +288,21 @@ def _try_all(failure: Failure, trials: Trials) -> None:
         try:
             trial = next(attempts, None)
             while trial is not None and not trials.is_over:
-                trial = attempts.send(_attempt(trial, failure, trials))
+                trial = attempts.send(trials.attempt(trial))
         except StopIteration:
             pass
         if trials.is_over:
             break
 
 
-def _attempt(trial: Trial, failure: Failure, trials: Trials) -> bool:
-    num_helped = len(trials.helped)
-    is_remedy = trials.attempt(trial)
-    if is_remedy and trials.applied.trials:
-        _try_alone(trial, trials)
-    is_finite = len(trials.helped) > num_helped
-    # What comes to the loss and the gradients of float64 is right, such as 1 / inf.
-    is_true = is_remedy and trials.truth is not None and trials.remedies[-1].is_right
-    is_open = failure.found.is_overflow and not is_true
-    if is_finite and is_open and trials.may_run():
-        hidden = _find_hidden(failure, trials)
-        if hidden is not None:
-            trials.hiding.append((trial, hidden))
-    return is_remedy
-
-
-def _try_alone(trial: Trial, trials: Trials) -> None:
-    """Tries what has helped on top of others without these: they may be in vain."""
-    whole, applied, others = trials.remedies[-1], trials.applied, trials.remedies[:-1]
-    trials.applied = AppliedPatches()
-    is_alone = trials.may_run() and trials.attempt(trial)
-    is_alone = is_alone and trials.remedies[-1].is_right
-    trials.remedies = [*others, trials.remedies[-1] if is_alone else whole]
-    trials.applied = applied
-
-
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
     """Tries further remedies besides those that have uncovered another failure."""
-    applied, failed, hiding = trials.applied, trials.failed, trials.hiding
-    seen = set[Any]()
-    left: list[tuple[Trial, Failure | int]] = [*hiding, *failed]
-    for trial, after_or_place in left:
+    applied, seen = trials.applied, set[Any]()
+    for trial, place in trials.failed:
         if trials.is_over or not most:
             return
         trials.go_on(applied.with_trial(trial))
-        if isinstance(after_or_place, Failure):
-            after: Failure | None = after_or_place
-        else:
-            after = remaining_failure(failure, trials, after_or_place)
+        after = remaining_failure(failure, trials, place)
         if after is None or after.mark in seen:
             continue
         seen.add(after.mark)
@@ -575,14 +522,20 @@ def _is_lost(failure: Failure) -> bool:
     return _has_calls(failure) and not failure.found.is_overflow
 
 
+def _overflows_half(failure: Failure) -> bool:
+    return failure.found.is_overflow and failure.half is not None
+
+
+def _rounds_half(failure: Failure) -> bool:
+    return _is_lost(failure) and failure.half is not None
+
+
 def _is_full(failure: Failure) -> bool:
     """True for calls whose next wider dtype is float64."""
     return _has_calls(failure) and failure.half is None
 
 
 _has_calls = _tries("calls")
-_FLOAT32 = functools.partial(float32_trials, in_words=False)
-_FLOAT32_IN_WORDS = functools.partial(float32_trials, in_words=True)
 # Each with the failures that it is for, those first that change the least.
 _ATTEMPTS: tuple[
     tuple[Callable[[Failure], bool], Callable[[Failure, Trials], Attempts]], ...
@@ -593,7 +546,7 @@ _ATTEMPTS: tuple[
     (_tries("checkpoints"), checkpoint_trials),
     (_has_calls, functools.partial(exact_trials, rules=EXACT)),
     (_has_calls, select_trials),
-    (_overflows, _FLOAT32),
+    (_overflows_half, wider_trials),
     (_is_lost, cancelled_trials),
     (_has_calls, functools.partial(exact_trials, rules=IN_LOGARITHMS)),
     (_is_full, wider_trials),
@@ -602,9 +555,9 @@ _ATTEMPTS: tuple[
     (_is_lost, link_trials),
     (_has_calls, guard_trials),
     (_is_lost, lost_trials),
-    (_is_lost, wider_trials),
+    (_rounds_half, wider_trials),
     (_has_calls, half_trials),
-    (_overflows, _FLOAT32_IN_WORDS),
+    (_overflows_half, functools.partial(wider_trials, in_words=True)),
     (_overflows, _try_smaller_weights),
     (_tries("weights"), _repair_weights),
 )

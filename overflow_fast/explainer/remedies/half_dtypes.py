@@ -47,13 +47,13 @@ def half_trials(failure: Failure, trials: Trials) -> Attempts:
 
 
 def _module_trials(failure: Failure, trials: Trials, prefix: str) -> Attempts:
-    """The fewest modules of a model, around the operation or up to a normalization."""
+    """The fewest modules of a model, up to a normalization or around the operation."""
     model, best = trials.replayer.models[prefix], None
 
     def num_wide(trial: Trial) -> int:
         return _num_wide(trial.remedy, model)
 
-    for kind in (_around, _spans):
+    for kind in (_spans, _around):
         if trials.found_right and best is None:
             return
         ordered = sorted(kind(failure, model, prefix), key=num_wide)
@@ -144,7 +144,7 @@ def code_name(prefix: str) -> str:
 
 def _is_cast(failure: Failure) -> bool:
     """True if the program's own cast overflowed."""
-    return any(call.name == "to" for call in failure.failing_calls[:1])
+    return any(call.name == "to" for call in failure.failing_calls)
 
 
 def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:

@@ -60,8 +60,8 @@ class Nearness(Observer):
 
     def judged(
         self, patches: Sequence[Patch], others: Sequence[Patch]
-    ) -> tuple[float | None, bool]:
-        """How far off the last output is, and whether that is near enough.
+    ) -> dict[str, Any]:
+        """The fields of a remedy that say how far off the last output is.
 
         Args:
             patches: The remedy.
@@ -69,7 +69,8 @@ class Nearness(Observer):
         """
         distance = self.distance(others)
         dtypes = [each.dtype for each in patches if isinstance(each, InDtype)]
-        return distance, distance is None or distance <= tolerance(dtypes)
+        is_far = distance is not None and distance > tolerance(dtypes)
+        return {"error": distance, "misses": "output" * is_far}
 
     def _in_float32(self, others: Sequence[Patch]) -> list[torch.Tensor]:
         if not self._has_half():

@@ -43,7 +43,6 @@ from .written import rule_edits, short_text
 
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
-_EDGE = 1e-2  # of a parameter's domain: more than one update; chosen, not measured
 _NEAR = 3  # lines: a formula that is written over several; chosen, not measured
 _STAY = "stay with logarithms"
 
@@ -70,7 +69,7 @@ _MEANT = ", which leaves them out afterwards: they are probably meant"
 
 def select_trials(failure: Failure, trials: Trials) -> Attempts:
     """Leaves out before it is computed what the forward leaves out afterwards."""
-    found, calls = failure.found, failure.failing_calls[:1]
+    found, calls = failure.found, failure.failing_calls
     # The loss tells nothing of what runs behind backward.
     if failure.loss is None or trials.found_remedy or found.is_behind_backward:
         return
@@ -163,10 +162,8 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     is_below = is_own and op is not None and op.operands[0] < 0
     largest = _largest_divisor(op)
     helped = set[str]()
-    for failed in failure.failing_calls[:1]:
-        left = _left_domain(failed)
-        trials.notes += [left] * bool(left)
-        for rule in [] if left or trials.is_settled else GUARDS:
+    for failed in failure.failing_calls:
+        for rule in [] if trials.is_settled else GUARDS:
             if (rule.needs_inf and not has_inf) or rule.pattern in helped:
                 continue
             if is_below and "y + EPS" in rule.new:
@@ -191,26 +188,6 @@ def _largest_divisor(op: Op | None) -> float:
     if op is None or not op.outputs or not op.outputs[0].num_inf:
         return 0.0
     return max((each.abs_max or 0.0 for each in op.inputs[-1:]), default=0.0)
-
-
-def _left_domain(call: TorchCall) -> str:
-    """The sentence that a parameter has left what a call is defined for, or "".
-
-    One that is near the edge may be there by rounding, or by one update.
-    """
-    op, value = op_of(call.name), next(iter(call.inputs), None)
-    while value is not None and value.call and has(value.call.name, "moves"):
-        value = next(iter(value.call.inputs), None)
-    tensor = None if value is None else value.tensor
-    if not op.needs or not isinstance(tensor, torch.nn.Parameter) or not tensor.numel():
-        return ""
-    for number in (float(tensor.detach().min()), float(tensor.detach().max())):
-        if not any(op.is_inside(number + by) for by in (-_EDGE, 0, _EDGE)):
-            return (
-                f"A parameter of {number:.3g} has left what {call.name} is defined for "
-                f"({op.needs}): no clamp was tried, which would only hide that."
-            )
-    return ""
 
 
 def _with_twins(
@@ -295,7 +272,7 @@ def _on(
 
 def _up_to(failure: Failure) -> list[TorchCall]:
     """The call that failed, and those before it, the nearest first."""
-    return [e for call in failure.failing_calls[:1] for e in (call, *_before(call))]
+    return [e for call in failure.failing_calls for e in (call, *_before(call))]
 
 
 def _trials_of(
@@ -467,8 +444,7 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
 
 # In a wider dtype, until a result fits again.
 
-_MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
-_MOST_BACK = 4  # calls before the failing one whose result is the first in float64
+_MOST_BACK = 4  # calls before the failing one whose result is the first in it
 _DEPTHS = (0, 1, _MOST_BACK)  # of these, as each takes two replays
 # Of what fits a dtype, by its largest magnitude; of float32 squares do, too.
 _SIZES = {torch.float16: (1e-2, 6e4)} | dict.fromkeys(
@@ -476,10 +452,11 @@ _SIZES = {torch.float16: (1e-2, 6e4)} | dict.fromkeys(
 )
 
 
-def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts:
-    """The calls that failed in float32, and those behind until one fits float16 again.
+def wider_trials(failure: Failure, trials: Trials, in_words: bool = False) -> Attempts:
+    """The call that failed in a wider dtype, or what made its inputs, up to that call.
 
-    A run with all that follows in float32 tells where that is.
+    A run with all that follows in it tells where results fit again. Of float32 it is
+    tried where no exact form was found, and the step in float64 is finite.
 
     Args:
         failure: The failure.
@@ -487,44 +464,30 @@ def float32_trials(failure: Failure, trials: Trials, in_words: bool) -> Attempts
         in_words: Whether to try what can be told in words alone, or what can be
             written.
     """
-    if failure.half is None or (in_words and trials.found_right):
-        return
-    keys = {call.key for call in failure.failing_calls}
-    for each in trials.applied.trials:  # which this one stands for as well
-        keys |= {key for change in in_wider(each.patch) for key in change.roots}
-    for _ in range(_MOST_ROOTS):
-        trial = _wider_trial(keys, keys, torch.float16, failure, trials, in_words)
-        if trial is None:
-            return
-        yield trial
-        hidden = [left for of, left in trials.hiding if of is trial]
-        if not hidden:
-            return
-        keys = keys | {call.key for call in hidden[0].failing_calls}
-
-
-def wider_trials(failure: Failure, trials: Trials) -> Attempts:
-    """The call that failed in a wider dtype, or what made its inputs, up to that call.
-
-    Where the step in float64 is finite, and no exact form was found.
-    """
-    roots, narrow = failure.failing_calls[:1], failure.half or torch.float32
-    devices = {value.device.type for call in roots for value in call.inputs}
-    if trials.truth is None or (narrow is torch.float32 and "mps" in devices):
-        return
-    if not trials.truth.fits(torch.float32) or any(e.name == "to" for e in roots):
+    roots, narrow = failure.failing_calls, failure.half or torch.float32
+    if narrow is torch.float32 and not _may_be_float64(roots, trials):
         return
     failing = {call.key for call in roots}
-    for depth in range(_MOST_BACK + 1):
-        if trials.found_right or not roots:
+    for depth in range(1 if in_words else _MOST_BACK + 1):
+        is_last = in_words or depth > 0 or narrow is torch.float32
+        if not roots or (trials.found_right and is_last):
             return
         if depth in _DEPTHS:
             keys = {call.key for call in roots}
-            trial = _wider_trial(keys, failing, narrow, failure, trials)
+            for each in trials.applied.trials:  # which this one stands for as well
+                keys |= {key for change in in_wider(each.patch) for key in change.roots}
+            trial = _wider_trial(keys, failing, narrow, failure, trials, in_words)
             if trial is not None and (yield trial):
                 return
         made = [value.call for call in roots for value in call.inputs]
         roots = list(dict.fromkeys(filter(None, made))) or (roots if depth else [])
+
+
+def _may_be_float64(roots: Sequence[TorchCall], trials: Trials) -> bool:
+    is_of_mps = any(e.device.type == "mps" for call in roots for e in call.inputs)
+    is_cast = any(call.name == "to" for call in roots)
+    is_held = trials.truth is not None and trials.truth.fits(torch.float32)
+    return is_held and not (is_of_mps or is_cast)
 
 
 def _wider_trial(
@@ -533,7 +496,7 @@ def _wider_trial(
     narrow: torch.dtype,
     failure: Failure,
     trials: Trials,
-    in_words: bool = False,
+    in_words: bool,
 ) -> Trial | None:
     from .wider_text import has_text, wider_edits, wider_text  # seldom needed
 

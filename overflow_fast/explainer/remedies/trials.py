@@ -174,7 +174,6 @@ class Trials:
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
-        hiding: What helped besides them, but hides an overflow, with that.
         helped: The patches that made the step finite, each with its remedy.
         is_settled: Guarded forms are worse than a remedy that was found.
         torch_calls: The torch calls of the step without any patch.
@@ -191,7 +190,6 @@ class Trials:
         self.notes: list[str] = []
         self.applied = AppliedPatches()
         self.failed: list[tuple[Trial, int]] = []
-        self.hiding: list[tuple[Trial, Failure]] = []
         self.helped: list[tuple[Sequence[Patch], Remedy]] = []
         self.is_settled = False
         # A replay with a remedy is of all forwards of the step.
@@ -220,8 +218,8 @@ class Trials:
 
     @property
     def found_remedy(self) -> bool:
-        """True if something has made the step finite, and hides nothing."""
-        return any(each.is_recommended and not each.hides for each in self.remedies)
+        """True if something has made the step finite, near its true loss."""
+        return any(each.is_recommended for each in self.remedies)
 
     @property
     def found_right(self) -> bool:
@@ -231,7 +229,7 @@ class Trials:
     @property
     def is_over(self) -> bool:
         """True if enough has helped, or the budget is spent."""
-        helped = [e for e in self.remedies if e.keeps_running and not e.hides]
+        helped = [each for each in self.remedies if each.keeps_running]
         # One that changes results which were finite may be far from the truth.
         helped = [e for e in helped if (e.moves_results or 0.0) <= SAME]
         enough = 1 if self.applied.trials else _ENOUGH
@@ -260,7 +258,7 @@ class Trials:
 
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
-        self.applied, self.failed, self.hiding = applied, [], []
+        self.applied, self.failed = applied, []
 
     def attempt(self, trial: Trial) -> bool:
         """Replays the step with a patch; returns True if that is a remedy.
@@ -316,9 +314,9 @@ class Trials:
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
-        if is_finite and self._nearness is not None and not result.has_backward:
-            distance, is_near = self._nearness.judged(patches, self._others)
-            remedy = replace(remedy, distance=distance, is_near=is_near)
+        is_known = result.has_backward or remedy.true_loss is not None
+        if is_finite and self._nearness is not None and not is_known:
+            remedy = replace(remedy, **self._nearness.judged(patches, self._others))
         self.remedies.append(remedy)
         if remedy.keeps_running:
             self.helped.append((patches, remedy))
@@ -347,10 +345,10 @@ class Trials:
         if self.truth is not None:
             facts = self.truth.compared(remedy, own, usual)
         is_right = facts.get("misses") == ""
-        loss = None if is_right else remedy.loss
+        loss, broken = None if is_right else remedy.loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
-            facts["usual"] = usual
-        broken = nonfinite_after(
+            broken = f"a loss of {loss:.3g} after at most {usual:.3g}"
+        broken = broken or nonfinite_after(
             self.replayer.models, self._failure.optimizers, own.gradients
         )
         if not broken and not is_right:
@@ -381,7 +379,7 @@ class Trials:
         """
         wide = self._failure.in_float64 if self.replayer.ranks.is_alone else None
         if wide is not None and self.allow(1) and self.may_run():
-            result = self._run(StepPart(), [wide, *patches])
+            result = self.run_part(StepPart(), [wide, *patches])
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]
             loss = loss_of(result)
@@ -396,15 +394,10 @@ class Trials:
 
     def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
         """Replays the step with patches; see `Replayer.run()`."""
-        return self._run(StepPart(traced, has_calls=traced >= 0), patches)
+        return self.run_part(StepPart(traced, has_calls=traced >= 0), patches)
 
-    def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult | None:
-        """Replays a part with patches; returns None if that is not finite."""
-        result = self._run(part, patches)
-        is_known = result.error is None and result.is_clean and result.has_backward
-        return result.held() if is_known else None
-
-    def _run(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
+    def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
+        """Replays a part of the step with patches."""
         from_loss = [FromLoss()] * self._drops_gradients
         observers = [] if self._nearness is None else [self._nearness]
         return self.replayer.run(part, [*self._others, *patches, *from_loss], observers)
@@ -489,7 +482,6 @@ class Failure:
         usual_gradient: The largest magnitude in the gradients of the steps before; 0 if
             none is known.
         optimizers: The optimizers, which make a step with what is tried.
-        hidden: Calls of the forward that made bad values which it does not show.
         stays_within: The step ends finite: what follows leaves the bad values out.
         within: The module that has them then; None if it is of none.
     """
@@ -512,7 +504,6 @@ class Failure:
     usual_loss: float | None = None
     usual_gradient: float = 0.0
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    hidden: Sequence[TorchCall] = ()
     stays_within: bool = False
     within: str | None = None
     loss: float | None = None
@@ -520,9 +511,9 @@ class Failure:
 
     @property
     def failing_calls(self) -> list[TorchCall]:
-        """The torch call that failed; in backward, those that may be why, too."""
+        """The torch call that failed, if it is known; in backward, the forward's."""
         own = None if self.op is None else self.op.torch_call
-        return [] if own is None else list(dict.fromkeys([own, *self.hidden]))
+        return [] if own is None else [own]
 
     @property
     def is_meant(self) -> bool:
@@ -563,7 +554,6 @@ class Failure:
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
             in_float64=in_float64(table),
-            hidden=_hidden(table) if found.phase == "backward" else (),
         )
 
     @property
@@ -572,14 +562,14 @@ class Failure:
         found, op = self.found, self.found.op
         if op is None:
             return found.phase, found.tensor
-        keys = [call.key for call in self.failing_calls[:1]]
+        keys = [call.key for call in self.failing_calls]
         return found.phase, found.module, op.file, op.line, op.name, *keys
 
     @property
     def is_complex(self) -> bool:
         """True if the call that failed was given complex numbers."""
-        calls = self.failing_calls[:1]
-        return any(value.dtype.is_complex for call in calls for value in call.inputs)
+        values = [value for call in self.failing_calls for value in call.inputs]
+        return any(value.dtype.is_complex for value in values)
 
     @property
     def half(self) -> torch.dtype | None:
@@ -592,12 +582,3 @@ class Failure:
         dtypes = {each.dtype for each in tensors}
         may_help = HALF[:1] if self.found.is_overflow else HALF
         return next((each for each in may_help if dtype_name(each) in dtypes), None)
-
-
-_MOST_HIDDEN = 2  # chosen, not measured
-
-
-def _hidden(table: OpTable) -> list[TorchCall]:
-    """The calls of a forward that made bad values, whatever became of them."""
-    calls = [op.torch_call for op in table.ops if op.makes_bad and not op.in_backward]
-    return [call for call in dict.fromkeys(calls) if call is not None][:_MOST_HIDDEN]

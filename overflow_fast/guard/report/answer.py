@@ -164,7 +164,7 @@ class ExplanationText:
 
     def _label(self, remedy: Remedy) -> str:
         """The text of a remedy, with what tells it from those with other results."""
-        if remedy.is_finite and not remedy.is_near:
+        if remedy.is_finite and remedy.misses == "output":
             return f"{remedy.text} ({remedy.outcome})"
         others = [
             each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import textwrap
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,11 +23,57 @@ class Worth(IntEnum):
     """The worth of a remedy, as its trial has shown; a smaller one is worth more."""
 
     HELPS = 0  # the step is finite with it, near what is right, and nothing breaks
-    HIDES = 1  # it helps, but an operation overflows that the loss does not show
-    FAR = 2  # finite, but the loss misses the true one by more than a tenth
-    HARMS = 3  # finite, but the output is far off, or the run breaks later
-    FAILS = 4  # not finite
-    UNTRIED = 5
+    FAR = 1  # finite, but the loss misses the true one by more than a tenth
+    HARMS = 2  # finite, but the output is far off, or the run breaks later
+    FAILS = 3  # not finite
+    UNTRIED = 4
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """The changes that a remedy makes of a batch that is finite without it.
+
+    The weights and dropout masks are the same.
+
+    Attributes:
+        moved: By how much the gradients change, relative to them (L2 norms over all
+            parameters); None where that was not measured.
+        losses: The loss without the remedy and with it; None if it is not known.
+        stand_in: The sample that was put in this batch in place of the one that fails;
+            None if it is the batch of the last clean step.
+    """
+
+    moved: float | None = None
+    losses: tuple[float, float] | None = None
+    stand_in: int | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """True if it was seen to change loss or gradients."""
+        return self._moves_loss or (self.moved is not None and self.moved > SAME)
+
+    @property
+    def _moves_loss(self) -> bool:
+        if self.losses is None:
+            return False
+        before, after = self.losses
+        return abs(after - before) > SAME * abs(before)
+
+    def __str__(self) -> str:
+        """The change in words."""
+        clean = "the last clean batch" if self.stand_in is None else ""
+        if self._moves_loss and self.losses is not None:
+            before, after = self.losses
+            change = f"the loss is {after:.4g} instead of {before:.4g}"
+            where = clean or f"sample {self.stand_in} in place of this one"
+            return f"with {where} {change}"
+        if self.is_changed:
+            whose = f"{clean}'s" if clean else "the other samples'"
+            return f"{whose} gradients change by {self.moved:.2g} of their norm"
+        stay = (
+            f"{clean} stays as it is" if clean else "the other samples stay as they are"
+        )
+        return f"{stay}, within 0.1 %"
 
 
 @dataclass(frozen=True)
@@ -42,27 +89,29 @@ class Remedy:
         tried: Whether the step was replayed with it.
         is_finite: Whether its outputs, loss and gradients were finite then.
         loss: The loss that came out; None if it is not known.
+        file: The file of the line that it replaces, or "".
+        line: The number of the first line that it replaces, or 0.
+        last_line: That of the last one.
+        parts: The changes that it is made of, where it is made of several, each with
+            its own `file` and `line`. They belong together. Where `file` is "", they
+            are in several files, or far from one another, or not all in a file.
         why: Why it was not tried; "" if it was.
-        moved: By how much it changes the gradients of the last clean step's batch, or
-            of this one with `stand_in` in place of the sample that fails, relative to
-            them (L2 norms over all parameters), with the same weights and dropout
-            masks; None where that was not measured.
-        losses: The loss of that batch without it and with it.
-        is_of_clean: Whether that is the batch of the last clean step.
-        stand_in: The sample that was put in place of the one that fails, or None.
         true_loss: The loss in float64, or where the failing call has no value there,
             of an exact form in float64; None where it is not known.
         error: How far the loss is from that, relative to it; where the loss is right,
-            and gradients are not, how far these are (L2 norm). None where the true
-            loss is beyond the dtype's maximum, which no remedy comes to.
-        misses: "loss" or "gradients", where that is more than rounding explains.
-        usual: The largest loss of the steps before, where this one is 1e5 times as
-            large and not known to be right; else None. Then it is no remedy.
-        breaks: What becomes non-finite in the optimizer's step with it, or the gradient
-            that is 1e5 times as large as the largest seen last and not known to be
-            right, in words; "" for nothing that was seen. Else it is no remedy.
+            and gradients are not, how far these are (L2 norm). Of a forward without
+            backward, how far its output is from one in float32. None where the true
+            loss is beyond the dtype's maximum, which no remedy comes to, and where
+            nothing is known.
+        misses: "loss", "gradients" or "output", where that is more than rounding
+            explains.
+        breaks: What is wrong though the step is finite, in words: the loss, or a
+            gradient, is 1e5 times as large as the largest seen last and not known to be
+            right, the optimizer's step makes something non-finite, or the last clean
+            batch is not finite with it. Then it is no remedy. "" for nothing.
         leaves: The buffer that is a thousand times as large after the step with it, as
             the statistics of a batch norm, in words; or "".
+        elsewhere: What it changes where nothing fails; None where it was not measured.
         moves_results: The largest change of those results of the changed calls that
             were finite without it, relative to the largest of them; 0 where all of them
             were seen to stay as they were. None where that is not known, or it is the
@@ -70,19 +119,8 @@ class Remedy:
         is_flat: Whether all gradients are 0 with it.
         stops_gradient: Whether no gradient goes through where it acts.
         is_of_data: Whether it changes the batch, and no code.
-        hides: The operation that overflows with it where the loss does not show it, as
-            of a divisor, in words; "" where none was seen.
-        distance: How far the output of a forward without backward is with it from one
-            in float32, relative to that; None where that was not measured.
-        is_near: Whether that is little enough for a remedy.
         modules: The modules that it runs in float32, by name; empty for another remedy.
         until: Those after which values are half precision again; see `keep_in_fp32`.
-        file: The file of the line that it replaces, or "".
-        line: The number of the first line that it replaces, or 0.
-        last_line: That of the last one.
-        parts: The changes that it is made of, where it is made of several, each with
-            its own `file` and `line`. They belong together. Where `file` is "", they
-            are in several files, or far from one another, or not all in a file.
     """
 
     text: str
@@ -95,43 +133,43 @@ class Remedy:
     last_line: int = 0
     parts: tuple[Remedy, ...] = ()
     why: str = ""
-    moved: float | None = None
-    losses: tuple[float, float] | None = None
-    is_of_clean: bool = False
-    stand_in: int | None = None
     true_loss: float | None = None
     error: float | None = None
     misses: str = ""
-    usual: float | None = None
     breaks: str = ""
     leaves: str = ""
+    elsewhere: Elsewhere | None = None
     moves_results: float | None = None
     is_flat: bool = False
     stops_gradient: bool = False
     is_of_data: bool = False
-    hides: str = ""
-    distance: float | None = None
-    is_near: bool = True
     modules: tuple[str, ...] = ()
     until: tuple[str, ...] = ()
 
     @functools.cached_property
     def worth(self) -> Worth:
-        """Its worth, as the trial has shown; by how much it is off is `error`."""
+        """Its worth, as the trial has shown; by how much it is off is `off`."""
         if not self.tried:
             return Worth.UNTRIED
         if not self.is_finite:
             return Worth.FAILS
-        if not self.is_near or self._breaks_run:
+        if self.breaks or self.misses == "output":
             return Worth.HARMS
         if self.misses == "loss" and (self.error is None or self.error > _FAR):
             return Worth.FAR
-        return Worth.HIDES if self.hides else Worth.HELPS
+        return Worth.HELPS
+
+    @property
+    def off(self) -> float:
+        """How far it is off what is right; inf where its dtype does not hold that."""
+        if self.true_loss is not None and self.error is None:
+            return math.inf
+        return (self.error or 0.0) if self.misses else 0.0
 
     @property
     def is_recommended(self) -> bool:
         """True if it was tried, made the step finite, is near and breaks nothing."""
-        return self.worth <= Worth.HIDES
+        return self.worth == Worth.HELPS
 
     @property
     def keeps_running(self) -> bool:
@@ -139,28 +177,15 @@ class Remedy:
         return self.worth <= Worth.FAR
 
     @property
-    def off(self) -> float:
-        """The distance of its loss from the true one; inf where one is not known."""
-        if self.loss is None or self.true_loss is None:
-            return float("inf")
-        return abs(self.loss - self.true_loss)
-
-    @property
     def is_right(self) -> bool:
         """True if it helps, and misses nothing, as far as known."""
-        return self.worth == Worth.HELPS and not self.misses
+        return self.is_recommended and not self.misses
 
     @property
     def harm(self) -> str:
         """The reason why it is no remedy though the step is finite with it, or ""."""
         if self.worth == Worth.FAR:
             return f"a loss of {self.loss:.3g}: {self._error_text().strip(', ()')}"
-        return self._breaks_run
-
-    @property
-    def _breaks_run(self) -> str:
-        if self.usual is not None and self.loss is not None:
-            return f"a loss of {self.loss:.3g} after at most {self.usual:.3g}"
         return self.breaks
 
     def __str__(self) -> str:
@@ -188,13 +213,13 @@ class Remedy:
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         loss += self._error_text()
         clauses = [f"finite{loss}" if self.is_finite else "not finite"]
-        if self._breaks_run:
-            clauses.append(f"but {self._breaks_run}")
-        if self.distance is not None:
-            but = "" if self.is_near else "but "
-            clauses[0] += f", {but}{rounded(100 * self.distance, 2)} % from float32"
-        if self.moved is not None:
-            clauses.append(self._moved_text())
+        if self.breaks:
+            clauses.append(f"but {self.breaks}")
+        if self.error is not None and self.true_loss is None:
+            but = "but " * bool(self.misses)
+            clauses[0] += f", {but}{rounded(100 * self.error, 2)} % from float32"
+        if self.elsewhere is not None and self.elsewhere.moved is not None:
+            clauses.append(str(self.elsewhere))
         elif self.moves_results is not None and self.moves_results > SAME:
             by = f"{min(self.moves_results, _MOST_MOVED):.2g} of the largest"
             clauses.append(f"changes results that were finite by up to {by}")
@@ -204,8 +229,8 @@ class Remedy:
             clauses.append("all gradients are 0")
         elif self.stops_gradient:
             clauses.append("no gradient where it acts")
-        for each in filter(None, (self.leaves, self.hides)):
-            clauses.append(f"but {each}")
+        if self.leaves:
+            clauses.append(f"but {self.leaves}")
         return "; ".join(clauses)
 
     @property
@@ -217,45 +242,15 @@ class Remedy:
         lines = lines if self.last_line > self.line else f"{self.line}"
         return f"{short_name(self.file)}:{lines}" if self.file else ""
 
-    @property
-    def changes_others(self) -> bool:
-        """True if it was seen to change loss or gradients where nothing fails."""
-        return self._moves_loss or (self.moved is not None and self.moved > SAME)
-
-    @property
-    def _moves_loss(self) -> bool:
-        if self.losses is None:
-            return False
-        before, after = self.losses
-        return abs(after - before) > SAME * abs(before)
-
     def _error_text(self) -> str:
         if not self.misses or self.true_loss is None or self.loss is None:
             return ""
         size = abs(self.true_loss)
-        is_small = self.error is not None and self.error * size < self.off / 2
+        distance = abs(self.loss - self.true_loss)
+        is_small = self.error is not None and self.error * size < distance / 2
         if self.error is None or (is_small and self.misses == "loss"):
             return f" (the true one is {self.true_loss:.3g})"
         by = f"{self.error:.2g} times" if self.error >= _TIMES else f"{self.error:.0%}"
         if self.misses == "gradients":
             return f", gradients {by} off the true ones"
         return f", {by} off the true {self.true_loss:.4g}"
-
-    def _moved_text(self) -> str:
-        assert self.moved is not None
-        clean = "the last clean batch" if self.is_of_clean else ""
-        if self._moves_loss and self.losses is not None:
-            before, after = self.losses
-            change = f"the loss is {after:.4g} instead of {before:.4g}"
-            if clean:
-                return f"with {clean} {change}"
-            if self.stand_in is None:
-                return f"{change} without this sample"
-            return f"with sample {self.stand_in} in place of this one {change}"
-        if self.changes_others:
-            whose = f"{clean}'s" if clean else "the other samples'"
-            return f"{whose} gradients change by {self.moved:.2g} of their norm"
-        stay = (
-            f"{clean} stays as it is" if clean else "the other samples stay as they are"
-        )
-        return f"{stay}, within 0.1 %"

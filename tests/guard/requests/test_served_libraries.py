@@ -71,7 +71,7 @@ def test_the_block_of_a_diffusers_pipeline_is_named_and_cured(options):
     )
     assert (report.forward, report.num_forwards) == (3, 4)
     assert found.remedies[0].until == ("decoder.conv_norm_out",)
-    assert found.remedies[0].distance < 0.01
+    assert found.remedies[0].error < 0.01
 
 
 def test_an_exported_graph_is_explained_by_its_own_lines():

@@ -61,7 +61,7 @@ def test_generation_is_explained(watch, cache):
     )
     assert report.requests == IDS and report.forward == 0
     best = found.remedies[0]
-    assert best.until == ("model.norm",) and best.distance < 0.01
+    assert best.until == ("model.norm",) and best.error < 0.01
     # The argument is `cache` from transformers 5.24 on.
     assert any(".layers[" in name for name in report.poisoned)
     if sys.version_info >= (3, 11) and isinstance(raised.value, RuntimeError):
@@ -175,5 +175,5 @@ def test_a_token_of_one_row_is_explained_after_the_cache_was_written_on(watch, c
     assert (report.requests, report.rows, report.token) == (["b"], [1], 3)
     assert report.line().startswith("Request b, token 3: ")
     assert (found.cause, found.module) == ("range overflow", "model.layers.1.mlp")
-    assert found.remedies[0].distance < 0.01
+    assert found.remedies[0].error < 0.01
     assert set(map(tuple, report.poisoned.values())) == {(1,)}

@@ -32,7 +32,7 @@ from overflow_fast.guard.record import record_lines
 from overflow_fast.guard.record.folding import fold
 from overflow_fast.guard.record.record_step import OfSteps
 from overflow_fast.guard.report import log_lines
-from overflow_fast.guard.report.remedy import Remedy
+from overflow_fast.guard.report.remedy import Elsewhere, Remedy
 from overflow_fast.tools.compare import recording_schema
 from overflow_fast.tools.page import evidence_schema
 from overflow_fast.tools.record.table import FlightRecord
@@ -238,8 +238,11 @@ def test_evidence_of_a_release_is_read_also_if_fields_are_missing(name, release)
 
 def test_a_dataclass_declares_what_is_written_of_it():
     declared = fields_of(evidence_schema.saved_as(Remedy))
-    assert declared["is_near"].default is True and declared["text"].default is UNSET
-    assert get_args(declared["losses"].type)[0] == tuple[Number, Number] | None
+    assert declared["tried"].default is True and declared["text"].default is UNSET
+    assert (
+        get_args(fields_of(evidence_schema.saved_as(Elsewhere))["losses"].type)[0]
+        == tuple[Number, Number] | None
+    )
     assert "artifacts" not in fields_of(evidence_schema.saved_as(Explanation))
 
 
