@@ -76,6 +76,35 @@ def test_a_residual_stream_is_cured_up_to_its_normalization():
     assert best.error == pytest.approx(own, rel=0.5)
 
 
+class Stack(Assembled):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+def make_stack(num_layers):
+    layers = nn.ModuleList(
+        Layer(norm=nn.LayerNorm(16), mlp=Mlp()) for _ in range(num_layers)
+    )
+    return Stack(layers=layers, norm=nn.LayerNorm(16))
+
+
+class Both(Assembled):
+    def forward(self, x):
+        return self.head(self.decoder(self.encoder(x)))
+
+
+def test_no_module_runs_in_float32_behind_the_normalization_that_ends_a_stream():
+    torch.manual_seed(0)
+    model = Both(encoder=make_stack(3), decoder=make_stack(4), head=nn.Linear(16, 4))
+    with torch.no_grad():
+        model.encoder.layers[1].mlp.down.weight.mul_(2e5)
+    best = explain(model.eval().half(), batch()).remedies[0]
+    assert best.is_right and best.until == ("encoder.norm",)
+    assert best.modules == ("encoder.layers.1.mlp.down", "encoder.layers.2")
+
+
 def test_bfloat16_is_a_cure_with_its_distance():
     cures = {each.text: each for each in explain(make_decoder(), batch()).remedies}
     cure = cures["use bfloat16 for the model and its inputs"]
@@ -96,9 +125,8 @@ def test_an_output_far_from_float32s_is_no_cure():
         model[0].weight.fill_(0.75)
         model[2].weight.mul_(1e-2)
     found = explain(model.half(), torch.ones(2, 16).half())
-    far = [
-        each for each in found.remedies if each.is_finite and each.misses == "output"
-    ]
+    far = [each for each in found.remedies if each.misses == "output"]
+    assert all(each.is_finite for each in far)
     assert far and not any(each.is_recommended for each in far)
     assert all(each.error > 0.01 for each in far)
     assert "from float32)" in str(found)

@@ -292,6 +292,19 @@ def test_others_are_compared_in_the_batch_with_the_same_dropout():
     assert moved[0].losses[0] == pytest.approx(expected.item(), rel=1e-4)
 
 
+def test_what_the_last_clean_batch_is_not_finite_with_is_no_remedy():
+    def loss_of(model, x):
+        return (model(torch.ones(2, 2)).flatten() * x**-1).sum()
+
+    clean, bad = torch.tensor([-1e-8, 2.0]), torch.tensor([0.0, 1e-7])
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = stopped(model, loss_of, [clean, clean, bad], optimizer)
+    added = next(each for each in found.remedies if "add 1e-8" in each.text)
+    assert "last clean batch" in added.breaks and not added.is_recommended
+    assert any(each.is_recommended for each in found.remedies)
+
+
 def test_statistics_that_the_batch_leaves_are_named():
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     x = torch.randn(8, 2)
@@ -662,20 +675,6 @@ def test_a_power_of_two_tensors_has_a_guarded_base(as_kept):
     model, x = Holder(), torch.tensor([0.0, 1.0])
     found = explain(model, x, lambda x: ((x * model.w) ** (model.w / 2)).sum())
     as_kept(found.remedies[0].text)
-
-
-def test_a_line_that_is_hard_to_read_comes_after_one_that_does_the_same(as_kept):
-    model, x = Holder(), torch.tensor([[0.0, 3.0], [0.0, -10.0]])
-
-    def loss(x):
-        distances = x * model.w
-        p = (-distances.square() / 0.001 + distances.mean()).softmax(-1).mean(0)
-        return (p * p.log()).sum()
-
-    first, second = explain(model, x, loss).remedies[:2]
-    as_kept(first.text)
-    as_kept(second.text)
-    assert first.is_right and second.is_right
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -21,7 +21,7 @@ from ...guard.report.causes import (
     UNDEFINED,
     Cause,
 )
-from ...guard.report.remedy import SAME, Elsewhere, Remedy
+from ...guard.report.remedy import Elsewhere, Remedy
 from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
@@ -186,23 +186,15 @@ def _note_drawn(failure: Failure) -> None:
 
 
 def _rank(remedy: Remedy) -> tuple[Any, ...]:
-    """The order of remedies: what is right and plain comes first."""
+    """The order of remedies: what is right comes first, then what changes the least.
+
+    That is the distance from the true loss and gradients, then the change of results
+    that are finite without it, in this step or in another batch.
+    """
     return (
-        *(remedy.worth, remedy.is_of_data, remedy.off > 0),
-        *(remedy.is_flat, bool(remedy.leaves), remedy.off),
-        (remedy.moves_results or 0.0) > SAME,
-        remedy.elsewhere is not None and remedy.elsewhere.is_changed,
-        _is_long(remedy),
+        *(remedy.worth, remedy.is_of_data, remedy.is_flat or bool(remedy.leaves)),
+        *(remedy.off, remedy.change, not remedy.code),
         remedy.stops_gradient and remedy.true_loss is None,
-    )
-
-
-_LONG = 140  # characters of a line, beyond which it is hard to read; chosen
-
-
-def _is_long(remedy: Remedy) -> bool:
-    return not remedy.code or any(
-        len(line) > _LONG for line in remedy.code.splitlines()
     )
 
 
@@ -555,8 +547,8 @@ _ATTEMPTS: tuple[
     (_is_lost, link_trials),
     (_has_calls, guard_trials),
     (_is_lost, lost_trials),
-    (_rounds_half, wider_trials),
     (_has_calls, half_trials),
+    (_rounds_half, wider_trials),
     (_overflows_half, functools.partial(wider_trials, in_words=True)),
     (_overflows, _try_smaller_weights),
     (_tries("weights"), _repair_weights),

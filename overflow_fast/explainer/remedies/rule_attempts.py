@@ -444,6 +444,7 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
 
 # In a wider dtype, until a result fits again.
 
+_MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
 _MOST_BACK = 4  # calls before the failing one whose result is the first in it
 _DEPTHS = (0, 1, _MOST_BACK)  # of these, as each takes two replays
 # Of what fits a dtype, by its largest magnitude; of float32 squares do, too.
@@ -523,6 +524,13 @@ def _wider_trial(
     table = trials.run(patches, traced=failure.place).table
     if table is None:
         return None
+    bad = [op.torch_call for op in table.ops if op.makes_bad and not op.in_backward]
+    more = {call.key for call in bad if call is not None} - keys
+    if more and len(keys) < _MOST_ROOTS:  # such as a divisor's: 1 / inf is finite
+        of_all = keys | more, failing, narrow, failure, trials, in_words
+        found = _wider_trial(*of_all)
+        if found is not None:
+            return found
     sizes: dict[TorchCall, float] = {}
     for op in table.ops:  # the last one that is no view made what a call returned
         if op.torch_call is not None and op.abs_max is not None:

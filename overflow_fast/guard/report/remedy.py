@@ -48,26 +48,28 @@ class Elsewhere:
     stand_in: int | None = None
 
     @property
-    def is_changed(self) -> bool:
-        """True if it was seen to change loss or gradients."""
-        return self._moves_loss or (self.moved is not None and self.moved > SAME)
+    def change(self) -> float:
+        """The larger change of loss and gradients; 0 for one as rounding makes it."""
+        change = max(self._change_of_loss, self.moved or 0.0)
+        return change if change > SAME else 0.0
 
     @property
-    def _moves_loss(self) -> bool:
-        if self.losses is None:
-            return False
-        before, after = self.losses
-        return abs(after - before) > SAME * abs(before)
+    def _change_of_loss(self) -> float:
+        """The change of the loss, relative to it."""
+        before, after = self.losses or (0.0, 0.0)
+        if before == after:
+            return 0.0
+        return abs(after - before) / abs(before) if before else math.inf
 
     def __str__(self) -> str:
         """The change in words."""
         clean = "the last clean batch" if self.stand_in is None else ""
-        if self._moves_loss and self.losses is not None:
+        if self.losses is not None and self._change_of_loss > SAME:
             before, after = self.losses
             change = f"the loss is {after:.4g} instead of {before:.4g}"
             where = clean or f"sample {self.stand_in} in place of this one"
             return f"with {where} {change}"
-        if self.is_changed:
+        if self.change:
             whose = f"{clean}'s" if clean else "the other samples'"
             return f"{whose} gradients change by {self.moved:.2g} of their norm"
         stay = (
@@ -165,6 +167,13 @@ class Remedy:
         if self.true_loss is not None and self.error is None:
             return math.inf
         return (self.error or 0.0) if self.misses else 0.0
+
+    @property
+    def change(self) -> float:
+        """The change of results that are finite without it; 0 if none was seen."""
+        own = self.moves_results or 0.0
+        other = 0.0 if self.elsewhere is None else self.elsewhere.change
+        return max(own if own > SAME else 0.0, other)
 
     @property
     def is_recommended(self) -> bool:

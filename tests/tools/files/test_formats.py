@@ -239,10 +239,8 @@ def test_evidence_of_a_release_is_read_also_if_fields_are_missing(name, release)
 def test_a_dataclass_declares_what_is_written_of_it():
     declared = fields_of(evidence_schema.saved_as(Remedy))
     assert declared["tried"].default is True and declared["text"].default is UNSET
-    assert (
-        get_args(fields_of(evidence_schema.saved_as(Elsewhere))["losses"].type)[0]
-        == tuple[Number, Number] | None
-    )
+    losses = fields_of(evidence_schema.saved_as(Elsewhere))["losses"]
+    assert get_args(losses.type)[0] == tuple[Number, Number] | None
     assert "artifacts" not in fields_of(evidence_schema.saved_as(Explanation))
 
 
