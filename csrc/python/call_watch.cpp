@@ -79,6 +79,10 @@ class CallWatch {
   // Sees nothing while it rests, as of finalizers that the garbage collector calls.
   void rest(bool rests) { is_resting_ = rests; }
 
+  // Sees nothing of what this thread runs as long as that is this package's own code, whose cost it
+  // would double. Returns what was so before.
+  static bool set_own(bool is_own);
+
   static int on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg);
   static int on_trace(PyObject*, PyFrameObject* frame, int what, PyObject* arg);
   static int on_audit(const char* event, PyObject* args, void*);
@@ -92,7 +96,7 @@ class CallWatch {
     std::unordered_set<int> offsets;  // of the instructions before which it is asked
   };
 
-  // The watch of this thread, unless it rests or the policy's own code runs.
+  // The watch of this thread, unless it rests, or own code runs.
   static CallWatch* watching();
   int ask(const char* method, PyObject* one, PyObject* other = nullptr);
   bool is_late();
@@ -111,7 +115,7 @@ class CallWatch {
   std::vector<std::string> audited_;
   double end_ = 0;  // by the time of the thread
   Clock::time_point last_, next_look_;
-  bool is_over_ = false, is_inside_ = false, is_resting_ = false;
+  bool is_over_ = false, is_inside_ = false, is_resting_ = false, is_own_ = false;
   int num_since_ = kGrace;
   std::unordered_map<const PyMethodDef*, bool> functions_;
   std::unordered_map<PyObject*, Code> codes_;
@@ -157,7 +161,7 @@ void CallWatch::begin(double seconds, double clock_seconds) {
   end_ = thread_seconds() + seconds;
   last_ = after(now, clock_seconds);
   next_look_ = after(now, seconds);
-  is_over_ = is_resting_ = false;
+  is_over_ = is_resting_ = is_own_ = false;
   num_since_ = kGrace;
   // Python 3.12 sees instructions only if a frame has asked for them before.
   PyObject* frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
@@ -329,8 +333,34 @@ void CallWatch::note_returned(PyObject* value) {
 
 CallWatch* CallWatch::watching() {
   CallWatch* own = current;
-  return own == nullptr || own->is_inside_ || own->is_resting_ ? nullptr : own;
+  const bool sees = own != nullptr && !own->is_inside_ && !own->is_resting_ && !own->is_own_;
+  return sees ? own : nullptr;
 }
+
+bool CallWatch::set_own(bool is_own) {
+  CallWatch* own = current;
+  if (own == nullptr || own->is_own_ == is_own) return is_own;
+  own->is_own_ = is_own;
+#if PY_VERSION_HEX < 0x030C0000
+  // What begins and ends it is own code, within which no instruction is looked at.
+  PyThreadState* state = PyThreadState_Get();
+  state->c_profilefunc = is_own ? nullptr : &CallWatch::on_profile;
+  state->c_tracefunc = nullptr;
+  state->cframe->use_tracing = is_own ? 0 : 255;
+#endif
+  return !is_own;
+}
+
+// While it is entered this package's own code runs, or again that of the program.
+class OwnCode {
+ public:
+  explicit OwnCode(bool is_own) : is_own_(is_own) {}
+  void enter() { before_ = CallWatch::set_own(is_own_); }
+  void exit(const py::args&) { CallWatch::set_own(before_); }
+
+ private:
+  bool is_own_, before_ = false;
+};
 
 int CallWatch::on_profile(PyObject*, PyFrameObject* frame, int what, PyObject* arg) {
   CallWatch* own = watching();
@@ -395,6 +425,10 @@ void bind_call_watch(py::module_& m) {
       .def("end", &CallWatch::end)
       .def("refuse_all", &CallWatch::refuse_all)
       .def("rest", &CallWatch::rest, py::arg("rests"));
+  py::class_<OwnCode>(m, "OwnCode")
+      .def(py::init<bool>(), py::arg("is_own"))
+      .def("__enter__", &OwnCode::enter)
+      .def("__exit__", &OwnCode::exit);
   m.def(
       "generator_of",
       [](const py::object& frame) {

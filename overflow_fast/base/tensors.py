@@ -130,6 +130,11 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
 PLAIN = (torch.Tensor, nn.Parameter)
 
 
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """True for tensors of torch's own classes: of others code may be the program's."""
+    return all(type(each) in PLAIN for each in tensors)
+
+
 def is_readable(tensor: torch.Tensor) -> bool:
     """True for a tensor or parameter of torch's own, whose memory is there."""
     return type(tensor) in PLAIN and has_memory(tensor)

@@ -155,6 +155,11 @@ class Float64Run:
     def _put(self, own: TapedTensor, result: torch.Tensor) -> None:
         if result.shape != own.size:
             raise ValueError("its float64 result has another shape")
+        storage, numel = result.untyped_storage(), own.contents.numel
+        is_alike = result.stride() == own.stride and own.offset == 0
+        if is_alike and result.is_contiguous() and storage.nbytes() == 8 * numel:
+            self._memory[own.memory] = result.view(-1)
+            return
         memory = torch.zeros_like(own.whole, dtype=torch.float64)
         own.of(memory).copy_(result)
         self._memory[own.memory] = memory

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from .. import _C
+from ..base.tensors import are_plain
 from ..base.torch_ops import base_of, has, is_view
 from ..base.tree import find, tensors_in
 from ..guard.report.op import Op
@@ -93,6 +95,11 @@ def _signature(func: Any) -> tuple[str, str, list[tuple[int, str, bool]], bool]:
                 is_over = argument.is_out or (place == 0 and overwrites)
                 writes.append((place, argument.name, is_over))
     return name.removesuffix(".default"), base, writes, is_view(func)
+
+
+def name_of(func: Any) -> str:
+    """The name of an operation, such as "aten.div.Tensor"."""
+    return _signature(func)[0]
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -226,7 +233,11 @@ class OpCall:
 
     def run(self) -> Any:
         """Runs it, and returns what it returned."""
-        self.output = self.func(*self.args, **self.kwargs)
+        code = _C.OwnCode(False)  # it may be the program's
+        with code:
+            self.output = self.func(*self.args, **self.kwargs)
+        if not are_plain(tensors_in(self.output)):
+            code.__enter__()  # so may be what looks at these
         return self.output
 
     @property

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from ..base.tensors import is_whole
+from .. import _C
+from ..base.tensors import are_plain, is_whole
 from ..base.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
@@ -231,7 +232,7 @@ class OpTable(OpObserver):
     def on_module(self, name: str, values: Any, is_given: bool) -> None:
         """Notes what a module is given or has returned, if it is bad."""
         floats = floats_in(values)
-        with no_dispatch():
+        with no_dispatch(), _C.OwnCode(are_plain(floats)):
             found = self.kinds.of(floats)
         for tensor, kinds in zip(floats, found, strict=True):
             # A mask's -inf is passed on; any other has an operation that made it.

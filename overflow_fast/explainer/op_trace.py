@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from ..base.modules import Handles, named_modules
+from ..base.tensors import PLAIN
 from ..detector.selection import full_name
 from ..torch_internals.replaying import (
     TorchDispatchMode,
@@ -17,7 +19,7 @@ from ..torch_internals.replaying import (
     sequence_of,
     without_torch_function,
 )
-from .op_call import OpCall
+from .op_call import OpCall, name_of
 from .users_lines import Sites, UsersLines, runs_in_hook
 
 
@@ -88,7 +90,8 @@ class ModuleStack:
         in_backward = autograd_node() is not None
         name = self._names[module]
         self._running.append((id(module), name, in_backward))
-        self._on_values(name, (args, kwargs), True)
+        with without_torch_function():
+            self._on_values(name, (args, kwargs), True)
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         # One that an exception has left without its hook stands above it.
@@ -96,7 +99,8 @@ class ModuleStack:
             self._running.pop()
         if self._running:
             self._running.pop()
-        self._on_values(self._names[module], output, False)
+        with without_torch_function():
+            self._on_values(self._names[module], output, False)
 
 
 # The one dispatch mode: it shows each operation to an observer.
@@ -104,6 +108,10 @@ class ModuleStack:
 
 class OpObserver:
     """Sees the operations of a trace, and what modules are given and return."""
+
+    def looks_at(self, name: str) -> bool:
+        """True if operations of this name are to be run by `run()`."""
+        return True
 
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation with `op.run()`, and returns what that returned.
@@ -163,16 +171,20 @@ class OpTrace(TorchDispatchMode):
         if any(each.__name__ in _WRAPPERS for each in types):
             return NotImplemented  # it comes again, with this rank's parts
         with without_torch_function():
-            op = OpCall(func, args, kwargs)
-            if op.name.startswith("profiler."):
-                return op.run()
+            name = name_of(func)
+            if name.startswith("profiler."):
+                return func(*args, **kwargs)
             # Elsewhere autograd has taken apart what consists of other operations.
             if torch.is_inference_mode_enabled():
                 with self._again():
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
-            return self._observer.run(op, self._modules)
+            if not self._observer.looks_at(name):
+                return func(*args, **kwargs)
+            # A tensor of another class may have operations of the program's.
+            with _C.OwnCode(all(each in PLAIN for each in types)):
+                return self._observer.run(OpCall(func, args, kwargs), self._modules)
 
     @contextmanager
     def _again(self) -> Iterator[None]:

@@ -195,10 +195,12 @@ class _FailsAgain(Observer, OpObserver):
         """Sees the operations that run within."""
         return OpTrace(models, self)
 
+    def looks_at(self, name: str) -> bool:
+        """See `OpObserver`."""
+        return not self.is_seen and name == self._failed.name
+
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation; see `OpObserver`."""
-        if self.is_seen or op.name != self._failed.name:
-            return op.run()
         is_finite = not any(map(kinds_of, op.read()))
         op.run()
         modules.note_caller(op)

@@ -16,6 +16,7 @@ with changes, where no operations are traced: it has a version, and a copy if ne
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -31,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
+from ..base.tensors import are_plain
 from ..base.text import is_of_program, is_own
 from ..base.torch_ops import SWAPPED, has, op_of, plain_name
 from ..torch_internals.replaying import with_function_modes
@@ -179,17 +181,19 @@ class TorchCalls(TorchFunctionMode):
 
     def on_call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call of a torch function of this name, and records it."""
-        if name == "__get__":  # such as of x.T
-            name = getattr(getattr(func, "__self__", None), "__name__", "")
-        frames = [] if has(name, "tells") else _frames(sys._getframe(1))
-        if not frames:  # it makes no tensor, or is none of the program's calls
-            return func(*args, **kwargs)
-        try:
-            call = self._begun(name, func, args, kwargs, frames)
-        except RuntimeError:  # a tensor of a kind that has no version
+        call, is_own = None, are_plain(tensors_among((args, kwargs)))
+        # It raises of a tensor of a kind that has no version.
+        with _C.OwnCode(is_own), contextlib.suppress(RuntimeError):
+            if name == "__get__":  # such as of x.T
+                name = getattr(getattr(func, "__self__", None), "__name__", "")
+            frames = [] if has(name, "tells") else _frames(sys._getframe(1))
+            if frames:
+                call = self._begun(name, func, args, kwargs, frames)
+        if call is None:  # it makes no tensor, or is none of the program's calls
             return func(*args, **kwargs)
         result = self.run(call, args, kwargs)
-        self._end(call, args, kwargs, result)
+        with _C.OwnCode(is_own and are_plain(tensors_among(result))):
+            self._end(call, args, kwargs, result)
         return result
 
     def run(self, call: TorchCall, args: Any, kwargs: Any) -> Any:

@@ -163,7 +163,7 @@ def test_a_trace_shows_operations_with_their_modules():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     seen, given, returned = [], [], []
 
-    class Names:
+    class Names(OpObserver):
         def run(self, op, modules):
             seen.append((op.base, modules.current(False)))
             return op.run()

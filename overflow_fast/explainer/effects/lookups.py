@@ -12,7 +12,7 @@ import itertools
 import types
 from typing import Any, NamedTuple
 
-from ...base.text import is_of_program
+from ...base.text import is_of_program, is_of_user
 
 
 class Unseen:
@@ -152,7 +152,8 @@ def may_loop(code: types.CodeType, file: str) -> bool:
 def places_in(code: types.CodeType, file: str) -> tuple[int, ...]:
     """The offsets where a code may wait, or take from an iterator, unseen.
 
-    Libraries' code takes from iterators of its own: there, only waits count.
+    Libraries' code takes from iterators of its own: there, only waits count. What torch
+    waits for is its own, too: nothing is told of `with` what a call has returned.
 
     Args:
         code: The code.
@@ -162,7 +163,13 @@ def places_in(code: types.CodeType, file: str) -> tuple[int, ...]:
     if not is_programs and _WITH_CODES.isdisjoint(code.co_code[::2]):
         return ()
     names = _WITH | _TAKES | _CALLS if is_programs else _WITH
-    return tuple(each.offset for each in _places_of(code).own if each.opname in names)
+    places, is_torchs = _places_of(code), not is_of_user(file)
+    return tuple(
+        each.offset
+        for index, each in enumerate(places.own)
+        if each.opname in names
+        if not (is_torchs and places.source_before(index).kind == "")
+    )
 
 
 def looked_at(frame: types.FrameType) -> tuple[list[Any], Any]:
