@@ -19,6 +19,7 @@ import torch
 
 from ..base.torch_ops import draws, op_of
 from ..base.tree import mapped, tensors_in
+from ..scanner.ops import scan
 from ..torch_internals.replaying import attention_by_definition, schema_names
 from .memory import TapedTensor
 from .op_call import OpCall
@@ -170,12 +171,14 @@ def impossible(op: OpCall) -> list[float]:
 
     Such as 0 of an `exp`: it is what rounding makes of a small number.
     """
-    values = op_of(op.base).never
-    read = [each.value for each in op.given.values()]
-    if not values or not all(bool(each.isfinite().all()) for each in read):
+    values = op_of(op.base).never  # the least and the largest, which it comes near to
+    if not values:
         return []
-    own = op.results[0].value.abs()
-    return [value for value in values if bool((own == value).any())]
+    read = [each.value for each in op.given.values() if each.is_float]
+    own, *given = scan([op.results[0].value, *read])
+    if any(each.has_nan or each.has_inf or each.not_scanned for each in given):
+        return []
+    return [value for value in values if value in (own.abs_min, own.abs_max)]
 
 
 def _nudge(values: torch.Tensor, numbers: Sequence[float]) -> None:

@@ -168,7 +168,7 @@ class OpTrace(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(each.__name__ in _WRAPPERS for each in types):
+        if types and any(each.__name__ in _WRAPPERS for each in types):
             return NotImplemented  # it comes again, with this rank's parts
         with without_torch_function():
             name = name_of(func)

@@ -29,10 +29,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import _C
-from ..base.tensors import are_plain
+from ..base.tensors import PLAIN
 from ..base.text import is_of_program, is_own
 from ..base.torch_ops import SWAPPED, has, op_of, plain_name
 from ..torch_internals.replaying import with_function_modes
@@ -71,6 +70,10 @@ class Value:
     def tensor(self) -> torch.Tensor | None:
         """The tensor, if anything holds it still."""
         return self._weak() if self._held is None else self._held
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """True if it is of this tensor, and no other had its `id` before."""
+        return self._weak() is tensor
 
     @property
     def is_as_it_was(self) -> bool:
@@ -169,7 +172,7 @@ class TorchCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[TorchCall] = []
-        self._values: Any = WeakIdKeyDictionary()
+        self._values: dict[int, Value] = {}  # by the ids of their tensors
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -181,7 +184,9 @@ class TorchCalls(TorchFunctionMode):
 
     def on_call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call of a torch function of this name, and records it."""
-        call, is_own = None, are_plain(tensors_among((args, kwargs)))
+        call = None
+        with _C.OwnCode(True):
+            is_own = _are_plain((args, kwargs))
         # It raises of a tensor of a kind that has no version.
         with _C.OwnCode(is_own), contextlib.suppress(RuntimeError):
             if name == "__get__":  # such as of x.T
@@ -192,8 +197,10 @@ class TorchCalls(TorchFunctionMode):
         if call is None:  # it makes no tensor, or is none of the program's calls
             return func(*args, **kwargs)
         result = self.run(call, args, kwargs)
-        with _C.OwnCode(is_own and are_plain(tensors_among(result))):
-            self._end(call, args, kwargs, result)
+        with _C.OwnCode(True):
+            is_own = is_own and _are_plain(result)
+            with _C.OwnCode(is_own):
+                self._end(call, args, kwargs, result)
         return result
 
     def run(self, call: TorchCall, args: Any, kwargs: Any) -> Any:
@@ -235,16 +242,17 @@ class TorchCalls(TorchFunctionMode):
         return call
 
     def _value(self, tensor: torch.Tensor) -> Value:
-        value: Value | None = self._values.get(tensor)
-        if value is None or value.version != _version_of(tensor):
-            value = self._values[tensor] = Value(tensor, None, 0)
+        value = self._values.get(id(tensor))
+        is_known = value is not None and value.is_of(tensor)
+        if value is None or not is_known or value.version != _version_of(tensor):
+            value = self._values[id(tensor)] = Value(tensor, None, 0)
         return value
 
     def _end(self, call: TorchCall, args: Any, kwargs: Any, result: Any) -> None:
         if call.is_in_place:  # its Value was that of its input
             result = args[:1] if kwargs.get("out") is None else kwargs["out"]
         for place, each in enumerate(tensors_among(result)):
-            value = self._values[each] = Value(each, call, place)
+            value = self._values[id(each)] = Value(each, call, place)
             call.results.append(value)
 
 
@@ -260,6 +268,14 @@ def leaves(value: Any) -> Iterator[Any]:
 def tensors_among(value: Any) -> list[torch.Tensor]:
     """Lists the tensors among the arguments or results of a call."""
     return [each for each in leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def _are_plain(value: Any) -> bool:
+    """True for tensors of torch's own classes: of others code may be the program's."""
+    kind = type(value)
+    if kind is tuple or kind is list or kind is dict:
+        return all(map(_are_plain, value.values() if kind is dict else value))
+    return kind in PLAIN or not issubclass(kind, (torch.Tensor, tuple, list, dict))
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], Value]) -> Any:
