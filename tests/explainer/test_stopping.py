@@ -36,10 +36,14 @@ import pytest
 import torch
 from safetensors import numpy as safetensors
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from overflow_fast.explainer.effects.lookups import places_in
 from overflow_fast.explainer.effects.rule import EffectRule, StoppedError
+from overflow_fast.explainer.op_table import OpTable
+from overflow_fast.explainer.op_trace import OpTrace
+from overflow_fast.explainer.torch_calls import TorchCalls
 
 SHORT = 0.5  # seconds
 
@@ -716,3 +720,61 @@ def test_code_made_of_a_string_is_named_by_its_caller(world):
     with pytest.raises(StoppedError, match=r"^test_code.*, test_stopping\.py:\d+$"):
         with EffectRule().applied(60):
             made["take"](world.items)
+
+
+def run_in_a_trace(function):
+    table = OpTable([], looks_back=True)
+    with EffectRule().applied(60.0), OpTrace({}, table), TorchCalls():
+        function()
+
+
+def test_what_an_operation_runs_is_seen_within_a_trace(tmp_path):
+    file = tmp_path / "written"
+
+    @torch.library.custom_op("overflow_fast_tests::writes", mutates_args=())
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        file.write_text("once more")
+        return x.clone()
+
+    with pytest.raises(StoppedError, match="writes to a file"):
+        run_in_a_trace(lambda: writes(torch.ones(2)).add(1))
+    assert not file.exists()
+
+
+class Logged(torch.Tensor):
+    """A tensor whose class writes a file where somebody detaches one."""
+
+    file = None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            cls.file.write_text("once more")
+        plain = (each.plain if isinstance(each, cls) else each for each in args)
+        return func(*plain, **(kwargs or {}))
+
+    @staticmethod
+    def of(plain):
+        made = torch.Tensor._make_subclass(Logged, plain)
+        made.plain = plain
+        return made
+
+
+class Wraps(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        is_relu = func is torch.ops.aten.relu.default
+        return Logged.of(result) if is_relu else result
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_what_looks_at_a_tensor_of_the_program_is_seen(tmp_path, is_returned):
+    Logged.file = tmp_path / "written"
+    given = Logged.of(torch.ones(2))
+    with pytest.raises(StoppedError, match="writes to a file"):
+        if is_returned:
+            with Wraps():
+                run_in_a_trace(lambda: torch.ones(2).relu())
+        else:
+            run_in_a_trace(lambda: given.add(1))
+    assert not Logged.file.exists()
