@@ -15,13 +15,13 @@ _MODULES = {
     "NonFiniteError": "guard.report.report",
     "OverflowGuard": "guard.guard",
     "RecordError": "guard.record.record_lines",
-    "RecordingError": "tools.compare.recordings",
+    "RecordingError": "tools.compare.recorded",
     "Report": "guard.report.report",
     "Stat": "scanner.ops",
     "advise_precision": "tools.precision.advise",
     "assert_finite_state": "guard.state_check",
-    "compare": "tools.compare.entry_points",
-    "compare_live": "tools.compare.entry_points",
+    "compare": "tools.compare.compare_runs",
+    "compare_live": "tools.compare.live",
     "detect_overflow": "detector.debug",
     "explain": "explainer.explain",
     "flags": "flags",
@@ -31,9 +31,9 @@ _MODULES = {
     "monitors": "monitors",
     "options": "options",
     "read_record": "tools.record.reading",
-    "recording": "tools.compare.entry_points",
+    "recording": "tools.compare.recording",
     "scan": "scanner.ops",
-    "shadow": "tools.compare.entry_points",
+    "shadow": "tools.compare.live",
 }
 __all__ = sorted(_MODULES)
 

@@ -18,11 +18,11 @@ from .guard.report.report import Report as Report
 from .guard.state_check import assert_finite_state as assert_finite_state
 from .scanner.ops import Stat as Stat
 from .scanner.ops import scan as scan
-from .tools.compare.entry_points import compare as compare
-from .tools.compare.entry_points import compare_live as compare_live
-from .tools.compare.entry_points import recording as recording
-from .tools.compare.entry_points import shadow as shadow
-from .tools.compare.recordings import RecordingError as RecordingError
+from .tools.compare.compare_runs import compare as compare
+from .tools.compare.live import compare_live as compare_live
+from .tools.compare.live import shadow as shadow
+from .tools.compare.recorded import RecordingError as RecordingError
+from .tools.compare.recording import recording as recording
 from .tools.precision.advise import advise_precision as advise_precision
 from .tools.record.reading import read_record as read_record
 

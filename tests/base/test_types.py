@@ -3,7 +3,7 @@
 import pytest
 
 from overflow_fast.base.types import TensorPath
-from overflow_fast.tools.compare.tensor_hooks import StepPath
+from overflow_fast.tools.compare.recording_schema import RowLine
 
 OUTPUT = TensorPath("h.0.attn", "output", "[0]['x']")
 OF_MODEL = TensorPath("", "input", ".attn_mask")
@@ -68,11 +68,13 @@ def test_a_weight_that_is_called_output_keeps_its_name():
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        (StepPath("h.0", "output", "[0]", call=2), "h.0 #2: output[0]"),
-        (StepPath("", "output_gradient", "[0]"), "the model: output gradient[0]"),
-        (StepPath("h.0", "parameter_gradient", "bias"), "h.0.bias: parameter gradient"),
-        (StepPath("", "parameter", "w"), "w: parameter"),
+        (("h.0", "output", "[0]", 2), "h.0 #2: output[0]"),
+        (("", "output_gradient", "[0]", 0), "the model: output gradient[0]"),
+        (("h.0", "parameter_gradient", "bias", 0), "h.0.bias: parameter gradient"),
+        (("", "parameter", "w", 0), "w: parameter"),
     ],
 )
 def test_comparisons_name_the_call_and_the_role(path, name):
-    assert str(path) == name
+    fields = dict(zip(("module", "role", "path", "call"), path, strict=True))
+    line = RowLine(order=0, phase="forward", dtype="float32", shape=(), **fields)
+    assert str(line) == name

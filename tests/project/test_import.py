@@ -94,7 +94,7 @@ shown = dir(overflow_fast)
 from overflow_fast import *
 assert sorted([*overflow_fast.__all__, "__version__"]) == shown == dir(overflow_fast)
 assert all(globals()[n] is getattr(overflow_fast, n) for n in overflow_fast.__all__)
-import overflow_fast.tools.compare.recordings, torch
+import overflow_fast.tools.compare.recorded, torch
 torch.ops.overflow_fast.scan
 """
 

@@ -52,7 +52,7 @@ def add_compare(commands: Commands) -> None:
 
 def _run_compare(parsed: argparse.Namespace) -> int:
     """Returns the exit status: see docs/guides/command-line.md."""
-    from ..compare.entry_points import compare
+    from ..compare.compare_runs import compare
     from .terminal import shown
 
     output: str = parsed.output or ""

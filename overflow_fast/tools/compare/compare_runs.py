@@ -8,84 +8,114 @@ compared, is said once for all steps that have it.
 from __future__ import annotations
 
 import collections
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+from ...base.modules import tensor_name
+from ...base.tensors import check_number
 from ...base.text import capitalized, counted, numbered, some, with_progress
 from .comparison import Comparison
 from .earlier_steps import EarlierSteps
-from .first_difference import (
-    RUNS,
-    StepContext,
-    detached_modules,
-    find_root_difference,
-    ties_of,
-)
-from .judged_rows import (
-    FLAGGED,
-    INTRODUCED,
-    PROPAGATED,
-    TensorDifference,
-    difference_of,
-    error_of_layer,
-    judge_all,
-)
+from .first_difference import RUNS, StepContext, find_root_difference, unreached
+from .judged_rows import TensorDifference, difference_of, judge_all
 from .matching import Matched, is_shared, match, tensors_of
-from .recordings import RankStep, RecordedRun, RecordedTensor, read_run
-from .run_settings import RUN
+from .recorded import RankStep, RecordedTensor, RecordingError, read_run
+from .run_settings import RUN, TIED
 from .unlike import Unlike
 
 _MAX_NAMES = 6  # in a sentence; chosen
 
 
-def compare_runs(
+def compare(
     run: str | os.PathLike[str],
     reference: str | os.PathLike[str],
-    names: Mapping[str, str],
-    threshold: float | None,
-    cosine: float | None,
+    *,
+    names: Mapping[str, str] | None = None,
+    threshold: float | None = None,
+    cosine: float | None = None,
 ) -> Comparison:
-    """Compares two folders; see `overflow_fast.compare`."""
+    """Compares two recordings layer by layer, and names the first that differs.
+
+    Steps are compared in their order, up to the first that differs. Modules are paired
+    by the names that the model gives them, whatever wraps it; where names differ, in
+    their order, by equal results and then by class and shapes. Differences are measured
+    in units of what rounding explains: from 8 times on, and if what it was computed
+    from differs 8 times less, a tensor counts as made differently there.
+
+    Args:
+        run: The folder of a recording.
+        reference: The folder of the one to compare it with.
+        names: Regular expressions in module names of `run`, and their replacements.
+        threshold: Also highlight rows with a largest absolute difference above this;
+            with a relative one, where there are fingerprints alone.
+        cosine: Also highlight rows with a lower cosine similarity.
+
+    Returns:
+        The comparison. Print it, or see its `first`.
+
+    Raises:
+        RecordingError: If a folder holds no recording. It is a ValueError.
+        ValueError: If a threshold is nan, negative, or no cosine, or a pattern wrong.
+    """
+    check_thresholds(threshold, cosine)
+    names = names_of(names)
     mine, its = read_run(run), read_run(reference)
     result = Comparison(mine.name, its.name, threshold=threshold)
-    steps, alone = StepComparison(result, names, threshold, cosine), list[int]()
-    pairs = _paired_steps(mine, its, alone)
-    for step, own, other in with_progress(pairs, "steps", None):
-        steps.add(step, own, other)
+    steps = StepComparison(result, names, threshold, cosine)
+    both = sorted(mine.files.keys() & its.files.keys())
+    for step in with_progress(both, "steps", len(both)):
+        own, other = mine.ranks(step), its.ranks(step)
+        if own and other:
+            steps.add(step, own, other)
         if result.first is not None:
             break
-    is_whole = result.first is None or next(pairs, None) is None
+    for each in (mine, its):
+        if both and not result.steps and each.damaged:
+            raise RecordingError(each.damaged[0])
     result.said += [*mine.damage(), *its.damage()]
-    if len(mine.files) != len(its.files):
-        ranks = counted(len(mine.files), "rank")
-        result.said.append(f"{ranks} against {len(its.files)}.")
-    if alone:
+    if alone := sorted(mine.files.keys() ^ its.files.keys()):
         result.said.append(f"Steps of one run only, not compared: {_some(alone)}.")
-    mine_run, its_run = ({RUN: each.files[0].head.versions} for each in (mine, its))
-    steps.unlike.add(mine_run, its_run, {})
     result.said += steps.sentences()
-    if not is_whole:
+    if result.first is not None and both[-1] > result.first.row.step:
         result.said.append("The steps behind it follow from it, and were not compared.")
     return result
 
 
-def _paired_steps(
-    run: RecordedRun, reference: RecordedRun, alone: list[int]
-) -> Iterator[tuple[int, list[RankStep], list[RankStep]]]:
-    """Yields the steps of both runs, and notes the numbers of those of one alone."""
-    mine, its = run.steps(), reference.steps()
-    own, other = next(mine, None), next(its, None)
-    while own or other:
-        if own and other and own[0] == other[0]:
-            yield own[0], own[1], other[1]
-            own, other = next(mine, None), next(its, None)
-        elif other is None or (own and own[0] < other[0]):
-            assert own is not None
-            alone.append(own[0])
-            own = next(mine, None)
-        else:
-            alone.append(other[0])
-            other = next(its, None)
+def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
+    """The patterns of module names, and their replacements.
+
+    Raises:
+        TypeError: If it is no mapping of texts.
+        ValueError: If a text is no regular expression, or no replacement for it.
+    """
+    if names is None:
+        return {}
+    if not isinstance(names, Mapping):
+        raise TypeError(f"names must be a mapping of texts, got {type(names).__name__}")
+    for pattern, new in names.items():
+        if not isinstance(pattern, str) or not isinstance(new, str):
+            raise TypeError(f"names must map texts to texts, got {pattern!r}: {new!r}")
+        try:
+            re.sub(pattern, new, "")
+        except (re.error, IndexError) as error:
+            raise ValueError(
+                f"names has {pattern!r}: {new!r}, which is wrong: {error}"
+            ) from None
+    return dict(names)
+
+
+def check_thresholds(threshold: Any, cosine: Any) -> None:
+    """Raises a TypeError or ValueError if a threshold can highlight nothing."""
+    for name, value in (("threshold", threshold), ("cosine", cosine)):
+        if value is not None:
+            check_number(name, value)
+    if threshold is not None and (math.isnan(threshold) or threshold < 0):
+        raise ValueError(f"threshold must be 0 or more, got {threshold}")
+    if cosine is not None and not -1 <= cosine <= 1:
+        raise ValueError(f"cosine must be from -1 to 1, got {cosine}")
 
 
 class StepComparison:
@@ -94,7 +124,7 @@ class StepComparison:
     Args:
         result: Gets the steps.
         names: Patterns of module names of the first run, and what the reference has.
-        threshold: See `overflow_fast.compare`.
+        threshold: See `compare()`.
         cosine: See there.
 
     Attributes:
@@ -119,7 +149,6 @@ class StepComparison:
         step: int,
         own: Sequence[RankStep],
         other: Sequence[RankStep],
-        errors: Mapping[tuple[str, int], float] | None = None,
     ) -> None:
         """Compares a step.
 
@@ -127,28 +156,28 @@ class StepComparison:
             step: Its number.
             own: What the ranks of the first run have recorded.
             other: What those of the reference have.
-            errors: The relative errors that calls of modules make of their own, by
-                module and call, where a float32 shadow has measured them.
         """
         entries, references = tensors_of(own, other)
         remarks = list(_not_recorded((*own, *other)))
+        if len(own) != len(other):
+            remarks.append(f"{counted(len(own), 'rank')} against {len(other)}")
         if is_shared(own) != is_shared(other) or len(own) != len(other):
             remarks.append(_NO_INPUT_GRADIENTS)
             entries, references = map(_without_input_gradients, (entries, references))
         matched = match(entries, references, self._names)
         rows = [difference_of(*pair, step) for pair in matched.pairs]
-        judge_all(rows, any(side.end.tf32 for side in (*own, *other)))
-        _apply_errors(rows, errors or {})
+        judge_all(rows, any(side.line.tf32 for side in (*own, *other)))
         if self._earlier.judge(rows):
             remarks.append(_NOT_JUDGED)
         known = self._context(own, other, matched)
-        known.ties = ties_of(entries), ties_of(references)
-        self._note_ties(*known.ties)
-        known.detached = detached_modules(entries, references)
+        known.detached = (
+            unreached(entries, references),
+            unreached(references, entries),
+        )
         first = find_root_difference(rows, known)
         first = None if first is None else self._earlier.described(first)
         self._earlier.add(step, rows)
-        sides = (side.end.settings for side in (*own, *other))
+        sides = (side.line.settings for side in (*own, *other))
         self._earlier.add_optimizers(sides, known.settings)
         mark(rows, self._threshold, self._cosine)
         self._result.num_alone += sum(map(len, matched.alone))
@@ -162,28 +191,30 @@ class StepComparison:
         known = StepContext(matched.missing_modules(), matched.lone_sources())
         both = own, other
         known.with_gradients = [
-            i for i in (0, 1) if any(side.end.had_gradients for side in both[i])
+            run
+            for side, run in zip(both, RUNS, strict=True)
+            if any(rank.line.had_gradients for rank in side)
         ]
-        twins = {a.place.module: b.place.module for a, b in matched.pairs}
+        known.tied = {
+            tensor_name(module, name)
+            for rank in (*own, *other)
+            for module, values in rank.line.settings.items()
+            for name, value in values.items()
+            if value.startswith(TIED)
+        }
+        twins = {a.line.module: b.line.module for a, b in matched.pairs}
         settings = dict[str, dict[str, None]]()  # in sets that keep their order
         for a, b in _rank_pairs(own, other):
-            found = self.unlike.add(a.end.settings, b.end.settings, twins)
+            found = self.unlike.add(a.line.settings, b.line.settings, twins)
             for name, texts in found.items():
                 settings.setdefault(name, {}).update(dict.fromkeys(texts))
-            drawn = sorted({*a.end.drawn, *b.end.drawn})
-            if any(a.end.random.get(n) != b.end.random.get(n) for n in drawn):
+            drawn = sorted({*a.line.drawn, *b.line.drawn})
+            if any(a.line.random.get(n) != b.line.random.get(n) for n in drawn):
                 known.has_other_random = True
                 text = f"the random states that {', '.join(drawn)} drew from"
                 self.unlike.note(RUN, "random states", text)
         known.settings = {name: list(texts) for name, texts in settings.items()}
         return known
-
-    def _note_ties(self, *ties: Mapping[str, str]) -> None:
-        for found, rest, run in zip(ties, ties[::-1], RUNS, strict=True):
-            for name, other in found.items():
-                if name not in rest:
-                    text = f"one tensor with {other} in {run} alone"
-                    self.unlike.note(name, "tie", text)
 
     def sentences(self) -> Iterator[str]:
         """The remarks, each once, and in one line all that is also unlike."""
@@ -206,14 +237,14 @@ _NOT_JUDGED = (
 
 
 def _not_recorded(sides: Sequence[RankStep]) -> Iterator[str]:
-    compiled = dict.fromkeys(name for side in sides for name in side.end.compiled)
+    compiled = dict.fromkeys(name for side in sides for name in side.line.compiled)
     if compiled:
         modules = _some(name or "the model" for name in compiled)
         yield f"nothing was recorded within {modules}: it is compiled"
     for side in sides:
-        yield from (f"not recorded: {text}" for text in side.end.failures)
-        if side.end.raised:
-            yield f"rank {side.rank} raised {side.end.raised}"
+        yield from (f"not recorded: {text}" for text in side.line.failures)
+        if side.line.raised:
+            yield f"rank {side.rank} raised {side.line.raised}"
 
 
 def _rank_pairs(
@@ -226,7 +257,7 @@ def _rank_pairs(
 
 
 def _without_input_gradients(entries: list[RecordedTensor]) -> list[RecordedTensor]:
-    return [each for each in entries if each.place.role != "input_gradient"]
+    return [each for each in entries if each.line.role != "input_gradient"]
 
 
 def _left_out(rows: Sequence[TensorDifference], matched: Matched) -> Iterator[str]:
@@ -240,9 +271,9 @@ def _left_out(rows: Sequence[TensorDifference], matched: Matched) -> Iterator[st
         yield f"{tensors} not compared, {why}: {_some(names)}"
     for alone, run in zip(matched.alone, RUNS, strict=True):
         if alone:
-            roles = collections.Counter(e.place.role.replace("_", " ") for e in alone)
+            roles = collections.Counter(e.line.role.replace("_", " ") for e in alone)
             kinds = ", ".join(counted(n, role) for role, n in roles.most_common())
-            names = list(dict.fromkeys(e.place.module or "the model" for e in alone))
+            names = list(dict.fromkeys(e.line.module or "the model" for e in alone))
             yield f"of {run} alone, not compared: {kinds} of {_some(names)}"
     pairs = [f"{a} = {b}" for a, b in matched.renamed.items() if a != b]
     if pairs:
@@ -252,20 +283,6 @@ def _left_out(rows: Sequence[TensorDifference], matched: Matched) -> Iterator[st
 
 def _some(names: Iterable[object]) -> str:
     return some(map(str, names), _MAX_NAMES)
-
-
-def _apply_errors(
-    rows: Sequence[TensorDifference], errors: Mapping[tuple[str, int], float]
-) -> None:
-    """Lets the errors that layers make themselves decide about their outputs."""
-    for row in rows:
-        made = errors.get((row.place.module, row.place.call))
-        if row.place.role == "output" and made is not None:
-            row.made = made
-            if made >= FLAGGED * error_of_layer(row):
-                row.verdict = INTRODUCED
-            elif row.verdict == INTRODUCED:
-                row.verdict = PROPAGATED
 
 
 def mark(

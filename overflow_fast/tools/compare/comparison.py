@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...base.text import aligned, as_lines, capitalized, counted, printable, rounded
-from ...guard.files.json_text import SCHEMA, dumps, parse_object
-from ...guard.files.reading import read_bytes
+from ...guard.files.json_text import SCHEMA, dumps
+from ...guard.files.writing import write_new
 from ..page.render import GENERATOR, html_templates, page_style, save_page
 from .first_difference import RootDifference
 from .judged_rows import (
@@ -176,18 +176,17 @@ class Comparison:
         """Writes the comparison as JSON.
 
         Args:
-            path: A file to write it to, or None. An older comparison is written over,
-                nothing else.
+            path: A file to write it to that is not there yet, or None.
 
         Returns:
             The JSON.
 
         Raises:
-            FileExistsError: If the file is there, and no comparison of overflow_fast.
+            FileExistsError: If the file is there.
         """
         text = dumps(self.to_dict(), indent=1)
         if path is not None:
-            check_replaceable(path).write_text(text, encoding="utf-8")
+            write_new(_new_path(path), text)
         return text
 
     def to_dataframe(self) -> Any:
@@ -210,9 +209,7 @@ class Comparison:
             FileExistsError: If the file is there.
             ImportError: If pandas or XlsxWriter is not installed.
         """
-        where = Path(path)
-        if os.path.lexists(where):
-            raise FileExistsError(f"{where} is there already: give another name")
+        where = _new_path(path)
         options = {"strings_to_formulas": False, "strings_to_urls": False}
         self.to_dataframe().to_excel(
             where,
@@ -233,6 +230,13 @@ class Comparison:
             FileExistsError: If the file is there, and no page of overflow_fast.
         """
         return save_page(path, lambda: _page_of(self.to_dict()))
+
+
+def _new_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a file that is not there yet."""
+    if os.path.lexists(path):
+        raise FileExistsError(f"{path} is there already: give another name")
+    return Path(path)
 
 
 HEADS = (
@@ -263,40 +267,6 @@ def _cells_of(row: TensorDifference) -> list[str]:
         "" if measures.max_abs is None else f"{measures.max_abs:.2e}",
         dtypes,
     ]
-
-
-# A file that may be written over: an older comparison.
-
-
-_MAX_JSON = 2**31  # a row takes about 1 KB
-_KEYS = {"schema", "kind", "name", "reference", "verdict", "counts", "rows"}
-
-
-def check_replaceable(path: str | os.PathLike[str]) -> Path:
-    """Checks that writing to a file does not destroy what is not a comparison.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The file.
-
-    Raises:
-        FileExistsError: If there is one that overflow_fast has not written.
-    """
-    where = Path(path)
-    if not os.path.lexists(where):
-        return where
-    try:
-        plain = parse_object(read_bytes(where, _MAX_JSON))
-    except OSError:
-        plain = None
-    if plain is None or not plain.keys() >= _KEYS or plain["kind"] != "comparison":
-        raise FileExistsError(
-            f"{where} is no comparison of overflow_fast, and is not written over: give "
-            "another name"
-        )
-    return where
 
 
 # A comparison as one HTML file, which needs no network and no script.

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from ...base.text import capitalized
 from .first_difference import RootDifference
 from .judged_rows import EQUAL, FLAGGED, INTRODUCED, PROPAGATED, TensorDifference
+from .recording_schema import STATE
 from .run_settings import OPTIMIZER, Settings
-from .tensor_hooks import STATE
 
 # Settings that choose an implementation of the same update.
 _IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable")

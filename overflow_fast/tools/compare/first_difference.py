@@ -14,15 +14,13 @@ from typing import Any
 
 from ...base.text import numbered, printable, rounded, some
 from .judged_rows import (
-    EQUAL,
     INTRODUCED,
-    ROUNDING,
     TensorDifference,
     coarser,
     epsilon,
 )
-from .recordings import RecordedTensor
-from .tensor_hooks import BACKWARD, FORWARD, STATE
+from .recorded import RecordedTensor
+from .recording_schema import BACKWARD, FORWARD, STATE
 
 _MAX_PLACES = 3  # in a sentence; chosen
 RUNS = "the first run", "the reference run"
@@ -158,19 +156,19 @@ class StepContext:
         missing: The modules of which a run has activations that the other lacks.
         lone_sources: The inputs, parameters and buffers of modules that one run lacks.
         settings: How the settings of modules differ, in sentences.
-        ties: The parameters of each run that are one tensor with an earlier one.
+        tied: The parameters that are one tensor with another.
         detached: The modules that no gradient reaches in the first run, and those in
             the reference, that one reaches in the other; from the loss on.
-        with_gradients: Which runs, 0 or 1, had gradients when the backward began.
+        with_gradients: The runs that had gradients when the backward began.
         has_other_random: Whether random numbers were drawn from unequal states.
     """
 
     missing: set[str] = field(default_factory=set)
     lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    ties: Sequence[Mapping[str, str]] = ({}, {})
+    tied: set[str] = field(default_factory=set)
     detached: Sequence[Sequence[str]] = ((), ())
-    with_gradients: Sequence[int] = ()
+    with_gradients: Sequence[str] = ()
     has_other_random: bool = False
 
 
@@ -193,9 +191,10 @@ def find_root_difference(
         key = first.row.place.key
         on = {r.rank for r in rows if r.place.key == key and _begins(r)}
         first.ranks = tuple(sorted(rank for rank in on if rank is not None))
-    texts = known.settings.get(first.module, ())
-    is_computed = first.kind in ("forward", "backward")
-    if texts and (is_computed or first.row.place.role == "buffer"):
+    is_module_known = first.kind != "gradients"
+    name = first.module if is_module_known else first.row.place.module
+    texts = known.settings.get(name)
+    if texts and first.kind not in ("batch", "loss", "detached"):
         first.remark = f"{first.remark} Its {'; its '.join(texts)}.".strip()
     return first
 
@@ -227,12 +226,8 @@ def _in_weights(
     row: TensorDifference, rows: Sequence[TensorDifference]
 ) -> RootDifference:
     state = [r for r in rows if r.place.phase == STATE]
-    remark = (
-        f"{sum(map(_begins, state))} of {len(state)} parameters and buffers differ."
-    )
-    if None not in row.requires_grad and len({*row.requires_grad}) == 2:
-        run = RUNS[bool(row.requires_grad[0])]
-        remark = f"It does not require gradients in {run}: frozen there. {remark}"
+    num = sum(map(_begins, state))
+    remark = f"{num} of {len(state)} parameters and buffers differ."
     place = row.place
     return RootDifference(place.module, place.class_name, "weights", row, remark=remark)
 
@@ -354,24 +349,20 @@ def _in_gradients(
     backward = [r for r in rows if r.place.phase == BACKWARD and r not in gradients]
     left = {r.place.fqn for r in backward if r.place.role == "accumulated_gradient"}
     made = [r for r in gradients if r.verdict == INTRODUCED and r.rank == row.rank]
-    is_quiet = all(r.verdict in (EQUAL, ROUNDING) for r in backward if r.measures)
     several = len({r.place.module for r in made}) > 1
     first = RootDifference("", "", "gradients", row)
     if place.role == "parameter_gradient" and place.fqn in left:
         first.remark = f"Made between backward and step: {_BETWEEN}."
-        first.remark = f"{first.remark} {_common_factor(made)}".strip()
-    elif place.role == "parameter_gradient" and not left and several and is_quiet:
+    elif place.role == "parameter_gradient" and not left and several:
         first.remark = f"Made by {_BETWEEN}, or by the backward of these layers."
-        first.remark = f"{first.remark} {_common_factor(made)}".strip()
-    elif tie := _describe_tie(place.fqn, known.ties):
-        first.remark = tie
+    elif place.fqn in known.tied:
+        first.remark = (
+            "It is a parameter of several modules, whose backward adds to it."
+        )
     elif known.with_gradients:
-        had = "Parameters had gradients before backward began, to which it adds."
-        if len(known.with_gradients) == 1:
-            run = RUNS[known.with_gradients[0]]
-            had = f"In {run} alone parameters had gradients when backward began, to "
-            had += "which it adds."
-        first.remark = had
+        runs = " and ".join(known.with_gradients)
+        first.remark = f"In {runs} parameters had gradients when backward began, to "
+        first.remark += "which it adds."
     else:
         own = [r for r in rows if r.rank == row.rank and r.place.module == place.module]
         own = [r for r in own if r.place.phase != STATE and r.measures is None]
@@ -385,88 +376,23 @@ def _in_gradients(
     return first
 
 
-def _common_factor(rows: Sequence[TensorDifference]) -> str:
-    """Describes the number that all gradients were multiplied by, if there is one."""
-    factors = [r.factor for r in rows if r.factor is not None]
-    num_known = sum(r.factor is not None or not r.is_long for r in rows)
-    if not factors or num_known < len(rows):
-        return ""
-    middle = sorted(factors)[len(factors) // 2]
-    if any(abs(each - middle) > 1e-2 * abs(middle) for each in factors):
-        return ""
-    which = (
-        "The one that differs is"
-        if len(rows) == 1
-        else f"All {len(rows)} that differ are"
-    )
-    text = f"{which} {middle:.6g} times the reference's"
-    whole = 1 / middle if 0 < abs(middle) < 1 else middle
-    if whole > 1.5 and abs(whole - round(whole)) < 1e-3:
-        text += f", as where {round(whole)} ranks or micro-batches are summed in one "
-        text += "run and averaged in the other"
-    return f"{text}."
-
-
-# Tied weights, and modules that no gradient reaches.
-
-
-def ties_of(entries: Sequence[RecordedTensor]) -> dict[str, str]:
-    """The parameters of the first rank that are one tensor with another: its name."""
-    rank = entries[0].rank if entries else None
-    own = [e for e in entries if e.rank == rank and e.place.role == "parameter"]
-    names = {e.order: e.place.fqn for e in own}
-    return {
-        e.place.fqn: names[e.tensor]
-        for e in own
-        if e.tensor != e.order and e.tensor in names and 0 not in e.shape
-    }
-
-
-def _describe_tie(fqn: str, ties: Sequence[Mapping[str, str]]) -> str:
-    """Describes whose gradients are added to a parameter's, if it is a shared one."""
-    found = []
-    for own in ties:
-        first = own.get(fqn, fqn)
-        names = (first, *(name for name in own if own[name] == first))
-        found.append(some((name for name in names if name != fqn), _MAX_PLACES))
-    if not any(found):
-        return ""
-    if all(found):
-        return f"It is one tensor with {found[0]}: the backward of each adds to it."
-    run, name = RUNS[not found[0]], found[0] or found[1]
-    text = (
-        f"In {run} alone it is one tensor with {name}, whose gradient is added to it."
-    )
-    return text
-
-
-def detached_modules(
+def unreached(
     entries: Sequence[RecordedTensor], references: Sequence[RecordedTensor]
-) -> list[list[str]]:
-    """Finds the modules that ran in both runs and that a gradient reaches in one.
+) -> list[str]:
+    """The modules that ran, and that a gradient reaches in the reference alone.
 
-    Returns:
-        Those that it does not reach in the first run, and those in the reference.
+    One also reaches a module that returns the tensor of another's row.
     """
-    found = []
-    for own, other in ((entries, references), (references, entries)):
-        ran = {e.place.module for e in own if e.place.phase == FORWARD}
-        reached = _reached(own)
-        its = (e.place.module for e in other if e.place.phase == BACKWARD)
-        missing = dict.fromkeys(m for m in its if m in ran and m not in reached)
-        found.append(list(missing) if reached else [])
-    return found
-
-
-def _reached(entries: Sequence[RecordedTensor]) -> set[str]:
-    """The modules with a gradient, also where that of one tensor is another's row."""
-    places = [e.place for e in entries if e.place.phase == BACKWARD]
-    keys = {place.forward_key for place in places}
-    forward = [e for e in entries if e.place.phase == FORWARD]
-    tensors = {(e.rank, e.tensor) for e in forward if e.place.key in keys}
-    outputs = (e for e in forward if e.place.role == "output")
-    shared = {e.place.module for e in outputs if (e.rank, e.tensor) in tensors}
-    return {place.module for place in places} | shared
+    gradients = [each.line for each in entries if each.line.phase == BACKWARD]
+    forward = [each for each in entries if each.line.phase == FORWARD]
+    keys = {line.forward_key for line in gradients}
+    tensors = {(e.rank, e.tensor) for e in forward if e.line.key in keys}
+    outputs = (e for e in forward if e.line.role == "output")
+    reached = {e.line.module for e in outputs if (e.rank, e.tensor) in tensors}
+    reached |= {line.module for line in gradients}
+    its = (e.line.module for e in references if e.line.phase == BACKWARD)
+    missing = {each.line.module for each in forward} - reached
+    return [name for name in dict.fromkeys(its) if reached and name in missing]
 
 
 def _detached(

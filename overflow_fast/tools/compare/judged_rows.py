@@ -30,9 +30,9 @@ import torch
 
 from ...base.tensors import dtype_named
 from ..precision.layers import expected_error
-from .recordings import RecordedTensor
+from .recorded import RecordedTensor
+from .recording_schema import BACKWARD, STATE, RowLine
 from .summary import Measures, estimated, factor_of, measured
-from .tensor_hooks import BACKWARD, STATE, StepPath
 
 EQUAL, ROUNDING, INTRODUCED = "equal", "rounding", "introduced"
 PROPAGATED, NOT_COMPARED = "propagated", "not compared"
@@ -51,8 +51,6 @@ class TensorDifference:
         why: Why they were not compared, or "".
         explained: The relative difference that rounding explains.
         propagated: The relative difference of what it was computed from.
-        made: The relative difference that its module alone makes of equal inputs, where
-            a float32 shadow has measured it; else None.
         verdict: "equal", "rounding", "introduced", "propagated" or "not compared".
         highlight: The user's own threshold that it exceeds, or "".
         notes: What else there is to know.
@@ -67,16 +65,15 @@ class TensorDifference:
     why: str = ""
     explained: float = 0.0
     propagated: float = 0.0
-    made: float | None = None
     verdict: str = NOT_COMPARED
     highlight: str = ""
     notes: list[str] = field(default_factory=list)
     factor: float | None = None
 
     @property
-    def place(self) -> StepPath:
+    def place(self) -> RowLine:
         """Where the first one was."""
-        return self.mine.place
+        return self.mine.line
 
     @property
     def rank(self) -> int | None:
@@ -86,12 +83,12 @@ class TensorDifference:
     @property
     def order(self) -> int:
         """Its number in the step of the first run."""
-        return self.mine.order
+        return self.mine.line.order
 
     @property
     def dtypes(self) -> tuple[str, str]:
         """The dtypes of both."""
-        return self.mine.dtype, self.its.dtype
+        return self.mine.line.dtype, self.its.line.dtype
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -133,8 +130,8 @@ class TensorDifference:
 
     def numbers(self, name: str) -> tuple[Any, Any]:
         """A number of both summaries, such as "num_nan"; None where not known."""
-        sides = self.mine.summary, self.its.summary
-        mine, its = (None if each is None else getattr(each, name) for each in sides)
+        sides = self.mine, self.its
+        mine, its = (getattr(e.line, name) if e.is_known else None for e in sides)
         return mine, its
 
     @property
@@ -160,7 +157,7 @@ class TensorDifference:
         plain: dict[str, Any] = {
             "verdict": self.verdict,
             "name": str(place),
-            "reference_name": str(self.its.place),
+            "reference_name": str(self.its.line),
             "step": self.step,
             "order": self.order,
             "rank": self.rank,
@@ -172,11 +169,11 @@ class TensorDifference:
             "path": place.path,
         }
         for name in ("dtype", "shape", "requires_grad"):
-            both = self.mine, self.its
+            both = self.mine.line, self.its.line
             plain[name], plain[f"reference_{name}"] = (getattr(x, name) for x in both)
         for name in _MEASURES:
             plain[name] = None if measures is None else getattr(measures, name)
-        for name in ("explained", "times", "propagated", "made", "factor"):
+        for name in ("explained", "times", "propagated", "factor"):
             plain[name] = getattr(self, name)
         for name in ("low", "high", "num_nan", "num_inf"):
             plain[name], plain[f"reference_{name}"] = self.numbers(name)
@@ -195,15 +192,15 @@ def difference_of(
     row = TensorDifference(mine, its, step, why=mine.line.why or its.line.why)
     if math.prod(mine.shape) != math.prod(its.shape):
         row.why = row.why or "the shapes differ"
-    if mine.summary is None or its.summary is None:
+    if not (mine.is_known and its.is_known):
         row.why = row.why or "it was not recorded"
-    if row.why or mine.summary is None or its.summary is None:
+    if row.why:
         return row
     if mine.shape != its.shape:
         row.notes.append("the shapes differ; compared as flat tensors")
-    row.measures = estimated(mine.summary, its.summary)
+    row.measures = estimated(mine.line, its.line)
     if row.relative:
-        factor, rest = factor_of(mine.summary, its.summary)
+        factor, rest = factor_of(mine.line, its.line)
         row.measures = _exact(mine, its) or row.measures
         if _is_multiple(row, rest):
             row.factor = factor
@@ -244,12 +241,6 @@ def epsilon(dtype: str) -> float:
     """The epsilon of a dtype; 0 for integers."""
     limits = _limits(dtype)
     return 0.0 if limits is None else limits.eps
-
-
-def error_of_layer(row: TensorDifference) -> float:
-    """The error that roundings of inputs, weights and output of a layer explain."""
-    kind = coarser(*row.dtypes)
-    return expected_error(getattr(torch, kind), _LEAF) if epsilon(kind) else 0.0
 
 
 def _is_mask(row: TensorDifference) -> bool:
@@ -502,8 +493,7 @@ class ErrorBounds:
 
 def _norm(row: TensorDifference) -> float:
     """The L2 norm of the reference; 0 if it is not known."""
-    summary = row.its.summary
-    return 0.0 if summary is None else summary.norm
+    return row.its.line.norm
 
 
 def _width(row: TensorDifference) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.modules import step_of
+from ...base.modules import check_module, step_of
 from ...base.tensors import devices_of, model_loss_in
 from ...base.text import dtype_name
 from ...base.tree import CALL_DEPTH, mapped
@@ -25,16 +25,15 @@ from ...explainer.snapshot import Snapshot
 from ...explainer.wider import FLOATS
 from ...guard.undo.random import RandomStates
 from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
-from ..precision.again import LocalErrors
 from ..precision.copies import check_model, to_float32
-from .compare_runs import StepComparison
+from .compare_runs import StepComparison, names_of
 from .comparison import Comparison
 from .first_difference import RootDifference
 from .first_op import first_difference, ops_within
 from .judged_rows import INTRODUCED, TensorDifference
 from .matching import mapped_name
-from .recording import StepRecorder, in_memory
-from .recordings import RankStep, RecordedTensor
+from .recorded import RankStep, RecordedTensor
+from .step_recorder import StepRecorder
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 _NO_SHADOW = (
@@ -43,15 +42,94 @@ _NO_SHADOW = (
 )
 
 
-def compare_models(
+def compare_live(
+    model: nn.Module,
+    reference: nn.Module,
+    batch: Any,
+    *,
+    reference_batch: Any = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    backward: bool = False,
+    names: Mapping[str, str] | None = None,
+) -> Comparison:
+    """Compares two models on one batch, without files.
+
+    They run one after the other from the same random states, with copies of the tensors
+    of both steps in memory. Where a layer's forward differs, that forward is run again
+    to find the operation. Random states, buffers and gradients are put back, and
+    nothing is stepped. Incurs a few CPU-GPU syncs for each tensor that differs.
+
+    Args:
+        model: The model.
+        reference: The model that it is compared with.
+        batch: What the models are called with: a tuple or list of arguments, a dict of
+            keyword arguments, or the one argument.
+        reference_batch: The reference's batch; None: the same, on its device, and cast
+            to the dtype of its weights where it has that of the model's.
+        loss: Takes a model and the batch and returns the loss; None: the model is
+            called, and the loss is in what it returns.
+        backward: Also compare gradients.
+        names: Regular expressions in module names of `model`, and their replacements.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        ValueError: If `backward` is True and there is no loss.
+
+    Example:
+        >>> a, b = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> compare_live(a, b, torch.ones(1, 2)).first.kind
+        'weights'
+    """
+    check_module(model)
+    check_module(reference, "reference")
+    its = _batch_for(reference, model, batch)
+    if reference_batch is not None:
+        its = reference_batch
+    pair = (model, reference), (batch, its)
+    return _compare_models(*pair, loss, backward, names_of(names))
+
+
+def shadow(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+    backward: bool = False,
+) -> Comparison:
+    """Compares a half-precision model with a float32 copy of itself.
+
+    As `compare_live()`. The error that each layer alone makes of equal inputs is
+    measured by `advise_precision()`.
+
+    Args:
+        model: The model, in half precision at least in part, without DDP or FSDP.
+        batch: What it is called with, see `compare_live()`.
+        loss: Takes a model and the batch and returns the loss; None: see there.
+        backward: Also compare gradients.
+
+    Returns:
+        The comparison; the copy is the reference.
+
+    Raises:
+        ValueError: If the model is wrapped, sharded, quantized or not initialized.
+    """
+    check_module(model)
+    copied = _float32_copy(model)
+    pair = (model, copied), (batch, _batch_for(copied, model, batch))
+    return _compare_models(*pair, loss, backward, {}, is_copy=True)
+
+
+def _compare_models(
     models: Sequence[nn.Module],
     batches: Sequence[Any],
     loss: Loss | None,
     backward: bool,
     names: Mapping[str, str],
-    local: LocalErrors | None = None,
+    is_copy: bool = False,
 ) -> Comparison:
-    """Compares two models; see `overflow_fast.compare_live`.
+    """Compares two models; see `compare_live()`.
 
     Args:
         models: The model and its reference.
@@ -59,28 +137,25 @@ def compare_models(
         loss: See `compare_live`.
         backward: Whether gradients are computed.
         names: See `compare_live`.
-        local: Measures the errors of the first one's layers, if the second is its copy,
-            whose code may have no effects again then.
+        is_copy: Whether the second is a copy of the first, whose code may have no
+            effects again then.
     """
     model, reference = models
     result, steps = Comparison(_name(model), _name(reference)), list[RankStep]()
     weights = [each for model in models for each in model.parameters()]
     with _undisturbed(*models), without_cached_casts(weights):
         for model, batch in zip(models, batches, strict=True):
-            is_again = local is not None and bool(steps)
-            measures = local if local is not None and not is_again else None
+            is_again = is_copy and bool(steps)
             with (
                 RandomStates(devices_of(models)),
-                measures or contextlib.nullcontext(),
                 _as_copy() if is_again else contextlib.nullcontext(),
             ):
                 steps.append(_recorded(model, batch, loss, backward))
     comparison = StepComparison(result, names)
-    mine, its = steps
-    comparison.add(0, [mine], [its], {} if local is None else local.errors)
+    comparison.add(0, *([each] for each in steps))
     result.said += comparison.sentences()
     rows = result.rows
-    if local is not None and all(len({*row.dtypes}) == 1 for row in rows):
+    if is_copy and all(len({*row.dtypes}) == 1 for row in rows):
         result.said.insert(0, _NO_SHADOW)
     result.said += _both_nonfinite(rows)
     for row in rows:
@@ -98,14 +173,14 @@ def _recorded(
     def keep(row: RecordedTensor, values: torch.Tensor) -> None:
         row.values = values.clone()  # the program may write to it
 
-    recorder = StepRecorder(model, 0, keep, is_one_thread=True)
+    recorder = StepRecorder(model, 0, keep)
     try:
         recorder.begin()
         with torch.set_grad_enabled(backward or torch.is_grad_enabled()):
             output = step_of(model, loss)(batch)
             if backward:
-                recorder.show_gradients(_gradients(model, output))
-        return in_memory(recorder)
+                recorder.record_gradients(_gradients(model, output))
+        return recorder.end().share_numbers()
     finally:
         recorder.stop()
 
@@ -183,7 +258,7 @@ def _both_nonfinite(rows: Sequence[TensorDifference]) -> list[str]:
     return []
 
 
-def batch_for(reference: nn.Module, model: nn.Module, batch: Any) -> Any:
+def _batch_for(reference: nn.Module, model: nn.Module, batch: Any) -> Any:
     """The batch on the reference's device, floats of the model's dtype in its dtype."""
     own, its = next(model.parameters(), None), next(reference.parameters(), None)
     if own is None or its is None:
@@ -202,7 +277,7 @@ def _name(model: nn.Module) -> str:
     return f"{type(model).__name__}{kind}"
 
 
-def float32_copy(model: nn.Module) -> nn.Module:
+def _float32_copy(model: nn.Module) -> nn.Module:
     """A copy of a model with half-precision weights and buffers in float32.
 
     Raises:

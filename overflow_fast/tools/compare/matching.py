@@ -4,7 +4,7 @@
 2. Tensors are paired by the names of their modules, without what PEFT adds, and after
    the user's replacements.
 3. The calls of modules that are left are aligned in their order: those of equal
-   results, and between them the rest by class and shapes.
+   results, and then the rest by class and shapes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-import torch
 
-from .recordings import RankStep, RecordedTensor
-from .summary import Summary
-from .tensor_hooks import STATE
+from .recorded import RankStep, RecordedTensor
+from .recording_schema import STATE
+from .summary import added
 
 # Tensors of a step as a whole, whichever ranks have parts of them.
 
@@ -39,7 +38,7 @@ def tensors_of(
 
 
 def _parts(step: RankStep) -> dict[object, object]:
-    return {row.place.key: row.part for row in step.rows if row.part is not None}
+    return {r.line.key: r.line.part for r in step.rows if r.line.part is not None}
 
 
 def is_shared(steps: Sequence[RankStep]) -> bool:
@@ -56,21 +55,18 @@ def _of_ranks(ranks: Sequence[RankStep]) -> list[RecordedTensor]:
         return ranks[0].rows
     for step in ranks:
         for row in step.rows:
-            groups.setdefault(row.place.key, []).append(row)
+            groups.setdefault(row.line.key, []).append(row)
     found = [entry for group in groups.values() for entry in _combined(group)]
-    return sorted(found, key=lambda entry: entry.order)
+    return sorted(found, key=lambda entry: entry.line.order)
 
 
 def _combined(group: list[RecordedTensor]) -> list[RecordedTensor]:
-    if all(row.part is not None for row in group):
+    first = group[0]
+    if all(row.line.part is not None for row in group):
         return [_joined(group)]
-    sums = [None if row.summary is None else row.summary.sums for row in group]
-    first = sums[0]
-    is_equal = first is not None and all(
-        s is not None and torch.equal(s, first) for s in sums
-    )
-    if is_equal or (first is None and len({row.line.why for row in group}) == 1):
-        return [replace(group[0], rank=None)]
+    is_equal = len({row.line.fingerprint for row in group}) == 1
+    if is_equal and (first.is_known or len({row.line.why for row in group}) == 1):
+        return [replace(first, rank=None)]
     return group
 
 
@@ -78,38 +74,20 @@ def _joined(group: list[RecordedTensor]) -> RecordedTensor:
     """Puts the parts of a tensor together; replicas count once."""
     parts = dict[object, RecordedTensor]()
     for row in group:
-        if row.part is not None:
-            parts.setdefault((row.part.offset, row.part.partial), row)
+        parts.setdefault(row.line.part, row)
     rows = list(parts.values())
-    whole = replace(group[0], rank=None, summary=None, parts=rows)
-    found = [row.summary for row in rows if row.summary is not None]
-    is_partial = any(row.part is not None and row.part.is_partial for row in rows)
+    line = msgspec.structs.replace(group[0].line, fingerprint=None)
+    whole = RecordedTensor(line, rank=None, parts=rows)
+    shards = [row.line.shard for row in rows]
+    is_partial = any(each is not None and each.is_partial for each in shards)
     held, numel = sum(math.prod(r.local) for r in rows), math.prod(whole.shape)
-    why = whole.line.why
-    if len(found) < len(rows):
-        why = why or "a part was not recorded"
+    if not all(row.is_known for row in rows):
+        line.why = line.why or "a part was not recorded"
     elif held != numel and not is_partial:
-        why = f"parts of {held} of {numel} elements"
+        line.why = f"parts of {held} of {numel} elements"
     else:
-        whole.summary = _sum_of(found, is_partial)
-    whole.line = msgspec.structs.replace(whole.line, why=why)
+        line.take(added([row.line for row in rows], is_partial))
     return whole
-
-
-def _sum_of(found: Sequence[Summary], is_partial: bool) -> Summary:
-    """The sum of parts; of those that are added the range is not known."""
-    total = Summary(
-        min((s.low for s in found if not math.isnan(s.low)), default=math.nan),
-        max((s.high for s in found if not math.isnan(s.high)), default=math.nan),
-        sum(s.squares for s in found),
-        sum(s.num_nan for s in found),
-        sum(s.num_inf for s in found),
-        torch.stack([s.sums for s in found]).sum(0),
-    )
-    if not is_partial:
-        return total
-    squares = float(total.sums.square().sum())
-    return replace(total, low=math.nan, high=math.nan, squares=squares)
 
 
 # Pairs of tensors of two runs.
@@ -137,15 +115,15 @@ class Matched:
     def missing_modules(self) -> set[str]:
         """The modules of which a run has activations or gradients without a twin."""
         missing = (*self.alone[0], *self.alone[1])
-        return {each.place.module for each in missing if each.place.phase != STATE}
+        return {each.line.module for each in missing if each.line.phase != STATE}
 
     def lone_sources(self) -> dict[str, list[str]]:
         """The inputs, parameters and buffers of each module without a twin."""
         found: dict[str, list[str]] = {}
         for each in (*self.alone[0], *self.alone[1]):
-            if each.place.role in ("input", "parameter", "buffer"):
-                text = f"{each.place} of one run alone"
-                found.setdefault(each.place.module, []).append(text)
+            if each.line.role in ("input", "parameter", "buffer"):
+                text = f"{each.line} of one run alone"
+                found.setdefault(each.line.module, []).append(text)
         return found
 
 
@@ -171,18 +149,18 @@ def match(
     if renamed:
         matched.renamed = {name: other for (name, _), (other, _) in renamed.items()}
         moved = {
-            id(e): renamed.get((mine[id(e)], e.place.call), (mine[id(e)], 0))[0]
+            id(e): renamed.get((mine[id(e)], e.line.call), (mine[id(e)], 0))[0]
             for e in left[0]
         }
         left = _pair_by_key(matched, *left, moved, its)
     matched.alone = left
-    matched.pairs.sort(key=lambda pair: (pair[0].order, pair[0].rank or 0))
+    matched.pairs.sort(key=lambda pair: (pair[0].line.order, pair[0].rank or 0))
     return matched
 
 
 def _plain_name(entry: RecordedTensor) -> str:
     """The name without what PEFT puts before it, and around adapted layers."""
-    name = entry.place.module
+    name = entry.line.module
     if not name.startswith(_PEFT):
         return name
     return name[len(_PEFT) :].removesuffix(".base_layer")
@@ -222,11 +200,11 @@ def _pair_by_key(
                 left.append(each)
         waiting_a = left
         waiting_b = [each for queue in pool.values() for each in queue]
-    return waiting_a, sorted(waiting_b, key=lambda each: each.order)
+    return waiting_a, sorted(waiting_b, key=lambda each: each.line.order)
 
 
 def _key(entry: RecordedTensor, name: str, has_path: bool) -> object:
-    place = entry.place
+    place = entry.line
     # An argument may be given by position in one run and by name in the other.
     is_whole = has_path or not place.is_of_call
     path = place.path if is_whole else entry.shape
@@ -240,8 +218,8 @@ def _calls(
     found: dict[Call, list[RecordedTensor]] = {}
     for entry in entries:
         name = names[id(entry)]
-        if entry.place.role == "output" and not entry.rank and name not in known:
-            found.setdefault((name, entry.place.call), []).append(entry)
+        if entry.line.role == "output" and not entry.rank and name not in known:
+            found.setdefault((name, entry.line.call), []).append(entry)
     return found
 
 
@@ -249,37 +227,27 @@ def _aligned(
     calls: Mapping[Call, list[RecordedTensor]],
     others: Mapping[Call, list[RecordedTensor]],
 ) -> dict[Call, Call]:
-    """Aligns calls in their order: those of equal results, and between them the rest.
+    """Aligns calls in their order: those of equal results, then by class and shapes.
 
-    Results are equal bit for bit; the rest is aligned by class and shapes.
+    A module that one run has more would shift all others of its kind.
     """
-    sides = list(calls.items()), list(others.items())
     found: dict[Call, Call] = {}
-    i = j = 0
-    ends = len(calls), len(others)
-    for k, m in (*_common([[_result(c[1]) for c in side] for side in sides]), ends):
-        part, its = sides[0][i:k], sides[1][j:m]
-        kinds = [[_kind(c[1]) for c in side] for side in (part, its)]
-        found |= {part[x][0]: its[y][0] for x, y in _common(kinds)}
-        if k < len(calls):
-            found[sides[0][k][0]] = sides[1][m][0]
-        i, j = k + 1, m + 1
+    for key in (_result, _kind):
+        mine = [call for call in calls if call not in found]
+        its = [call for call in others if call not in found.values()]
+        keys = [key(calls[call]) for call in mine], [key(others[call]) for call in its]
+        matcher = difflib.SequenceMatcher[Any](None, *keys, autojunk=False)
+        for i, j, length in matcher.get_matching_blocks():
+            found |= {mine[i + k]: its[j + k] for k in range(length)}
     return found
 
 
-def _common(keys: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    """The indices of equal keys of two lists, in both orders."""
-    matcher = difflib.SequenceMatcher[Any](None, keys[0], keys[1], autojunk=False)
-    blocks = matcher.get_matching_blocks()
-    return [(i + k, j + k) for i, j, length in blocks for k in range(length)]
-
-
 def _kind(outputs: Sequence[RecordedTensor]) -> object:
-    return outputs[0].place.class_name, tuple(each.shape for each in outputs)
+    return outputs[0].line.class_name, tuple(each.shape for each in outputs)
 
 
 def _result(outputs: Sequence[RecordedTensor]) -> object:
     """The shapes and fingerprints of a result; equal to no other if not known."""
-    sums = [e.summary.sums.tolist() for e in outputs if e.summary is not None]
-    is_known = len(sums) == len(outputs)
-    return (_kind(outputs), tuple(map(tuple, sums))) if is_known else object()
+    is_known = all(each.is_known for each in outputs)
+    prints = tuple(each.line.fingerprint for each in outputs)
+    return (_kind(outputs), prints) if is_known else object()

@@ -1,4 +1,7 @@
-"""The fields of a recording's lines: docs/formats.md."""
+"""The lines of a recording: docs/formats.md.
+
+A file has a step of a rank: a line with its settings, and a row for each tensor.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,60 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from ...guard.files.fields import Count, Index, Number, Time, meaning
-from ...guard.files.schema import Lines
-from .summary import WIDTH
+from ...guard.files.fields import Count, Index, Time, meaning
+from .summary import Shard, Summary
 
+SCHEMA = 1  # of recordings
 MOST = 2**62  # elements; numbers beyond have no float, either
 Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
 
+STATE, FORWARD, BACKWARD = "state", "forward", "backward"  # the phases of a step
 
-class HeadLine(Struct, tag_field="kind", tag="recording", kw_only=True):
-    """The first line."""
+
+class StepLine(Struct, tag_field="kind", tag="recording", kw_only=True):
+    """The first line: a step of a rank, its settings and random states."""
 
     schema: Annotated[int, meaning("the version of the format")]
-    time: Annotated[Time, meaning("when it began, in seconds since 1970")] = 0.0
-    tensors: Annotated[
-        bool | UnsetType, meaning("whether the tensors themselves are kept")
-    ] = UNSET
-    class_name: Annotated[str | UnsetType, meaning("the class of the model")] = field(
-        name="class", default=UNSET
-    )
-    host: Annotated[str | UnsetType, meaning("the name of the machine")] = UNSET
-    pid: Annotated[Count | UnsetType, meaning("the process")] = UNSET
+    time: Annotated[Time, meaning("when it ended, in seconds since 1970")] = 0.0
+    step: Annotated[Count, meaning("the number of the step")]
     rank: Annotated[Index, meaning("the rank of this process")]
     world_size: Annotated[
         int, Meta(ge=1, le=2**31), meaning("how many ranks there are")
     ] = 1
-    versions: Annotated[dict[str, str], meaning("releases of torch and others")] = {}
+    class_name: Annotated[str | UnsetType, meaning("the class of the model")] = field(
+        name="class", default=UNSET
+    )
+    settings: Annotated[
+        dict[str, dict[str, str]],
+        meaning(
+            "by name: `the run`, versions, torch's settings and the dtypes of weights; "
+            "a module, its plain attributes as Python writes them, its parameters that "
+            "are tied or frozen; `module #call`, the plain "
+            "arguments of a call; `the optimizer`, `the optimizer, group 2`, `the "
+            "optimizer 2`, the class and the settings of optimizers that stepped the "
+            "model, and how many of its parameters that require gradients they lack"
+        ),
+    ] = {}
+    tf32: Annotated[bool, meaning("whether float32 may be rounded to TF32")] = False
+    compiled: Annotated[list[str], meaning("compiled modules with others inside")] = []
+    random: Annotated[dict[str, str], meaning("a digest of each generator")] = {}
+    drawn: Annotated[list[str], meaning("the generators that were drawn from")] = []
+    had_gradients: Annotated[
+        bool, meaning("whether parameters had gradients when the first backward began")
+    ] = False
+    failures: Annotated[list[str], meaning("what could not be recorded")] = []
+    raised: Annotated[str, meaning("the exception that ended the step")] = ""
+    rows: Annotated[Count, meaning("how many rows follow")]
 
 
-class RowLine(Struct, tag_field="kind", tag="row", kw_only=True, omit_defaults=True):
-    """A tensor at its place in a step; fields that have their default are left out."""
+class RowLine(Summary, tag_field="kind", tag="row", kw_only=True, omit_defaults=True):
+    """A tensor at its place in a step; fields that have their default are left out.
 
-    step: Annotated[Count, meaning("the number of the step")]
+    Gradients are named for what they belong to: "output_gradient", "input_gradient",
+    "accumulated_gradient" (a parameter's, as backward leaves it, before clipping or an
+    all-reduce) and "parameter_gradient" (as the optimizer finds it).
+    """
+
     order: Annotated[Count, meaning("its number in the step, from 0")]
     phase: Annotated[str, meaning('`"state"`, `"forward"` or `"backward"`')]
     module: Annotated[str, meaning("the name of the module")]
@@ -68,24 +93,60 @@ class RowLine(Struct, tag_field="kind", tag="row", kw_only=True, omit_defaults=T
             "summed parts"
         ),
     ] = None
-    low: Annotated[Number, meaning("the least value, or nan if there is none")] = "nan"
-    high: Annotated[Number, meaning("the greatest value")] = "nan"
-    squares: Annotated[Number, meaning("the sum of squares")] = 0.0
-    num_nan: Annotated[Count, meaning("how many elements are nan")] = 0
-    num_inf: Annotated[Count, meaning("how many are inf or -inf")] = 0
-    fingerprint: Annotated[bytes | None, meaning("251 sums, in base64")] = None
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        """The place in the step: the same in each run of the same model."""
+        return self.module, self.call, self.role, self.path
+
+    @property
+    def forward_key(self) -> tuple[str, int, str, str]:
+        """The key of the forward's tensor whose gradient this is."""
+        role = self.role.removesuffix("_gradient")
+        return self.module, self.call, role, self.path
+
+    @property
+    def is_computed(self) -> bool:
+        """True for what the model makes: no weight of its own, nor what it is given."""
+        is_given = self.role == "input" and not self.module
+        return self.phase != STATE and not is_given
+
+    @property
+    def is_of_call(self) -> bool:
+        """True for all but parameters and buffers, and gradients of those."""
+        return not self.role.startswith(("parameter", "buffer", "accumulated"))
+
+    @property
+    def fqn(self) -> str:
+        """The qualified name of a parameter or buffer."""
+        return f"{self.module}.{self.path}" if self.module else self.path
+
+    @property
+    def shard(self) -> Shard | None:
+        """Its place in a tensor that ranks share, or None."""
+        return None if self.part is None else Shard(*self.part)
+
+    def __str__(self) -> str:
+        """The place as comparisons write it, such as `h.0.attn #1: output[0]`.
+
+        Each role is named behind the colon, and calls have numbers: a comparison lists
+        a parameter, its gradient and every call of its module beside one another.
+        """
+        role = self.role.replace("_", " ")
+        call = f" #{self.call}" if self.call else ""
+        if not self.is_of_call:
+            return f"{self.fqn}{call}: {role}"
+        return f"{self.module or 'the model'}{call}: {role}{self.path}"
 
     def __post_init__(self) -> None:
         """Checks what would send a reader elsewhere, or round in a circle."""
+        self.check()
         if math.prod(self.shape) > MOST:
             raise ValueError(f"no tensor has the shape {self.shape}")
         if self.same is not None and self.same >= self.order:
             raise ValueError("a tensor cannot be the same as a later one")
         if self.file and self.file != self.file.replace("\\", "/").rpartition("/")[2]:
             raise ValueError("a file of tensors must lie beside its recording")
-        print_ = self.fingerprint
-        if print_ is not None and len(print_) not in (4 * WIDTH, 8 * WIDTH):
-            raise ValueError(f"a fingerprint has {len(print_)} bytes")
         if self.part is not None:
             shape, offset, _ = self.part
             if math.prod(shape) > MOST:
@@ -97,35 +158,4 @@ class RowLine(Struct, tag_field="kind", tag="row", kw_only=True, omit_defaults=T
                 raise ValueError("a part must lie in its tensor")
 
 
-class RecordedStepLine(Struct, tag_field="kind", tag="step", kw_only=True):
-    """The end of a step: settings and random states."""
-
-    step: Annotated[Count, meaning("the number of the step")]
-    settings: Annotated[
-        dict[str, dict[str, str]],
-        meaning(
-            "by name: `the run`, torch's settings and the dtypes of weights; a module, "
-            "its plain attributes as Python writes them; `module #call`, the plain "
-            "arguments of a call; `the optimizer`, `the optimizer, group 2`, `the "
-            "optimizer 2`, the class and the settings of optimizers that stepped the "
-            "model, and how many of its parameters that require gradients they lack"
-        ),
-    ] = {}
-    tf32: Annotated[bool, meaning("whether float32 may be rounded to TF32")] = False
-    compiled: Annotated[list[str], meaning("compiled modules with others inside")] = []
-    random: Annotated[dict[str, str], meaning("a digest of each generator")] = {}
-    drawn: Annotated[list[str], meaning("the generators that were drawn from")] = []
-    had_gradients: Annotated[
-        bool, meaning("whether parameters had gradients when the first backward began")
-    ] = False
-    failures: Annotated[list[str], meaning("what could not be recorded")] = []
-    raised: Annotated[str, meaning("the exception that ended the step")] = ""
-    rows: Annotated[Count, meaning("how many rows it has")]
-
-
-KINDS = (HeadLine, RowLine, RecordedStepLine)
-
-
-def decoder() -> Lines:
-    """Returns what decodes the lines of a recording."""
-    return Lines(*KINDS)
+KINDS = (StepLine, RowLine)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import os
 import platform
-import socket
 import sys
 from collections.abc import Mapping, Set
 from typing import Any
@@ -14,13 +12,14 @@ import torch
 from torch import nn
 
 from ... import __version__
-from ...base.modules import named_modules, stepped_by
+from ...base.modules import named_modules, stepped_by, tensor_name
 from ...base.tensors import devices_of
 from ...base.text import dtype_name
-from ...guard.process import own_rank, world_size
 from ...torch_internals.compiler import uncompiled
+from ...torch_internals.module_internals import own_parameters
 from ..torch_settings import settings_of_torch
 
+TIED = "one tensor with "  # of a parameter, and the names of the others
 RUN, OPTIMIZER = "the run", "the optimizer"  # begin names that are not of modules
 Settings = dict[str, dict[str, str]]
 _LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "numpy")
@@ -47,21 +46,15 @@ def versions() -> dict[str, str]:
     return found
 
 
-def process() -> dict[str, Any]:
-    """The host, the process and its rank."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "rank": own_rank(),
-        "world_size": world_size(),
-    }
-
-
 _ON_GPU = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
 
 
 def settings_of(model: nn.Module) -> Settings:
-    """The settings of torch, and the plain attributes of each module, such as eps."""
+    """Versions, the settings of torch, and those of each module.
+
+    A module's are its plain attributes, such as eps, and which of its parameters are
+    frozen or one tensor with another.
+    """
     devices = devices_of([model])
     types = ["cpu", *dict.fromkeys(device.type for device in devices)]
     tensors = [*model.parameters(), *model.buffers()]
@@ -72,14 +65,34 @@ def settings_of(model: nn.Module) -> Settings:
         if torch.is_autocast_enabled(t)
     ]
     run = {
+        **versions(),
         "devices": ", ".join(["cpu", *map(str, devices)]),
         "dtypes of weights": ", ".join(f"{k} {n}" for k, n in dtypes.most_common()),
         "autocast": ", ".join(autocast) or "none",
         "threads": str(torch.get_num_threads()),
         **{name: str(value) for name, value in settings_of_torch().items()},
     }
-    found = {name: scalars_in(vars(uncompiled(m))) for name, m in named_modules(model)}
-    return {RUN: run, **found}
+    modules = named_modules(model)
+    names: dict[int, list[str]] = {}  # of each parameter
+    for name, module in modules:
+        for path, each in own_parameters(module).items():
+            names.setdefault(id(each), []).append(tensor_name(name, path))
+    found: Settings = {RUN: run}
+    for name, module in modules:
+        values = scalars_in(vars(uncompiled(module)))
+        own = {k: p for k, p in own_parameters(module).items() if p is not None}
+        for path, each in own.items():
+            fqn = tensor_name(name, path)
+            others = [n for n in names[id(each)] if n != fqn]
+            if others and each.numel():
+                values[path] = f"{TIED}{', '.join(others)}"
+        if own:
+            frozen = [path for path, each in own.items() if not each.requires_grad]
+            values["requires_grad"] = (
+                f"False of {', '.join(frozen)}" if frozen else "True"
+            )
+        found[name] = values
+    return found
 
 
 def has_tf32(model: nn.Module) -> bool:

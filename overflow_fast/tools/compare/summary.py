@@ -19,20 +19,21 @@ sign of its own.
 
 from __future__ import annotations
 
-import array
 import contextlib
 import functools
 import math
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Struct
 
 from ... import _C
 from ...base.tensors import PLAIN, NotScanned, real_parts, resolve
+from ...guard.files.fields import Count, Number, meaning
 from ...torch_internals.tensor_internals import local_tensor
 
 WIDTH = 251  # sums, a prime: as float32 they take 1004 bytes
@@ -241,49 +242,70 @@ def pieces(
 # The numbers that a recording keeps of a tensor.
 
 
-@dataclass
-class Summary:
-    """Ranges, counts and the fingerprint of a tensor; of finite values only.
+class Summary(Struct):
+    """Ranges, counts and the fingerprint of a tensor; of finite values only."""
 
-    Attributes:
-        low: The least value, or nan if there is none.
-        high: The greatest value.
-        squares: The sum of their squares.
-        num_nan: How many are nan.
-        num_inf: How many are inf or -inf.
-        sums: The fingerprint, 251 float64 on the CPU.
-    """
-
-    low: float
-    high: float
-    squares: float
-    num_nan: int
-    num_inf: int
-    sums: torch.Tensor
+    low: Annotated[Number, meaning("the least value, or nan if there is none")] = "nan"
+    high: Annotated[Number, meaning("the greatest value")] = "nan"
+    squares: Annotated[Number, meaning("the sum of squares")] = 0.0
+    num_nan: Annotated[Count, meaning("how many elements are nan")] = 0
+    num_inf: Annotated[Count, meaning("how many are inf or -inf")] = 0
+    fingerprint: Annotated[bytes | None, meaning("251 sums, in base64")] = None
 
     @property
     def norm(self) -> float:
-        """The L2 norm of the finite values."""
-        return math.sqrt(self.squares)
+        """The L2 norm of the finite values; 0 if it is not known."""
+        return math.sqrt(float(self.squares))
 
     @property
-    def fingerprint(self) -> bytes:
-        """The fingerprint as 251 float32, or float64 where one is too large."""
-        sums = self.sums.tolist()
-        try:
-            return struct.pack(f"<{WIDTH}f", *sums)
-        except OverflowError:  # masks have the lowest number of their dtype many times
-            return struct.pack(f"<{WIDTH}d", *sums)
+    def sums(self) -> torch.Tensor:
+        """The fingerprint as 251 float64 on the CPU; 0 if it is not known."""
+        data = self.fingerprint or bytes(4 * WIDTH)
+        form = "f" if len(data) == 4 * WIDTH else "d"
+        numbers = struct.unpack(f"<{WIDTH}{form}", data)
+        with without_modes():
+            return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+    def take(self, found: Summary) -> None:
+        """Takes over the numbers of another."""
+        for name in Summary.__struct_fields__:
+            setattr(self, name, getattr(found, name))
+
+    def check(self) -> None:
+        """Raises ValueError if the fingerprint is none; makes texts to numbers."""
+        if self.fingerprint is not None:
+            if len(self.fingerprint) not in (4 * WIDTH, 8 * WIDTH):
+                raise ValueError(f"a fingerprint has {len(self.fingerprint)} bytes")
+            numbers = map(float, (self.low, self.high, self.squares))
+            self.low, self.high, self.squares = numbers
 
 
-def sums_of(fingerprint: bytes) -> torch.Tensor:
-    """Reads what `Summary.fingerprint` has written."""
-    is_float = len(fingerprint) == 4 * WIDTH
-    found = array.array("f" if is_float else "d", fingerprint)
-    if sys.byteorder == "big":
-        found.byteswap()
-    kind = torch.float32 if is_float else torch.float64
-    return torch.frombuffer(found, dtype=kind).double()
+def summary_of(numbers: torch.Tensor) -> Summary:
+    """The summary of numbers of `summarize()` that are on the CPU."""
+    low, high, squares, num_nan, num_inf, *sums = numbers.tolist()
+    form = "f" if numbers.dtype == torch.float32 else "d"
+    fingerprint = struct.pack(f"<{WIDTH}{form}", *sums)
+    return Summary(low, high, squares, int(num_nan), int(num_inf), fingerprint)
+
+
+def added(parts: Sequence[Summary], is_partial: bool) -> Summary:
+    """The summary of a tensor from those of its parts.
+
+    Args:
+        parts: The parts, each at its place in the whole.
+        is_partial: Whether they are added, so that their range is not known.
+    """
+    total = torch.stack([each.sums for each in parts]).sum(0)
+    ranges = [(float(each.low), float(each.high)) for each in parts]
+    low = min((low for low, _ in ranges if not math.isnan(low)), default=math.nan)
+    high = max((high for _, high in ranges if not math.isnan(high)), default=math.nan)
+    squares = sum(float(each.squares) for each in parts)
+    if is_partial:
+        low = high = math.nan
+        squares = float(total.square().sum())
+    counts = sum(each.num_nan for each in parts), sum(each.num_inf for each in parts)
+    numbers = torch.tensor([low, high, squares, *counts], dtype=torch.float64)
+    return summary_of(torch.cat([numbers, total]))
 
 
 def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
@@ -297,12 +319,8 @@ def fetch(numbers: list[torch.Tensor]) -> list[Summary]:
     found: dict[int, Summary] = {}
     for indices in groups.values():
         with without_modes():
-            table = torch.stack([numbers[i] for i in indices]).cpu().double()
-            rows = [(row[:5].tolist(), row[5:].clone()) for row in table]
-        for i, ((low, high, squares, num_nan, num_inf), sums) in zip(
-            indices, rows, strict=True
-        ):
-            found[i] = Summary(low, high, squares, int(num_nan), int(num_inf), sums)
+            table = torch.stack([numbers[i] for i in indices]).cpu()
+            found |= zip(indices, map(summary_of, table), strict=True)
     return [found[i] for i in range(len(numbers))]
 
 
@@ -320,35 +338,28 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | NotScanned:
     return real_parts(values)
 
 
-def summarize(
-    values: torch.Tensor, part: Shard | None = None, has_sums: bool = True
-) -> torch.Tensor:
+def summarize(values: torch.Tensor, part: Shard | None = None) -> torch.Tensor:
     """Computes the numbers of a summary. Does not incur a CPU-GPU sync.
 
     Args:
         values: What `values_of()` returned.
         part: Its place in a tensor that ranks share.
-        has_sums: Whether to compute the fingerprint; else it is 0.
 
     Returns:
         The numbers on the tensor's device, for `fetch()`.
     """
     with without_modes():
         wide = wide_dtype(values)
-        numbers = _numbers(values, part, wide, False, has_sums)
+        numbers = _numbers(values, part, wide, False)
         # Without what is not finite; then, where squares leave float32, in float64.
         for dtype in (wide, torch.float64):
             if values.device.type == "cpu" and not numbers[2].isfinite():
-                numbers = _numbers(values, part, dtype, True, has_sums)
+                numbers = _numbers(values, part, dtype, True)
         return numbers
 
 
 def _numbers(
-    values: torch.Tensor,
-    part: Shard | None,
-    wide: torch.dtype,
-    is_slow: bool,
-    has_sums: bool,
+    values: torch.Tensor, part: Shard | None, wide: torch.dtype, is_slow: bool
 ) -> torch.Tensor:
     """Low, high, squares, counts of nan and inf, and the fingerprint, in one tensor."""
     device = values.device
@@ -362,8 +373,7 @@ def _numbers(
             zero = chunk.new_zeros(())
             stat = torch.stack([*chunk.aminmax(), _squared(chunk), zero, zero])
         found.append(stat)
-        if has_sums:
-            sums.add(chunk, index)
+        sums.add(chunk, index)
     if not found:
         empty = torch.zeros(5 + WIDTH, dtype=wide, device=device)
         empty[:2] = math.nan
@@ -437,16 +447,16 @@ def estimated(summary: Summary, reference: Summary) -> Measures:
     are 251 correlated samples. Norms of the tensors have no place in it, since their
     own errors would not cancel.
     """
-    mine, its = summary.sums, reference.sums
-    if mine is its or torch.equal(mine, its):
+    if summary.fingerprint == reference.fingerprint:
         return Measures(0.0, 1.0)
+    mine, its = summary.sums, reference.sums
     own, other = float(mine.norm()), float(its.norm())
     cosine = 1.0 if own == other else 0.0
     if own and other:
         angle = float((mine / own - its / other).square().sum())
         cosine = max(-1.0, 1 - angle / 2)
     apart = float((mine - its).square().sum())
-    return Measures(_relative(apart, reference.squares), cosine)
+    return Measures(_relative(apart, float(reference.squares)), cosine)
 
 
 def factor_of(summary: Summary, reference: Summary) -> tuple[float, float]:

@@ -47,7 +47,7 @@ def test_a_layer_more_leaves_one_alone(tmp_path, as_kept):
 
 def test_other_weights_do_not_change_the_order(tmp_path):
     diff = compared(tmp_path, Chain("abcdefgh"), Chain("stuvwxyz", seed=1))
-    names = {str(r.place): str(r.its.place) for r in diff.rows}
+    names = {str(r.place): str(r.its.line) for r in diff.rows}
     assert names["layers.a: output"] == "layers.s: output"
     assert names["layers.h: output"] == "layers.z: output"
     assert diff.first.kind == "weights"

@@ -259,7 +259,9 @@ def test_it_is_written_in_all_formats(compared, tmp_path):
 def test_what_is_no_recording_is_an_error(tmp_path, as_kept):
     with pytest.raises(overflow_fast.RecordingError, match="holds no recording"):
         overflow_fast.compare(tmp_path, tmp_path)
-    (tmp_path / "rank-0.jsonl").write_text('{"kind": "recording", "schema": 99}\n')
+    (tmp_path / "rank-0.step-0.jsonl").write_text(
+        '{"kind": "recording", "schema": 99}\n'
+    )
     with pytest.raises(overflow_fast.RecordingError) as raised:
         overflow_fast.compare(tmp_path, tmp_path)
     as_kept(raised.value)
@@ -325,7 +327,7 @@ def test_adapters_of_peft_are_looked_through(compared):
     assert diff.first is None, diff
     names = {str(row.place): row for row in diff.rows}
     row = names["base_model.model.blocks.1.up.base_layer.weight: parameter"]
-    assert str(row.its.place) == "blocks.1.up.weight: parameter"
+    assert str(row.its.line) == "blocks.1.up.weight: parameter"
     assert names["base_model.model.blocks.1: output"].relative < 1e-6
     matched = [row for row in diff.rows if row.place.phase != "backward"]
     assert len(matched) > 70

@@ -122,7 +122,7 @@ def test_a_stale_shard_shows_against_one_process():
 
 def test_a_missing_rank_is_said(tmp_path, as_kept):
     (tmp_path / "part").mkdir()
-    data = (folder() / "fsdp" / "rank-0.jsonl").read_bytes()
-    (tmp_path / "part" / "rank-0.jsonl").write_bytes(data)
+    data = (folder() / "fsdp" / "rank-0.step-0.jsonl").read_bytes()
+    (tmp_path / "part" / "rank-0.step-0.jsonl").write_bytes(data)
     diff = overflow_fast.compare(tmp_path / "part", folder() / "one")
     as_kept([each for each in diff.said if "parts of" in each or "ranks." in each][:2])

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from overflow_fast.guard.files.json_text import dumps
-from overflow_fast.tools.compare.recording import add_numbers
-from overflow_fast.tools.compare.recording_schema import RowLine, decoder
-from overflow_fast.tools.compare.recordings import RecordedTensor
+from overflow_fast.guard.files.schema import Lines
+from overflow_fast.tools.compare.recording_schema import KINDS, RowLine
 from overflow_fast.tools.compare.summary import (
     Shard,
     estimated,
@@ -14,9 +13,7 @@ from overflow_fast.tools.compare.summary import (
     fetch,
     pieces,
     summarize,
-    sums_of,
 )
-from overflow_fast.tools.compare.tensor_hooks import StepPath
 
 
 def fingerprint(x):
@@ -130,11 +127,10 @@ def test_the_lowest_numbers_do_not_break_it():
     found = fetch([summarize(lowest)])[0]
     assert found.num_inf == 0 and found.low == lowest[0].item()
     place = {"phase": "forward", "module": "", "role": "output", "dtype": "float32"}
-    row = RowLine(step=0, order=0, **place, shape=(1000,))
-    add_numbers(RecordedTensor(row, StepPath("", "output", ""), 0, found))
-    line = decoder().decode(dumps(row).encode())
-    sums = sums_of(line.fingerprint)
-    assert torch.equal(sums, found.sums) and sums.isfinite().all()
+    row = RowLine(order=0, **place, shape=(1000,))
+    row.take(found)
+    line = Lines(*KINDS).decode(dumps(row).encode())
+    assert torch.equal(line.sums, found.sums) and line.sums.isfinite().all()
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 0.1, 0.01, 1e-4, 1024.0])

@@ -191,7 +191,11 @@ PLANTED = {
     # Gradients.
     "frozen": (
         TwoSteps(at("blocks.1.up", lambda m: m.requires_grad_(False))),
-        *("weights", "blocks.1.up", "does not require gradients in the first"),
+        *(
+            "weights",
+            "blocks.1.up",
+            "Its requires_grad is False of weight, bias, against True",
+        ),
     ),
     "wrong backward": (
         OneStep(place("blocks.0.up", wrong_linear)),

@@ -11,19 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 import overflow_fast
 from overflow_fast.tools.compare import recording
-from overflow_fast.tools.compare.recordings import read_run
+from overflow_fast.tools.compare.recorded import read_run
 
 
-def lines_of(folder, rank=0):
-    return [json.loads(line) for line in open(folder / f"rank-{rank}.jsonl")]
+def lines_of(folder, step=0):
+    return [json.loads(line) for line in open(folder / f"rank-0.step-{step}.jsonl")]
 
 
 def rows_of(folder, step=0):
-    return [
-        line
-        for line in lines_of(folder)
-        if line["kind"] == "row" and line["step"] == step
-    ]
+    return lines_of(folder, step)[1:]
 
 
 def names_of(rows):
@@ -103,8 +99,8 @@ def test_tensors_are_read_back_bit_for_bit(folder, monkeypatch):
     model.head.register_forward_hook(lambda m, a, out: outputs.update(head=out))
     with overflow_fast.recording(folder, model, tensors=True):
         model(batch().bfloat16()).backward()
-    _, (step,) = next(read_run(folder).steps())
-    by_name = {(row.place.module, row.place.role): row for row in step.rows}
+    (step,) = read_run(folder).ranks(0)
+    by_name = {(row.line.module, row.line.role): row for row in step.rows}
     assert len(list(folder.glob("*.safetensors"))) > 2
     assert torch.equal(by_name["head", "output"].load(), outputs["head"])
     assert torch.equal(
@@ -123,7 +119,7 @@ def test_steps_are_chosen_and_gradients_are_those_of_the_optimizer(folder):
             optimizer.step()
             optimizer.zero_grad()
             run.step()
-    assert {line["step"] for line in lines_of(folder)[1:]} == {1}
+    assert [path.name for path in folder.iterdir()] == ["rank-0.step-1.jsonl"]
     rows = rows_of(folder, 1)
     final = rows[names_of(rows).index(("head", "parameter_gradient", "weight"))]
     at = names_of(rows).index(("head", "accumulated_gradient", "weight"))
@@ -168,7 +164,7 @@ def test_an_exception_passes_through_and_is_noted(folder):
         with overflow_fast.recording(folder, model):
             model(batch())
             1 / 0  # noqa: B018
-    assert lines_of(folder)[-1]["raised"] == "ZeroDivisionError"
+    assert lines_of(folder)[0]["raised"] == "ZeroDivisionError"
 
 
 def test_a_full_disk_ends_the_recording_alone(folder, monkeypatch, caplog):
@@ -187,7 +183,7 @@ def test_threads_may_call_the_model_at_once(folder, caplog):
             call.start()
         for call in calls:
             call.join()
-    assert caplog.text == "" and lines_of(folder)[-1]["failures"] == []
+    assert caplog.text == "" and lines_of(folder)[0]["failures"] == []
     assert sum(row["role"] == "output" for row in rows_of(folder)) == 4 * 28
 
 
@@ -202,7 +198,7 @@ def test_a_row_of_a_7b_model_is_small(folder):
     with overflow_fast.recording(folder, model):
         model(batch()).backward()
     rows = rows_of(folder)
-    size = (folder / "rank-0.jsonl").stat().st_size / len(rows)
+    size = (folder / "rank-0.step-0.jsonl").stat().st_size / len(rows)
     # Llama 2 7B: 291 parameters and their gradients; 32 layers of 13 modules and 4
     # more, of which each has at most two inputs, an output and two gradients.
     assert size * (2 * 291 + (32 * 13 + 4) * 5) < 10e6

@@ -84,8 +84,8 @@ def test_training_of_a_module_is_a_setting(compared, as_kept):
 def test_private_attributes_and_objects_are_not_recorded(compared, tmp_path):
     diff = compared(lambda v: Caller(v), 1.0, 1.0)
     assert diff.said == []
-    lines = (tmp_path / "a" / "rank-0.jsonl").read_text().splitlines()
-    settings = json.loads(lines[-1])["settings"]
+    lines = (tmp_path / "a" / "rank-0.step-0.jsonl").read_text().splitlines()
+    settings = json.loads(lines[0])["settings"]
     assert settings["1"] == {"training": "True"}
     assert settings["1.inner #0"] == {"input[1]": "1.0", "input.shift": "0.0"}
     assert settings["0"]["in_features"] == "16"
@@ -170,6 +170,6 @@ print(overflow_fast.compare_live(model, model, torch.ones(1, 2)).differs)
 def test_a_program_may_set_precisions_in_either_way(setting, value, tmp_path):
     done = python("-c", PRECISIONS, setting, str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-    lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()
-    run = json.loads(lines[-1])["settings"]["the run"]
+    lines = (tmp_path / "rank-0.step-0.jsonl").read_text().splitlines()
+    run = json.loads(lines[0])["settings"]["the run"]
     assert run["cuda.matmul.fp32_precision"] == value

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.day  # a contract: all of its cases
 FORMATS = {
     "run.ofr": record_lines,
     "guard.jsonl": log_lines,
-    "recording/rank-0.jsonl": recording_schema,
+    "recording/rank-0.step-0.jsonl": recording_schema,
 }
 DOCUMENTS = {
     "overflow_fast.json": evidence_schema.Marker,
