@@ -8,7 +8,6 @@ afterwards what they were, bit for bit.
 
 from __future__ import annotations
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.modules import Handles, children_of, named_modules
+from ...base.modules import Handles
 from ...base.tensors import devices_of
 from ...base.tree import CALL_DEPTH, NotRebuilt, mapped
 from ...explainer.tensor_kinds import floats_in
@@ -113,48 +112,6 @@ class LayerCalls:
         self._on_call(call)
 
 
-class LocalErrors:
-    """Measures the error against float32 that each leaf of a model makes of its own.
-
-    Args:
-        model: The model; it is measured within the context.
-
-    Attributes:
-        errors: The relative L2 differences, by module name and call. Not of calls that
-            draw random numbers, raise in float32, or were in float32.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        leaves = {m: name for name, m in named_modules(model) if not children_of(m)}
-        self._calls = LayerCalls(leaves, self._measure)
-        self._counts = collections.Counter[str]()
-        self.errors: dict[tuple[str, int], float] = {}
-
-    def __enter__(self) -> LocalErrors:
-        self._calls.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._calls.__exit__(*exception)
-
-    def _measure(self, call: LayerCall) -> None:
-        number = self._counts[call.name]
-        self._counts[call.name] += 1
-        if call.is_random or call.has_inner or call.given is None:
-            return
-        try:
-            found = call.computed(torch.float32)
-        except Exception:
-            return  # not all code runs in float32
-        errors = [
-            relative_difference(mine, its)
-            for mine, its in zip(floats_in(call.output), found, strict=False)
-            if mine.shape == its.shape and mine.dtype != its.dtype
-        ]
-        if errors:
-            self.errors[call.name, number] = max(errors)
-
-
 @dataclass
 class RelativeDifference:
     """A relative L2 difference, summed up over tensors in float64.
@@ -182,13 +139,6 @@ class RelativeDifference:
         squares = float((wide.where(is_finite, 0) - golden).abs().square().sum())
         self.squares += squares if math.isfinite(squares) else math.inf
         self.reference += float(golden.abs().square().sum())
-
-
-def relative_difference(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """The relative L2 difference of a tensor; see `RelativeDifference`."""
-    found = RelativeDifference()
-    found.add(value, reference)
-    return found.relative
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
