@@ -66,6 +66,11 @@ class Patch:
 
     is_same_step = True
 
+    @property
+    def is_applied(self) -> bool:
+        """True if the run has met all that it changes, so that it can be judged."""
+        return True
+
     def applied(
         self, models: Mapping[str, nn.Module]
     ) -> AbstractContextManager[object]:

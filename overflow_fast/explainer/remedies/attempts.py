@@ -59,6 +59,7 @@ from .trials import (
     loss_of,
 )
 from .true_step import distance
+from .unwritten import zero_trials
 from .written import short_text
 
 # Finds the failure that is left once a remedy is in place.
@@ -505,6 +506,11 @@ def _tries(kind: str) -> Callable[[Failure], bool]:
     return lambda failure: kind in Cause.of(failure.found.cause).remedies
 
 
+def _is_given(failure: Failure) -> bool:
+    """True if no operation made the bad value: it was there."""
+    return failure.op is None
+
+
 def _overflows(failure: Failure) -> bool:
     return failure.found.is_overflow
 
@@ -532,6 +538,7 @@ _has_calls = _tries("calls")
 _ATTEMPTS: tuple[
     tuple[Callable[[Failure], bool], Callable[[Failure, Trials], Attempts]], ...
 ] = (
+    (_is_given, zero_trials),
     (_tries("samples"), select_trials),
     (_tries("samples"), _drop_bad_samples),
     (_has_calls, _replace_sentinel),

@@ -277,8 +277,7 @@ class Trials:
         place = self._failure.place if stays else -1
         module = self._failure.within if stays else None
         result = self.run(patches, place)
-        of_calls = [e for e in patches if isinstance(e, CallPatch)]
-        if not all(each.is_applied for each in of_calls):
+        if not all(each.is_applied for each in patches):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
             return False  # that form does not fit the call: it is no remedy
