@@ -1,4 +1,4 @@
-"""What was recorded of a run: its steps, and the tensors of each.
+"""A recorded run: its steps, and the tensors of each.
 
 `read_run()` lists the files of a folder, `RecordedRun.ranks()` reads those of a step,
 and `RecordedTensor.load()` reads a tensor where its numbers are not enough. A file that
@@ -21,7 +21,7 @@ from ...base.text import dtype_name
 from ...guard.files.reading import FileError, lines_of, open_regular, why_unreadable
 from ...guard.files.schema import Lines, decode, head_of
 from ...guard.files.tensor_files import open_tensors
-from .recording_schema import KINDS, SCHEMA, RowLine, StepLine
+from .recording_schema import KINDS, SCHEMA, FirstLine, RowLine
 
 
 class RecordingError(FileError):
@@ -117,7 +117,7 @@ class RankStep:
         rows: Its rows in the order of execution.
     """
 
-    line: StepLine
+    line: FirstLine
     rows: list[RecordedTensor]
 
     @property
@@ -188,7 +188,7 @@ class RecordedRun:
             raise RecordingError("is not a recording")
         try:
             head.check_schema(SCHEMA)
-            line = decode(texts[0], StepLine)
+            line = decode(texts[0], FirstLine)
             rows = [self._row(text, rank) for text in texts[1:]]
         except FileError as error:
             raise RecordingError(f"cannot be read: {error}") from error

@@ -20,7 +20,7 @@ Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
 STATE, FORWARD, BACKWARD = "state", "forward", "backward"  # the phases of a step
 
 
-class StepLine(Struct, tag_field="kind", tag="recording", kw_only=True):
+class FirstLine(Struct, tag_field="kind", tag="recording", kw_only=True):
     """The first line: a step of a rank, its settings and random states."""
 
     schema: Annotated[int, meaning("the version of the format")]
@@ -158,4 +158,4 @@ class RowLine(Summary, tag_field="kind", tag="row", kw_only=True, omit_defaults=
                 raise ValueError("a part must lie in its tensor")
 
 
-KINDS = (StepLine, RowLine)
+KINDS = (FirstLine, RowLine)

@@ -42,7 +42,7 @@ from ...torch_internals.replaying import own_compiled_call, set_compiled_call
 from ...torch_internals.running import graph_task_id, is_recorded
 from ...torch_internals.tensor_internals import local_tensor
 from .recorded import RankStep, RecordedTensor
-from .recording_schema import BACKWARD, FORWARD, SCHEMA, STATE, RowLine, StepLine
+from .recording_schema import BACKWARD, FORWARD, SCHEMA, STATE, FirstLine, RowLine
 from .run_settings import has_tf32, scalars_in, settings_of, settings_of_optimizer
 from .summary import Shard, fetch, part_of, summarize, values_of, without_modes
 
@@ -181,7 +181,7 @@ class StepRecorder:
             for module, name in self._names.items()
             if _is_compiled(module) and _has_inner(module)
         )
-        line = StepLine(
+        line = FirstLine(
             schema=SCHEMA,
             time=time.time(),
             step=self._step,
