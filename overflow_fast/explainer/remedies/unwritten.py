@@ -1,4 +1,4 @@
-"""What a cache holds where nobody has written to it, and the forward with 0 there.
+"""The forward with 0 in a cache, where nobody has written to it.
 
 A cache that was allocated without values (`torch.empty`) has in it what its memory held
 before. Of one that the forward writes to, whether a bad value was there before is not
