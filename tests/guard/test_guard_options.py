@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
+from guarding import (
+    INF,
+    NAN,
+    batches,
+    hooks_of,
+    make,
+    plant,
+    train,
+    train_step,
+    warned,
+)
 from torch import nn
 
 from overflow_fast import OverflowGuard
@@ -57,17 +67,11 @@ def test_a_wrong_record_is_told(model, optimizer, as_kept):
 # What is looked at.
 
 
-def report_of(model, optimizer, batch, **arguments):
-    with OverflowGuard(model, optimizer, "warn", **arguments) as guard:
-        train_step(model, optimizer, batch)
-    return guard.last_report
-
-
 def test_modules_are_chosen_by_patterns():
     def first_of(**chosen):
         model, optimizer = make()
         with plant(model.blocks[1].act, NAN):
-            report = report_of(
+            report = warned(
                 model, optimizer, batches(1)[0], watch=("activations",), **chosen
             )
         return report and report.verdict.first.fqn
@@ -91,8 +95,8 @@ def test_weights_and_gradients_follow_the_patterns(model, optimizer):
     model.head.weight.data[0, 0] = INF
     watch = ("weights", "gradients")
     batch = batches(1)[0]
-    assert not report_of(model, optimizer, batch, watch=["weights"], exclude=["head"])
-    assert report_of(model, optimizer, batch, watch=watch, include=["head"])
+    assert not warned(model, optimizer, batch, watch=["weights"], exclude=["head"])
+    assert warned(model, optimizer, batch, watch=watch, include=["head"])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,7 @@ def test_only_what_is_needed_has_hooks(model, optimizer, watch, hooks):
 
 def test_the_loss_alone_is_seen(model, optimizer):
     with plant(model.head, NAN):
-        verdict = report_of(
+        verdict = warned(
             model, optimizer, batches(1)[0], watch=("loss", "gradients")
         ).verdict
     assert (verdict.first.kind, verdict.first.label) == ("recorded", "loss")
