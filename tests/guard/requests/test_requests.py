@@ -605,14 +605,6 @@ def test_clean_outputs_are_the_same_bit_for_bit(options):
 # Threads.
 
 
-@pytest.fixture
-def hurry():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
-
-
 def serve(guard, net, number, num_requests, is_bad, wrong):
     for i in range(num_requests):
         name = f"{number}-{i}"
