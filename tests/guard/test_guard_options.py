@@ -1,5 +1,7 @@
 """Wrong arguments of the guard, what it looks at, and when."""
 
+import itertools
+
 import pytest
 import torch
 from guarding import (
@@ -16,6 +18,8 @@ from guarding import (
 from torch import nn
 
 from overflow_fast import OverflowGuard
+from overflow_fast.guard.overhead import OverheadTimer
+from overflow_fast.guard.report.cost import Cost
 from overflow_fast.guard.watching import unjudged_frames
 from overflow_fast.monitors import Headroom, Underflow
 from overflow_fast.options import Schedule
@@ -243,6 +247,17 @@ def test_a_cost_is_measured(model, optimizer):
         cost = guard.cost
     assert 0 < cost.guard_seconds < cost.step_seconds
     assert 0 < cost.share < 1
+
+
+def test_each_step_costs_what_it_took_itself(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(OverheadTimer, "_now", lambda self: next(ticks))
+    timer, costs = OverheadTimer([]), []
+    for _ in range(2):
+        with timer:
+            pass
+        costs.append(timer.end_step(is_watched=True))
+    assert costs == [Cost(3, 1, 1 / 3)] * 2
 
 
 def test_an_optimizer_of_another_model_is_told_of(model, optimizer, caplog, as_kept):

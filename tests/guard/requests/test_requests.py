@@ -453,6 +453,13 @@ def test_a_cache_that_a_module_keeps_is_zeroed_where_nobody_has_written(kept):
     assert net[0].kv.isnan().sum() == 8 and not found.notes
 
 
+def test_a_cache_that_is_given_by_a_keyword_has_that_name():
+    net, kv = ReadsCache().eval(), torch.zeros(2, 6, 4)
+    with OverflowGuard(net, explain=False):
+        report = report_of(lambda: net(rows_bad(1, size=2), kv=kv))
+    assert report.poisoned == {"kv": [1]}
+
+
 @pytest.mark.parametrize("how", ["given", "buffer", "attribute"])
 def test_a_cache_that_the_forward_has_overflown_is_not_called_unwritten(how):
     net = ReadsCache("" if how == "given" else how, grows=True).eval()
