@@ -614,14 +614,15 @@ def test_evidence_of_a_compiled_step(model, optimizer, tmp_path):
     assert any(tensor.isinf().any() for tensor in tensors.values())
 
 
+class Checkpointed(Net):
+    def forward(self, x, y=None):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return {"loss": ((self.head(x) - y) ** 2).mean()}
+
+
 @pytest.mark.slow
 def test_checkpointing_in_compiled_code():
-    class Checkpointed(Net):
-        def forward(self, x, y=None):
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return {"loss": ((self.head(x) - y) ** 2).mean()}
-
     def report(compile_, **options):
         torch.manual_seed(0)
         model = Checkpointed(depth=1)
@@ -640,12 +641,6 @@ def test_checkpointing_in_compiled_code():
 
 @pytest.mark.slow
 def test_a_compiled_block_that_is_checkpointed():
-    class Checkpointed(Net):
-        def forward(self, x, y=None):
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return {"loss": ((self.head(x) - y) ** 2).mean()}
-
     torch.manual_seed(0)
     model = Checkpointed(depth=2)
     for block in model.blocks:

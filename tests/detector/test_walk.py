@@ -11,7 +11,15 @@ import weakref
 
 import pytest
 import torch
-from containers import CONTAINERS, Object, OwnDict, Plain, SlotsObject, nested_values
+from containers import (
+    CONTAINERS,
+    Broken,
+    Object,
+    OwnDict,
+    Plain,
+    SlotsObject,
+    nested_values,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -309,14 +317,6 @@ def test_an_iterator_is_not_advanced():
 
 
 def test_code_of_others_that_raises_makes_a_value_opaque():
-    class Broken(collections.abc.Mapping):
-        __slots__ = ()
-
-        def __getitem__(self, key):
-            raise RuntimeError
-
-        __iter__ = __len__ = items = __getitem__
-
     check((Broken(), T), {})
     assert list(listed(Broken())[1]) == [tree.type_name(Broken)]
 

@@ -3,6 +3,7 @@
 import collections
 import enum
 import signal
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from overflow_fast import Explanation
 from overflow_fast.explainer.bad_step import BadStep
 from overflow_fast.explainer.calls import Call, ModelCall
 from overflow_fast.explainer.explain import investigate
-from overflow_fast.explainer.explain_folder import explain_folder
+from overflow_fast.explainer.explain_folder import explain_folder, function_at
 from overflow_fast.explainer.step_file import UnreadableStepError
 from overflow_fast.guard.kept_calls.ambient import Ambient
 
@@ -268,3 +269,10 @@ def test_a_request_of_a_folder_is_explained_as_a_forward_alone(tmp_path):
     found = explain_folder(tmp_path, model)
     assert (found.cause, found.module) == ("range overflow", "down")
     assert found.remedies[0].is_recommended and found.remedies[0].error < 0.01
+
+
+def test_the_folder_of_a_file_leaves_the_path_again(tmp_path):
+    (tmp_path / "train.py").write_text("def build(): ...")
+    before = sys.path.copy()
+    assert callable(function_at("--model", f"{tmp_path}/train.py:build"))
+    assert sys.path == before

@@ -4,6 +4,8 @@ An explanation takes 0.1 s, fifteen times what the rest of an alarm does. The pr
 that tests start have the package's default.
 """
 
+import sys
+
 import pytest
 
 from overflow_fast import OverflowGuard
@@ -17,3 +19,12 @@ def unexplained(request, monkeypatch):
     """
     if request.node.get_closest_marker("explains") is None:
         monkeypatch.setitem(OverflowGuard.__init__.__kwdefaults__, "explain", False)
+
+
+@pytest.fixture
+def hurry():
+    """Threads take turns every 10 microseconds."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)

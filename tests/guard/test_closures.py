@@ -205,8 +205,6 @@ def test_a_step_that_was_wrapped_before_is_undone_too():
 
 def test_closures_with_what_cannot_be_copied():
     model = nn.LazyLinear(1)
-    optimizer = TwoPasses(model.parameters())
-    optimizer.wide = torch.zeros(1).expand(4)
 
     def closure(x=X):
         optimizer.zero_grad()

@@ -15,6 +15,7 @@ from assembled import Assembled
 from guarding import (
     INF,
     NAN,
+    Net,
     assert_same,
     batches,
     hooks_of,
@@ -131,6 +132,21 @@ def test_gradients_are_neither_changed_nor_kept():
         assert [ref() for ref in seen] == [None]
 
 
+def assert_unchanged(make, run):
+    """What a run leaves is the same in every bit without a guard and with one."""
+    results = []
+    for is_guarded in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guard = OverflowGuard(model, optimizer) if is_guarded else None
+        results.append(run(model, optimizer))
+        if guard is not None:
+            assert guard.last_report is None
+            guard.remove()
+    assert_same(*results)
+
+
 def test_in_place_operations_on_outputs_work_as_before():
     class InPlace(Assembled):
         def forward(self, x):
@@ -141,37 +157,26 @@ def test_in_place_operations_on_outputs_work_as_before():
             part += 1
             return part
 
-    results = []
-    for guarded in (False, True):
-        torch.manual_seed(0)
-        model = InPlace(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        guard = OverflowGuard(model, optimizer) if guarded else None
+    def run(model, optimizer):
         model(torch.ones(2, 4)).sum().backward()
-        results.append([p.grad for p in model.parameters()])
         optimizer.step()
-        if guard is not None:
-            guard.remove()
-    assert_same(*results)
+        return [p.grad for p in model.parameters()]
+
+    assert_unchanged(lambda: InPlace(a=nn.Linear(4, 4), b=nn.Linear(4, 4)), run)
 
 
 def test_double_backward_and_retained_graphs_work():
-    results = []
-    for guarded in (False, True):
-        model, optimizer = make()
-        model.eval()
-        guard = OverflowGuard(model, optimizer) if guarded else None
+    def run(model, optimizer):
         x, y = batches(1)[0]
         x.requires_grad_()
-        loss = model(x, y=y)["loss"]
+        loss = model.eval()(x, y=y)["loss"]
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + grad.square().sum()).backward(retain_graph=True)
         loss.backward()
         optimizer.step()
-        results.append([state_of(model, optimizer), x.grad])
-        if guard is not None:
-            guard.remove()
-    assert_same(*results)
+        return [state_of(model, optimizer), x.grad]
+
+    assert_unchanged(Net, run)
 
 
 class Checkpointed(Assembled):
@@ -181,20 +186,16 @@ class Checkpointed(Assembled):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_works(reentrant):
-    results = []
-    for guarded in (False, True):
-        torch.manual_seed(0)
-        model = Checkpointed(a=nn.Linear(4, 4), b=nn.Linear(4, 1), reentrant=reentrant)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        guard = OverflowGuard(model, optimizer) if guarded else None
+    def make():
+        return Checkpointed(a=nn.Linear(4, 4), b=nn.Linear(4, 1), reentrant=reentrant)
+
+    def run(model, optimizer):
         for _ in range(2):
             model(torch.ones(2, 4, requires_grad=True)).sum().backward()
             optimizer.step()
-        results.append(state_of(model))
-        if guard is not None:
-            assert guard.last_report is None
-            guard.remove()
-    assert_same(*results)
+        return state_of(model)
+
+    assert_unchanged(make, run)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -1,11 +1,25 @@
 """Wrong arguments of the guard, what it looks at, and when."""
 
+import itertools
+
 import pytest
 import torch
-from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step
+from guarding import (
+    INF,
+    NAN,
+    batches,
+    hooks_of,
+    make,
+    plant,
+    train,
+    train_step,
+    warned,
+)
 from torch import nn
 
 from overflow_fast import OverflowGuard
+from overflow_fast.guard.overhead import OverheadTimer
+from overflow_fast.guard.report.cost import Cost
 from overflow_fast.guard.watching import unjudged_frames
 from overflow_fast.monitors import Headroom, Underflow
 from overflow_fast.options import Schedule
@@ -57,17 +71,11 @@ def test_a_wrong_record_is_told(model, optimizer, as_kept):
 # What is looked at.
 
 
-def report_of(model, optimizer, batch, **arguments):
-    with OverflowGuard(model, optimizer, "warn", **arguments) as guard:
-        train_step(model, optimizer, batch)
-    return guard.last_report
-
-
 def test_modules_are_chosen_by_patterns():
     def first_of(**chosen):
         model, optimizer = make()
         with plant(model.blocks[1].act, NAN):
-            report = report_of(
+            report = warned(
                 model, optimizer, batches(1)[0], watch=("activations",), **chosen
             )
         return report and report.verdict.first.fqn
@@ -91,8 +99,8 @@ def test_weights_and_gradients_follow_the_patterns(model, optimizer):
     model.head.weight.data[0, 0] = INF
     watch = ("weights", "gradients")
     batch = batches(1)[0]
-    assert not report_of(model, optimizer, batch, watch=["weights"], exclude=["head"])
-    assert report_of(model, optimizer, batch, watch=watch, include=["head"])
+    assert not warned(model, optimizer, batch, watch=["weights"], exclude=["head"])
+    assert warned(model, optimizer, batch, watch=watch, include=["head"])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +120,7 @@ def test_only_what_is_needed_has_hooks(model, optimizer, watch, hooks):
 
 def test_the_loss_alone_is_seen(model, optimizer):
     with plant(model.head, NAN):
-        verdict = report_of(
+        verdict = warned(
             model, optimizer, batches(1)[0], watch=("loss", "gradients")
         ).verdict
     assert (verdict.first.kind, verdict.first.label) == ("recorded", "loss")
@@ -239,6 +247,17 @@ def test_a_cost_is_measured(model, optimizer):
         cost = guard.cost
     assert 0 < cost.guard_seconds < cost.step_seconds
     assert 0 < cost.share < 1
+
+
+def test_each_step_costs_what_it_took_itself(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(OverheadTimer, "_now", lambda self: next(ticks))
+    timer, costs = OverheadTimer([]), []
+    for _ in range(2):
+        with timer:
+            pass
+        costs.append(timer.end_step(is_watched=True))
+    assert costs == [Cost(3, 1, 1 / 3)] * 2
 
 
 def test_an_optimizer_of_another_model_is_told_of(model, optimizer, caplog, as_kept):

@@ -3,7 +3,6 @@
 import json
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 from guarding import assert_same, batches, make, state_of, train, train_step
@@ -194,9 +193,8 @@ def test_who_may_not_skip_warns(model, optimizer, caplog, as_kept):
         train(model, optimizer, batches(3))
     assert guard.num_skipped == 0
     as_kept(messages(caplog)[0])
-    with pytest.raises(ValueError) as raised:
-        OverflowGuard(model, optimizer, sync="lagged", monitors=[Skips(1)])
-    as_kept(raised.value)
+    options = {"sync": "lagged", "monitors": [Skips(1)]}
+    as_kept.error(ValueError, OverflowGuard, model, optimizer, **options)
 
 
 def _skip_on_ranks():
@@ -245,6 +243,5 @@ def test_what_is_written_next_to_a_monitor_is_checked(model, optimizer, as_kept)
         pass
 
     OverflowGuard(model, optimizer, monitors=[DeadUnits(), Twice()]).remove()
-    with pytest.raises(ValueError) as raised:
-        OverflowGuard(model, optimizer, monitors=[DeadUnits(), DeadUnits()])
-    as_kept(raised.value)
+    twice = [DeadUnits(), DeadUnits()]
+    as_kept.error(ValueError, OverflowGuard, model, optimizer, monitors=twice)

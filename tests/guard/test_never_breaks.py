@@ -14,10 +14,9 @@ import pytest
 import torch
 from assembled import Assembled
 from guarding import INF, NAN, assert_same, batches, hooks_of, make, plant, train_step
+from modes import Functions, Operators
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 from overflow_fast.base.tensors import loss_in
@@ -266,26 +265,6 @@ def test_such_optimizer_state():
 
 
 # Modes of the user's.
-
-
-class Functions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = collections.Counter()
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.seen[getattr(function, "__name__", str(function))] += 1
-        return function(*args, **(kwargs or {}))
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = collections.Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen[str(function)] += 1
-        return function(*args, **(kwargs or {}))
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):

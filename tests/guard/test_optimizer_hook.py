@@ -13,6 +13,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from overflow_fast import OverflowGuard
+from overflow_fast.guard.optimizers.last_steps import LastSteps
 
 
 @pytest.mark.parametrize("comes", ["before", "after"])
@@ -212,3 +213,12 @@ def test_guards_that_are_removed_in_any_order_give_step_back(order):
     for i in order:
         guards[i].remove()
     assert "step" not in vars(optimizer)
+
+
+def test_of_weights_that_came_since_the_last_step_no_earlier_shape_is_known():
+    model, late = nn.Linear(3, 1), nn.Parameter(torch.ones(1))
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1), LastSteps()
+    assert steps.shape_before(optimizer, model.weight) is None
+    steps.note(optimizer)
+    optimizer.add_param_group({"params": [late]})
+    assert steps.shape_before(optimizer, late) is None

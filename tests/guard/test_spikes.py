@@ -164,6 +164,18 @@ def test_a_recorded_norm_stands_for_the_gradients(caplog):
     assert "largest gradient" not in caplog.text
 
 
+def test_a_gradient_is_no_loss_where_a_model_returns_none(caplog):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with OverflowGuard(model, optimizer):
+        for i in range(110):
+            factor = 1000.0 if i == 105 else 1.0
+            (model(torch.ones(8, 4)).mean() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "largest gradient" in caplog.text and "loss" not in caplog.text
+
+
 def _skip_on_ranks():
     spike_at = 105 if dist.get_rank() == 1 else None
     guard, states = trained(

@@ -1,6 +1,5 @@
 """Forwards of one model in several threads: each is a step of its own."""
 
-import sys
 import threading
 
 import pytest
@@ -22,14 +21,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.last(torch.log(self.first(x).abs() + x.mean(1, keepdim=True)))
-
-
-@pytest.fixture
-def hurry():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.slow

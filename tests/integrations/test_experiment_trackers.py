@@ -3,29 +3,12 @@
 import json
 import pickle
 import struct
-import sys
 from pathlib import Path
 
 import pytest
-from guarding import NAN, batches, make, plant, train_step
-
-from overflow_fast import OverflowGuard
+from guarding import three_steps
 
 pytestmark = pytest.mark.slow
-
-
-def run(exporter, after_step=lambda i: None):
-    """Three steps, the second of which is bad."""
-    model, optimizer = make()
-    with OverflowGuard(model, optimizer, "skip", metrics=exporter) as guard:
-        for i, batch in enumerate(batches(3)):
-            if i == 1:
-                with plant(model.head, NAN):
-                    train_step(model, optimizer, batch)
-            else:
-                train_step(model, optimizer, batch)
-            after_step(i)
-    return guard
 
 
 @pytest.fixture
@@ -76,7 +59,7 @@ BAD = "overflow_fast/bad_steps_total"
 def test_wandb_gets_rows_of_its_own(offline):
     from overflow_fast.integrations.wandb import WandbMetrics
 
-    guard = run(WandbMetrics(commit=True))
+    guard = three_steps(WandbMetrics(commit=True))
     found = rows(offline)
     assert [row[BAD] for row in found] == [0, 1, 1]
     assert {f"overflow_fast/{name}" for name in guard.metrics()} <= found[0].keys()
@@ -86,7 +69,7 @@ def test_wandb_gets_no_rows_beside_the_programs(offline):
     from overflow_fast.integrations.wandb import WandbMetrics
 
     exporter = pickle.loads(pickle.dumps(WandbMetrics(every=2)))
-    run(exporter, after_step=lambda i: offline.log({"loss": i}))
+    three_steps(exporter, after_step=lambda i: offline.log({"loss": i}))
     found = rows(offline)
     steps = [(row["loss"], row.get("overflow_fast/step")) for row in found]
     assert steps == [(0, 0), (1, None), (2, 2)]
@@ -108,8 +91,8 @@ def test_mlflow_gets_metrics(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     with mlflow.start_run() as begun:
-        guard = run(MlflowMetrics())
-        run(pickle.loads(pickle.dumps(MlflowMetrics(every=2))))
+        guard = three_steps(MlflowMetrics())
+        three_steps(pickle.loads(pickle.dumps(MlflowMetrics(every=2))))
         mlflow.flush_async_logging()
     client = mlflow.MlflowClient()
     history = client.get_metric_history(begun.info.run_id, BAD)
@@ -118,13 +101,3 @@ def test_mlflow_gets_metrics(tmp_path, monkeypatch):
     assert values == [(0, 0), (0, 0), (1, 1), (2, 1), (2, 1)]
     found = client.get_run(begun.info.run_id).data.metrics
     assert found.keys() == {f"overflow_fast/{name}" for name in guard.metrics()}
-
-
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_library_is_named(name, monkeypatch, as_kept):
-    pytest.importorskip(name)
-    module = f"overflow_fast.integrations.{name}"
-    __import__(module)
-    monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, name, None)
-    as_kept.error(ImportError, __import__, module)

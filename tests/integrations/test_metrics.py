@@ -5,25 +5,10 @@ import sys
 import urllib.request
 
 import pytest
-from guarding import NAN, batches, make, plant, train_step
-
-from overflow_fast import OverflowGuard
+from guarding import three_steps
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("prometheus_client")
-
-
-def run(exporter):
-    """Three steps, the second of which is bad."""
-    model, optimizer = make()
-    with OverflowGuard(model, optimizer, "skip", metrics=exporter) as guard:
-        for i, batch in enumerate(batches(3)):
-            if i == 1:
-                with plant(model.head, NAN):
-                    train_step(model, optimizer, batch)
-            else:
-                train_step(model, optimizer, batch)
-    return guard
 
 
 def scalars(folder):
@@ -41,12 +26,12 @@ def test_tensorboard_gets_scalars(tmp_path):
 
     from overflow_fast.integrations.tensorboard import TensorBoardMetrics
 
-    guard = run(TensorBoardMetrics(tmp_path / "own"))
+    guard = three_steps(TensorBoardMetrics(tmp_path / "own"))
     found = scalars(tmp_path / "own")
     assert found.keys() == {f"overflow_fast/{name}" for name in guard.metrics()}
     assert found["overflow_fast/bad_steps_total"] == [(0, 0), (1, 1), (2, 1)]
     with SummaryWriter(tmp_path / "given") as writer:
-        run(TensorBoardMetrics(writer, every=2))
+        three_steps(TensorBoardMetrics(writer, every=2))
     found = scalars(tmp_path / "given")
     assert found["overflow_fast/skipped_steps_total"] == [(0, 0), (2, 1)]
 
@@ -59,7 +44,7 @@ def test_prometheus_is_given_counters_and_gauges(as_kept):
     registry = CollectorRegistry()
     metrics = PrometheusMetrics(labels={"rank": "3"}, registry=registry)
     assert generate_latest(registry) == b""
-    run(metrics)
+    three_steps(metrics)
     text = generate_latest(registry).decode()
     assert 'overflow_fast_bad_steps_total{rank="3"} 1.0' in text
     as_kept([each for each in text.splitlines() if each.startswith("# TYPE")])
@@ -74,7 +59,7 @@ def test_prometheus_is_served(as_kept):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     metrics = PrometheusMetrics(port, registry=CollectorRegistry())
-    run(metrics)
+    three_steps(metrics)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         assert b"overflow_fast_steps_total 3.0" in answer.read()
     registry = CollectorRegistry()
@@ -97,9 +82,15 @@ def test_wrong_arguments_are_told(tmp_path, as_kept):
 
 @pytest.mark.parametrize(
     "name, needed",
-    [("tensorboard", "torch.utils.tensorboard"), ("prometheus", "prometheus_client")],
+    [
+        ("tensorboard", "torch.utils.tensorboard"),
+        ("prometheus", "prometheus_client"),
+        pytest.param("wandb", "wandb", marks=pytest.mark.slow),
+        pytest.param("mlflow", "mlflow", marks=pytest.mark.slow),
+    ],
 )
 def test_missing_libraries_are_told(name, needed, monkeypatch, as_kept):
+    pytest.importorskip(needed)
     module = f"overflow_fast.integrations.{name}"
     __import__(module)
     monkeypatch.delitem(sys.modules, module)

@@ -36,9 +36,8 @@ def test_the_places_of_an_addition_are_there_and_few(name, tmp_path):
 
 def test_a_place_that_is_not_there_is_said(tmp_path, as_kept):
     (tmp_path / "x").write_text("a\n")
-    with pytest.raises(ValueError) as raised:
-        additions.Place("x", "c", after="b").make(tmp_path)
-    as_kept(raised.value)
+    place = additions.Place("x", "c", after="b")
+    as_kept.error(ValueError, place.make, tmp_path)
 
 
 def test_contributing_has_a_row_for_each():

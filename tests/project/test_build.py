@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
+NO_TORCH = "raise ImportError('no libtorch.so')"
 
 
 def setup_py(*, cxx=None, cuda=None):
@@ -56,16 +57,8 @@ def test_unknown_wish(as_kept):
 
 
 def test_without_the_extension_nothing_is_asked_for(tmp_path):
-    broken = "raise ImportError('no libtorch.so')"
     wish = {"OVERFLOW_FAST_EXTENSION": "0"}
-    assert setup_py_with_torch(tmp_path, broken, **wish)[0] == 0
-
-
-def test_unknown_wish_for_the_extension(tmp_path, as_kept):
-    wish = {"OVERFLOW_FAST_EXTENSION": "no"}
-    status, lines = setup_py_with_torch(tmp_path, "", **wish)
-    assert status == 1
-    as_kept(lines[-1])
+    assert setup_py_with_torch(tmp_path, NO_TORCH, **wish)[0] == 0
 
 
 def test_no_compiler(as_kept):
@@ -93,15 +86,17 @@ def setup_py_with_torch(tmp_path, torch, cpp_extension="", **variables):
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()
 
 
-def test_torch_is_too_old(tmp_path, as_kept):
-    status, lines = setup_py_with_torch(tmp_path, "__version__ = '2.9.1+cu128'")
-    assert status == 1
-    as_kept(lines[-1])
-
-
-def test_torch_is_missing(tmp_path, as_kept):
-    broken = "raise ImportError('no libtorch.so')"
-    status, lines = setup_py_with_torch(tmp_path, broken)
+@pytest.mark.parametrize(
+    "torch, variables",
+    [
+        ("__version__ = '2.9.1+cu128'", {}),
+        (NO_TORCH, {}),
+        ("", {"OVERFLOW_FAST_EXTENSION": "no"}),
+    ],
+    ids=["too old", "missing", "unknown wish"],
+)
+def test_a_torch_or_a_wish_that_cannot_be_used(tmp_path, torch, variables, as_kept):
+    status, lines = setup_py_with_torch(tmp_path, torch, **variables)
     assert status == 1
     as_kept(lines[-1])
 
@@ -160,23 +155,19 @@ def test_the_architectures_cuda_is_built_for(tmp_path, torch_cuda, variables, ex
     assert "csrc/scan/cuda/cuda_device.cpp" in sources
 
 
-def test_a_toolkit_of_another_release(tmp_path, as_kept):
-    status, lines = setup_with_cuda(tmp_path, "130", "12.4")
-    assert status == 0
-    as_kept(lines[0])
-
-
-def test_a_toolkit_of_another_release_where_cuda_is_asked_for(tmp_path, as_kept):
-    wish = {"OVERFLOW_FAST_CUDA": "1"}
-    status, lines = setup_with_cuda(tmp_path, "130", "12.4", **wish)
-    assert status == 1
-    as_kept(lines[-1])
-
-
-def test_a_toolkit_without_its_headers(tmp_path, as_kept):
-    status, lines = setup_with_cuda(tmp_path, "130", "13.0", headers=())
-    assert status == 0
-    as_kept(lines[0])
+@pytest.mark.parametrize("is_asked_for", [False, True])
+@pytest.mark.parametrize(
+    "toolkit, headers",
+    [("12.4", HEADERS), ("13.0", ())],
+    ids=["another release", "no headers"],
+)
+def test_a_toolkit_that_cannot_be_used(
+    tmp_path, toolkit, headers, is_asked_for, as_kept
+):
+    wish = {"OVERFLOW_FAST_CUDA": "1"} if is_asked_for else {}
+    status, lines = setup_with_cuda(tmp_path, "130", toolkit, headers, **wish)
+    assert status == is_asked_for
+    as_kept(lines[-1 if is_asked_for else 0])
 
 
 def test_a_toolkit_without_a_header_that_torchs_headers_include(tmp_path, as_kept):
@@ -186,13 +177,6 @@ def test_a_toolkit_without_a_header_that_torchs_headers_include(tmp_path, as_kep
     variables = {"CPATH": str(tmp_path / "torch")}
     _, lines = setup_with_cuda(tmp_path, "130", "13.0", **variables)
     as_kept(lines[0])
-
-
-def test_a_toolkit_without_its_headers_where_cuda_is_asked_for(tmp_path, as_kept):
-    wish = {"OVERFLOW_FAST_CUDA": "1"}
-    status, lines = setup_with_cuda(tmp_path, "130", "13.0", headers=(), **wish)
-    assert status == 1
-    as_kept(lines[-1])
 
 
 def test_headers_where_the_compiler_looks_by_itself(tmp_path):
@@ -257,21 +241,27 @@ def used_with_binaries(tmp_path, use, *names, checkout=False):
     return python(str(script), cwd=tmp_path)
 
 
+# The binaries that are there, and whether their use ends the program.
+BINARIES = {
+    "none": ([], False),
+    "broken": ([f"{FOLDER}/_C{SUFFIX}"], True),
+    "beside the package": ([f"../_C{SUFFIX}"], False),
+    "other torches": ([f"torch2_{n}/_C{SUFFIX}" for n in (10, 9)], False),
+    "another Python": ([f"{FOLDER}/_C.cpython-39-x.so"], False),
+}
+
+
+@pytest.mark.parametrize("kind", BINARIES)
+def test_an_installation_says_which_extension_it_lacks(kind, tmp_path, as_kept):
+    names, is_error = BINARIES[kind]
+    status, message = package_with_binaries(tmp_path, *names)
+    assert status == is_error
+    as_kept(message)
+
+
 def test_a_checkout_that_is_not_built(tmp_path, as_kept):
     status, message = package_with_binaries(tmp_path, checkout=True)
     assert status == 0
-    as_kept(message)
-
-
-def test_an_installation_without_its_extension(tmp_path, as_kept):
-    status, message = package_with_binaries(tmp_path)
-    assert status == 0
-    as_kept(message)
-
-
-def test_an_extension_that_cannot_be_loaded(tmp_path, as_kept):
-    status, message = package_with_binaries(tmp_path, f"{FOLDER}/_C{SUFFIX}")
-    assert status == 1
     as_kept(message)
 
 
@@ -330,26 +320,6 @@ def test_commands_that_need_the_extension_end_with_its_sentence(tmp_path, is_the
     assert len(told) == (4 if is_there else 3)  # help needs none, if it can be made
     assert said[:2] == [told[0], "['run', 'train.py'] 2"]
     assert "['demo'] 2" in said and said[-2:] == [told[-1], "['explain', 'x'] 2"]
-
-
-def test_an_extension_beside_the_package_is_not_loaded(tmp_path, as_kept):
-    status, message = package_with_binaries(tmp_path, f"../_C{SUFFIX}")
-    assert status == 0
-    as_kept(message)
-
-
-def test_extensions_for_other_torches(tmp_path, as_kept):
-    others = [f"{folder}/_C{SUFFIX}" for folder in ("torch2_10", "torch2_9")]
-    status, message = package_with_binaries(tmp_path, *others)
-    assert status == 0
-    as_kept(message)
-
-
-def test_an_extension_for_another_python(tmp_path, as_kept):
-    others = f"{FOLDER}/_C.cpython-39-x.so"
-    status, message = package_with_binaries(tmp_path, others)
-    assert status == 0
-    as_kept(message)
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cu130", "2.13.0a0+git1234"])

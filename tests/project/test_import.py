@@ -51,9 +51,7 @@ def test_each_name_is_what_its_module_has():
 
 def test_another_name_is_not_there(as_kept):
     assert not hasattr(overflow_fast, "nope")
-    with pytest.raises(AttributeError) as raised:
-        overflow_fast.nope  # noqa: B018
-    as_kept(raised.value)
+    as_kept.error(AttributeError, getattr, overflow_fast, "nope")
     with pytest.raises(ImportError) as raised:
         from overflow_fast import nope  # noqa: F401
     as_kept(raised.value)
@@ -179,8 +177,8 @@ model = Net()
 """
 
 
-def test_a_detector_and_a_guard_do_without_dynamo(fresh):
-    code = """
+PROGRAMS = {
+    "a detector and a guard do without dynamo": """
 detector = of.DebugUnderflowOverflow(model)
 assert detects(model, model)
 detector.remove()
@@ -189,8 +187,106 @@ for _ in range(3):
     model(torch.ones(1, 2)).sum().backward()
 guard.remove()
 assert "torch._dynamo" not in sys.modules and not is_waiting()
-"""
-    fresh(BEGIN + code)
+""",
+    "a copy that is compiled later has the hooks": """
+import copy
+detector = of.DebugUnderflowOverflow(model)
+model_2 = copy.deepcopy(model)
+detector.remove()
+assert is_waiting()
+assert detects(torch.compile(model_2, fullgraph=True, backend="eager"), model_2)
+""",
+    "code of a twin is not run for a model with hooks": """
+detector = of.DebugUnderflowOverflow(model)
+call = torch.compile(lambda model, x: model(x), backend="eager")
+call(Net(), torch.ones(1, 2))
+assert detects(lambda x: call(model, x), model)
+""",
+    "what was compiled before has the hooks": """
+call = torch.compile(model, backend="eager")
+call(torch.ones(1, 2))
+detector = of.DebugUnderflowOverflow(model)
+assert detects(call, model) and not is_waiting()
+""",
+    "dynamo is imported where hooks cannot be registered": """
+detector = of.DebugUnderflowOverflow(model)
+sys.modules["overflow_fast.detector.compiled"] = None  # gone from the disk
+import torch._dynamo
+assert not is_waiting() and detects(model, model)
+""",
+    "hooks that could not be loaded are loaded later": """
+import logging
+logging.getLogger("overflow_fast").setLevel(logging.CRITICAL)
+detector = of.DebugUnderflowOverflow(model)
+sys.modules["overflow_fast.detector.compiled"] = None  # gone for a while
+call = torch.compile(lambda x: model(x), backend="eager")
+call(torch.ones(1, 2))
+del sys.modules["overflow_fast.detector.compiled"]
+detector.remove()
+detector = of.DebugUnderflowOverflow(model)
+call = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
+assert detects(call, model)
+""",
+    "hooks that could not be registered are registered later": """
+import logging
+logging.getLogger("overflow_fast").setLevel(logging.CRITICAL)
+import torch._dynamo
+real = torch.compiler.substitute_in_graph
+
+def fails(function, **options):
+    if "root" in repr(function) or "paused" in repr(function):
+        raise RuntimeError("not now")
+    return real(function, **options)
+
+torch.compiler.substitute_in_graph = fails
+of.DebugUnderflowOverflow(model).remove()
+torch.compiler.substitute_in_graph = real
+detector = of.DebugUnderflowOverflow(model)
+call = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
+assert detects(call, model)
+""",
+    "two first traces load the hooks once": """
+import time
+from overflow_fast.detector import compiled, dynamo
+
+def register():
+    calls.append(threading.get_ident())
+    time.sleep(0.1)
+    return True
+
+calls, compiled.register = [], register
+threads = [threading.Thread(target=dynamo._is_loaded) for _ in range(4)]
+for each in threads: each.start()
+for each in threads: each.join()
+assert len(calls) == 1
+""",
+    "threads may import dynamo while hooks are put on": """
+begin = threading.Barrier(5)
+
+def attach():
+    begin.wait()
+    detectors.append(of.DebugUnderflowOverflow(Net()))
+
+def load():
+    begin.wait()
+    import torch._dynamo
+
+of.DebugUnderflowOverflow
+detectors = []
+threads = [threading.Thread(target=f) for f in (load, attach, load, attach)]
+for each in threads: each.start()
+begin.wait()
+for each in threads: each.join()
+detector = of.DebugUnderflowOverflow(model)
+call = torch.compile(model, fullgraph=True, backend="eager")
+assert detects(call, model) and len(detectors) == 2 and not is_waiting()
+""",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_hooks_and_dynamo_whichever_comes_first(program, fresh):
+    fresh(BEGIN + PROGRAMS[program])
 
 
 @pytest.mark.parametrize(
@@ -211,130 +307,5 @@ assert "torch._dynamo" not in sys.modules and is_waiting()
 assert detects(call, model) and not is_waiting()
 assert torch._dynamo.__loader__ is torch._dynamo.__spec__.loader
 assert type(torch._dynamo.__loader__).__name__ == "SourceFileLoader"
-"""
-    fresh(BEGIN + code)
-
-
-def test_a_copy_that_is_compiled_later_has_the_hooks(fresh):
-    code = """
-import copy
-detector = of.DebugUnderflowOverflow(model)
-model_2 = copy.deepcopy(model)
-detector.remove()
-assert is_waiting()
-assert detects(torch.compile(model_2, fullgraph=True, backend="eager"), model_2)
-"""
-    fresh(BEGIN + code)
-
-
-def test_code_of_a_twin_is_not_run_for_a_model_with_hooks(fresh):
-    code = """
-detector = of.DebugUnderflowOverflow(model)
-call = torch.compile(lambda model, x: model(x), backend="eager")
-call(Net(), torch.ones(1, 2))
-assert detects(lambda x: call(model, x), model)
-"""
-    fresh(BEGIN + code)
-
-
-def test_what_was_compiled_before_has_the_hooks(fresh):
-    code = """
-call = torch.compile(model, backend="eager")
-call(torch.ones(1, 2))
-detector = of.DebugUnderflowOverflow(model)
-assert detects(call, model) and not is_waiting()
-"""
-    fresh(BEGIN + code)
-
-
-def test_dynamo_is_imported_where_hooks_cannot_be_registered(fresh):
-    code = """
-detector = of.DebugUnderflowOverflow(model)
-sys.modules["overflow_fast.detector.compiled"] = None  # gone from the disk
-import torch._dynamo
-assert not is_waiting() and detects(model, model)
-"""
-    fresh(BEGIN + code)
-
-
-def test_hooks_that_could_not_be_loaded_are_loaded_later(fresh):
-    code = """
-import logging
-logging.getLogger("overflow_fast").setLevel(logging.CRITICAL)
-detector = of.DebugUnderflowOverflow(model)
-sys.modules["overflow_fast.detector.compiled"] = None  # gone for a while
-call = torch.compile(lambda x: model(x), backend="eager")
-call(torch.ones(1, 2))
-del sys.modules["overflow_fast.detector.compiled"]
-detector.remove()
-detector = of.DebugUnderflowOverflow(model)
-call = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
-assert detects(call, model)
-"""
-    fresh(BEGIN + code)
-
-
-def test_hooks_that_could_not_be_registered_are_registered_later(fresh):
-    code = """
-import logging
-logging.getLogger("overflow_fast").setLevel(logging.CRITICAL)
-import torch._dynamo
-real = torch.compiler.substitute_in_graph
-
-def fails(function, **options):
-    if "root" in repr(function) or "paused" in repr(function):
-        raise RuntimeError("not now")
-    return real(function, **options)
-
-torch.compiler.substitute_in_graph = fails
-of.DebugUnderflowOverflow(model).remove()
-torch.compiler.substitute_in_graph = real
-detector = of.DebugUnderflowOverflow(model)
-call = torch.compile(lambda x: model(x), fullgraph=True, backend="eager")
-assert detects(call, model)
-"""
-    fresh(BEGIN + code)
-
-
-def test_two_first_traces_load_the_hooks_once(fresh):
-    code = """
-import time
-from overflow_fast.detector import compiled, dynamo
-
-def register():
-    calls.append(threading.get_ident())
-    time.sleep(0.1)
-    return True
-
-calls, compiled.register = [], register
-threads = [threading.Thread(target=dynamo._is_loaded) for _ in range(4)]
-for each in threads: each.start()
-for each in threads: each.join()
-assert len(calls) == 1
-"""
-    fresh(BEGIN + code)
-
-
-def test_threads_may_import_dynamo_while_hooks_are_put_on(fresh):
-    code = """
-begin = threading.Barrier(5)
-
-def attach():
-    begin.wait()
-    detectors.append(of.DebugUnderflowOverflow(Net()))
-
-def load():
-    begin.wait()
-    import torch._dynamo
-
-of.DebugUnderflowOverflow
-detectors = []
-threads = [threading.Thread(target=f) for f in (load, attach, load, attach)]
-for each in threads: each.start()
-begin.wait()
-for each in threads: each.join()
-detector = of.DebugUnderflowOverflow(model)
-call = torch.compile(model, fullgraph=True, backend="eager")
-assert detects(call, model) and len(detectors) == 2 and not is_waiting()
 """
     fresh(BEGIN + code)

@@ -46,15 +46,7 @@ def test_both_operators_write_the_same_slots(device):
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_wrong_arguments(op, as_kept):
     tensors = [torch.ones(2)]
-    with pytest.raises(TypeError) as raised:
-        op(torch.zeros(4, 4), 0, tensors)
-    as_kept(raised.value)
-    with pytest.raises(ValueError) as raised:
-        op(torch.zeros(4, 3, dtype=torch.int64), 0, tensors)
-    as_kept(raised.value)
-    with pytest.raises(IndexError) as raised:
-        op(empty_slots(4), 4, tensors)
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        op(empty_slots(4), 0, [torch.ones(2).to_sparse()])
-    as_kept(raised.value)
+    as_kept.error(TypeError, op, torch.zeros(4, 4), 0, tensors)
+    as_kept.error(ValueError, op, torch.zeros(4, 3, dtype=torch.int64), 0, tensors)
+    as_kept.error(IndexError, op, empty_slots(4), 4, tensors)
+    as_kept.error(TypeError, op, empty_slots(4), 0, [torch.ones(2).to_sparse()])

@@ -267,15 +267,9 @@ def test_inside_vmap(as_kept):
 
 
 def test_wrong_arguments(as_kept):
-    with pytest.raises(TypeError) as raised:
-        scan(torch.ones(1))
-    as_kept(raised.value)
-    with pytest.raises(TypeError) as raised:
-        scan([1])
-    as_kept(raised.value)
-    with pytest.raises(ValueError) as raised:
-        scan([], backend="cuda")
-    as_kept(raised.value)
+    as_kept.error(TypeError, scan, torch.ones(1))
+    as_kept.error(TypeError, scan, [1])
+    as_kept.error(ValueError, scan, [], backend="cuda")
 
 
 def test_scan_has_no_gradient_and_keeps_no_graph():

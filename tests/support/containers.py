@@ -52,6 +52,17 @@ class InheritedSlots(Slotted):
     y: Any = None
 
 
+class Broken(Mapping):
+    """Raises, whatever is asked of it."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key):
+        raise RuntimeError
+
+    __iter__ = __len__ = items = __getitem__
+
+
 @dataclass
 class WithPostInit:
     """Cannot be made anew by its constructor from its own fields."""

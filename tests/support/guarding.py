@@ -61,6 +61,17 @@ def train(model, optimizer, data):
     return [train_step(model, optimizer, batch) for batch in data]
 
 
+def three_steps(metrics, after_step=lambda i: None):
+    """The guard of three steps, the second of which is bad, with an exporter."""
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, "skip", metrics=metrics) as guard:
+        for i, batch in enumerate(batches(3)):
+            with plant(model.head, NAN) if i == 1 else torch.enable_grad():
+                train_step(model, optimizer, batch)
+            after_step(i)
+    return guard
+
+
 def state_of(model, optimizer=None):
     """Everything that a step may change, copied."""
     state = {"model": copy.deepcopy(model.state_dict())}

@@ -359,11 +359,11 @@ def test_buffers_of_later_layers_are_left_out():
 
 
 class Counts(Assembled):
-    """Fails from its third forward on, by a counter that is no tensor."""
+    """Fails in its third forward alone, by a counter that is no tensor."""
 
     def forward(self, x):
         self.count += 1
-        return self.lin(x) / max(0, 3 - self.count)
+        return self.lin(x) / (self.count != 3)
 
 
 def test_a_replay_begins_with_the_counters_of_the_forward():
@@ -451,6 +451,13 @@ def test_a_cache_that_a_module_keeps_is_zeroed_where_nobody_has_written(kept):
     assert (found.cause, found.tensor) == ("bad weights", "0.kv")
     assert remedy.is_finite and remedy.code == 'model.get_submodule("0").kv.zero_()'
     assert net[0].kv.isnan().sum() == 8 and not found.notes
+
+
+def test_a_cache_that_is_given_by_a_keyword_has_that_name():
+    net, kv = ReadsCache().eval(), torch.zeros(2, 6, 4)
+    with OverflowGuard(net, explain=False):
+        report = report_of(lambda: net(rows_bad(1, size=2), kv=kv))
+    assert report.poisoned == {"kv": [1]}
 
 
 @pytest.mark.parametrize("how", ["given", "buffer", "attribute"])
@@ -603,14 +610,6 @@ def test_clean_outputs_are_the_same_bit_for_bit(options):
 
 
 # Threads.
-
-
-@pytest.fixture
-def hurry():
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def serve(guard, net, number, num_requests, is_bad, wrong):

@@ -918,21 +918,6 @@ def test_gradients_that_torch_func_hides_are_not_called_finite(is_called, as_kep
     as_kept(maker)
 
 
-def test_who_used_what_an_identity_returned_on_a_device():
-    class Net(Assembled):
-        def forward(self, x):
-            h = self.stem(x) * 2
-            return self.bad(h) + self.same(h)
-
-    verdict = verdict_of(
-        Net(stem=nn.Linear(3, 3), bad=SqrtAtZero(), same=nn.Identity()),
-        mean_of,
-        _defer=True,
-    )
-    assert verdict.first.fqn == "same"
-    assert (verdict.origin.how, verdict.origin.source) == ("unclear", "unclear")
-
-
 # Buffers.
 
 
