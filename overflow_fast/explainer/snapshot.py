@@ -27,6 +27,7 @@ from ..base.modules import (
     reshard,
 )
 from ..base.tensors import devices_of, is_whole
+from ..guard.requests.gate import let_others_pass, others_wait
 from ..guard.undo.attributes import KeptAttributes
 from ..guard.undo.kept_place import KeptPlace
 from ..guard.undo.random import RandomStates
@@ -159,11 +160,12 @@ class Snapshot:
     def begin(self) -> None:
         """Makes everything what it was when the step began, and drops gradients.
 
-        Signals' handlers that have waited are called before, with everything as the
-        program has it.
+        Signals' handlers and forwards of other threads that have waited go before, with
+        everything as the program has it.
         """
-        if held_signals.are_due:
+        if held_signals.are_due or others_wait():
             self.restore()
+            let_others_pass()
             self.take()
         else:
             self._begin()

@@ -105,13 +105,13 @@ class Archive:
     ) -> None:
         """Adds the report to the evidence, where it is this rank's, and to the log."""
         if is_own:
-            self._add_report(report)
+            self.add_report(report)
         self.log(
             *(step, report.verdict, report.action, report.num_skipped, num_left_out),
             report,
         )
 
-    def _add_report(self, report: Report) -> None:
+    def add_report(self, report: Report) -> None:
         """Adds the report to the evidence, and a page where that has not cost much.
 
         The page has the flight record's last lines. That of a run that ends is made

@@ -289,6 +289,24 @@ class Judge:
             report.explanation = again.explain(unit, report.verdict, self._ends(unit))
         return False
 
+    def explain_late(self, unit: Unit, report: Report) -> None:
+        """Explains a unit that was judged and answered without its explanation.
+
+        Args:
+            unit: The unit.
+            report: Its report, which has the explanation from then on.
+        """
+        again = unit.again or self._explaining
+        seen, verdict = unit, self.verdict_on(unit)
+        if self._looks(again, unit, verdict):
+            seen = again.look_again(unit)
+            verdict = self.verdict_on(seen)
+        report.explanation = again.explain(seen, verdict, ends=False)
+        report.verdict = verdict
+        report.notes += [note for note in seen.notes if note not in report.notes]
+        unit.noted(report)
+        self._ledger.tell_late(unit, report)
+
     def _ends(self, unit: Unit) -> bool:
         """True if the run ends with a bad unit."""
         return unit.ends or (unit.policy or self._config.on_overflow) == "raise"

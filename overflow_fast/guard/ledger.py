@@ -137,6 +137,12 @@ class Ledger:
             with self._isolation.isolated():
                 self._alarms.warn(report, self.num_bad_in_row)
 
+    def tell_late(self, unit: Unit, report: Report) -> None:
+        """Adds an explanation that has come late to the evidence, and logs its line."""
+        with self._isolation.isolated():
+            self.archive.add_report(report)
+        _log.warning("%s", unit.line(report))
+
     # A finite one.
 
     def end_finite(self, unit: Unit) -> None:

@@ -280,6 +280,8 @@ class GuardParts:
     def finish(self) -> None:
         """Judges what is on its way, and removes the hooks."""
         try:
+            if self.requests is not None:
+                self.requests.finish()
             if self.is_enabled:
                 self.pipeline.judge_late()
         finally:

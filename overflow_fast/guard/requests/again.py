@@ -1,5 +1,12 @@
 """Runs bad requests again, while no other thread runs the models.
 
+1. A bad request is explained at its end where nobody else is served; else behind its
+   answer, one at a time (`Later`).
+2. Where one thread runs all requests, each is explained. Else the first one at a place
+   is, and the report of a later one names it: that they have one cause is not known.
+   With a tripwire the place is that in the outputs, unless there is time to look for
+   the module.
+
 A replay begins with 0 for what the request, or a later one, has left non-finite in
 caches and buffers. Where it is finite, or bad as before, the values were there before:
 it is made again with them.
@@ -9,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
+from traceback import walk_tb
 from typing import Any, TypeVar
 
 from ...base.text import error_line
@@ -21,7 +29,7 @@ from ..optimizers.last_steps import LastSteps
 from ..outer import outer
 from ..report.causes import NOT_REPRODUCIBLE
 from ..report.explanation import Explanation
-from ..report.report import NonFiniteError
+from ..report.report import NonFiniteError, Report
 from ..time_share import SHARE, TimeShare
 from ..unit import Unit
 from ..value_errors import is_of_values
@@ -30,15 +38,22 @@ from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch
 from .forward_start import ForwardStart
 from .gate import Gate
+from .later import Later
 from .request import Request
 
 _log = logging.getLogger("overflow_fast")
 _Answer = TypeVar("_Answer")
-WAIT = 1.0  # seconds for forwards of other threads before a replay; chosen
+_Place = tuple[str, str, str]
 _BUSY = (
     "The forward was not run again: other threads ran the models, and were waited for "
-    f"{WAIT:g} s."
+    "{:g} s."
 )
+_LATER = (
+    "It is run again once it is answered: then the log has the cause, and so has "
+    "`report.explanation`."
+)
+_ONE = "The forward was not run again: another request was being explained."
+_KNOWN = "The forward was not run again. The first one at this place was: {}"
 _ZEROED = (
     "The forward was run again with 0 for what it, or a later one, has left non-finite "
     "in tensors that it was given."
@@ -57,8 +72,15 @@ class Replays:
         watches: The watched models.
         new_watches: Makes watches of them that look at everything.
         gate: Keeps the forwards of other threads out.
+        unlocked: Lets other requests be judged within.
         on_spent: Called with the seconds that each has taken, which are no cost of
             watching.
+
+    Attributes:
+        config, watches, gate: The same.
+        share: Limits the time that they take.
+        are_of_one: One thread has run all requests: nobody waits for it.
+        later: Explains requests behind their answers.
     """
 
     def __init__(
@@ -67,14 +89,44 @@ class Replays:
         watches: Sequence[ModelWatch],
         new_watches: Callable[[], list[ModelWatch]],
         gate: Gate,
+        unlocked: Callable[[], contextlib.AbstractContextManager[None]],
         on_spent: Callable[[float], None],
     ) -> None:
         self.config = config
         self.watches = watches
+        self.gate = gate
         self.share = TimeShare()
+        self.later = Later()
+        self.are_of_one = True
         self._new_watches = new_watches
-        self._gate = gate
+        self._unlocked = unlocked
         self._on_spent = on_spent
+        self._first: dict[_Place, Report] = {}
+        self._searched: set[tuple[object, ...]] = set()
+
+    def note(
+        self, places: Iterable[_Place], report: Report, is_explained: bool
+    ) -> None:
+        """Takes in the report of one that was run again, or is about to be."""
+        if is_explained:
+            self._first.update(dict.fromkeys(places, report))
+            return
+        for place in places:  # the next one is run again
+            if self._first.get(place) is report:
+                del self._first[place]
+
+    def was_searched(self, error: Exception) -> bool:
+        """True from the second time on that code has raised at one line."""
+        lines = [(f.f_code, n) for f, n in walk_tb(error.__traceback__)]
+        place = type(error), *lines[-1:]
+        was_searched = place in self._searched
+        self._searched.add(place)
+        return was_searched
+
+    def first_at(self, place: _Place) -> Report | None:
+        """The report of the first one at a place; None where each is run again."""
+        is_each = self.are_of_one or self.config.explain.when == "always"
+        return None if is_each else self._first.get(place)
 
     @contextlib.contextmanager
     def explainer(self, kept: KeptCalls, watches: list[ModelWatch]) -> Iterator[Any]:
@@ -87,7 +139,7 @@ class Replays:
             watches: The watches of the models that these run.
         """
         begin = perf_counter()
-        with self.share.spending(), self._gate.alone(WAIT) as is_alone:
+        with self._unlocked(), self.share.spending(), self.gate.alone() as is_alone:
             if is_alone:
                 yield outer("explainer")(
                     *(self.config, watches, kept, self._new_watches),
@@ -121,15 +173,44 @@ class RequestAgain:
     Attributes:
         is_off: It is not to be explained.
         looks_again: What a tripwire has found is seen in full.
+        is_put_off: Others are served: it is run again behind its answer.
+        is_due: It is to be run again then.
     """
 
-    def __init__(self, replays: Replays, request: Request) -> None:
+    def __init__(self, replays: Replays, request: Request, is_put_off: bool) -> None:
         self._replays, self._request = replays, request
         self.is_off = replays.config.explain.when == "never"
-        self.looks_again = replays.config.is_tripwire
+        self.is_put_off, self.is_due = is_put_off, False
+        self._note = ""
+        self._kept: KeptCalls | None = None
+        self._places: list[_Place] = []
+
+    @property
+    def looks_again(self) -> bool:
+        """See above."""
+        return self._replays.config.is_tripwire and not self.is_put_off
+
+    def put_off(self) -> None:
+        """Keeps the calls as they are now: it is run again behind its answer."""
+        self._kept, self.is_due = self._calls(), True
+
+    def go_on(self) -> None:
+        """Begins what was put off."""
+        self.is_put_off = self.is_due = False
+        self._note = ""
+
+    def note(self, report: Report) -> None:
+        """Takes in its report, and notes there why it has no explanation."""
+        found = report.explanation
+        is_explained = self.is_due or (found is not None and bool(found.cause))
+        self._replays.note(self._places, report, is_explained)
+        report.notes = [note for note in report.notes if note != _LATER]
+        report.notes += [self._note] * bool(self._note)
 
     def look_again(self, found: Unit) -> Unit:
         """The request as a full watch sees it, which a tripwire has found bad."""
+        if found.verdict is not None:
+            self._places += _places_of(found.verdict)
 
         def is_same(seen: Unit) -> bool:
             return seen.frames == found.frames
@@ -139,17 +220,23 @@ class RequestAgain:
         except Exception as error:
             return found.with_note(f"The step was not run again: {error_line(error)}.")
         if seen is None:
-            return found.with_note(_BUSY)
+            return found.with_note(self._busy)
         # Behind the models, where modules show nothing.
         is_outside = is_same(seen) and self._request.function is not None
         return found if is_outside else seen
 
     def explain(self, unit: Unit, verdict: Verdict, ends: bool) -> Explanation | None:
-        """Explains it, unless explanations take too long."""
-        request, config = self._request, self._replays.config
-        if self._replays.share.is_spent and config.explain.when != "always":
-            return Explanation(notes=[_OFTEN])
-        if not config.explain.replay_safe or verdict.first is None:
+        """Explains it, unless one at its place was, or explanations take too long."""
+        request, replays = self._request, self._replays
+        config = replays.config.explain
+        if not config.replay_safe or verdict.first is None:
+            return None
+        self._note = self._why_not(verdict)
+        if self._note:
+            return None
+        if self.is_put_off:
+            self.put_off()
+            self._note = _LATER
             return None
         try:
             found: Explanation | None = self._ask(
@@ -161,25 +248,41 @@ class RequestAgain:
             text = f"The request was not explained: {error_line(error)}."
             return Explanation(notes=[text])
         if found is None:
-            return Explanation(notes=[_BUSY])
+            return Explanation(notes=[self._busy])
         found.notes += [_ZEROED] * bool(request.zeroed)
         return found
+
+    def _why_not(self, verdict: Verdict) -> str:
+        """Why it is not run again, in a sentence; "" if it is."""
+        replays = self._replays
+        for place in _places_of(verdict):
+            first = None if place in self._places else replays.first_at(place)
+            if first is not None:
+                return _KNOWN.format(first.headline())
+            self._places.append(place)
+        if replays.share.is_spent and replays.config.explain.when != "always":
+            return _OFTEN
+        return _ONE if self.is_put_off and replays.later.is_busy else ""
 
     def search(self, error: Exception | None) -> tuple[Verdict, Explanation] | None:
         """Looks for a bad value where the program has raised, and no module showed one.
 
         What was left is run again: the function of `guard.run()`, or a forward.
         """
-        request, config = self._request, self._replays.config
-        if error is None or request.frames or not config.explain.replay_safe:
+        request, replays = self._request, self._replays
+        if error is None or request.frames or not replays.config.explain.replay_safe:
             return None
         if request.function is None and request.left is None:
             return None
-        is_asked = config.explain.when != "never" and not self._replays.share.is_spent
+        is_asked = not (self.is_off or replays.share.is_spent)
         if not is_asked or isinstance(error, NonFiniteError) or not is_of_values(error):
             return None
         if request.function is None and request.left is not None:
             request.bad, request.zeroed = request.left, request.left.left_bad()
+        if self.is_put_off:
+            if not (replays.later.is_busy or replays.was_searched(error)):
+                self.put_off()
+            return None
         try:
             return self._ask(
                 lambda explainer: explainer.search("evaluation"),
@@ -206,7 +309,8 @@ class RequestAgain:
         request, watches = self._request, list(self._replays.watches)
         if frames:
             watches = [frames[0].watch]
-        with self._replays.explainer(self._calls(), watches) as explainer:
+        calls, self._kept = self._kept or self._calls(), None
+        with self._replays.explainer(calls, watches) as explainer:
             if explainer is None:
                 return None
             answer = ask(explainer)
@@ -214,6 +318,10 @@ class RequestAgain:
             request.zeroed = []
             return self._ask(ask, is_in_vain, frames)
         return answer
+
+    @property
+    def _busy(self) -> str:
+        return _BUSY.format(self._replays.gate.patience)
 
     def _calls(self) -> KeptCalls:
         """The calls to make again: the function, or the bad forward."""
@@ -229,3 +337,9 @@ class RequestAgain:
         for call in calls:
             call.raised = request.raised
         return KeptCalls(calls, start)
+
+
+def _places_of(verdict: Verdict) -> list[_Place]:
+    """The place of the first bad value; none where it is not known."""
+    first = verdict.first
+    return [] if first is None else [(first.kind, first.fqn, first.label)]

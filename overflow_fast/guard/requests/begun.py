@@ -40,7 +40,12 @@ _BEGUN: ContextVar[Begun | None] = ContextVar("overflow_fast", default=None)
 
 def request_of(owner: object) -> Any:
     """The request that this code is in, of one owner; None if it is in none."""
-    return next((each.request for each in _begun() if each.owner is owner), None)
+    return next(requests_around(owner), None)
+
+
+def requests_around(owner: object) -> Iterator[Any]:
+    """Yields the requests of one owner that this code is in, the last one first."""
+    return (each.request for each in _begun() if each.owner is owner)
 
 
 def _begun() -> Iterator[Begun]:

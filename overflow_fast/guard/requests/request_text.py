@@ -50,8 +50,9 @@ class RequestText(ReportText):
         )
 
     def line(self) -> str:
-        """The headline in one line."""
-        return printable(self.headline())
+        """The headline in one line; where nothing was run again, why that is so."""
+        is_run = self.report.explanation is not None
+        return printable(" ".join([self.headline(), *self.report.notes * (not is_run)]))
 
     def _outcome(self) -> list[str]:
         report = self.report

@@ -9,11 +9,13 @@ gets the error of no other, whatever threads and tasks run beside it.
 2. When the request ends with an exception of the program's, and no bad frame, a bad
    value is searched first: what the exception has left is run again.
 3. It is handed to the judge as a unit of the pipeline, and run again to be explained.
-   What is run again is alone at the gate (`RequestAgain`).
+   What is run again is alone at the gate (`RequestAgain`). Where others are served, it
+   is answered first, and its report has the explanation later.
 4. The pipeline measures its cost, and sends its numbers.
 
 State: the request that code is in (`begun`), and what bad requests have left behind
-(`LeftState`). Requests are judged one at a time.
+(`LeftState`). Requests are judged one at a time, but for the time in which one is run
+again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -37,19 +40,26 @@ from ..kept_calls.call_keeper import CallKeeper
 from ..kept_calls.held_function import HeldFunction
 from ..kept_calls.kept_call import KeptCall
 from ..pipeline import Pipeline
+from ..report.explanation import Explanation
 from ..report.report import Report
 from ..step_clock import LeftOut
 from ..unit import REQUEST, Unit
+from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch
-from .again import WAIT, Replays, RequestAgain
-from .begun import Begun, request_of
+from .again import Replays, RequestAgain
+from .begun import Begun, request_of, requests_around
 from .forwards import Forwards
 from .gate import Gate
 from .held_call import HeldCall
+from .later import is_in_event_loop
 from .left_state import LeftState
 from .request import Request
 from .request_report import RequestReport
 from .row_order import RowOrder
+
+# Seconds for a moment without forwards before a replay. With less, a busy server waits
+# for more runs of explanations; with more, an explanation comes later. Chosen.
+_WAIT = 1.0
 
 
 class Requests:
@@ -87,22 +97,39 @@ class Requests:
         self._numbers.are_judged = True
         self._isolation = isolation
         self._left = LeftState(watches)
-        self._gate = Gate()
+        self._gate = Gate(_WAIT)
         self.forwards = Forwards(
             *(watches, config.is_tripwire, has_optimizer, self._gate, isolation),
             *(functools.partial(request_of, self), self._left.look),
             self.judge_evaluated,
         )
         leave_out = self.forwards.leave_out
-        self._replays = Replays(config, watches, full_watches, self._gate, leave_out)
+        self._replays = Replays(
+            *(config, watches, full_watches, self._gate, self._unlocked, leave_out)
+        )
         self._lock = threading.RLock()  # held while a request is judged
+        self._thread = 0  # the first one that has run a request
+        self._open: weakref.WeakSet[Request] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: object) -> Requests:
         return self  # that of a copied guard is made anew with its first request
 
     def no_replay(self) -> contextlib.AbstractContextManager[bool]:
         """Lets no other thread run a forward again, which puts back what it changes."""
-        return self._gate.alone(WAIT, beside_running=True)
+        return self._gate.alone(beside_running=True)
+
+    @contextlib.contextmanager
+    def _unlocked(self) -> Iterator[None]:
+        """Lets other threads judge requests within, while this one is run again."""
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+
+    def finish(self) -> None:
+        """Waits for the explanation that is under way behind an answer."""
+        self._replays.later.finish()
 
     # What a request runs: forwards, functions, and tensors that are recorded.
 
@@ -149,6 +176,9 @@ class Requests:
         return (self._new(None), True) if request is None else (request, False)
 
     def _new(self, ids: Sequence[object] | None) -> Request:
+        self._thread = self._thread or threading.get_ident()
+        if self._thread != threading.get_ident():
+            self._replays.are_of_one = False
         return Request(self._numbers.begin(), ids)
 
     def run(self, function: Any) -> Any:
@@ -208,6 +238,7 @@ class Requests:
             frame: Of the code that has begun it.
         """
         request = self._new(ids)
+        self._open.add(request)
         if request.ids:
             request.order = RowOrder(frame)
         if self._schedule.left_out_by(request.number):
@@ -236,6 +267,7 @@ class Requests:
                 watch.frames.receive(is_lagged=False)
                 request.collect(watch)
         request.end()
+        self._open.discard(request)
         with self._lock:
             try:
                 self._judge(request, error)
@@ -254,15 +286,54 @@ class Requests:
         """
         unit = Unit(request.number, REQUEST, frames=request.frames, error=error)
         unit.left_out = LeftOut(total=self._numbers.num_left_out)
-        unit.again = again = RequestAgain(self._replays, request)
+        if not (request.frames or error):
+            if not request.is_left_out:
+                self._pipeline.judge.judge(unit)
+            return
+        again = RequestAgain(self._replays, request, self._is_serving(request))
         known = again.search(error)
+        if again.is_due:
+            search = functools.partial(self._search_late, again, unit, request)
+            self._replays.later.start(search)
+        if request.frames or known is not None:
+            self._judge_bad(unit, request, again, known)
+
+    def _is_serving(self, request: Request) -> bool:
+        """True if others than one request are served: they would wait for its end."""
+        others = set(self._open) - {request, *requests_around(self)}
+        is_serving = bool(others) or not self._gate.is_free or is_in_event_loop()
+        self._replays.are_of_one &= not is_serving
+        return is_serving
+
+    def _judge_bad(
+        self,
+        unit: Unit,
+        request: Request,
+        again: RequestAgain,
+        known: tuple[Verdict, Explanation] | None = None,
+    ) -> None:
+        unit.again = again
         if known is not None:
             unit.verdict, unit.known = known
-        if unit.is_bad:
-            self._prepare(unit, request)
-        elif request.is_left_out or error is not None:
-            return
+        self._prepare(unit, request)
         self._pipeline.judge.judge(unit)
+
+    # Behind the answer of a bad request, in another thread.
+
+    def _search_late(self, again: RequestAgain, unit: Unit, request: Request) -> None:
+        """Searches what has made the program raise, and logs it."""
+        error, unit.error, unit.policy = unit.error, None, "warn"
+        again.go_on()
+        with self._lock, self._isolation.isolated():
+            known = again.search(error)
+            if known is not None:
+                self._judge_bad(unit, request, again, known)
+
+    def _explain_late(self, again: RequestAgain, unit: Unit, report: Report) -> None:
+        """Adds the explanation to a report, and logs it."""
+        again.go_on()
+        with self._lock, self._isolation.isolated():
+            self._pipeline.judge.explain_late(unit, report)
 
     def _prepare(self, unit: Unit, request: Request) -> None:
         """Notes what a bad request has left, before it is run again."""
@@ -272,7 +343,7 @@ class Requests:
         if request.bad is not None and self._may_replay and request.function is None:
             request.zeroed = request.bad.left_bad()
         unit.made = functools.partial(self._report_of, request, left)
-        unit.noted, unit.line = self._note, _line
+        unit.noted, unit.line = functools.partial(self._note, unit), _line
 
     def _report_of(
         self, request: Request, left: Mapping[str, list[int] | None], plain: Report
@@ -280,11 +351,17 @@ class Requests:
         plain.not_covered = self._pipeline.coverage().gaps()
         return RequestReport.of(plain, request, left, self._left.known)
 
-    def _note(self, report: Report) -> None:
+    def _note(self, unit: Unit, report: Report) -> None:
         """Takes in what was found: what the request has left is known from now on."""
         assert isinstance(report, RequestReport)
         report.note_explained()
         self._left.note(report.poisoned, report.subject)
+        again = unit.again
+        if isinstance(again, RequestAgain):
+            again.note(report)
+            if again.is_due:
+                explain = functools.partial(self._explain_late, again, unit, report)
+                self._replays.later.start(explain)
 
 
 def _line(report: Report) -> str:
