@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -125,6 +125,18 @@ class Float32Forward(ReplacedForward):
         self._half = half
         self._around: list[Float32Forward] = []
         super().__init__(module)
+        module.__dict__[_APPLY] = functools.partial(_apply_but_half, module)
+
+    def remove(self) -> None:
+        """Restores the original forward; a cast is one of all its weights again."""
+        super().remove()
+        own = self.module.__dict__
+        if not isinstance(own.get("forward"), ReplacedForward):
+            own.pop(_APPLY, None)
+
+    def note_half(self, dtype: torch.dtype) -> None:
+        """Takes in what the rest of the model is cast to."""
+        self._half = dtype
 
     def add_around(self, outer: Float32Forward) -> None:
         """Notes that a module around this one runs in float32, too.
@@ -167,6 +179,33 @@ class Float32Forward(ReplacedForward):
         if self._output == RETURNS_HALF:
             return self._half or half
         return half if has_float else self._half
+
+
+# `Module.half()`, `to()` and others hand a function to each module, for its tensors. A
+# module without this attribute of its own has its class's.
+_APPLY = "_apply"
+
+
+def _apply_but_half(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """Applies a function to a module's tensors; float32 stays, where it casts to half.
+
+    A running variance beyond 65504 is inf in float16 for good.
+    """
+
+    def but_half(tensor: Tensor) -> Tensor:
+        made = function(tensor)
+        if tensor.dtype != torch.float32 or made.dtype not in HALF:
+            return made
+        forward = module.__dict__.get("forward")
+        while isinstance(forward, ReplacedForward):
+            if isinstance(forward, Float32Forward):
+                forward.note_half(made.dtype)
+            forward = forward.__wrapped__
+        return tensor.to(made.device)
+
+    return type(module)._apply(module, but_half, recurse)
 
 
 def _autocast_device(module: nn.Module, given: Sequence[Tensor]) -> str | None:
@@ -315,7 +354,9 @@ def keep_in_fp32(
     which `torch.compile` traces without a graph break. Does not incur a CPU-GPU sync.
 
     Under autocast outputs stay in float32. In a model that is half precision itself,
-    `until` decides. Without it, outputs are cast back to the dtype of the inputs as
+    `until` decides, and `half()` or `to(torch.bfloat16)` leaves these modules' weights
+    in float32: called before, it keeps what float16 has no number for, such as a
+    running variance beyond 65504. Without `until`, outputs are cast back to the dtype of the inputs as
     soon as a module returns, and what is too large for float16 becomes inf there. With
     it, outputs stay in float32 until they reach a module that `until` names, such as a
     normalization: that one runs in float32 and returns half precision. Modules with
