@@ -6,11 +6,12 @@ That is caches that a forward is given and returns, and the buffers of the model
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...base.modules import named_buffers
+from ...base.modules import module_of_parameter, named_buffers, named_parameters
 from ...base.tensors import widened
 from ...base.tree import Path, path_text, tensors
 from ...scanner.ops import are_nonfinite
@@ -18,6 +19,13 @@ from ..watching.inputs import is_plain
 from ..watching.watch import ModelWatch
 from .held_call import HeldCall
 from .rows import is_nan_or_inf
+
+_log = logging.getLogger("overflow_fast")
+_FEW = 4  # names in a line; chosen
+_CAST = (
+    "\nFor a value beyond 65504 float16 has inf. Kept in float32 before the cast it "
+    "stays: overflow_fast.keep_in_fp32({}, {}), then half()."
+)
 
 
 class LeftState:
@@ -35,10 +43,22 @@ class LeftState:
         self.known: dict[str, str] = {}
 
     def look(self) -> None:
-        """Notes the buffers that are bad before the first forward."""
-        named = self._buffers()
-        bad = itertools.compress(named, are_nonfinite(named.values()))
-        self.known |= dict.fromkeys(bad, "")
+        """Notes the buffers that are bad before the first forward.
+
+        Logs a line for each model with weights or buffers that hold a nan or an inf,
+        with which it may compute finite outputs that are wrong. Incurs a CPU-GPU sync.
+        """
+        for watch in self._watches:
+            if watch.model is None:
+                continue
+            buffers = named_buffers(watch.model)
+            named = dict([*buffers, *named_parameters(watch.model)])
+            plain = [each for each in named.items() if is_plain(each[1])]
+            are_bad = are_nonfinite(tensor for _, tensor in plain)
+            bad = dict(itertools.compress(plain, are_bad))
+            of_buffers = bad.keys() & dict(buffers).keys()
+            self.known |= {f"{watch.prefix}{name}": "" for name in of_buffers}
+            _warn_of(watch.prefix, bad)
 
     def note(self, left: Mapping[str, list[int] | None], subject: str) -> None:
         """Notes what a request has left."""
@@ -82,6 +102,33 @@ class LeftState:
         if not own:
             return {}
         return {name: each for name, each in self._buffers().items() if id(each) in own}
+
+
+def _warn_of(prefix: str, bad: Mapping[str, torch.Tensor]) -> None:
+    """Logs which of a model's tensors hold more than the -inf of a mask.
+
+    Args:
+        prefix: What the model's names begin with.
+        bad: Its non-finite tensors, by name.
+    """
+    counts = {n: is_nan_or_inf(widened(t.detach())).sum() for n, t in bad.items()}
+    found = {name: int(count) for name, count in counts.items() if count}
+    texts = [
+        f"{prefix}{name} ({count} of {bad[name].numel()} values)"
+        for name, count in found.items()
+    ]
+    if not texts:
+        return
+    text = ", ".join(texts[:_FEW]) + " and others" * (len(texts) > _FEW)
+    owners = dict.fromkeys(
+        module_of_parameter(name)
+        for name in found
+        if bad[name].dtype == torch.float16
+    )
+    if owners:
+        model = prefix.rstrip(".") or "model"
+        text += _CAST.format(model, list(owners)[:_FEW])
+    _log.warning("Before the first request these hold nan or inf: %s", text)
 
 
 def _written_to(call: HeldCall) -> dict[str, torch.Tensor]:

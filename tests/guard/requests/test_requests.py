@@ -753,3 +753,34 @@ def test_the_time_of_a_request_is_that_of_its_own_thread():
         call()
         assert guard.cost.step_seconds >= times[0] > 0
         assert 0 < guard.cost.share <= 1
+
+
+def normed():
+    """An image classifier in float16, whose running variance is beyond 65504."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten()).eval()
+    with torch.no_grad():
+        net[0].weight.mul_(2e3)
+        net[1].running_var.fill_(1e6)
+    return net
+
+
+@pytest.mark.parametrize("options", [{}, {"watch": "tripwire"}])
+def test_a_buffer_that_a_cast_has_made_inf_is_said_once(options, caplog):
+    with OverflowGuard(normed().half(), **options):
+        net = normed().half()
+    with OverflowGuard(net, **options), torch.no_grad():
+        for _ in range(2):
+            net(torch.ones(1, 3, 4, 4).half())
+    (said,) = [e.getMessage() for e in caplog.records if "Before" in e.getMessage()]
+    assert "1.running_var (8 of 8 values)" in said
+    assert "overflow_fast.keep_in_fp32(model, ['1'])" in said
+
+
+def test_a_buffer_with_the_minus_inf_of_a_mask_is_meant(caplog):
+    mask = nn.Buffer(torch.full((4, 4), -torch.inf).triu(1))
+    net = Assembled(mask=mask, lin=nn.Linear(4, 4)).eval()
+    net.forward = lambda x: net.lin(x)
+    with OverflowGuard(net), torch.no_grad():
+        net(torch.ones(2, 4))
+    assert not any("Before the first" in each.getMessage() for each in caplog.records)
