@@ -215,6 +215,8 @@ def _dataset_index(call: Call, index: int, size: int) -> int | None:
     for name, path, tensor in call.places():
         key = path[-1].value if path else name
         is_index = key in _INDEX_KEYS and not is_float(tensor)
+        # Without a training, an argument of that name has token ids.
+        is_index &= bool(path) or call.has_backward is not False
         if is_index and tensor.dim() == 1 and len(tensor) == size:
             return int(tensor[index])
     return None

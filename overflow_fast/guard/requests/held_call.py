@@ -80,6 +80,11 @@ class HeldCall:
         given = tensors((self.args, self.kwargs))
         return list(dict.fromkeys(len(each) for _, each in given if each.dim()))
 
+    def rows_of(self, num: int) -> list[torch.Tensor]:
+        """The tensors that it is given with several rows for each of some names."""
+        given = [t for t in self._given() if type(t) is torch.Tensor and t.dim()]
+        return [t for t in given if num > 1 and len(t) > num and not len(t) % num]
+
     @property
     def num_tokens(self) -> int:
         """The number of tokens of a language model's call; 0 for any other."""

@@ -63,6 +63,7 @@ class Request:
         self.is_left_out = self.is_over = False
         self.seconds = 0.0
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._given: list[torch.Tensor] = []
         self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
         self.lock = threading.RLock()
 
@@ -80,7 +81,28 @@ class Request:
         self.add(watch, batch, call)
         if not self.num_forwards and self.order is not None:
             self.sorted_by = self.order.sorted_by()
+            self._given = [] if call is None else call.rows_of(len(self.ids or ()))
         self.num_forwards += 1
+
+    def are_rows_repeated(self, num_rows: int) -> bool | None:
+        """True if the rows of each name stand together, as those of beams do.
+
+        The rows of a name are equal in what its first forward was given. Incurs a
+        CPU-GPU sync, if that is on a device.
+
+        Returns:
+            False if all names come again and again, as for guidance without a
+            classifier; None if that is not known.
+        """
+        num = len(self.ids or ())
+        given = [each for each in self._given if len(each) == num_rows]
+        if num < 2 or not given:
+            return None
+        rows = [tensor.reshape(-1, num, tensor[0].numel()) for tensor in given]
+        beams = [tensor.reshape(num, -1, tensor[0].numel()) for tensor in given]
+        are_tiled = all(bool((each == each[:1]).all()) for each in rows)
+        are_beams = all(bool((each == each[:, :1]).all()) for each in beams)
+        return None if are_tiled == are_beams else are_beams
 
     def collect(self, watch: ModelWatch) -> None:
         """Takes the bad frames of its own forwards that have arrived."""

@@ -23,8 +23,13 @@ class RequestData(ReportData):
     poisoned: dict[str, list[int] | None] = field(default_factory=dict)
     left_by: str = ""
 
-    def match_rows(self) -> None:
-        """Finds the requests of the rows."""
+    def match_rows(self, are_repeated: bool | None = None) -> None:
+        """Finds the requests of the rows.
+
+        Args:
+            are_repeated: Where there are several rows for each name: True if those of
+                a name stand together, False if the names come again and again.
+        """
         ids = self.ids
         if ids is None:
             return
@@ -36,9 +41,11 @@ class RequestData(ReportData):
         # A beam search repeats each row, guidance without a classifier the batch.
         repeated = {row // times for row in self.rows} if times and not rest else set()
         together = {row % len(ids) for row in self.rows}
-        self.are_requests_known = not rest and bool(times) and repeated == together
+        found = repeated if are_repeated else together
+        is_told = are_repeated is not None or repeated == together
+        self.are_requests_known = not rest and bool(times) and is_told
         self.are_requests_known |= len(ids) == 1
-        places = sorted(together) if self.are_requests_known else range(len(ids))
+        places = sorted(found) if self.are_requests_known else range(len(ids))
         self.requests = [ids[place] for place in places if place < len(ids)]
 
     @property

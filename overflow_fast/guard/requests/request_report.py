@@ -75,7 +75,7 @@ class RequestReport(RequestData, Report):
         elif request.output is not None:
             size = _size_of(request.output) if request.ids is None else len(request.ids)
             made.rows, made.num_rows = bad_rows(request.output, size)
-        made.match_rows()
+        made.match_rows(request.are_rows_repeated(made.num_rows))
         if request.sorted_by and len(made.ids or ()) > 1 and made.requests:
             made.requests, made.are_requests_known = made.ids, False
             made.may_be_sorted = True

@@ -129,6 +129,23 @@ def test_rows_that_belong_to_no_known_request_are_said_not_to(
     assert (report.requests, report.are_requests_known) == (requests, is_known)
 
 
+@pytest.mark.parametrize(
+    ("rows", "requests"),
+    [([0, 0, 1, 1, 2, 2], ["b"]), ([0, 1, 2, 0, 1, 2], ["a", "c"]), ([0] * 6, None)],
+)
+def test_rows_that_the_first_forward_shows_to_be_of_one_name_are_told(rows, requests):
+    """Those of beams stand together; guidance without a classifier has all again."""
+    net, ids = make_net(), ["a", "b", "c"]
+    with OverflowGuard(net, explain=False) as guard:
+        with pytest.raises(NonFiniteError) as raised, torch.no_grad():
+            with guard.request(ids=ids):
+                net(torch.randn(3, 4)[rows])
+                net(rows_bad(2, 3, size=6))
+    report = raised.value.report
+    assert report.requests == (requests or ids)
+    assert report.are_requests_known == (requests is not None)
+
+
 class Encodes(nn.Module):
     def __init__(self):
         super().__init__()
