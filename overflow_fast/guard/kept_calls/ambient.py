@@ -18,6 +18,7 @@ class Ambient:
     Args:
         model: The model whose training mode counts.
         devices: The devices besides the CPU that it is on.
+        random: The random states, where they are known; None for those of now.
 
     Attributes:
         random: The random states.
@@ -27,8 +28,13 @@ class Ambient:
         shares_buffers: DDP: whether the forward takes the first rank's buffers.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
-        self.random = RandomStates(devices)
+    def __init__(
+        self,
+        model: nn.Module,
+        devices: Sequence[torch.device],
+        random: RandomStates | None = None,
+    ) -> None:
+        self.random = RandomStates(devices) if random is None else random
         self.training = model.training
         types = ("cpu", *dict.fromkeys(device.type for device in devices))
         self.autocast = autocast_of(types)

@@ -9,6 +9,7 @@ from ... import _C
 from ...base.modules import buffers_of, modules_in
 from ...base.tensors import devices_of
 from ..undo.attributes import KeptAttributes
+from ..undo.random import RandomStates
 
 _SMALL = 64  # elements of a buffer: a larger one is not copied before each forward
 _FULL = (1, 2, 8, 64, 512, 4096)
@@ -24,6 +25,8 @@ class ForwardStart:
         attributes: The plain attributes of modules.
         pairs: Small tensors, with what was in them.
         versions: All buffers, with their versions.
+        random: Random states as they were, or those of an earlier forward, where
+            forwards draw no random numbers; None for those of now.
     """
 
     is_taken = True
@@ -34,7 +37,9 @@ class ForwardStart:
         attributes: list[KeptAttributes],
         pairs: _Pairs,
         versions: tuple[list[torch.Tensor], list[int]] = ([], []),
+        random: RandomStates | None = None,
     ) -> None:
+        self.random = random
         self.attributes = attributes
         self._pairs = pairs
         self._buffers, self._versions = versions
@@ -74,8 +79,9 @@ class ForwardStart:
 class SmallState:
     """Keeps the small state of one model before each of its forwards.
 
-    All attributes are kept before forwards 1, 2, 8, 64, ...; those that were seen to
-    change, before each. Small buffers are copied where they were written to.
+    All attributes and random states are kept before forwards 1, 2, 8, 64, ...; those
+    that were seen to change, before each. Small buffers are copied where they were
+    written to.
 
     Attributes:
         devices: Those of the model, besides the CPU.
@@ -84,6 +90,8 @@ class SmallState:
     def __init__(self) -> None:
         self.devices: list[torch.device] = []
         self._num = 0
+        self._draws = False  # random numbers: in one of those forwards, or in training
+        self._random: RandomStates | None = None
         self._all: list[torch.Tensor] = []
         self._changing: dict[int, nn.Module] = {}
         self._buffers: list[torch.Tensor] = []
@@ -99,6 +107,8 @@ class SmallState:
             self._all = buffers_of(model)
             self._buffers = [each for each in self._all if each.numel() <= _SMALL]
             self._versions = []
+        if is_full or self._draws or model.training:
+            self._random = RandomStates(self.devices)
         versions = _C.versions_of(self._buffers)
         if versions != self._versions:
             self._versions = versions
@@ -106,10 +116,13 @@ class SmallState:
         modules = modules_in(model) if is_full else list(self._changing.values())
         kept = list(map(KeptAttributes, filter(KeptAttributes.are_kept, modules)))
         pairs = list(zip(self._buffers, self._copies, strict=True))
-        return ForwardStart(kept, pairs, (self._all, _C.versions_of(self._all)))
+        versions_of = self._all, _C.versions_of(self._all)
+        return ForwardStart(kept, pairs, versions_of, self._random)
 
     def after(self, start: ForwardStart) -> None:
-        """Notes which modules a forward has changed."""
+        """Notes which modules a forward has changed, and if it has drawn numbers."""
+        if start.random is not None and not self._draws and self._num in _FULL:
+            self._draws = bool(start.random.drawn())
         for kept in start.attributes:
             module = kept.module()
             if module is None or id(module) in self._changing:

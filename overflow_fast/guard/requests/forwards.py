@@ -125,6 +125,13 @@ class Forwards:
         """True where this thread runs one."""
         return self._now.is_in
 
+    def is_within(self, module: nn.Module) -> bool:
+        """True within a forward that this thread runs, but for a module called alone.
+
+        Most calls of modules are, and ask no more than that.
+        """
+        return self._now.is_in and self._now.entry is not module
+
     def takes(self, models: Iterable[nn.Module | None]) -> bool:
         """True if forwards of models that begin now are of requests.
 
@@ -340,7 +347,9 @@ class _CallHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Begins a call; without `kwargs` it ran when the hook was put on."""
         forwards, watch = self._forwards, self._watch
-        if forwards is None or kwargs is None or forwards.is_left_alone(1):
+        if forwards is None or kwargs is None or torch.compiler.is_compiling():
+            return
+        if forwards.are_running() or forwards.is_left_alone(1):
             return
         model = module if watch is None else watch.model
         if not forwards.takes([model]) or forwards.hides():
@@ -353,14 +362,19 @@ class _CallHooks:
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends a call that has returned."""
         forwards = self._forwards
-        if forwards is None or self._watch is None or forwards.is_left_alone():
+        if forwards is None or self._watch is None or torch.compiler.is_compiling():
+            return
+        if forwards.is_within(module) or forwards.is_left_alone():
             return
         forwards.after_entry(self._watch, module, output)
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """Ends any call."""
         forwards = self._forwards
-        if forwards is None or forwards.is_left_alone(-1):
+        if forwards is None or torch.compiler.is_compiling():
+            return
+        is_entry = self._watch is not None
+        if (is_entry and forwards.is_within(module)) or forwards.is_left_alone(-1):
             return
         if self._watch is None:
             forwards.pass_out()

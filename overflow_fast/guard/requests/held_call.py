@@ -46,6 +46,7 @@ class HeldCall:
         module, args, kwargs, state: The same, by reference.
         has_autograd: Autograd is on.
         output: What it has returned.
+        is_on_device: The model is on another device than the CPU.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class HeldCall:
         devices: Sequence[torch.device],
     ) -> None:
         self.module, self.args, self.kwargs = module, tuple(args), dict(kwargs)
-        self.state = state
+        self.state, self.is_on_device = state, bool(devices)
         containers = _containers_in((*self.args, *self.kwargs.values()))
         self._contents = [(each, _items_of(each)) for each in containers]
-        self.ambient = Ambient(module, devices)
+        self.ambient = Ambient(module, devices, state.random)
         self.has_autograd = torch.is_grad_enabled()
         self.output: Any = None
         self._tensors = self._given()

@@ -73,7 +73,8 @@ class Request:
             is_prompt = not self.num_forwards and call.num_tokens > 0
             self.is_text &= is_prompt or call.has_one_token
         self._recent[id(watch), batch] = self.num_forwards, call
-        if len(self._recent) > _MOST_FORWARDS:
+        is_on_cpu = call is not None and not call.is_on_device
+        if len(self._recent) > (1 if is_on_cpu else _MOST_FORWARDS):
             del self._recent[next(iter(self._recent))]
 
     def add_forward(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
