@@ -27,7 +27,7 @@ from ..kept_calls.call_keeper import Samples
 from ..kept_calls.kept_call import KeptCall
 from ..optimizers.last_steps import LastSteps
 from ..outer import outer
-from ..report.causes import NOT_REPRODUCIBLE
+from ..report.causes import NOT_REPRODUCIBLE, UNKNOWN
 from ..report.explanation import Explanation
 from ..report.report import NonFiniteError, Report
 from ..time_share import SHARE, TimeShare
@@ -202,8 +202,8 @@ class RequestAgain:
     def note(self, report: Report) -> None:
         """Takes in its report, and notes there why it has no explanation."""
         found = report.explanation
-        is_explained = self.is_due or (found is not None and bool(found.cause))
-        self._replays.note(self._places, report, is_explained)
+        is_explained = found is not None and found.cause != UNKNOWN.name
+        self._replays.note(self._places, report, self.is_due or is_explained)
         report.notes = [note for note in report.notes if note != _LATER]
         report.notes += [self._note] * bool(self._note)
 
