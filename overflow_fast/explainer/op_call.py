@@ -209,6 +209,8 @@ class OpCall:
         given = self.arguments
         if self._overwritten:
             given = [tensor for tensor in given if not self.overwrites(tensor)]
+        if self.kwargs.get("beta") == 0:  # torch leaves out what it would add to
+            given = given[1:]
         return [t for t in given if is_float(t) and t.numel()] if floats else given
 
     def overwrites(self, tensor: torch.Tensor) -> bool:

@@ -145,6 +145,40 @@ def test_layers_for_an_export(capsys, code):
     assert "until=['norm']" in capsys.readouterr().out
 
 
+@runs("which-layers-for-an-export 2")
+def test_export_of_layers(code):
+    pytest.importorskip("onnx")
+    ort = pytest.importorskip("onnxruntime")
+    model, batch = overflowing()
+    model, batch = model.float(), batch.float()
+    run(f"import copy\n{code}", model=model, batch=batch)
+    session = ort.InferenceSession("half.onnx", providers=["CPUExecutionProvider"])
+    (name,) = [each.name for each in session.get_inputs()]
+    (found,) = session.run(None, {name: batch.half().numpy()})
+    assert_near(torch.from_numpy(found), model(batch), 1e-2)
+
+
+def assert_near(found, true, tolerance):
+    assert (found.float() - true).norm() < tolerance * true.norm()
+
+
+@runs("behind-a-server")
+def test_server(code):
+    pytest.importorskip("fastapi")
+    testclient = pytest.importorskip("starlette.testclient")
+    import fastapi
+
+    model, _ = overflowing()
+    known = run(code, model=model, fastapi=fastapi)
+    client = testclient.TestClient(known["app"])
+    said = {"name": "a", "size": "0.01"}
+    assert client.get("/answer", params=said).status_code == 200
+    said = {"name": "b", "size": "100"}
+    answer = client.get("/answer", params=said)
+    assert answer.status_code == 422 and "Request b" in answer.json()["detail"]
+    known["guard"].remove()
+
+
 @runs("trainers-debug-flag")
 def test_debug_flag(code):
     debug_utils = pytest.importorskip("transformers.debug_utils")
