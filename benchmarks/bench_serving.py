@@ -1,4 +1,4 @@
-"""What other requests of a server pay where 1 % are bad: latencies, bare and guarded."""
+"""What other requests of a server pay where 1 % are bad: latencies of both."""
 
 from __future__ import annotations
 
@@ -223,7 +223,12 @@ def measure(kind: str, watch: str) -> dict[str, Any]:
                 longest = max(guarded)
         guard.remove()
     p50, p99 = (statistics.median(each) for each in zip(*ratios[1:], strict=True))
-    row: dict[str, Any] = {"server": kind, "guard": watch, "bad": len(reports), "wrong": wrong}
+    row: dict[str, Any] = {
+        "server": kind,
+        "guard": watch,
+        "bad": len(reports),
+        "wrong": wrong,
+    }
     row |= {"bare p50 ms": round(1e3 * statistics.median(bare_p50), 1)}
     row |= {"p50": f"{p50:.2f}", "p99": f"{p99:.2f}"}
     row |= {"first block p99": f"{ratios[0][1]:.2f}"}

@@ -100,9 +100,7 @@ def test_the_graph_has_the_casts(case, dynamo):
     torch.onnx.export(half, (x.half(),), file, dynamo=dynamo, **SETTINGS)
     nodes = onnx.load_from_string(file.getvalue()).graph.node
     assert sum(node.op_type == "Cast" for node in nodes) >= 2
-    session = ort.InferenceSession(
-        file.getvalue(), providers=["CPUExecutionProvider"]
-    )
+    session = ort.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {"x": x.half().numpy()})
     assert distance(torch.from_numpy(found), true) < 1e-3
 

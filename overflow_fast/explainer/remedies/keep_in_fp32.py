@@ -205,7 +205,8 @@ def _apply_but_half(
             forward = forward.__wrapped__
         return tensor.to(made.device)
 
-    return type(module)._apply(module, but_half, recurse)
+    type(module)._apply(module, but_half, recurse)  # type: ignore[no-untyped-call]
+    return module
 
 
 def _autocast_device(module: nn.Module, given: Sequence[Tensor]) -> str | None:
@@ -356,12 +357,13 @@ def keep_in_fp32(
     Under autocast outputs stay in float32. In a model that is half precision itself,
     `until` decides, and `half()` or `to(torch.bfloat16)` leaves these modules' weights
     in float32: called before, it keeps what float16 has no number for, such as a
-    running variance beyond 65504. Without `until`, outputs are cast back to the dtype of the inputs as
-    soon as a module returns, and what is too large for float16 becomes inf there. With
-    it, outputs stay in float32 until they reach a module that `until` names, such as a
-    normalization: that one runs in float32 and returns half precision. Modules with
-    half-precision weights that the values reach before that belong in `names`, too. It
-    is simpler to name a module that ends with a normalization, without `until`.
+    running variance beyond 65504. Without `until`, outputs are cast back to the dtype
+    of the inputs as soon as a module returns, and what is too large for float16 becomes
+    inf there. With it, outputs stay in float32 until they reach a module that `until`
+    names, such as a normalization: that one runs in float32 and returns half precision.
+    Modules with half-precision weights that the values reach before that belong in
+    `names`, too. It is simpler to name a module that ends with a normalization, without
+    `until`.
 
     Args:
         model: The model.

@@ -180,15 +180,11 @@ class RequestAgain:
     def __init__(self, replays: Replays, request: Request, is_put_off: bool) -> None:
         self._replays, self._request = replays, request
         self.is_off = replays.config.explain.when == "never"
+        self.looks_again = replays.config.is_tripwire and not is_put_off
         self.is_put_off, self.is_due = is_put_off, False
         self._note = ""
         self._kept: KeptCalls | None = None
         self._places: list[_Place] = []
-
-    @property
-    def looks_again(self) -> bool:
-        """See above."""
-        return self._replays.config.is_tripwire and not self.is_put_off
 
     def put_off(self) -> None:
         """Keeps the calls as they are now: it is run again behind its answer."""
@@ -197,7 +193,7 @@ class RequestAgain:
     def go_on(self) -> None:
         """Begins what was put off."""
         self.is_put_off = self.is_due = False
-        self._note = ""
+        self.looks_again, self._note = self._replays.config.is_tripwire, ""
 
     def note(self, report: Report) -> None:
         """Takes in its report, and notes there why it has no explanation."""

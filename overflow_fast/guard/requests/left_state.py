@@ -121,9 +121,7 @@ def _warn_of(prefix: str, bad: Mapping[str, torch.Tensor]) -> None:
         return
     text = ", ".join(texts[:_FEW]) + " and others" * (len(texts) > _FEW)
     owners = dict.fromkeys(
-        module_of_parameter(name)
-        for name in found
-        if bad[name].dtype == torch.float16
+        module_of_parameter(name) for name in found if bad[name].dtype == torch.float16
     )
     if owners:
         model = prefix.rstrip(".") or "model"

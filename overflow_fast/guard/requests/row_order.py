@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import re
 from threading import get_ident
 from types import FrameType
 
 from ...base.text import short_name
 from ...torch_internals.registry import stack
 
-_SORTS = re.compile("(arg)?sort|sorted")  # Python's, NumPy's and torch's functions
+_SORTS = {"argsort", "sort", "sorted"}  # Python's, NumPy's and torch's functions
 
 
 class RowOrder:
@@ -30,7 +29,7 @@ class RowOrder:
         frames = stack()
         num = len(frames) - (self._depth if self._thread == get_ident() else 0)
         for code in (frame.f_code for frame in frames[: max(0, num)]):
-            if any(map(_SORTS.fullmatch, code.co_names)):
+            if not _SORTS.isdisjoint(code.co_names):
                 place = f"{short_name(code.co_filename)}:{code.co_firstlineno}"
                 return f"{code.co_name}() ({place})"
         return ""
