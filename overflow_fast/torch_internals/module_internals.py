@@ -230,6 +230,22 @@ def replicate(module: nn.Module) -> nn.Module:
     return replica
 
 
+# The method by which `nn.Module.half()`, `to()` and others reach each module's tensors.
+APPLY = "_apply"
+
+
+@listed(
+    f"torch.nn.Module.{APPLY}",
+    "modules that keep_in_fp32 was given stay float32 when the model is cast to half",
+    "half() casts them; call keep_in_fp32 after it",
+)
+def apply_to_tensors(
+    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool
+) -> None:
+    """Replaces a module's tensors, as the method of its class does."""
+    getattr(type(module), APPLY)(module, function, recurse)
+
+
 # What wraps modules, most of it for several ranks.
 
 

@@ -23,7 +23,12 @@ from ...base.modules import (
 )
 from ...base.tree import CALL_DEPTH
 from ...detector.selection import Selection, check_patterns
-from ...torch_internals.module_internals import REPLICATE, replicate
+from ...torch_internals.module_internals import (
+    APPLY,
+    REPLICATE,
+    apply_to_tensors,
+    replicate,
+)
 from ...torch_internals.replaying import autocast_devices
 from ...torch_internals.tensor_internals import is_wrapper
 from ..wider import HALF
@@ -125,14 +130,14 @@ class Float32Forward(ReplacedForward):
         self._half = half
         self._around: list[Float32Forward] = []
         super().__init__(module)
-        module.__dict__[_APPLY] = functools.partial(_apply_but_half, module)
+        module.__dict__[APPLY] = functools.partial(_apply_but_half, module)
 
     def remove(self) -> None:
         """Restores the original forward; a cast is one of all its weights again."""
         super().remove()
         own = self.module.__dict__
         if not isinstance(own.get("forward"), ReplacedForward):
-            own.pop(_APPLY, None)
+            own.pop(APPLY, None)
 
     def note_half(self, dtype: torch.dtype) -> None:
         """Takes in what the rest of the model is cast to."""
@@ -181,11 +186,6 @@ class Float32Forward(ReplacedForward):
         return half if has_float else self._half
 
 
-# `Module.half()`, `to()` and others hand a function to each module, for its tensors. A
-# module without this attribute of its own has its class's.
-_APPLY = "_apply"
-
-
 def _apply_but_half(
     module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
@@ -205,7 +205,7 @@ def _apply_but_half(
             forward = forward.__wrapped__
         return tensor.to(made.device)
 
-    type(module)._apply(module, but_half, recurse)  # type: ignore[no-untyped-call]
+    apply_to_tensors(module, but_half, recurse)
     return module
 
 
