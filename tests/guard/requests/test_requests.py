@@ -801,3 +801,34 @@ def test_a_buffer_with_the_minus_inf_of_a_mask_is_meant(caplog):
     with OverflowGuard(net), torch.no_grad():
         net(torch.ones(2, 4))
     assert not any("Before the first" in each.getMessage() for each in caplog.records)
+
+
+def test_memory_that_beta_leaves_out_is_not_the_cause():
+    class Scores(Assembled):
+        def forward(self, x):
+            q = self.lin(x)
+            room = torch.empty(2, 8, 8, dtype=x.dtype).fill_(NAN).new_empty(2, 8, 8)
+            return torch.baddbmm(room, q, q.mT, beta=0)
+
+    torch.manual_seed(0)
+    net = Scores(lin=nn.Linear(16, 16)).eval()
+    with torch.no_grad():
+        net.lin.weight.mul_(900)
+    with OverflowGuard(net.half()):
+        report = report_of(lambda: net(torch.randn(2, 8, 16).half()))
+    assert report.explanation.cause == "range overflow"
+    assert report.explanation.op.name == "aten.baddbmm"
+
+
+def test_a_token_id_is_no_index_of_a_dataset():
+    class Step(Assembled):
+        def forward(self, ids):
+            return self.emb(ids).square()
+
+    net = Step(emb=nn.Embedding(8, 4)).eval()
+    with torch.no_grad():
+        net.emb.weight[5] = 1e3
+    with OverflowGuard(net.half()):
+        report = report_of(lambda: net(torch.tensor([1, 2, 5])))
+    sample = report.explanation.sample
+    assert int(sample) == 2 and sample.dataset is None
