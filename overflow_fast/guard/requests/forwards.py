@@ -183,6 +183,10 @@ class Forwards:
     def pass_in(self) -> None:
         """Lets a forward begin, once no other thread runs one again."""
         if not self._now.is_in:
+            before_first, self._before_first = self._before_first, None
+            if before_first is not None:  # once, and no part of a request's time
+                with self._isolation.isolated():
+                    before_first()
             self._now.begin = perf_counter()
             self._now.since = self._now.since or self._now.begin
             self._gate.enter()
@@ -204,9 +208,6 @@ class Forwards:
     def _hold(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         now = self._now
         begin = now.begin or perf_counter()
-        before_first, self._before_first = self._before_first, None
-        if before_first is not None:
-            before_first()
         if args is None:
             args, kwargs = (), {}  # compiled code hides them
         now.watch = next((w for w in self._watches if w.model is module), None)
