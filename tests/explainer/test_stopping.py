@@ -472,7 +472,7 @@ def with_a_free_lock(w):
 
 
 def tries(w):
-    return w.held.acquire(False), w.held.acquire(blocking=False)
+    return [each.acquire(blocking=False) for each in (w.held, w.taken)]
 
 
 def by_ctypes(w):

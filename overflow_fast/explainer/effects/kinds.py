@@ -231,10 +231,9 @@ def _of_notify(run: Run, own: dict[str, Any]) -> str:
 
 
 def _of_acquire(run: Run, own: dict[str, Any]) -> str:
-    semaphore = own["self"]
-    if semaphore._value == 0:
-        return WAITS
-    run.taken.append(semaphore)
+    """Notes one that is free; to wait for another is an effect of its condition."""
+    if own["self"]._value:
+        run.taken.append(own["self"])
     return ""
 
 
