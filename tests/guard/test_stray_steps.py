@@ -105,6 +105,20 @@ def test_an_inner_optimizer_that_is_stepped_by_itself():
         assert (guard.step, guard.num_skipped) == (3, 1)
 
 
+def test_a_guard_that_is_removed_within_such_a_step_leaves_no_hook():
+    model = nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: guard.remove())
+    taken = optimizer.step
+    guard = OverflowGuard(model, optimizer, "skip")
+    before = model.weight.detach().clone()
+    model(BAD).sum().backward()
+    taken()
+    assert before.equal(model.weight) and model.weight.grad is not None
+    assert not optimizer._optimizer_step_pre_hooks
+    assert len(optimizer._optimizer_step_post_hooks) == 1  # the program's
+
+
 def test_lbfgs_by_a_method_that_was_taken_before(as_kept):
     model = nn.Linear(6, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=4)

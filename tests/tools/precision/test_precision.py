@@ -305,6 +305,14 @@ def test_a_replica_of_data_parallel_runs_its_own_weights():
     assert torch.equal(replica(x), torch.ones(1, 4).half())
 
 
+def test_a_replica_keeps_what_was_put_over_it():
+    model, log, x = make(torch.float16), [], torch.ones(1, 4).half()
+    keep_in_fp32(model, ["2"])
+    patch(model[2], log)
+    model[2]._replicate_for_data_parallel()(x)
+    assert log == [torch.float16]
+
+
 def test_the_signature_is_the_modules():
     model = make()
     keep_in_fp32(model, ["2"])
@@ -501,6 +509,7 @@ class Cache:
         self.fixed = torch.zeros(2, 3, dtype=torch.float16)
         self.untouched = torch.ones(1, dtype=torch.float16)
         self.history = [torch.ones(1, dtype=torch.float16)]
+        self.by_name = {"first": torch.ones(1, dtype=torch.float16)}
         self.num_calls = 0
 
 
@@ -509,6 +518,7 @@ class Caching(Assembled):
         cache.keys = torch.cat([cache.keys, self.lin(x)], 1)
         cache.fixed[:, 1] = 2
         cache.history.append(cache.keys)
+        cache.by_name["keys"] = cache.keys
         cache.num_calls += 1
         return self.lin(x), cache
 
@@ -534,3 +544,4 @@ def test_a_cache_is_updated_by_a_module_in_float32(is_inference):
     assert cache.untouched is untouched
     assert cache.history is history
     assert len(history) == 3
+    assert list(cache.by_name) == ["first", "keys"]
