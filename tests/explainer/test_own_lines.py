@@ -301,6 +301,18 @@ def test_two_models():
     assert caught.value.report.explanation.op.name == "aten.log"
 
 
+def test_targets_of_a_forward_before_the_lines():
+    def way(t, x):
+        update(t, x, t.model(x + 1).detach())
+
+    def update(t, x, targets):
+        loss = t.negative_logarithm(t.model(x) + 0 * targets)
+        loss.backward()
+        t.optimizer.step()
+
+    assert report_of(way).op.name == "aten.log"
+
+
 def test_targets_that_the_loop_computes():
     def way(t, x):
         returns = torch.ones(4)

@@ -402,6 +402,14 @@ def test_a_matrix_that_is_singular_in_its_dtype_alone(as_kept):
     assert found.remedies[0].is_right and ".double()" in found.remedies[0].code
 
 
+def test_what_draws_numbers_is_not_run_again_in_float64():
+    """Its result would be that of other numbers."""
+    net = Net(lambda x: torch.native_dropout((x * 0 + 6e4).half(), 0.5, True)[0])
+    found = explain(net, data(), lambda x: net.inner(x).float().sum())
+    assert (found.cause, found.op.name) == ("unknown", "aten.native_dropout")
+    assert found.op.true_value is None and "it draws random numbers" in found.reason
+
+
 def test_a_number_just_outside_of_a_domain_is_shown_to_be_there(as_kept):
     above = torch.tensor([0.5, 1 + 2.0**-23])
     net = Net(lambda x: x + torch.acos(above).sum())

@@ -379,6 +379,16 @@ def test_a_gradient_that_a_hook_changes_within_backward_is_a_modules(compared):
     assert diff.first.row.place.role == "accumulated_gradient"
 
 
+def test_what_was_not_compared_elsewhere_did_not_make_a_gradient(compared):
+    one, other = small(), small()
+    for model in (one, other):
+        model[0].aside = Unreadable(1.0)
+        model.register_forward_pre_hook(lambda m, args: [m[0].aside(*args)] and None)
+    one[2].weight.register_hook(lambda gradient: gradient * 1.5)
+    diff = compared(trained(len), trained(len), one, other)
+    assert (diff.first.module, diff.first.kind) == ("2", "backward"), diff
+
+
 def without_accumulation(factor, modules=(0, 2)):
     """A step whose gradients autograd returns: none is accumulated in backward."""
 
