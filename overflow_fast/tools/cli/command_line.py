@@ -97,11 +97,6 @@ class _Parser(argparse.ArgumentParser):
         if add is not None:
             add(self)
 
-    def format_help(self) -> str:
-        """Writes the help of all arguments."""
-        self.complete()
-        return super().format_help()
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parses arguments; a command itself refuses those that it does not know."""
         if self.needs_extension and args[:1] not in (["-h"], ["--help"]):
