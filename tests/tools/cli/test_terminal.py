@@ -73,6 +73,8 @@ def test_colours_change_no_character(report, monkeypatch):
     coloured = shown(report, Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
     assert COLOUR.sub("", coloured) == shown(report, Terminal()) != coloured
+    first, second, *_ = coloured.split("\n")
+    assert COLOUR.match(first) and not COLOUR.match(second)
 
 
 @pytest.mark.parametrize(
