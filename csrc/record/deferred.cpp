@@ -238,7 +238,9 @@ void Deferred::decode(Frame& frame, const InFlightBatch& batch) {
     }
     const Transfer& transfer = batch.transfers[entry.slot.device];
     if (transfer.error) {
-      coverage_.fail(frame, entry, transfer.error);
+      entry.stat = transfer.seen.stat(entry.slot.index);
+      if (entry.stat.is_finite()) coverage_.fail(frame, entry, transfer.error);
+      frame.is_bad |= entry.is_bad();
       continue;
     }
     if (const auto failure = transfer.failures.find(entry.slot.index);

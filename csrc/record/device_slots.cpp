@@ -137,7 +137,8 @@ void DeviceSlots::launch(Pool& pool, const std::vector<View>& views, int64_t fir
     const int64_t row = (first + done) % kChunk;
     const int64_t some = std::min(count - done, kChunk - row);
     auto* slots = static_cast<Slot*>(pool.chunks[(first + done) / kChunk].mutable_data_ptr());
-    api_->scan(views.data() + done, some, slots + row, stream);
+    const SeenStep seen = &pool == &step_ ? seen_.from(first + done) : SeenStep{};
+    api_->scan(views.data() + done, some, slots + row, stream, seen);
     if (&pool == &step_) note_written(stream);
     done += some;
   }
@@ -225,6 +226,9 @@ void DeviceSlots::grow(Pool& pool) {
     at::Tensor chunk = at::empty({kChunk, 4}, at::TensorOptions().dtype(at::kLong).device(device_));
     reset_slots(chunk);
     mark_reset();
+    if (&pool == &step_ && api_ != nullptr) {
+      seen_.grow(pool.chunks.size() + 1, step_end_.is_pinned());
+    }
     pool.chunks.push_back(std::move(chunk));
   } catch (...) {
     growth_error_ = current_exception_text();
@@ -315,6 +319,7 @@ Transfer DeviceSlots::send(Pool& pool, const std::vector<int64_t>& flag_bits) {
   Transfer transfer;
   transfer.count_ = pool.used;
   if (pool.used == 0) return transfer;
+  if (&pool == &step_) transfer.seen = seen_.end_step();
   try {
     const NoDispatchGuard no_dispatch;
     wait_for_streams();

@@ -18,6 +18,7 @@
 
 #include "../scan/device.h"
 #include "held_copies.h"
+#include "seen_memory.h"
 #include "slot_ref.h"
 #include "step_end.h"
 
@@ -96,6 +97,7 @@ class DeviceSlots {
   Streams* streams_;                        // null: every copy is synchronous
   Pool step_;
   Pool captured_;
+  SeenMemory seen_;          // of step_
   py::object growth_error_;  // of this step: why a chunk could not be allocated
   size_t mark_ = 0;
   bool is_capturing_ = false;

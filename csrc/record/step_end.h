@@ -15,6 +15,7 @@
 
 #include "../scan/device.h"
 #include "../scan/variants.h"
+#include "seen_memory.h"
 
 namespace overflow_fast {
 
@@ -44,6 +45,8 @@ class Transfer {
   // Or the same as the device has said it to a host that waited: an error of earlier work, which
   // some devices report once.
   std::exception_ptr lost;
+  // All that is known of the slots if they do not arrive.
+  SeenRows seen;
   // The reasons why scans of single slots did not run.
   std::map<int64_t, py::object> failures;
 
@@ -75,6 +78,7 @@ class StepEnder {
   at::Tensor take_flags() { return std::exchange(flags_, {}); }
   // Keeps a transfer's memory for later ones.
   void recycle(Transfer&& transfer);
+  bool is_pinned() const { return is_pinned_; }
 
  private:
   bool is_published() const { return way_ == StepEnd::kMapped; }

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "layout.h"
+#include "seen_kinds.h"
 #include "stat.h"
 
 namespace overflow_fast {
@@ -78,8 +79,10 @@ class Streams {
 // A device with kernels of its own here.
 class Device : public Streams {
  public:
-  // Queues the scan of views[i] into slots[i], device memory, on a stream.
-  virtual void scan(const View* views, int64_t count, Slot* slots, int64_t stream) = 0;
+  // Queues the scan of views[i] into slots[i], device memory, on a stream. The kinds of non-finite
+  // values in it go to seen.slots[i], too.
+  virtual void scan(const View* views, int64_t count, Slot* slots, int64_t stream,
+                    const SeenStep& seen = {}) = 0;
   // Queues the end of a step on the current stream.
   virtual void end_step(const SlotsEnd& end) = 0;
 };

@@ -88,8 +88,8 @@ class ValueCounts:
     Attributes:
         dtype: The tensor's dtype, such as "float16".
         numel: How many elements it has.
-        num_nan: How many of its elements are nan.
-        num_inf: How many are inf or -inf.
+        num_nan: How many of its elements are nan; -1: some, it is not known how many.
+        num_inf: How many are inf or -inf; -1 as above.
         signs: Those of its infs: "+", "-", "+-", or "" if there are none.
     """
 
@@ -110,5 +110,7 @@ class ValueCounts:
         both = "infinite" if numel else "infinite values"
         infs = {"-": "-inf", "+-": both}.get(self.signs, "inf")
         kinds = (self.num_nan, "nan"), (self.num_inf, infs)
-        counts = " and ".join(f"{count} {kind}" for count, kind in kinds if count)
+        counts = " and ".join(
+            f"{count} {kind}" if count > 0 else kind for count, kind in kinds if count
+        )
         return f"{counts}{f' of {numel} values' * (numel > 0)}"

@@ -53,10 +53,18 @@ def get_abs_min_max(var: torch.Tensor, ctx: str) -> str:
     return printable(stat_line(stat.abs_min, stat.abs_max, ctx))
 
 
+def is_in_part(stat: _C.Stat) -> bool:
+    """True if only kinds of non-finite values are known: the device has failed."""
+    return stat.abs_max is None and bool(stat.num_nan or stat.num_inf)
+
+
 def _entry_line(entry: _C.Entry) -> str | None:
     if entry.only_if_bad and not entry.is_bad:
         return None
     label, stat = entry_label(entry.place), entry.stat
+    if stat is not None and is_in_part(stat):
+        found = "nan" if stat.num_nan else "inf"
+        return f"{found:>17} {label}"
     if stat is not None:
         return stat_line(stat.abs_min, stat.abs_max, label)
     if entry.kind == _C.EntryKind.NONE:

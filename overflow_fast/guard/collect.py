@@ -39,6 +39,7 @@ class Collector:
         wanted: What is watched.
         tensors: Scans what stands in no module's call.
         has_scaler: A loss scaler was seen.
+        lost: The last error of a device's own that `scan_failed()` has raised, or None.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Collector:
         self.wanted = config.wanted
         self.tensors = JudgedTensors(watches, config.weights_every)
         self.has_scaler = False
+        self.lost: Exception | None = None
 
     def begun(
         self,
@@ -145,7 +147,7 @@ class Collector:
                 lost.append(error)
             watch.recorder.scan_failed(self.tensors.find)
         if lost:
-            self._isolation.programs_error = lost[0]
+            self._isolation.programs_error = self.lost = lost[0]
             raise lost[0]
 
     def note_scaler(self, scaler: LossScaler | None) -> None:

@@ -184,6 +184,8 @@ class Pipeline:
         """Ends a step that is not made: the hook does not call `after_step()` then."""
         # Of a group that has lost a rank, it is not known what the step came to.
         is_programs = error is self._isolation.programs_error
+        if error is self.collector.lost:  # what its scans have seen is of this step
+            self._judge_raised(error, ends=False, is_in_forward=False, hook=None)
         if isinstance(error, NonFiniteError) or is_programs:
             self.after_step(hook, is_skipped=True)
 

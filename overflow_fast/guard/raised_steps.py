@@ -21,7 +21,7 @@ from .optimizers.optimizer_hook import OptimizerHook
 from .optimizers.updated import of_update
 from .report.report import Report
 from .unit import RAISED, Unit
-from .value_errors import is_of_values
+from .value_errors import is_of_values, leaves_room
 from .verdict.verdict import Verdict
 
 _log = logging.getLogger("overflow_fast")
@@ -82,7 +82,7 @@ class RaisedSteps:
             _log.debug("A step that has raised was not judged: %s", unreadable)
             return None
         unit.error, unit.ends = error, ends
-        unit.has_room = not isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        unit.has_room = leaves_room(error)
         unit.line = _line
         if not unit.frames:
             self._search(unit, error)

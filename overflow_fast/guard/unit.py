@@ -122,7 +122,7 @@ class Unit:
         wishes: Those of all ranks that have judged it.
         error: The program's exception that has ended it, or None.
         ends: The run ends with it, whatever the policy is.
-        has_room: There is memory to run it again.
+        has_room: There are memory and a device to run it again.
         again: The way to run it again; None for the guard's.
         explains: Explains it without running it again; None where it is run again.
         made: Makes the report that is given of the plain one.

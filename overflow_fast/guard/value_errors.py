@@ -28,6 +28,13 @@ _CHAINED = 8  # exceptions, each raised from or within the next; chosen
 _RAISES = opcode.opmap["RAISE_VARARGS"]
 
 
+def leaves_room(error: BaseException) -> bool:
+    """True if what has raised could be run again: there are memory and a device."""
+    return not isinstance(
+        error, (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+    )
+
+
 def is_of_values(error: BaseException) -> bool:
     """True if a nan or an inf may have led to an exception.
 

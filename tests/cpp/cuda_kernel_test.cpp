@@ -45,16 +45,38 @@ std::unique_ptr<Tensor> draw_tensor(int64_t max_numel) {
   return std::make_unique<Tensor>(dtype, draw_shape(max_numel), offset, draw(0, 2) != 0);
 }
 
+// The kinds of non-finite values beside each slot are those of the slot.
+void require_seen(const SeenKinds& seen, uint32_t step, const Slot& slot) {
+  const auto is_right = [&](uint32_t number, uint64_t kind) {
+    return number == ((slot.nonfinite_kinds() & kind) != 0 ? step : 0);
+  };
+  if (is_right(seen.nan, Slot::kNan) && is_right(seen.positive_inf, Slot::kPositiveInf) &&
+      is_right(seen.negative_inf, Slot::kNegativeInf)) {
+    return;
+  }
+  std::printf("FAIL: kinds seen in step %u: %u, %u, %u\n", step, seen.nan, seen.positive_inf,
+              seen.negative_inf);
+  std::exit(1);
+}
+
 std::vector<Slot> scan(const std::vector<View>& views, cuda::Target target) {
   const auto bytes = static_cast<int64_t>(views.size() * sizeof(Slot));
   std::vector<Slot> slots(views.size());
   auto* on_device = reinterpret_cast<Slot*>(device::allocate(bytes));
   device::write(on_device, slots.data(), bytes);
-  device::check(
-      cuda::launch_scan(views.data(), static_cast<int64_t>(views.size()), on_device, target),
-      "the launch");
+  const auto seen_bytes = static_cast<int64_t>(views.size() * sizeof(SeenKinds));
+  auto* seen = reinterpret_cast<SeenKinds*>(device::allocate(seen_bytes));
+  device::set(seen, 0, seen_bytes);
+  constexpr uint32_t kStep = 7;
+  device::check(cuda::launch_scan(views.data(), static_cast<int64_t>(views.size()), on_device,
+                                  target, {seen, kStep}),
+                "the launch");
   device::read(slots.data(), on_device, bytes);
+  std::vector<SeenKinds> seen_here(views.size());
+  device::read(seen_here.data(), seen, seen_bytes);
+  for (size_t i = 0; i < views.size(); ++i) require_seen(seen_here[i], kStep, slots[i]);
   device::release(on_device);
+  device::release(seen);
   return slots;
 }
 

@@ -32,29 +32,47 @@ struct State {
   int64_t num_events;    // made
   int64_t ended_stream;  // no event can be recorded there
   int64_t wrong_scans;   // of no finite value
+  int64_t has_died;      // each call fails from then on
+  int64_t own_offset;    // from tensors' addresses to those at which the kernels see them
 };
 State state;
+// As behind an assert on a GPU, which ends its context.
+void require_life() {
+  if (state.has_died) throw std::runtime_error("device-side assert triggered\nwith details");
+}
 std::vector<std::function<void()>> graph;
+
+template <class T>
+T* own(T* at) {
+  return at == nullptr ? at
+                       : reinterpret_cast<T*>(reinterpret_cast<intptr_t>(at) + state.own_offset);
+}
 
 class EmulatedEvent final : public DeviceEvent {
  public:
   EmulatedEvent() { ++state.num_events; }
   void record(int64_t stream) override {
+    require_life();
     if (stream != 0 && stream == state.ended_stream) throw std::runtime_error("no such stream");
     if (state.fails_events) throw std::runtime_error("device lost\nwith details");
     has_passed_ = false;
   }
   bool has_passed() override {
+    if (has_passed_ || state.has_died) return has_passed_;
     return has_passed_ |= !state.holds_events && (!is_polled() || has_number());
   }
   void wait() override {
+    require_life();
     if (state.fails_events) throw std::runtime_error("device lost\nwith details");
     if (state.is_capturing) throw std::runtime_error("a wait during a capture");
     state.num_waits += !has_passed();
     if (is_polled() && !has_number()) throw std::runtime_error("the slots did not arrive");
     has_passed_ = true;
   }
-  void block(int64_t) override { ++state.num_stream_waits; }
+  void block(int64_t) override {
+    require_life();
+    ++state.num_stream_waits;
+  }
 
  private:
   bool has_passed_ = false;
@@ -71,7 +89,7 @@ struct OwnView {
   View view;
 };
 
-void launch(const View* views, int64_t count, Slot* slots) {
+void launch(const View* views, int64_t count, Slot* slots, const SeenStep& seen = {}) {
   const Variants variants = read_variants();
   cuda::Target target{nullptr,
                       2,
@@ -81,18 +99,22 @@ void launch(const View* views, int64_t count, Slot* slots) {
                       variants.cuda_turn,
                       variants.splits_lists};
   if (cuda::ask_fits(target) != cudaSuccess) std::abort();
-  if (cuda::launch_scan(views, count, slots, target) != cudaSuccess) std::abort();
+  std::vector<View> there(views, views + count);
+  for (View& view : there) view.data = own(view.data);
+  if (cuda::launch_scan(there.data(), count, own(slots), target, seen) != cudaSuccess) std::abort();
 }
 
 class EmulatedDevice final : public Device {
  public:
-  void scan(const View* views, int64_t count, Slot* slots, int64_t stream) override {
+  void scan(const View* views, int64_t count, Slot* slots, int64_t stream,
+            const SeenStep& seen) override {
+    require_life();
     if (state.fails_scans) throw std::runtime_error("launch failed\nwith details");
     ++state.num_scans;
     state.scanned_on = stream;
     if (!state.is_capturing) {
-      launch(views, count, slots);
-      for (int64_t i = 0; state.wrong_scans && i < count; ++i) slots[i].infs = 0;
+      launch(views, count, slots, seen);
+      for (int64_t i = 0; state.wrong_scans && i < count; ++i) own(slots)[i].infs = 0;
       return;
     }
     graph.push_back([own = std::vector<OwnView>(views, views + count), count, slots] {
@@ -102,18 +124,27 @@ class EmulatedDevice final : public Device {
     });
   }
   void end_step(const SlotsEnd& end) override {
+    require_life();
     if (state.fails_ends) throw std::runtime_error("launch failed\nwith details");
     ++state.num_ends;
-    if (cuda::launch_step_end(end, nullptr) != cudaSuccess) std::abort();
+    SlotsEnd there = end;
+    there.slots = own(end.slots);
+    there.flag_bits = own(end.flag_bits);
+    there.flags = own(end.flags);
+    if (cuda::launch_step_end(there, nullptr) != cudaSuccess) std::abort();
   }
   int64_t current_stream() override {
     if (state.fails_streams) throw std::runtime_error("device lost");
     return state.stream;
   }
   int64_t default_stream() override { return 0; }
-  bool is_capturing() override { return state.is_capturing; }
+  bool is_capturing() override {
+    require_life();
+    return state.is_capturing;
+  }
   std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<EmulatedEvent>(); }
   void synchronize() override {
+    require_life();
     if (state.fails_streams) throw std::runtime_error("device lost");
     ++state.num_synchronizations;
   }
@@ -139,6 +170,6 @@ extern "C" void emulated_replay() {
 }
 extern "C" void emulated_drop_node() { graph.pop_back(); }
 extern "C" void emulated_reset() {
-  state = State{};
+  state = State{.own_offset = state.own_offset};
   graph.clear();
 }

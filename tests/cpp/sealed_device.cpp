@@ -86,6 +86,8 @@ class Arena {
     return at == nullptr ? nullptr : own_ + (static_cast<const char*>(at) - seen_);
   }
 
+  int64_t own_offset() const { return own_ - seen_; }
+
   void* take(size_t bytes, c10::StreamId stream) {
     const std::lock_guard lock(mutex_);
     TORCH_CHECK_WITH(OutOfMemoryError, used_ + bytes <= limit_,
@@ -267,6 +269,15 @@ void surface_error() {
   TORCH_CHECK(false, text);
 }
 
+// An error that ends the device, as a failed assert ends a CUDA context: whatever asks it for work,
+// or about work, raises from then on. Memory is handed out and views are made all the same.
+std::atomic<bool> g_is_dead{false};
+void require_life() {
+  if (!g_is_dead) return;
+  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, 710,
+                              "sealed device: device-side assert triggered");
+}
+
 std::atomic<int64_t> g_slow_queries{0};
 struct Event {
   c10::StreamId stream;
@@ -365,17 +376,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& s, c10::DeviceIndex, c10::EventFlag) const override {
     counts().add("event record");
+    require_life();
     if (*event == nullptr) *event = new Event;
     *static_cast<Event*>(*event) = {s.id(), late().number(), g_slow_queries};
   }
   void block(void* event, const c10::Stream& s) const override {
     counts().add("event block");
+    require_life();
     if (event == nullptr) return;
     const auto& point = *static_cast<Event*>(event);
     if (point.stream != s.id()) late().run_to(point.stream, point.number);
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
+    require_life();
     auto& point = *static_cast<Event*>(event);
     if (point.queries-- > 0) return false;
     // What has not run yet does so by itself, some time: where that is not said, never.
@@ -386,6 +400,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
+    require_life();
     const auto& point = *static_cast<Event*>(event);
     // A real device's host does not wait for what is over.
     counts().add(queryEvent(event) ? "look at event" : "sync event");
@@ -394,11 +409,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& s) const override {
     counts().add("sync stream");
+    require_life();
     late().run_to(s.id(), late().number());
     surface_error();
   }
   void synchronizeDevice(c10::DeviceIndex) const override {
     counts().add("sync device");
+    require_life();
     late().run_all();
     surface_error();
   }
@@ -600,6 +617,7 @@ void run(const c10::OperatorHandle& op, const c10::OperatorHandle& called,
   const bool is_view = std::any_of(returns.begin(), returns.end(), [](const auto& each) {
     return each.alias_info() != nullptr && !each.alias_info()->isWrite();
   });
+  if (!is_view) require_life();
   counts().add(is_view ? "view" : "op");
   counts().add(name);
   if (makes_the_host_wait(name)) counts().add("wait: " + name);
@@ -711,6 +729,7 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride,
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  require_life();
   const bool is_read = from.device().type() == kSealed, is_written = to.device().type() == kSealed;
   bool blocks = false;
   if (is_read && is_written) {
@@ -775,6 +794,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   counts().add("wait: item");
+  require_life();
   late().run(t_stream[self.device().index()]);
   surface_error();
   Aliases aliases;
@@ -893,6 +913,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int d) { t_device = static_cast<c10::DeviceIndex>(d); });
   m.def("synchronize", [] {
     counts().add("sync device");
+    require_life();
     late().run_all();
     surface_error();
   });
@@ -903,6 +924,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const std::lock_guard lock(g_error_mutex);
     g_error = text;
   });
+  // From an address as the program has it to the one where the device's own operations see it.
+  m.def("own_offset", [] { return arena().own_offset(); });
+  m.def("set_dead", [](bool is_dead) { g_is_dead = is_dead; });
   m.def("set_limit", [](size_t bytes) { arena().limit(bytes); });
   m.def("get_state", [](int d) { return generator(static_cast<c10::DeviceIndex>(d)).get_state(); });
   m.def("set_state", [](int d, const at::Tensor& state) {

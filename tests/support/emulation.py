@@ -52,6 +52,8 @@ class State(ctypes.Structure):
             "num_events",
             "ended_stream",
             "wrong_scans",
+            "has_died",
+            "own_offset",
         )
     ]
 
@@ -85,9 +87,10 @@ class EmulatedDevice:
         self.library.emulated_state.restype = ctypes.POINTER(State)
         self.state = self.library.emulated_state().contents
 
-    def register(self):
-        self._register(self.library.emulated_open)
-        _C.check_kernels("cpu")
+    def register(self, type="cpu", own_offset=0):
+        self.state.own_offset = own_offset
+        self._register(self.library.emulated_open, type)
+        _C.check_kernels(type)
         self.library.emulated_reset()
 
     def register_fresh(self, **state):
@@ -96,13 +99,13 @@ class EmulatedDevice:
         for name, value in state.items():
             setattr(self.state, name, value)
 
-    def _register(self, opener):
+    def _register(self, opener, type="cpu"):
         self.library.emulated_reset()
         address = ctypes.cast(opener, ctypes.c_void_p).value
-        _C.register_device_type("cpu", address)
+        _C.register_device_type(type, address)
 
-    def unregister(self):
-        _C.register_device_type("cpu", 0)
+    def unregister(self, type="cpu"):
+        _C.register_device_type(type, 0)
 
     @contextlib.contextmanager
     def capture(self):
@@ -120,15 +123,21 @@ def emulated_device():
 
 
 @contextlib.contextmanager
-def emulation(wanted=True):
-    """Registers the emulation for the CPU, if that is wanted."""
+def emulation(wanted=True, type="cpu", own_offset=0):
+    """Registers the emulation for the CPU, or another type, if that is wanted.
+
+    Args:
+        wanted: Whether it is.
+        type: The type of its tensors' device.
+        own_offset: From their addresses to those at which kernels see their memory.
+    """
     if wanted:
-        emulated_device().register()
+        emulated_device().register(type, own_offset)
     try:
         yield
     finally:
         if wanted:
-            emulated_device().unregister()
+            emulated_device().unregister(type)
 
 
 @contextlib.contextmanager

@@ -221,6 +221,25 @@ def memory_limit(more):
         _C.set_limit(8 << 30)
 
 
+def own_offset():
+    """From a tensor's address to that at which the device sees its memory."""
+    return _C.own_offset()
+
+
+@contextmanager
+def life():
+    """Ends with the device alive, whether or not `die()` was called."""
+    try:
+        yield
+    finally:
+        _C.set_dead(False)
+
+
+def die():
+    """Whatever asks the device for work, or about work, raises from here on."""
+    _C.set_dead(True)
+
+
 def fail_later(text):
     """Asynchronous work fails: the next wait of the host raises that."""
     _C.set_error(text)

@@ -5,7 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
-#include <optional>
+#include <mutex>
 
 #include "../device_registry.h"
 #include "../variants.h"
@@ -76,9 +76,12 @@ class CudaDevice final : public Device {
  public:
   explicit CudaDevice(int64_t index) : index_(static_cast<c10::DeviceIndex>(index)) {}
 
-  void scan(const View* views, int64_t count, Slot* slots, int64_t stream) override {
+  void scan(const View* views, int64_t count, Slot* slots, int64_t stream,
+            const SeenStep& seen) override {
     const c10::cuda::CUDAGuard guard(index_);
-    C10_CUDA_CHECK(cuda::launch_scan(views, count, slots, target(stream)));
+    const cuda::Target where = target(stream);
+    C10_CUDA_CHECK(
+        cuda::launch_scan(views, count, slots, where, {as_seen_here(seen.slots), seen.number}));
   }
   void end_step(const SlotsEnd& end) override {
     const c10::cuda::CUDAGuard guard(index_);
@@ -103,10 +106,10 @@ class CudaDevice final : public Device {
   }
 
  private:
-  // The address at which the GPU writes to pinned memory.
+  // The address at which the GPU writes to pinned memory: that of the host, nearly everywhere.
   template <class T>
-  static T* as_seen_here(T* host) {
-    if (host == nullptr) return nullptr;
+  T* as_seen_here(T* host) {
+    if (host == nullptr || properties().has_hosts_addresses) return host;
     cudaPointerAttributes attributes{};
     C10_CUDA_CHECK(cudaPointerGetAttributes(&attributes, host));
     TORCH_CHECK(attributes.type == cudaMemoryTypeHost && attributes.devicePointer != nullptr,
@@ -114,14 +117,34 @@ class CudaDevice final : public Device {
     return static_cast<T*>(attributes.devicePointer);
   }
 
+  struct Properties {
+    cuda::Target target;
+    bool has_hosts_addresses;  // pinned memory is where the host sees it
+  };
+
   cuda::Target target(int64_t stream) {
-    if (!properties_) properties_ = ask();
-    cuda::Target target = *properties_;
+    cuda::Target target = properties().target;
     target.stream = stream_of(index_, stream);
     return target;
   }
 
-  cuda::Target ask() const {
+  // Asked once, by the first thread that needs them.
+  const Properties& properties() {
+    std::call_once(is_known_, [this] { properties_ = {ask_target(), ask_addresses()}; });
+    return properties_;
+  }
+
+  bool ask_addresses() const {
+    for (const auto attribute :
+         {cudaDevAttrUnifiedAddressing, cudaDevAttrCanUseHostPointerForRegisteredMem}) {
+      int has_it = 0;
+      C10_CUDA_CHECK(cudaDeviceGetAttribute(&has_it, attribute, index_));
+      if (!has_it) return false;
+    }
+    return true;
+  }
+
+  cuda::Target ask_target() const {
     cuda::Target target{};
     C10_CUDA_CHECK(cudaDeviceGetAttribute(&target.num_multiprocessors,
                                           cudaDevAttrMultiProcessorCount, index_));
@@ -138,7 +161,8 @@ class CudaDevice final : public Device {
   }
 
   c10::DeviceIndex index_;
-  std::optional<cuda::Target> properties_;
+  std::once_flag is_known_;
+  Properties properties_{};
 };
 
 const bool kIsRegistered = [] {

@@ -53,10 +53,18 @@ __device__ inline bool flush(const Format& format, const Extremes& keys, Extreme
   return any_nonfinite;
 }
 
+// Writes to the host's memory what a slot had not met before.
+__device__ inline void note_seen(SeenKinds* seen, uint32_t step, uint64_t new_kinds) {
+  if (new_kinds & Slot::kNan) static_cast<volatile SeenKinds*>(seen)->nan = step;
+  if (new_kinds & Slot::kPositiveInf) static_cast<volatile SeenKinds*>(seen)->positive_inf = step;
+  if (new_kinds & Slot::kNegativeInf) static_cast<volatile SeenKinds*>(seen)->negative_inf = step;
+}
+
 // Runs for bad tensors, and in each step for those with intended infs, such as masks.
 template <bool kIsGeneric>
 __device__ void count_nonfinite(const WorkItem& item, const UnitDim* dims, int64_t begin,
-                                int64_t end, bool takes_ends, Slot* slot) {
+                                int64_t end, bool takes_ends, Slot* slot, SeenKinds* seen,
+                                uint32_t seen_step) {
   const Format format = format_of<kIsGeneric>(item.dtype);
   const Walk walk(item, dims, format.itemsize);
   Counts counts;
@@ -80,9 +88,13 @@ __device__ void count_nonfinite(const WorkItem& item, const UnitDim* dims, int64
   }
   if (threadIdx.x % kLanes != 0) return;
   auto* infs = reinterpret_cast<unsigned long long*>(&slot->infs);
-  atomicAdd(reinterpret_cast<unsigned long long*>(&slot->num_nan), counts.num_nan);
+  const auto nans_before =
+      atomicAdd(reinterpret_cast<unsigned long long*>(&slot->num_nan), counts.num_nan);
   atomicAdd(infs, counts.infs & ~3ull);  // a multiple of four leaves the sign bits alone
-  atomicOr(infs, counts.infs & 3ull);
+  const auto infs_before = atomicOr(infs, counts.infs & 3ull);
+  if (seen == nullptr) return;
+  const bool is_first_nan = nans_before == 0 && counts.num_nan != 0;
+  note_seen(seen, seen_step, (is_first_nan ? Slot::kNan : 0) | (counts.infs & 3 & ~infs_before));
 }
 
 // The last item whose chunks begin at `chunk` or before.
@@ -120,7 +132,8 @@ __device__ void scan_chunks(const List& list, uint32_t chunk, uint32_t end_chunk
     const char* element = takes_ends ? end_element(item, format) : nullptr;
     if (element != nullptr) keys.take(key_of(format, load_element(format, element, true)));
     if (flush(format, keys, of_warps, list.slots + i)) {
-      count_nonfinite<kIsGeneric>(item, list.dims, begin, end, takes_ends, list.slots + i);
+      count_nonfinite<kIsGeneric>(item, list.dims, begin, end, takes_ends, list.slots + i,
+                                  list.seen == nullptr ? nullptr : list.seen + i, list.seen_step);
     }
     chunk = stop;
   }
@@ -132,20 +145,21 @@ __global__ void __launch_bounds__(kThreads, kIsGeneric ? 2 : kBlocksPerMultiproc
     scan_kernel(const __grid_constant__ List list) {
   __shared__ unsigned long long shared[2 * kWarps];
   auto* of_warps = reinterpret_cast<Extremes*>(shared);
-  // Its share of all chunks, or a turn and all that follow it by as much as all blocks read.
+  // Its share of all chunks, or a turn and all that follow it by as much as all blocks read. One
+  // loop for both: the scan is compiled into it.
+  const uint64_t all = list.num_chunks;
+  uint64_t chunk = uint64_t{list.turn} * blockIdx.x;
+  uint64_t length = list.turn;
+  uint64_t round = uint64_t{list.turn} * gridDim.x;
   if (list.turn == 0) {
-    const auto border = [&](uint64_t block) {
-      return static_cast<uint32_t>(list.num_chunks * block / gridDim.x);
-    };
-    return scan_chunks<List, kIsGeneric>(list, border(blockIdx.x), border(blockIdx.x + 1),
-                                         of_warps);
+    chunk = all * blockIdx.x / gridDim.x;
+    length = all * (blockIdx.x + 1) / gridDim.x - chunk;
+    round = all;
   }
-  const uint64_t round = uint64_t{list.turn} * gridDim.x;
-  for (uint64_t chunk = uint64_t{list.turn} * blockIdx.x; chunk < list.num_chunks; chunk += round) {
-    const uint64_t end = chunk + list.turn;
-    scan_chunks<List, kIsGeneric>(
-        list, static_cast<uint32_t>(chunk),
-        end < list.num_chunks ? static_cast<uint32_t>(end) : list.num_chunks, of_warps);
+  for (; chunk < all; chunk += round) {
+    const uint64_t end = chunk + length;
+    scan_chunks<List, kIsGeneric>(list, static_cast<uint32_t>(chunk),
+                                  static_cast<uint32_t>(end < all ? end : all), of_warps);
   }
 }
 

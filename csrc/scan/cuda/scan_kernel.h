@@ -30,8 +30,10 @@ cudaError_t ask_fits(Target& target);
 cudaError_t ask_fit_of_large(Fit& fit);
 
 // Combines the stat of views[i] into slots[i], device memory, when `stream` gets there; does not
-// synchronise. Stops at the first launch that fails and returns its error, cleared.
-cudaError_t launch_scan(const View* views, int64_t count, Slot* slots, const Target& target);
+// synchronise. Stops at the first launch that fails and returns its error, cleared. `seen` is as
+// the device sees it.
+cudaError_t launch_scan(const View* views, int64_t count, Slot* slots, const Target& target,
+                        SeenStep seen = {});
 
 // In a file of its own, so that a driver that refuses its parameters still loads the others.
 cudaError_t launch_large(LargeList& list, const Target& target);

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../layout.h"
+#include "../seen_kinds.h"
 #include "../stat.h"
 
 namespace overflow_fast::cuda {
@@ -85,6 +86,8 @@ struct WorkList {
   static constexpr int kMaxDims = kDims;
 
   Slot* slots;
+  SeenKinds* seen;  // beside the slots, unless null; as the device sees them
+  uint32_t seen_step;
   uint32_t num_items;
   uint32_t num_chunks;
   // How many chunks in a row a block reads before it leaves as many to each other block; 0: its
@@ -171,8 +174,10 @@ void number_chunks(List& list, F takes) {
 
 // Fills `list` with the first of `count` views, as many as fit, and returns how many those are.
 template <class List>
-int64_t plan(const View* views, int64_t count, Slot* slots, List& list) {
+int64_t plan(const View* views, int64_t count, Slot* slots, const SeenStep& seen, List& list) {
   list.slots = slots;
+  list.seen = seen.slots;
+  list.seen_step = seen.number;
   list.num_items = 0;
   list.turn = 0;
   int used = 0;

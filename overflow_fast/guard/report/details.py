@@ -16,6 +16,8 @@ def share_sentences(entry: BadEntry) -> list[str]:
     if entry.numel <= 1 or entry.not_scanned:
         return []
     bad = entry.num_nan + entry.num_inf
+    if bad < 0:  # some
+        return []
     are = "is" if bad == 1 else "are"
     return [f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."]
 

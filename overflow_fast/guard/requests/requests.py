@@ -44,6 +44,7 @@ from ..report.explanation import Explanation
 from ..report.report import Report
 from ..step_clock import LeftOut
 from ..unit import REQUEST, Unit
+from ..value_errors import leaves_room
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch
 from .again import Replays, RequestAgain
@@ -337,8 +338,7 @@ class Requests:
 
     def _prepare(self, unit: Unit, request: Request) -> None:
         """Notes what a bad request has left, before it is run again."""
-        memory = MemoryError, torch.OutOfMemoryError
-        unit.has_room = not isinstance(unit.error, memory)
+        unit.has_room = unit.error is None or leaves_room(unit.error)
         left = self._left.by(request.bad)
         if request.bad is not None and self._may_replay and request.function is None:
             request.zeroed = request.bad.left_bad()

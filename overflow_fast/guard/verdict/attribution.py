@@ -8,9 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from ... import _C
 from ...base.tensors import signs_of
 from ...base.tree import entry_label
+from ...detector.frames import is_in_part
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame, first_bad, headroom_before, is_finite_now, reach_loss
 from .origin import origin_of
@@ -66,6 +69,10 @@ def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
     is_of_call = entry.role in OF_CALLS
     fqn = bad.watch.name_at(bad.frame.module)
     is_weight = entry.role == _C.Role.WEIGHT and bad.is_of_call
+    num_nan = 0 if stat is None else stat.num_nan
+    num_inf = 0 if stat is None else stat.num_inf
+    if stat is not None and is_in_part(stat):
+        num_nan, num_inf = -bool(num_nan), -bool(num_inf)
     if is_weight:
         label = f"{fqn}.{label}".lstrip(".")
     return BadEntry(
@@ -77,8 +84,8 @@ def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
         str(entry.reason or "") if entry.is_unseen else "",
         dtype=entry.dtype,
         numel=entry.numel,
-        num_nan=0 if stat is None else stat.num_nan,
-        num_inf=0 if stat is None else stat.num_inf,
+        num_nan=num_nan,
+        num_inf=num_inf,
         signs=signs_of(entry.nonfinite_kinds),
     )
 
@@ -118,6 +125,9 @@ def _origin_or_why_not(
     """Finds the origin; if that fails, the alarm is raised all the same."""
     try:
         return origin_of(first, entry, ordered, watches)
+    except torch.AcceleratorError:
+        maker = "the device has failed, and what it holds cannot be read"
+        return Origin("unclear", "unclear", maker)
     except Exception as error:
         message = "The search for the origin of a non-finite value failed."
         _log.warning(message, exc_info=True)

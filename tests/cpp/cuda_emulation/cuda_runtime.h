@@ -14,6 +14,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -189,8 +190,8 @@ inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
 using Word = unsigned long long;
 inline void atomicMin(Word* at, Word value) { *at = std::min(*at, value); }
 inline void atomicMax(Word* at, Word value) { *at = std::max(*at, value); }
-inline void atomicAdd(Word* at, Word value) { *at += value; }
-inline void atomicOr(Word* at, Word value) { *at |= value; }
+inline Word atomicAdd(Word* at, Word value) { return std::exchange(*at, *at + value); }
+inline Word atomicOr(Word* at, Word value) { return std::exchange(*at, *at | value); }
 
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
