@@ -138,10 +138,12 @@ sanitize: build/scan_core_address+undefined build/scan_core_thread \
 cuda-check: $(VENV)/ready
 	$(RUN) tests/cpp/cuda_check.py
 
-# Tests and measures on a machine with a GPU, with the Python that has torch there;
+# Tests and measures on a machine with a GPU, built for that one, with .venv or else the Python
+# that has torch there;
 # ARGS="--minutes 20 --resume", for example: `benchmarks/gpu_check.py --help`.
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+	TORCH_CUDA_ARCH_LIST=$${TORCH_CUDA_ARCH_LIST:-native} \
+	  $(if $(wildcard $(RUN)),$(RUN),$(PYTHON)) benchmarks/gpu_check.py $(ARGS)
 
 # Builds, tests and measures on a Mac with MPS; writes build/mps-check.json, a file to send.
 mps-check: build

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,37 +60,73 @@ def check_compiler() -> None:
         )
 
 
-def choose_cuda() -> bool:
-    """Whether to build the CUDA part; a GPU need not be visible while building."""
+def why_no_cuda() -> str | None:
+    """Why the CUDA part is not built; None to build it, which needs no GPU.
+
+    Empty where it was not asked for, or torch has no CUDA either.
+    """
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME
 
     wish = os.environ.get("OVERFLOW_FAST_CUDA", "auto")
     if wish not in ("auto", "0", "1"):
         stop(f"OVERFLOW_FAST_CUDA must be auto, 0 or 1, got {wish!r}.")
     if wish == "0":
-        return False
-    lacking = None
-    found = None if CUDA_HOME is None else toolkit_version(CUDA_HOME)
+        return ""
     if torch.version.cuda is None:
         lacking = f"torch {torch.__version__} was built without CUDA"
-    elif found is None:
-        lacking = f"no CUDA toolkit {torch.version.cuda} was found (set CUDA_HOME)"
-    elif found.split(".")[0] != torch.version.cuda.split(".")[0]:
-        lacking = (
-            f"the toolkit in {CUDA_HOME} is {found} and torch was built with "
-            f"CUDA {torch.version.cuda} (set CUDA_HOME to such a toolkit)"
+    else:
+        lacking = lacking_for_cuda(torch.version.cuda)
+    if lacking and wish == "1":
+        stop(f"OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but {lacking}.")
+    if lacking and torch.version.cuda is None:
+        return ""
+    return lacking and f"building without CUDA kernels: {lacking}."
+
+
+def lacking_for_cuda(wanted: str) -> str | None:
+    """What is missing to compile and link for this release of CUDA, or None."""
+    home = choose_toolkit(wanted)
+    if home is None:
+        return (
+            f"no CUDA toolkit {wanted} was found (set CUDA_HOME, or get its compiler: "
+            "docs/guides/installing.md)"
         )
-    elif header := missing_header(CUDA_HOME):
-        lacking = (
+    found = toolkit_version(home)
+    if found.split(".")[0] != wanted.split(".")[0]:
+        return (
+            f"the toolkit in {home} is {found} and torch was built with "
+            f"CUDA {wanted} (set CUDA_HOME to such a toolkit)"
+        )
+    if header := missing_header(home):
+        return (
             f"the compiler does not find {header}, which belongs to the CUDA toolkit "
             f"{found} (install its headers, or set CUDA_HOME to a whole toolkit)"
         )
-    if lacking and wish == "1":
-        stop(f"OVERFLOW_FAST_CUDA=1 asks for the CUDA part, but {lacking}.")
-    if lacking and torch.version.cuda is not None:
-        print(f"overflow_fast: building without CUDA kernels: {lacking}.")
-    return lacking is None
+    if refusal := refusal_of_nvcc(home):
+        return f"nvcc {found} cannot compile ({refusal}); CC names its host compiler"
+    if not runtime_folders(home):
+        return (
+            f"the linker does not find libcudart, which belongs to the CUDA toolkit "
+            f"{found} (install it, or set CUDA_HOME to a whole toolkit)"
+        )
+    return None
+
+
+def choose_toolkit(wanted: str) -> str | None:
+    """The folder of CUDA_HOME, else torch's choice, or pip's if its release fits."""
+    from torch.utils import cpp_extension
+
+    first = cpp_extension.CUDA_HOME
+    if os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return first
+    major = wanted.split(".")[0]
+    folders = [Path(each or ".") / "nvidia" / f"cu{major}" for each in sys.path]
+    of_pip = [str(each) for each in folders if (each / "bin" / "nvcc").is_file()]
+    homes = [*([first] if first else []), *of_pip]
+    fitting = (h for h in homes if toolkit_version(h).split(".")[0] == major)
+    home = next(fitting, first)
+    cpp_extension.CUDA_HOME = home  # what torch's own part of the build asks
+    return home
 
 
 def toolkit_version(cuda_home: str) -> str:
@@ -112,7 +149,7 @@ def missing_header(cuda_home: str) -> str | None:
         paths += cpp_extension.include_paths("cuda")
     source = '#include <cuda_runtime.h>\n#include "csrc/scan/cuda/cuda_device.cpp"\n'
     options = ["-std=c++20", "-E", "-x", "c++", "-o", os.devnull, "-"]
-    command = [*os.environ.get("CXX", "g++").split(), *(f"-I{p}" for p in paths)]
+    command = [*host_compiler(), *(f"-I{p}" for p in paths)]
     said = subprocess.run(
         [*command, f"-I{ROOT}", *options], input=source, capture_output=True, text=True
     ).stderr
@@ -120,12 +157,74 @@ def missing_header(cuda_home: str) -> str | None:
     return missing[1] if missing else None
 
 
+def host_compiler() -> list[str]:
+    return os.environ.get("CXX", "g++").split()
+
+
+def refusal_of_nvcc(cuda_home: str) -> str | None:
+    """The first line of what nvcc says against its host compiler, if it does."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "empty.cu"
+        source.touch()
+        nvcc = f"{cuda_home}/bin/nvcc"
+        command = [nvcc, "-std=c++20", "-E", source, "-o", os.devnull]
+        if "CC" in os.environ:  # as torch calls it
+            command += ["-ccbin", os.environ["CC"]]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        # It has taken this compiler: torch's own table of compilers need not.
+        os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
+        return None
+    lines = [*done.stderr.splitlines(), *done.stdout.splitlines(), "it failed"]
+    errors = (
+        re.split(r"error:? *(?:-- )?", line)[-1] for line in lines if "error" in line
+    )
+    return next(errors, lines[0]).strip()
+
+
+def runtime_folders(cuda_home: str) -> list[str]:
+    """Folders in which the linker finds libcudart; empty if it finds none.
+
+    pip's package has the library without the name that linkers look for, which it
+    gets in the folder of the build.
+    """
+    folders = [f"{cuda_home}/lib64", f"{cuda_home}/lib"]
+    if links_cudart(folders):
+        return folders
+    for library in sorted(Path(cuda_home, "lib").glob("libcudart.so.*")):
+        named = BUILD / "cudart" / "libcudart.so"
+        named.parent.mkdir(parents=True, exist_ok=True)
+        named.unlink(missing_ok=True)
+        named.symlink_to(library)
+        if links_cudart([str(named.parent)]):
+            return [str(named.parent)]
+    return []
+
+
+def links_cudart(folders: list[str]) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["-shared", "-x", "c++", os.devnull, "-o", f"{folder}/linked.so"]
+        paths = [f"-L{each}" for each in folders]
+        command = [*host_compiler(), *options, *paths, "-lcudart"]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
 def default_architectures() -> str:
-    """Ampere, Hopper and, where the compiler knows it, Blackwell; newer ones by PTX."""
+    """Those of torch: code for the first of each generation; newer GPUs by PTX.
+
+    Code for 8.0 runs on 8.6 and 8.9 too. The kernels need 7.0 or newer.
+    """
     import torch
 
-    major, minor = (int(part) for part in torch.version.cuda.split(".")[:2])
-    return "8.0;9.0;10.0+PTX" if (major, minor) >= (12, 8) else "8.0;9.0+PTX"
+    named = re.findall(r"sm_(\d+)(\d)\b", " ".join(torch.cuda.get_arch_list()))
+    known = {(int(major), int(minor)) for major, minor in named}
+    if not known:
+        known = {(7, 5), (8, 0), (9, 0)}
+        if tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 8):
+            known |= {(10, 0), (12, 0)}
+    first = {major: (major, minor) for major, minor in sorted(known, reverse=True)}
+    chosen = sorted(each for each in first.values() if each >= (7, 0))
+    return ";".join(f"{major}.{minor}" for major, minor in chosen) + "+PTX"
 
 
 def sources(*folders: str) -> list[str]:
@@ -139,20 +238,23 @@ def sources(*folders: str) -> list[str]:
 
 def extension(with_cuda: bool) -> object:
     import torch
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+    from torch.utils import cpp_extension
 
     folders = [*(folder for unit in UNITS.values() for folder in unit), *KERNELS]
     if with_cuda:
         folders.append("scan/cuda")
     compile_args = {"cxx": CXX_FLAGS}
+    kind, library_dirs = cpp_extension.CppExtension, list[str]()
     if with_cuda:
+        kind = cpp_extension.CUDAExtension
         compile_args["nvcc"] = ["-std=c++20", "-O3"]
+        library_dirs = runtime_folders(cpp_extension.CUDA_HOME)
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_architectures())
-    kind = CUDAExtension if with_cuda else CppExtension
     return kind(
         # Imported as overflow_fast._C: see overflow_fast/binaries.
         f"overflow_fast.binaries.{binary_folder(torch.__version__)}._C",
         sources(*folders),
+        library_dirs=library_dirs,
         extra_compile_args=compile_args,
         extra_link_args=["-Wl,--as-needed"] if sys.platform == "linux" else [],
     )
@@ -249,6 +351,9 @@ def main() -> None:
         return
     check_torch()
     check_compiler()
+    without_cuda = why_no_cuda()
+    if without_cuda:
+        print(f"overflow_fast: {without_cuda}")
     from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension):
@@ -263,7 +368,10 @@ def main() -> None:
             # Where torch finds ccache, checkouts and unpacked sources share it.
             os.environ.setdefault("CCACHE_BASEDIR", str(BUILD.resolve()))
             os.environ.setdefault("CCACHE_NOHASHDIR", "1")
-            with progress(open_terminal()):
+            terminal = open_terminal()
+            if without_cuda and terminal is not None:  # pip hides what is printed
+                print(f"overflow_fast: {without_cuda}", file=terminal, flush=True)
+            with progress(terminal):
                 super().build_extensions()
 
         def copy_extensions_to_source(self) -> None:
@@ -272,7 +380,7 @@ def main() -> None:
                 folder.mkdir(parents=True, exist_ok=True)
             super().copy_extensions_to_source()
 
-    setup(ext_modules=[extension(choose_cuda())], cmdclass={"build_ext": Build})
+    setup(ext_modules=[extension(without_cuda is None)], cmdclass={"build_ext": Build})
 
 
 if __name__ == "__main__":

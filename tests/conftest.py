@@ -28,6 +28,7 @@ from kept_texts import TEXTS, AsKept, all_kept, differences
 from processes import serve_from_here
 from sealed import sealed_device
 
+from overflow_fast import _C
 from overflow_fast.explainer import long_explanation, replayer
 from overflow_fast.explainer.remedies import trials
 from overflow_fast.guard import guards_of_process
@@ -216,11 +217,19 @@ def pytest_runtest_setup(item):
         pytest.skip("only with --release: make release-check")
     if item.get_closest_marker("mps") and not torch.backends.mps.is_available():
         pytest.skip("needs MPS")
-    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
-        return
-    if item.config.getoption("--require-cuda"):
-        pytest.fail("--require-cuda was given, and torch sees no GPU", pytrace=False)
-    pytest.skip("needs a GPU")
+    lacking = lacks_cuda() if item.get_closest_marker("cuda") else ""
+    if lacking and item.config.getoption("--require-cuda"):
+        pytest.fail(f"--require-cuda was given, and {lacking}", pytrace=False)
+    if lacking:
+        pytest.skip(lacking)
+
+
+@functools.cache
+def lacks_cuda():
+    """Why the tests that need a GPU cannot run, or ""."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    return "" if _C.has_kernels("cuda") else "the extension has no kernels of CUDA"
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,9 @@ COLUMNS = "registers", "bytes of stack", "bytes spilled"
 def architectures(nvcc):
     listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     known = listed.stdout.split()
-    return [arch for arch in ("80", "90", "100") if f"compute_{arch}" in known]
+    return [
+        arch for arch in ("75", "80", "90", "100", "120") if f"compute_{arch}" in known
+    ]
 
 
 def compile_kernels(nvcc, source, arch, folder, flags=("-O3", "-Xptxas", "-v")):

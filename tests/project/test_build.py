@@ -74,7 +74,7 @@ def setup_py_with_torch(tmp_path, torch, cpp_extension="", **variables):
     (utils.parent / "__init__.py").write_text(torch)
     (utils / "__init__.py").write_text("")
     (utils / "cpp_extension.py").write_text(cpp_extension)
-    names = ("TORCH_CUDA_ARCH_LIST", "OVERFLOW_FAST_CUDA")
+    names = ("TORCH_CUDA_ARCH_LIST", "OVERFLOW_FAST_CUDA", "CUDA_HOME", "CUDA_PATH")
     environment = {k: v for k, v in os.environ.items() if k not in names}
     done = subprocess.run(
         [sys.executable, "setup.py", "--version"],
@@ -106,53 +106,146 @@ CUDA_TORCH = """
 import types
 __version__ = "2.11.0+cu{0}"
 version = types.SimpleNamespace(cuda="{0[0]}{0[1]}.{0[2]}")
+cuda = types.SimpleNamespace(get_arch_list=lambda: "{1}".split())
 """
 CUDA_EXTENSION = """
 import os
 import setuptools
 from setuptools.command.build_ext import build_ext as BuildExtension
-CUDA_HOME = os.path.dirname(__file__)
+CUDA_HOME = os.environ.get("CUDA_HOME") or {0}
 def CppExtension(name, sources, **options):
     return setuptools.Extension(name, [])
 def CUDAExtension(name, sources, **options):
-    print(os.environ["TORCH_CUDA_ARCH_LIST"], *sources)
+    print(os.environ["TORCH_CUDA_ARCH_LIST"], *options["library_dirs"], *sources)
     return setuptools.Extension(name, [])
 """
+NVCC = """#!/bin/sh
+if [ "$1" = --version ]; then
+  echo 'Cuda compilation tools, release {0}, V1'
+elif [ -n "{1}" ]; then
+  echo 'host_config.h:143:2: error: #error -- {1}' >&2
+  exit 1
+fi
+"""
+REFUSAL = "unsupported GNU version! gcc versions later than 13 are not supported!"
+LIBRARY = "lib64/libcudart.so"
 
 
-def setup_with_cuda(tmp_path, torch_cuda, toolkit, headers=HEADERS, **variables):
-    """Exit status and lines of setup.py with a torch and a toolkit for CUDA."""
-    package = tmp_path / "torch" / "utils"
-    (package / "bin").mkdir(parents=True)
-    nvcc = package / "bin" / "nvcc"
-    nvcc.write_text(
-        f"#!/bin/sh\necho 'Cuda compilation tools, release {toolkit}, V1'\n"
-    )
+@pytest.fixture(scope="session")
+def cudart(tmp_path_factory):
+    """A library that a linker takes."""
+    path = tmp_path_factory.mktemp("cudart") / "libcudart.so"
+    subprocess.run(["g++", "-shared", "-o", path, "-x", "c++", os.devnull], check=True)
+    return path
+
+
+def make_toolkit(home, release, cudart, headers=HEADERS, says="", library=LIBRARY):
+    """Makes a folder like a toolkit, whose nvcc refuses its host compiler or not."""
+    (home / "bin").mkdir(parents=True)
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(NVCC.format(release, says))
     nvcc.chmod(0o755)
-    (package / "include").mkdir()
+    (home / "include").mkdir()
     for header in headers:
-        (package / "include" / header).write_text("")
-    return setup_py_with_torch(
-        tmp_path, CUDA_TORCH.format(torch_cuda), CUDA_EXTENSION, **variables
-    )
+        (home / "include" / header).write_text("")
+    if library:
+        (home / library).parent.mkdir()
+        shutil.copy(cudart, home / library)
+
+
+def setup_py_with_cuda(tmp_path, torch_cuda, home, arches="", **variables):
+    """Exit status and lines of setup.py with a torch that finds this toolkit."""
+    extension = CUDA_EXTENSION.replace("{0}", repr(home and str(home)))
+    torch = CUDA_TORCH.format(torch_cuda, arches)
+    return setup_py_with_torch(tmp_path, torch, extension, **variables)
+
+
+@pytest.fixture
+def setup_with_cuda(cudart):
+    """Exit status and lines of setup.py with a torch and a toolkit for CUDA."""
+
+    def run(tmp_path, torch_cuda, toolkit, headers=HEADERS, arches="", **variables):
+        home = tmp_path / "torch" / "utils"
+        make_toolkit(home, toolkit, cudart, headers)
+        return setup_py_with_cuda(tmp_path, torch_cuda, home, arches, **variables)
+
+    return run
+
+
+CU130 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
 
 
 @pytest.mark.parametrize(
-    "torch_cuda, variables, expected",
+    "torch_cuda, arches, variables, expected",
     [
-        ("130", {}, "8.0;9.0;10.0+PTX"),
-        ("128", {}, "8.0;9.0;10.0+PTX"),
-        ("126", {}, "8.0;9.0+PTX"),
-        ("130", {"TORCH_CUDA_ARCH_LIST": "8.6"}, "8.6"),
+        ("130", CU130, {}, "7.5;8.0;9.0;10.0;12.0+PTX"),
+        ("126", "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", {}, "7.0;8.0;9.0+PTX"),
+        ("130", "sm_87 sm_110", {}, "8.7;11.0+PTX"),
+        ("130", "", {}, "7.5;8.0;9.0;10.0;12.0+PTX"),
+        ("124", "", {}, "7.5;8.0;9.0+PTX"),
+        ("130", CU130, {"TORCH_CUDA_ARCH_LIST": "8.6"}, "8.6"),
     ],
 )
-def test_the_architectures_cuda_is_built_for(tmp_path, torch_cuda, variables, expected):
+def test_the_architectures_cuda_is_built_for(
+    setup_with_cuda, tmp_path, torch_cuda, arches, variables, expected
+):
     toolkit = f"{torch_cuda[:2]}.{torch_cuda[2]}"
+    variables = {"arches": arches, **variables}
     status, lines = setup_with_cuda(tmp_path, torch_cuda, toolkit, **variables)
     found, *sources = lines[0].split()
     assert (status, found) == (0, expected)
     assert "csrc/scan/cuda/scan_kernel.cu" in sources
     assert "csrc/scan/cuda/cuda_device.cpp" in sources
+
+
+@pytest.mark.parametrize("toolkit", ["12.4", "12.6", "13.0", None])
+@pytest.mark.parametrize("torch_cuda", ["124", "126", "130"])
+def test_a_toolkit_is_taken_if_its_major_release_is_torchs(
+    cudart, tmp_path, torch_cuda, toolkit
+):
+    home = tmp_path / "cuda" if toolkit else None
+    if home:
+        make_toolkit(home, toolkit, cudart)
+    status, (first, *_) = setup_py_with_cuda(tmp_path, torch_cuda, home)
+    is_taken = toolkit is not None and toolkit[:2] == torch_cuda[:2]
+    assert status == 0
+    assert first.startswith("overflow_fast: building without CUDA") != is_taken
+    if toolkit is None:
+        assert f"no CUDA toolkit {torch_cuda[:2]}.{torch_cuda[2]} was found" in first
+
+
+def test_the_toolkit_of_pip_is_found(cudart, tmp_path):
+    """Its library has no name that a linker looks for."""
+    home, other = tmp_path / "nvidia" / "cu13", tmp_path / "other"
+    make_toolkit(home, "13.0", cudart, library="lib/libcudart.so.13")
+    make_toolkit(other, "12.4", cudart)
+    _, (first, *_) = setup_py_with_cuda(tmp_path, "130", other)
+    assert first.split()[1] == str(ROOT / "build" / "cudart")
+    assert (ROOT / "build/cudart/libcudart.so").samefile(home / "lib/libcudart.so.13")
+
+
+def test_a_named_toolkit_is_not_replaced(cudart, tmp_path):
+    make_toolkit(tmp_path / "nvidia" / "cu13", "13.0", cudart)
+    make_toolkit(tmp_path / "other", "12.4", cudart)
+    variables = {"CUDA_HOME": str(tmp_path / "other")}
+    _, (first, *_) = setup_py_with_cuda(tmp_path, "130", None, **variables)
+    assert "is 12.4 and torch was built with CUDA 13.0" in first
+
+
+@pytest.mark.parametrize("wish", ["auto", "1"])
+def test_a_compiler_that_nvcc_refuses(cudart, tmp_path, wish, as_kept):
+    make_toolkit(tmp_path / "cuda", "12.4", cudart, says=REFUSAL)
+    variables = {"OVERFLOW_FAST_CUDA": wish}
+    status, lines = setup_py_with_cuda(tmp_path, "124", tmp_path / "cuda", **variables)
+    assert status == (wish == "1")
+    as_kept(lines[0])
+
+
+def test_a_toolkit_without_its_library(cudart, tmp_path, as_kept):
+    make_toolkit(tmp_path / "cuda", "13.0", cudart, library="")
+    status, lines = setup_py_with_cuda(tmp_path, "130", tmp_path / "cuda")
+    assert status == 0
+    as_kept(lines[0])
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
@@ -162,7 +255,7 @@ def test_the_architectures_cuda_is_built_for(tmp_path, torch_cuda, variables, ex
     ids=["another release", "no headers"],
 )
 def test_a_toolkit_that_cannot_be_used(
-    tmp_path, toolkit, headers, is_asked_for, as_kept
+    setup_with_cuda, tmp_path, toolkit, headers, is_asked_for, as_kept
 ):
     wish = {"OVERFLOW_FAST_CUDA": "1"} if is_asked_for else {}
     status, lines = setup_with_cuda(tmp_path, "130", toolkit, headers, **wish)
@@ -170,7 +263,9 @@ def test_a_toolkit_that_cannot_be_used(
     as_kept(lines[-1 if is_asked_for else 0])
 
 
-def test_a_toolkit_without_a_header_that_torchs_headers_include(tmp_path, as_kept):
+def test_a_toolkit_without_a_header_that_torchs_headers_include(
+    setup_with_cuda, tmp_path, as_kept
+):
     (tmp_path / "torch" / "c10" / "cuda").mkdir(parents=True)
     exception = tmp_path / "torch" / "c10" / "cuda" / "CUDAException.h"
     exception.write_text("#include <cusparse.h>")
@@ -179,14 +274,14 @@ def test_a_toolkit_without_a_header_that_torchs_headers_include(tmp_path, as_kep
     as_kept(lines[0])
 
 
-def test_headers_where_the_compiler_looks_by_itself(tmp_path):
+def test_headers_where_the_compiler_looks_by_itself(setup_with_cuda, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for header in HEADERS:
         (elsewhere / header).write_text("")
     variables = {"CPATH": str(elsewhere)}
     _, lines = setup_with_cuda(tmp_path, "130", "13.0", headers=(), **variables)
-    assert lines[0].startswith("8.0;9.0;10.0+PTX")
+    assert lines[0].startswith("7.5;8.0;9.0;10.0;12.0+PTX")
 
 
 # An editable installation would find the extension where it is.
