@@ -134,9 +134,11 @@ sanitize: build/scan_core_address+undefined build/scan_core_thread \
 	build/wide_kernel_undefined few
 	build/metal_kernel_address+undefined
 
-# Compiles the CUDA sources for every architecture, where nvcc is found; needs no GPU.
+# Compiles the CUDA sources for every architecture, where nvcc is found, and the kernels for
+# AMD's GPUs, where clang is; needs no GPU.
 cuda-check: $(VENV)/ready
 	$(RUN) tests/cpp/cuda_check.py
+	$(RUN) tests/cpp/hip_check.py
 
 # Tests and measures on a machine with a GPU, built for that one, with .venv or else the Python
 # that has torch there;

@@ -73,8 +73,10 @@ int64_t DeviceSlots::current_stream() {
 }
 
 void DeviceSlots::notice_capture(size_t mark) {
-  if (mark == mark_ || streams_ == nullptr) return;
+  const std::thread::id thread = std::this_thread::get_id();
+  if ((mark == mark_ && thread == thread_) || streams_ == nullptr) return;
   mark_ = mark;
+  thread_ = thread;
   is_capturing_ = streams_->is_capturing();
 }
 
@@ -144,10 +146,9 @@ void DeviceSlots::launch(Pool& pool, const std::vector<View>& views, int64_t fir
   }
 }
 
-// Marks the end of what a stream has written. At the end of the step it may no longer exist, as
-// one that the program has made itself; the default stream always does.
+// Marks the end of what a stream has written, where it may no longer exist at the end of the step.
 void DeviceSlots::note_written(int64_t stream) {
-  if (streams_ == nullptr || stream == streams_->default_stream()) return;
+  if (streams_ == nullptr || streams_->is_lasting(stream)) return;
   for (StreamUse& use : stream_uses_) {
     if (use.stream != stream) continue;
     if (use.written == nullptr) use.written = take_event();
@@ -185,7 +186,7 @@ void DeviceSlots::scan_by_torch(std::vector<Unscanned>& tensors) {
 // Holds a copy of a tensor, and returns whether it did, or knows now why that is not possible.
 bool DeviceSlots::scan_later(Unscanned& tensor) {
   // A stream that may end before the copies are scanned takes none.
-  const bool is_lasting = streams_ == nullptr || last_stream_ == streams_->default_stream();
+  const bool is_lasting = streams_ == nullptr || streams_->is_lasting(last_stream_);
   if (!is_lasting || !is_known_to_scan(tensor.tensor)) return false;
   const auto slot = static_cast<int64_t>(tensor.slot.index);
   const bool fits = slot % kChunk != 0 && copies_.is_next(slot, last_stream_);
@@ -351,7 +352,7 @@ void DeviceSlots::wait_for_streams() {
     if (use.stream == stream) continue;
     std::shared_ptr<DeviceEvent> written = use.written;
     if (written == nullptr) {
-      if (use.stream != streams_->default_stream()) continue;  // nothing was written
+      if (!streams_->is_lasting(use.stream)) continue;  // nothing was written
       written = take_event();
       written->record(use.stream);
     }

@@ -13,6 +13,7 @@
 
 #include <map>
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -39,7 +40,7 @@ class DeviceSlots {
   DeviceSlots(const DeviceSlots&) = delete;
   ~DeviceSlots();
 
-  // Checks, once for each `mark`, whether a graph is being captured.
+  // Checks, once for each `mark` in a row of a thread's, whether its stream captures a graph.
   void notice_capture(size_t mark);
   bool is_capturing() const { return is_capturing_; }
   bool is_capturing_now();
@@ -72,7 +73,7 @@ class DeviceSlots {
   struct StreamUse {
     int64_t stream;
     std::shared_ptr<DeviceEvent> waited_for;
-    std::shared_ptr<DeviceEvent> written;  // null for the default stream
+    std::shared_ptr<DeviceEvent> written;  // null for one that lasts
   };
 
   int64_t current_stream();
@@ -100,6 +101,7 @@ class DeviceSlots {
   SeenMemory seen_;          // of step_
   py::object growth_error_;  // of this step: why a chunk could not be allocated
   size_t mark_ = 0;
+  std::thread::id thread_;  // of the mark
   bool is_capturing_ = false;
   std::vector<StreamUse> stream_uses_;
   std::vector<std::shared_ptr<DeviceEvent>> events_;  // made so far, to be recorded again

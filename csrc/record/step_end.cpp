@@ -53,7 +53,12 @@ void Transfer::note_lost() {
   const py::gil_scoped_acquire gil;
   error = current_exception_text();
   lost = std::current_exception();
-  event_ = nullptr;
+  // Freed, pinned memory asks its device for an event, which ends the process if that has failed.
+  static auto* kept = new std::vector<at::Tensor>;
+  kept->insert(kept->end(), host_.begin(), host_.end());
+  kept->insert(kept->end(), kept_.begin(), kept_.end());
+  static auto* events = new std::vector<std::shared_ptr<DeviceEvent>>;
+  events->push_back(std::exchange(event_, nullptr));
 }
 
 void Transfer::follow(std::shared_ptr<DeviceEvent> event) {

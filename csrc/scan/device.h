@@ -66,8 +66,9 @@ class Streams {
  public:
   virtual ~Streams() = default;
   virtual int64_t current_stream() = 0;
-  // The stream that lives as long as the process. A program may end any other.
   virtual int64_t default_stream() = 0;
+  // True for a stream that lives as long as the process. A program may end any other.
+  virtual bool is_lasting(int64_t stream) { return stream == default_stream(); }
   // True while the current stream captures a graph instead of running.
   virtual bool is_capturing() = 0;
   virtual std::unique_ptr<DeviceEvent> make_event() = 0;

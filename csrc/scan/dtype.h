@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
+#if defined(__CUDACC__) || defined(__HIP__) || defined(__HIPCC__)
 #define OF_HOST_DEVICE __host__ __device__
 #else
 #define OF_HOST_DEVICE

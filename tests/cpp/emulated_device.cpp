@@ -1,5 +1,7 @@
 // A device whose kernels are CUDA's, run by the emulation on the CPU's memory, with streams,
 // events and graphs that a test controls.
+#include <unistd.h>
+
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -29,11 +31,14 @@ struct State {
   int64_t num_waits;  // the host's, for events that had not passed
   int64_t num_stream_waits;
   int64_t num_synchronizations;
-  int64_t num_events;    // made
-  int64_t ended_stream;  // no event can be recorded there
-  int64_t wrong_scans;   // of no finite value
-  int64_t has_died;      // each call fails from then on
-  int64_t own_offset;    // from tensors' addresses to those at which the kernels see them
+  int64_t num_events;       // made
+  int64_t ended_stream;     // no event can be recorded there
+  int64_t wrong_scans;      // of no finite value
+  int64_t has_died;         // each call fails from then on
+  int64_t has_own_streams;  // those of odd numbers last, as CUDA's of torch
+  int64_t capturing_thread;  // the only one that does; 0: all
+  int64_t num_records;      // of events
+  int64_t own_offset;       // from tensors' addresses to those at which the kernels see them
 };
 State state;
 // As behind an assert on a GPU, which ends its context.
@@ -55,6 +60,7 @@ class EmulatedEvent final : public DeviceEvent {
     require_life();
     if (stream != 0 && stream == state.ended_stream) throw std::runtime_error("no such stream");
     if (state.fails_events) throw std::runtime_error("device lost\nwith details");
+    ++state.num_records;
     has_passed_ = false;
   }
   bool has_passed() override {
@@ -138,9 +144,14 @@ class EmulatedDevice final : public Device {
     return state.stream;
   }
   int64_t default_stream() override { return 0; }
+  bool is_lasting(int64_t stream) override {
+    return stream == 0 || (stream % 2 != 0 && state.has_own_streams);
+  }
   bool is_capturing() override {
     require_life();
-    return state.is_capturing;
+    const bool is_here =
+        state.capturing_thread == 0 || state.capturing_thread == static_cast<int64_t>(gettid());
+    return state.is_capturing && is_here;
   }
   std::unique_ptr<DeviceEvent> make_event() override { return std::make_unique<EmulatedEvent>(); }
   void synchronize() override {

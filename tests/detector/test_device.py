@@ -4,6 +4,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Mapping
+from threading import Thread, get_native_id
 
 import parity
 import pytest
@@ -486,6 +487,63 @@ def test_a_stream_that_ends_within_the_step_is_asked_for_nothing(emulated, varia
     model(CLEAN)
     assert not detector.coverage.not_scanned
     assert emulated.state.num_stream_waits == 2
+
+
+@torch.no_grad()
+def test_a_stream_that_lasts_has_one_event_in_a_step(emulated):
+    def num_records(depth):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth)))
+        watch(model)
+        model(CLEAN)
+        before = emulated.state.num_records
+        model(CLEAN)
+        return emulated.state.num_records - before
+
+    emulated.state.has_own_streams, emulated.state.stream = 1, 7
+    assert num_records(2) == num_records(9)
+    emulated.state.stream = 8
+    assert num_records(2) < num_records(9)
+
+
+@torch.no_grad()
+def test_a_capture_is_that_of_its_thread(emulated):
+    """Within a frame, another thread runs one of the same model in a capture."""
+
+    class Elsewhere(Mapping):
+        has_run = False
+
+        def __getitem__(self, key):
+            raise KeyError(key)
+
+        def __len__(self):
+            return 0
+
+        def __iter__(self):
+            return iter(())
+
+        def items(self):
+            if not Elsewhere.has_run:
+                Elsewhere.has_run = True
+                thread = Thread(target=capture)
+                thread.start()
+                thread.join()
+            return ()
+
+    class Model(Assembled):
+        def forward(self, x, value):
+            return self.child(x), value
+
+    def capture():
+        emulated.state.capturing_thread = get_native_id()
+        emulated.state.is_capturing = 1
+        model(CLEAN, None)
+
+    model = Model(child=nn.Identity())
+    watch(model)
+    model(CLEAN, None)
+    with pytest.raises(ValueError, match=DETECTED):
+        model(BAD, Elsewhere())
+    assert Elsewhere.has_run
 
 
 @torch.no_grad()

@@ -90,6 +90,23 @@ def test_work_on_a_side_stream_is_judged_in_its_own_step(is_late):
     assert not guard.coverage().not_scanned
 
 
+def test_zeros_are_counted_where_a_side_stream_has_written_them():
+    model = nn.Sequential(nn.Linear(8, 8), OnASide(), nn.Linear(8, 1))
+    model, optimizer = on_device(model)
+    with torch.no_grad():
+        model[1].layer.weight.zero_()
+        model[1].layer.bias.zero_()
+    with late(), OverflowGuard(model, optimizer, explain=False) as guard:
+        recorder = guard._parts.watches[0].recorder
+        recorder.counts_underflow = True
+        model(torch.randn(4, 8, device="sealed"))
+        taken = recorder.take_underflow()
+        names = [guard._parts.watches[0].name_at(each.place.module) for each in taken]
+        zeros = dict(zip(names, (each.num_zero for each in taken), strict=True))
+    assert zeros["1.out"] == zeros["1.layer"] == 32
+    assert zeros["0"] == 0
+
+
 @pytest.mark.parametrize("varies", [False, True], ids=["same calls", "varying calls"])
 @pytest.mark.parametrize("sync, waits", [("step", 1), ("lagged", 0)])
 def test_the_host_waits_as_often_as_it_says(sync, waits, varies):

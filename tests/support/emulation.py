@@ -53,6 +53,9 @@ class State(ctypes.Structure):
             "ended_stream",
             "wrong_scans",
             "has_died",
+            "has_own_streams",
+            "capturing_thread",
+            "num_records",
             "own_offset",
         )
     ]

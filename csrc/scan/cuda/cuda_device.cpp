@@ -92,6 +92,8 @@ class CudaDevice final : public Device {
   }
   int64_t current_stream() override { return c10::cuda::getCurrentCUDAStream(index_).id(); }
   int64_t default_stream() override { return c10::cuda::getDefaultCUDAStream(index_).id(); }
+  // torch's own streams have odd ids, and are never destroyed (c10/cuda/CUDAStream.cpp).
+  bool is_lasting(int64_t stream) override { return stream % 2 != 0 || stream == 0; }
   bool is_capturing() override {
     const c10::cuda::CUDAGuard guard(index_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -1,7 +1,8 @@
 // What lanes of a warp exchange, and packed operations: where NVIDIA's and AMD's compilers differ.
 //
 // Warps count as 32 lanes. A wavefront of 64 is two of them, which exchange nothing with each
-// other. AMD's part is compiled by nothing here but the emulation (tests/cpp/cuda_emulation).
+// other. AMD's part runs in the emulation alone (tests/cpp/cuda_emulation);
+// tests/cpp/hip_check.py compiles it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,6 +18,17 @@ constexpr int kLanes = 32;
 template <class T>
 __device__ T from_lane_xor(T value, int distance) {
   return __shfl_xor(value, distance);
+}
+
+// A kernel's only parameter, where the launch has put it: there is no __grid_constant__, and an
+// array in a parameter is copied to each lane's scratch if it is indexed.
+template <class T>
+__device__ const T& parameter_of(const T& copy) {
+#if defined(__HIP_DEVICE_COMPILE__)
+  return *(const T*)__builtin_amdgcn_kernarg_segment_ptr();
+#else
+  return copy;
+#endif
 }
 
 template <class F>
@@ -43,6 +55,10 @@ constexpr unsigned kAllLanes = 0xffffffff;
 template <class T>
 __device__ T from_lane_xor(T value, int distance) {
   return __shfl_xor_sync(kAllLanes, value, distance);
+}
+template <class T>
+__device__ const T& parameter_of(const T& parameter) {
+  return parameter;
 }
 __device__ inline uint32_t min_of_halves(uint32_t a, uint32_t b) { return __vminu2(a, b); }
 __device__ inline uint32_t max_of_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }

@@ -142,7 +142,8 @@ __device__ void scan_chunks(const List& list, uint32_t chunk, uint32_t end_chunk
 // A grid of at most num_chunks blocks, each of kThreads threads.
 template <class List, bool kIsGeneric>
 __global__ void __launch_bounds__(kThreads, kIsGeneric ? 2 : kBlocksPerMultiprocessor)
-    scan_kernel(const __grid_constant__ List list) {
+    scan_kernel(const __grid_constant__ List parameter) {
+  const List& list = parameter_of(parameter);
   __shared__ unsigned long long shared[2 * kWarps];
   auto* of_warps = reinterpret_cast<Extremes*>(shared);
   // Its share of all chunks, or a turn and all that follow it by as much as all blocks read. One
