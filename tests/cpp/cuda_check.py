@@ -124,7 +124,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         targets = architectures(nvcc)
         others = [
-            pool.submit(compile_kernels, nvcc, source, targets[0], folder, UNOPTIMIZED)
+            pool.submit(compile_kernels, nvcc, source, targets[-1], folder, UNOPTIMIZED)
             for source in OF_BENCHMARKS
         ]
         jobs = [(s, arch) for arch in targets for s in KERNELS]

@@ -23,8 +23,9 @@ def find_clang():
     """The command of a clang; None where there is none."""
     if found := shutil.which("clang++"):
         return [found]
-    if importlib.util.find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "clang"]
+    if zig := importlib.util.find_spec("ziglang"):
+        own = f"{Path(zig.origin).parent}/lib/include"  # which it leaves out
+        return [sys.executable, "-m", "ziglang", "clang", "-isystem", own]
     return None
 
 
