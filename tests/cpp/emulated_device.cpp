@@ -31,14 +31,14 @@ struct State {
   int64_t num_waits;  // the host's, for events that had not passed
   int64_t num_stream_waits;
   int64_t num_synchronizations;
-  int64_t num_events;       // made
-  int64_t ended_stream;     // no event can be recorded there
-  int64_t wrong_scans;      // of no finite value
-  int64_t has_died;         // each call fails from then on
-  int64_t has_own_streams;  // those of odd numbers last, as CUDA's of torch
+  int64_t num_events;        // made
+  int64_t ended_stream;      // no event can be recorded there
+  int64_t wrong_scans;       // of no finite value
+  int64_t has_died;          // each call fails from then on
+  int64_t has_own_streams;   // those of odd numbers last, as CUDA's of torch
   int64_t capturing_thread;  // the only one that does; 0: all
-  int64_t num_records;      // of events
-  int64_t own_offset;       // from tensors' addresses to those at which the kernels see them
+  int64_t num_records;       // of events
+  int64_t own_offset;        // from tensors' addresses to those at which the kernels see them
 };
 State state;
 // As behind an assert on a GPU, which ends its context.
