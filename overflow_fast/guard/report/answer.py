@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 
 from ...base.text import counted, printable
 from .causes import SINGULAR_GRADIENT, UNKNOWN
 from .findings import Findings
 from .gist import BETWEEN, expression_of, gist_of, on_rank, parted
-from .op_words import IN_FLOAT64
-from .remedy import Remedy, Worth
+from .remedy import Remedy
 
 _FEW = 3  # sentences of a kind, and ends of a chain; chosen
-_FEW_SHORT = 2  # of each kind of sentence in an exception
 _MAX_CODE = 70  # characters of a line of code: with its label, a terminal's 80
-_MAX_LIST = 90  # of what did not help
 _NONE_KEEPS = "no change that was tried keeps the value"
+
+
+class Need(IntEnum):
+    """The rows of an exception, what a reader needs most first."""
+
+    LINE = 0
+    REMEDY = 1
+    NEW = 2
+    ORIGIN = 3
+    MARK = 4
+    NEXT = 5
 
 
 class ExplanationText:
@@ -67,49 +75,49 @@ class ExplanationText:
         tried = [*self._nearest(), *self._tried(self._helped)]
         return [*self._rows(), *self._attempts(), *tried]
 
-    def short_rows(self) -> list[str]:
-        """Those of an exception, but for the attempts and the remedies."""
-        return _written([*self._rows(is_short=True)])
+    def needed(self) -> list[tuple[Need, list[str]]]:
+        """The rows of an exception above its remedies, each with its need."""
+        found = self.found
+        code = [_written([row]) for row in self._code()]
+        needs = [Need.LINE, Need.MARK]
+        rows = [(Need.NEW, _written([("new", found.news)]))] if found.news else []
+        rows += list(zip(needs, code, strict=False))
+        if found.op is not None and found.op.called_from:
+            rows.append((Need.NEW, _written([("your line", found.op.called_from)])))
+        return rows
 
-    def remedy_rows(self) -> list[str]:
-        """The attempts in a line, and the remedy: at most one of a kind."""
-        chosen = self._helped[:1]
-        others = (each for each in self._helped if each.kind != chosen[0].kind)
-        chosen += itertools.islice(others, 1)
-        tried = [*self._nearest(), *self._tried(chosen)]
-        return _written([*self._attempts(most=_MAX_LIST), *tried])
+    def needed_remedies(self) -> list[tuple[Need, list[str]]]:
+        """The first remedy that can be followed, and the next one of another kind."""
+        told = [each for each in self._helped if each.can_be_followed]
+        others = [each for each in told if each.kind != told[0].kind]
+        rows = [*self._nearest(), *self._tried([*told[:1], *others[:1]])]
+        needs = [Need.REMEDY, Need.NEXT]
+        return [(n, _written([row])) for n, row in zip(needs, rows, strict=False)]
 
     @property
     def _helped(self) -> list[Remedy]:
         return [each for each in self.found.remedies if each.is_recommended]
 
-    def _rows(self, is_short: bool = False) -> Iterator[tuple[str, str]]:
-        """All but attempts and remedies; with `is_short`, those of an exception."""
-        found, sample = self.found, self.found.sample
-        most = _FEW_SHORT if is_short else _FEW
-        evidence = self._left([*found.evidence, found.reason])
-        notes = self._left(found.other_notes if is_short else found.notes)
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        """All but attempts and remedies."""
+        found = self.found
         if found.news:
             yield "new", found.news
         yield from self._code()
-        if not is_short or (self.gist() and found.op is not None):
-            yield "cause", f"{self._what()}{self._where()}"
+        yield "cause", f"{self._what()}{self._where()}"
         if found.op is not None and found.op.called_from:
             yield "your line", found.op.called_from
-        if is_short:
-            evidence = [e for e in evidence if not e.startswith(IN_FLOAT64)]
-        for sentence in evidence[:most]:
+        for sentence in self._left([*found.evidence, found.reason])[:_FEW]:
             yield "evidence", sentence
         if found.forward is not None:
             yield "forward", "{} of the step's {}".format(*found.forward)
-        adds = sample is not None and (sample.outlier or sample.dataset is not None)
-        if adds or (sample is not None and not is_short):
+        if found.sample is not None:
             yield "sample", self._sample_text()
-        if len(found.chain) > 1 and not is_short:
+        if len(found.chain) > 1:
             yield "chain", _shortened(found.chain)
-        for sentence in notes[:most]:
+        for sentence in self._left(found.notes)[:_FEW]:
             yield "note", sentence
-        if found.replays and not is_short:
+        if found.replays:
             seconds = f"{found.seconds:.2f} s"
             yield "replays", f"{counted(found.replays, 'forward')}, {seconds}"
 
@@ -130,23 +138,18 @@ class ExplanationText:
         if expression_of(op) and (is_cut or 2 * (end - begin) < len(code)):
             yield "", f"{' ' * begin}{'^' * (end - begin)}"
 
-    def _attempts(self, most: int = 0) -> Iterator[tuple[str, str]]:
-        """Attempts that failed, and those not made where nothing helped.
-
-        With `most` no line is spent on those that are far off, beside one that is not.
-        """
+    def _attempts(self) -> Iterator[tuple[str, str]]:
+        """Attempts that failed, and those not made where nothing helped."""
         remedies = self.found.remedies
         told = [*self._helped, self.found.nearest]
-        if most and self._helped:
-            told += [each for each in remedies if each.worth == Worth.FAR]
         failed = [each for each in remedies if each.tried and each not in told]
         if failed:
             labels = [f"{self._label(e)}{e.harm and f' ({e.harm})'}" for e in failed]
-            yield "did not help:", _listed(labels, most)
+            yield "did not help:", _listed(labels)
         not_tried = [each for each in remedies if not each.tried]
         if not_tried and not self._helped:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
-            yield "not tried", _listed(labels, most)
+            yield "not tried", _listed(labels)
 
     def _nearest(self) -> Iterator[tuple[str, str]]:
         """The change of code that comes nearest, where none keeps the value."""
@@ -225,14 +228,9 @@ def _written(rows: Sequence[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _listed(texts: Sequence[str], most: int) -> str:
-    """Texts in a line, each once; with `most`, as many as fit that many characters."""
-    texts = list(dict.fromkeys(texts))
-    shown = list(texts)
-    while most and len(shown) > 1 and len("; ".join(shown)) > most:
-        shown.pop()
-    more = len(texts) - len(shown)
-    return "; ".join([*shown, *([f"{more} more"] if more else [])])
+def _listed(texts: Sequence[str]) -> str:
+    """Texts in a line, each once."""
+    return "; ".join(dict.fromkeys(texts))
 
 
 def cut_around(code: str, columns: tuple[int, int] | None) -> tuple[str, int, int]:

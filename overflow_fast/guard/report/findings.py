@@ -124,13 +124,6 @@ class Findings:
         return BEHIND_BACKWARD in self.notes
 
     @property
-    def other_notes(self) -> list[str]:
-        """The notes, but for what the first line tells, and what was run again."""
-        begin = OWN_LINES.partition("{")[0]
-        others = (each for each in self.notes if each != SEEN_IN_BACKWARD)
-        return [each for each in others if not each.startswith(begin)]
-
-    @property
     def is_of_loss(self) -> bool:
         """True if the bad gradient came from the loss, which was not replayed."""
         return any(note.startswith(NOT_THE_LOSS) for note in self.notes)

@@ -181,6 +181,11 @@ class Remedy:
         return self.worth == Worth.HELPS
 
     @property
+    def can_be_followed(self) -> bool:
+        """True if its words say what to do: several changes need their code."""
+        return bool(self.code or not self.parts or any(e.code for e in self.parts))
+
+    @property
     def keeps_running(self) -> bool:
         """True if it is recommended, but for how far its loss is off the true one."""
         return self.worth <= Worth.FAR

@@ -7,6 +7,7 @@ from ...base.text import as_lines, printable
 from ...detector.frames import frames_text
 from ..verdict.verdict import BadEntry, is_of_flag
 from .advice import advice_for, answers
+from .answer import Need
 from .causes import BAD_DATA
 from .details import (
     NEAREST,
@@ -21,7 +22,7 @@ from .findings import NOT_REDUCED, OVERWRITTEN, REPLACED
 from .origin_words import exceptions, who_made_it
 from .report_data import ReportData
 
-_FEW_GRADIENTS = 3  # in an exception; chosen
+_MOST_LINES = 7  # of an exception: what a tired reader takes in at once; chosen
 
 _RECOMPUTED = (
     "It was finite in the forward and arose when backward computed that again "
@@ -71,20 +72,54 @@ class ReportText:
         return "\n".join([*frames, *filter(None, answer)])
 
     def answer(self) -> str:
-        """The answer in the first line, what it rests on, and the remedy at the end.
+        """The exception's text: at most seven lines, the remedies at the end.
 
-        Terminals and logs of jobs show the end of a text. What else is known is in the
-        report: the chain, the replays, what was not checked, all names of gradients.
+        Terminals and logs of jobs show the end of a text. Of what does not fit the
+        remedy, the line that failed and what is new stay longest; of a row of several
+        lines the first one stays. All else is in the report.
         """
-        first, *more = self._event()
         words = None if self.explanation is None else self.explanation.words
-        details = [] if self._is_told else self._few_details()
-        rows = [] if words is None else words.short_rows()
-        remedies = [] if words is None else words.remedy_rows()
-        above, advice = as_lines([*more, *details]), as_lines(self._advice())
-        reasons = as_lines(self._reasons())
-        lines = [printable(first), above, *rows, reasons, advice, *remedies]
-        return "\n".join(filter(None, lines))
+        rows = [] if words is None else words.needed()
+        rows += [(Need.ORIGIN, [each]) for each in [*self.report.notes, *self._why()]]
+        rows += [(Need.REMEDY, [each]) for each in self._advice()]
+        rows += [] if words is None else words.needed_remedies()
+        outcome = " ".join([*self._outcome(), *self._unharmed(), *self._where()])
+        lines = [printable(self._event()[0]), printable(outcome)]
+        room = _MOST_LINES - len(lines)
+        shown = dict[int, list[str]]()
+        for i in sorted(range(len(rows)), key=lambda i: rows[i][0]):
+            row = rows[i][1]
+            shown[i] = row if len(row) <= room else row[: min(room, 1)]
+            room -= len(shown[i])
+        return "\n".join([*lines, *(line for i in sorted(shown) for line in shown[i])])
+
+    def _unharmed(self) -> list[str]:
+        """That nothing is lost, where that is so."""
+        first, report = self.verdict.first, self.report
+        is_undone = report.moment == "before" and report.action != "warn"
+        if first is None or not is_undone or report.is_beyond_repair:
+            return []
+        is_of_state = first.kind in ("weight", "buffer", "optimizer_state")
+        return [] if is_of_state else ["No weight has changed."]
+
+    def _where(self) -> list[str]:
+        """Where all is that an exception has no room for."""
+        report = self.report
+        if report.page:
+            return [f"To look at it, open `{report.page}`."]
+        if report.evidence:
+            return [f"Evidence is in `{report.evidence}`."]
+        holder = "guard.last_report" if report.raised else "error.report"
+        return [f"All that is known: `print({holder})`."]
+
+    def _why(self) -> list[str]:
+        """Who made the value, in sentences."""
+        first = self.verdict.first
+        if first is None:
+            return []
+        origin = "" if self.report.is_of_state else self._origin(first)
+        recomputed = [_RECOMPUTED] if self.verdict.is_recomputed else []
+        return [*recomputed, *([printable(origin)] if origin else [])]
 
     def html(self) -> str:
         """The report as HTML, for a notebook."""
@@ -123,14 +158,11 @@ class ReportText:
 
     def _reasons(self) -> list[str]:
         """The reasons for the answer, and where there is more."""
-        first = self.verdict.first
-        if first is None:
+        if self.verdict.first is None:
             return []
         report = self.report
-        origin = "" if report.is_of_state else self._origin(first)
         return [
-            *([_RECOMPUTED] if self.verdict.is_recomputed else []),
-            *([origin] if origin else []),
+            *self._why(),
             *([f"Evidence is in `{report.evidence}`."] if report.evidence else []),
             *([f"To look at it, open `{report.page}`."] if report.page else []),
         ]
@@ -150,22 +182,13 @@ class ReportText:
         cost = cost_sentences(self.report.cost)
         if self.verdict.first is None:
             return cost
-        return [*self._few_details(NEAREST), *self.report.not_covered, *cost]
-
-    def _few_details(self, most: int = _FEW_GRADIENTS) -> list[str]:
-        """The details that an exception has where the cause is not known.
-
-        Args:
-            most: The names of gradients in a sentence.
-        """
-        first = self.verdict.first
-        if first is None:
-            return []
         return [
-            *share_sentences(first),
+            *share_sentences(self.verdict.first),
             *headroom_sentences(self.verdict.headroom),
             *least_sentences(self.report.least_headroom),
-            *gradient_sentences(self.verdict, most),
+            *gradient_sentences(self.verdict, NEAREST),
+            *self.report.not_covered,
+            *cost,
         ]
 
     def _origin(self, first: BadEntry) -> str:
