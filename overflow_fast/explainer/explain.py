@@ -115,7 +115,7 @@ def _by_other_views(
         ranks: The ranks.
     """
     asks = not stopped and _asks_for_loss(found, step.calls)
-    if not (stopped or asks or notes.ALL_BAD in found.notes):
+    if not (stopped or asks or notes.BEHIND.intersection(found.notes)):
         return found
     from . import views  # with the program's own lines, which few steps need
 

@@ -51,6 +51,7 @@ from .users_lines import Site, note_made_of_lines, source_lines
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+_BACKWARDS = {"backward", "manual_backward"}  # of tensors, Accelerate, Lightning
 _FORBIDDEN = (ast.Global, ast.Nonlocal)  # what they assign is the program's
 # What writes to gradients alone, which no loss reads; a replay begins without them.
 _OF_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "unscale_"}
@@ -151,7 +152,7 @@ def _losses(around: ast.AST) -> list[ast.Name]:
     found = list[Any]()
     calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)]
     for call in sorted(calls, key=lambda each: each.lineno):
-        if getattr(call.func, "attr", "") == "backward":
+        if getattr(call.func, "attr", "") in _BACKWARDS:
             of = call.func.value  # type: ignore[attr-defined]
             of = of.args[0] if isinstance(of, ast.Call) and len(of.args) == 1 else of
             is_own = isinstance(of, ast.Name) and not call.args
@@ -550,7 +551,7 @@ def _is_same_graph(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 # The lines between backward and the optimizer's step.
 
-_EFFECTS = {"backward", "step", "zero_grad", "exec", "eval", "locals"}
+_EFFECTS = {*_BACKWARDS, "step", "zero_grad", "exec", "eval", "locals"}
 _LEAVES = (ast.Return, ast.Yield, ast.YieldFrom, ast.Await, ast.Delete, *_FORBIDDEN)
 _KINDS = (nn.Module, nn.Parameter, Optimizer)
 
@@ -601,7 +602,7 @@ def find_gradient_code() -> GradientCode | None:
 def _lines_behind(around: ast.AST, line: int) -> list[ast.stmt] | None:
     """The statements between the last call of backward and a line, in one block."""
     calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)]
-    calls = [n for n in calls if getattr(n.func, "attr", "") == "backward"]
+    calls = [n for n in calls if getattr(n.func, "attr", "") in _BACKWARDS]
     last = max(
         (n.end_lineno or 0 for n in calls if (n.end_lineno or 0) < line), default=0
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..explaining import USE_RUN
-from .findings import NOT_THE_LOSS
+from .findings import NOT_REPLAYED, NOT_THE_LOSS
 
 _FEW = 3  # names in a clause; chosen
 
@@ -72,6 +72,7 @@ _ALL_BAD = (
     "them."
 )
 ALL_BAD = f"{_ALL_BAD} It was not replayed."
+BEHIND = {ALL_BAD, NOT_REPLAYED}  # of what lines behind backward may explain
 NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
 OTHER_WEIGHT = (
     "The weight is finite in the model, and so is the replay: it was written to since, "
