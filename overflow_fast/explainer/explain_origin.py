@@ -121,7 +121,9 @@ def _nan_of_infs(chain: Sequence[OpCall]) -> list[str]:
 
 def _read_by(root_op: RootOp) -> str:
     reader = root_op.first_reader
-    return "" if reader is None else f"; it was first read by {reader.text}"
+    if reader is None or reader.in_backward:  # the forward has read it before
+        return ""
+    return f"; it was first read by {reader.text}"
 
 
 def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explanation:

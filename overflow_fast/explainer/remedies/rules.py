@@ -168,6 +168,10 @@ def _is_of_nothing(call: TorchCall) -> bool:
     return any(0 in value.shape for value in call.inputs)
 
 
+def _has_no_eps(call: TorchCall) -> bool:
+    return 0 in [*call.args[1:], call.kwargs.get("eps")][-2:]
+
+
 def _has_low(call: TorchCall) -> bool:
     given = (*call.args, *call.kwargs.values())
     return any(type(each) is float and each == -math.inf for each in given)
@@ -295,6 +299,8 @@ GUARDS = _rules(
      "add EPS inside the root of the deviation"),
     ("var|var_mean(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
     ("logit(y)", "CALL(eps=WIDE)", "pass eps=WIDE"),
+    ("layer_norm|rms_norm|group_norm|batch_norm|instance_norm(*)", "CALL(eps=WIDE)",
+     "pass eps=WIDE", _has_no_eps),
     ("sqrt|rsqrt(y)", "CALL_ON(y + EPS)", "add EPS inside the {}"),
     ("sqrt|rsqrt(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the argument to at least EPS"),
@@ -338,7 +344,10 @@ GUARDS = _rules(
      "torch.nan_to_num(CALL())", _NONE, _is_of_nothing),
 )
 # Of what made the infs that a call was given, in its place.
-MASKS = _rules(("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low))
+MASKS = _rules(
+    ("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low),
+    ("masked_fill(softmax(x, d), y, n)", "CALL(0)",
+     "mask with 0, which is behind the softmax", _has_low))
 # Of a sum before a call, one of whose terms is a number that its dtype does not hold.
 ROUNDED = _rules(
     ("y + n", "y + EPS", "add EPS, which the dtype holds", _rounds_to_zero))
