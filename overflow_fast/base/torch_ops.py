@@ -68,7 +68,7 @@ class Operation:
 
     Attributes:
         traits: What is said of the operation.
-        needs: What its first argument must be, in words; "" for anything.
+        needs: What its first argument must be, where no number tells; or "".
         is_inside: Whether a finite number is that.
         above: The number that its second argument must be above, or None.
         never: Magnitudes that its results of finite numbers never are.
@@ -114,15 +114,13 @@ def _op(traits: str = "", parameters: str = "", **columns: Any) -> Operation:
     )
 
 
-def _need(words: str, is_inside: Callable[[float], bool]) -> dict[str, Any]:
-    return {"needs": words, "is_inside": is_inside}
+def _need(is_inside: Callable[[float], bool]) -> dict[str, Any]:
+    return {"is_inside": is_inside}
 
 
-_ABOVE_0 = _need("above 0", lambda x: x > 0)
-_AT_LEAST_0 = _need("at least 0", lambda x: x >= 0)
-_NO_POLE_OF_GAMMA = _need(
-    "other than 0 and negative whole numbers", lambda x: x > 0 or x != math.floor(x)
-)
+_ABOVE_0 = _need(lambda x: x > 0)
+_AT_LEAST_0 = _need(lambda x: x >= 0)
+_NO_POLE_OF_GAMMA = _need(lambda x: x > 0 or x != math.floor(x))
 _TWO = "input other"
 
 # A name with a star is that of each operation without a row of its own that it matches.
@@ -140,7 +138,7 @@ _TABLE = (
     ("lerp", _op("grows")),
     ("pow", _op("each promotes", "input exponent", sign="**")),
     ("rpow", _op("promotes")),
-    ("reciprocal", _op("each", **_need("other than 0", lambda x: x != 0))),
+    ("reciprocal", _op("each", **_need(lambda x: x != 0))),
     # Of matrices.
     ("mm bmm", _op("bilinear product grows")),
     ("matmul", _op("bilinear product grows", _TWO)),
@@ -159,7 +157,7 @@ _TABLE = (
     ("expm1 sinh cosh", _op("each grows", safe=0.0)),
     ("square", _op("each grows")),
     ("log log2 log10", _op("each", **_ABOVE_0)),
-    ("log1p", _op("each", **_need("above -1", lambda x: x > -1))),
+    ("log1p", _op("each", **_need(lambda x: x > -1))),
     ("sqrt", _op("each root", **_AT_LEAST_0)),
     ("rsqrt", _op("each root", **_ABOVE_0)),
     ("xlogy", _op("promotes", above=0.0)),
@@ -167,12 +165,12 @@ _TABLE = (
     ("logaddexp logaddexp2", _op("grows promotes")),
     # Other functions of a number.
     ("acos asin",
-     _op("each", safe=0.0, **_need("from -1 to 1", lambda x: -1 <= x <= 1))),
+     _op("each", safe=0.0, **_need(lambda x: -1 <= x <= 1))),
     ("atanh erfinv",
-     _op("each", safe=0.0, **_need("between -1 and 1", lambda x: -1 < x < 1))),
-    ("acosh", _op("each", safe=2.0, **_need("at least 1", lambda x: x >= 1))),
+     _op("each", safe=0.0, **_need(lambda x: -1 < x < 1))),
+    ("acosh", _op("each", safe=2.0, **_need(lambda x: x >= 1))),
     ("logit special_ndtri",
-     _op("each", safe=0.5, **_need("between 0 and 1", lambda x: 0 < x < 1))),
+     _op("each", safe=0.5, **_need(lambda x: 0 < x < 1))),
     ("tan", _op("each")),
     ("lgamma digamma", _op("each", **_NO_POLE_OF_GAMMA)),
     ("special_entr", _op("each", **_AT_LEAST_0)),

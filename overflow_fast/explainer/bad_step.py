@@ -59,6 +59,7 @@ class BadStep:
         is_of_flag: Whether a device's overflow flag is all that was seen.
         clean: See `CallKeeper`.
         recent: See `CallKeeper`.
+        error: What the first run has raised, or was ended by; None for nothing.
     """
 
     models: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -88,6 +89,7 @@ class BadStep:
     left_over: Mapping[str, int] = field(default_factory=dict)
     clean: KeptCall | None = None
     recent: Sequence[tuple[Samples, Samples]] = ()
+    error: Exception | None = None
 
     def replayer(
         self, ranks: RankCoordinator | None = None, tail: Tail | None = None

@@ -101,8 +101,7 @@ def _input(given: _Operands) -> str:
         return ""
     texts = (f"{value:.{n}g}" for n in range(3, 18))
     shown = next(each for each in texts if not is_inside(float(each)))
-    needs = f"{given.base} needs one {given.row.needs}"
-    return f"its input is {given.shown(0, shown)}; {needs}"
+    return f"its input is {given.shown(0, shown)}"
 
 
 def _power(given: _Operands) -> str:
@@ -122,8 +121,7 @@ def _second_input(given: _Operands) -> str:
     above, second = given.row.above, given.numbers[1]
     if above is None or second is None or second > above:
         return ""
-    needs = f"{given.base} needs one above {above:g}"
-    return f"its second input is {given.shown(1)}; {needs}"
+    return f"its second input is {given.shown(1)}"
 
 
 def _of_infinity(given: _Operands) -> str:

@@ -26,6 +26,7 @@ from ..torch_internals.replaying import no_dispatch
 from .bad_step import BadStep
 from .calls import Call
 from .effects.held_signals import as_raised
+from .effects.rule import StoppedError
 from .long_explanation import LongExplanation
 from .news import news_of
 from .program_globals import changed_names, global_values
@@ -175,10 +176,11 @@ def explain(
             weights are bad, the step is tried with those that are finite.
 
     Returns:
-        The explanation; its `cause` is "not reproducible" if the step is finite.
+        The explanation; its `is_finite` is True if the step is finite.
 
     Raises:
         TypeError: If the model or the loss cannot be used.
+        Exception: What the model or the loss raises of this batch.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -194,4 +196,7 @@ def explain(
         call.has_backward = False
     with as_raised():
         step = BadStep({"": model}, [call], budget=budget, checkpoints=checkpoints)
-        return investigate(step)
+        found = investigate(step)
+        if step.error is None or isinstance(step.error, StoppedError):
+            return found
+        raise step.error

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..guard.files.reading import is_regular
 from ..guard.options import BUDGET
+from ..guard.report.causes import NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from .bad_step import BadStep
 from .explain import investigate
@@ -103,5 +104,7 @@ def explain_folder(
         raise UnreadableStepError(f"{text}; load the checkpoint that the step ran with")
     bad_step = BadStep(models, step.calls(model, loss), budget=budget)
     found = investigate(bad_step)
+    if found.is_finite:  # it was not, when it was saved
+        found.cause = NOT_REPRODUCIBLE.name
     found.notes[:0] = step.notes + [text] * bool(other)
     return found

@@ -132,14 +132,14 @@ def _taken(search: Search) -> Explanation | None:
 
 def _ended(search: Search) -> Explanation:
     assert search.first.error is not None
+    search.step.error = search.first.error
     return failed(search.first.error)
 
 
-def _is_forward_alone(search: Search) -> bool:
-    """True for a finite forward without backward, which nobody watched."""
-    first, is_watched = search.first, bool(search.step.kind)
-    is_whole = first.is_clean and search.replayer.ranks.is_alone and not is_watched
-    return is_whole and not first.has_backward and not first.losses
+def _is_unwatched(search: Search) -> bool:
+    """True for a finite step that nobody watched."""
+    is_watched = bool(search.step.kind)
+    return search.first.is_clean and search.replayer.ranks.is_alone and not is_watched
 
 
 def _hidden(search: Search) -> Explanation | None:
@@ -153,8 +153,11 @@ def _hidden(search: Search) -> Explanation | None:
     if hidden is None:
         return None
     found, root_op, traced = hidden
-    if found.op is not None:
-        search.try_remedies(found, root_op, traced, place)
+    if found.op is None:  # what is seen within it does no harm
+        whole = _unwatched(search)
+        whole.notes += found.notes
+        return whole
+    search.try_remedies(found, root_op, traced, place)
     return found
 
 
@@ -173,12 +176,12 @@ def _unwatched(search: Search) -> Explanation:
     if found is not None:
         return found
     first = search.first
-    open_ends = [notes.MASKED] * first.has_mask
-    open_ends += [notes.NO_LOSS] * (not first.has_backward)
-    if open_ends:
-        return Explanation(notes=open_ends)
-    evidence = ["the step is finite when it is run"]
-    return Explanation(cause=NOT_REPRODUCIBLE.name, evidence=evidence)
+    open_ends = [notes.NO_LOSS] * (not first.has_backward)
+    if first.has_mask:
+        return Explanation(notes=[notes.MASKED, *open_ends])
+    what = "step" if first.has_backward else "forward"
+    evidence = [f"the {what} is finite when it is run"]
+    return Explanation(cause="", evidence=evidence, notes=open_ends)
 
 
 def _is_left_over(search: Search) -> bool:
@@ -400,7 +403,7 @@ REPLAYED: tuple[Question, ...] = (
     ),
     Question(
         "Did nobody watch, and were values within a finite forward not finite?",
-        _is_forward_alone,
+        _is_unwatched,
         _hidden,
     ),
     Question("Is it finite?", _is_finite, lambda search: search.ask(FINITE)),

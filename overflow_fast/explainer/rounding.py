@@ -322,7 +322,7 @@ def _text_of(lost: Lost) -> str:
             f"numbers it never is; with the float64 number next to {lost.own:g} in its "
             "place, the result is finite"
         )
-    on = f"{IN_FLOAT64} from {lost.first.text} on"
+    on = f"{IN_FLOAT64} from {lost.first.name} on"
     if lost.as_they_were:
         on += f", but for {', '.join(lost.as_they_were)}"
     if lost.op is None:

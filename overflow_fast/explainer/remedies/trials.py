@@ -12,6 +12,7 @@ import torch
 
 from ...base.text import dtype_name, error_line
 from ...guard.explaining import USE_RUN
+from ...guard.process import own_rank, world_size
 from ...guard.report.explanation import Explanation
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
@@ -310,7 +311,9 @@ class Trials:
         loss = loss_of(result) if is_finite else None
         if trial.keeps_loss and loss != self._failure.loss:
             return False
+        rank = own_rank() if world_size() > 1 else None
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
+        remedy = replace(remedy, rank=rank)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
         is_known = result.has_backward or remedy.true_loss is not None

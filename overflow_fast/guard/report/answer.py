@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
-from ...base.text import counted, printable
+from ...base.text import capitalized, counted, printable
 from .causes import SINGULAR_GRADIENT, UNKNOWN
 from .findings import Findings
 from .gist import BETWEEN, expression_of, gist_of, on_rank, parted
@@ -46,6 +46,8 @@ class ExplanationText:
 
     def gist(self) -> str:
         """The cause in a clause, with its place; "" where it is not known."""
+        if self.found.is_finite:
+            return capitalized(self.found.stated)
         return "" if self.found.cause == UNKNOWN.name else gist_of(self.found)
 
     def why_unknown(self) -> str:
@@ -84,6 +86,11 @@ class ExplanationText:
         rows += list(zip(needs, code, strict=False))
         if found.op is not None and found.op.called_from:
             rows.append((Need.NEW, _written([("your line", found.op.called_from)])))
+        if not self.gist():  # of the reason why, the first line has the beginning
+            rows += [
+                (Need.NEW, _written([("note", each)]))
+                for each in self._left([*dict.fromkeys(found.notes)])[:1]
+            ]
         return rows
 
     def needed_remedies(self) -> list[tuple[Need, list[str]]]:
@@ -104,7 +111,8 @@ class ExplanationText:
         if found.news:
             yield "new", found.news
         yield from self._code()
-        yield "cause", f"{self._what()}{self._where()}"
+        if not found.is_finite:
+            yield "cause", f"{self._what()}{self._where()}"
         if found.op is not None and found.op.called_from:
             yield "your line", found.op.called_from
         for sentence in self._left([*found.evidence, found.reason])[:_FEW]:
@@ -115,7 +123,7 @@ class ExplanationText:
             yield "sample", self._sample_text()
         if len(found.chain) > 1:
             yield "chain", _shortened(found.chain)
-        for sentence in self._left(found.notes)[:_FEW]:
+        for sentence in self._left([*dict.fromkeys(found.notes)])[:_FEW]:
             yield "note", sentence
         if found.replays:
             seconds = f"{found.seconds:.2f} s"

@@ -13,7 +13,7 @@ class Explanation(Findings):
         phase: Where the first bad value arose: "forward", "backward" or "optimizer", or
             where it already was: "data" or "weights". "" if that is not known. It is
             "backward", too, for one that the forward leaves out and backward meets.
-        cause: Out of the table in `causes.py`.
+        cause: Out of the table in `causes.py`; "" for a step that is finite.
         module: The name of the module whose code made it; "" for code outside modules.
         op: The operation that made it, or None if it is not known.
         tensor: The name of the bad weight, buffer or gradient, or the bad key of the

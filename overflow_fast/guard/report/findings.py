@@ -109,6 +109,11 @@ class Findings:
         return self.cause == NOT_REPRODUCIBLE.name and NOT_REPLAYED not in self.notes
 
     @property
+    def is_finite(self) -> bool:
+        """True if the step was run, and nothing was wrong: it has no cause."""
+        return not self.cause
+
+    @property
     def is_overflow(self) -> bool:
         """True if a number was too large for its dtype."""
         return Cause.of(self.cause).is_overflow

@@ -33,8 +33,8 @@ STOPPED_FUNCTION = (
     f"and call the rest within `{USE_RUN}`."
 )
 NO_LOSS = (
-    "The forward is finite. Backward was not run: neither `loss` nor the model "
-    "returned a number that requires a gradient."
+    "Backward was not run: neither `loss` nor the model returned a number that "
+    "requires a gradient."
 )
 NO_BACKWARD = "Backward was not replayed: {}. Use `guard.run(lambda: loss)`."
 NOT_HELD = (
@@ -76,7 +76,7 @@ BEHIND = {ALL_BAD, NOT_REPLAYED}  # of what lines behind backward may explain
 NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
 OTHER_WEIGHT = (
     "The weight is finite in the model, and so is the replay: it was written to since, "
-    "or the forward ran with another tensor in its place, as under functional_call()."
+    "or the forward ran with another tensor in its place."
 )
 STOOD_IN = (
     "The replay is finite. It ran with the model's own weights: the step ran under "

@@ -27,7 +27,8 @@ def made_text(op: Op, columns: Sequence[int], clauses: Sequence[str] = ()) -> st
     finite = " finite" * all(each.is_finite for each in op.inputs)
     inputs = ", ".join(map(_range_text, op.inputs[:_MOST_INPUTS]))
     given = f"inputs{finite}: {inputs}" if inputs else ""
-    made = f"{ran}{op.outputs[0].nonfinite_text()}{all_in}"
+    bad = op.outputs[0].nonfinite_text(has_numel=op.outputs[0].numel != 1)
+    made = f"{ran}{bad}{all_in}"
     return "; ".join(filter(None, [made, given, op.outside, *clauses]))
 
 

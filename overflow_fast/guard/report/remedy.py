@@ -123,6 +123,7 @@ class Remedy:
         is_of_data: Whether it changes the batch, and no code.
         modules: The modules that it runs in float32, by name; empty for another remedy.
         until: Those after which values are half precision again; see `keep_in_fp32`.
+        rank: The rank whose share of the step was run, of several; else None.
     """
 
     text: str
@@ -147,6 +148,7 @@ class Remedy:
     is_of_data: bool = False
     modules: tuple[str, ...] = ()
     until: tuple[str, ...] = ()
+    rank: int | None = None
 
     @functools.cached_property
     def worth(self) -> Worth:
@@ -226,7 +228,8 @@ class Remedy:
             return "not tried"
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         loss += self._error_text()
-        clauses = [f"finite{loss}" if self.is_finite else "not finite"]
+        on_rank = "" if self.rank is None else f" on rank {self.rank}"
+        clauses = [f"finite{loss}{on_rank}" if self.is_finite else "not finite"]
         if self.breaks:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:
@@ -240,7 +243,7 @@ class Remedy:
         elif self.moves_results == 0:
             clauses.append("results that were finite stay as they are")
         if self.is_flat:
-            clauses.append("all gradients are 0")
+            clauses.append(f"all gradients are 0{' there' * bool(on_rank)}")
         elif self.stops_gradient:
             clauses.append("no gradient where it acts")
         if self.leaves:

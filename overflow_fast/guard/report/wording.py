@@ -104,13 +104,20 @@ class ReportText:
 
     def _where(self) -> list[str]:
         """Where all is that an exception has no room for."""
-        report = self.report
-        if report.page:
-            return [f"To look at it, open `{report.page}`."]
+        holder = "guard.last_report" if self.report.raised else "error.report"
+        kept = self._kept()
+        return kept[-1:] or [f"All that is known: `print({holder})`."]
+
+    def _kept(self) -> list[str]:
+        """The files that are kept of the step."""
+        report, found = self.report, list[str]()
         if report.evidence:
-            return [f"Evidence is in `{report.evidence}`."]
-        holder = "guard.last_report" if report.raised else "error.report"
-        return [f"All that is known: `print({holder})`."]
+            _, _, number = report.evidence.rpartition(".")
+            again = f" (report {number} of this step)" if number.isdigit() else ""
+            found.append(f"Evidence is in `{report.evidence}`{again}.")
+        if report.page:
+            found.append(f"To look at it, open `{report.page}`.")
+        return found
 
     def _why(self) -> list[str]:
         """Who made the value, in sentences."""
@@ -160,12 +167,7 @@ class ReportText:
         """The reasons for the answer, and where there is more."""
         if self.verdict.first is None:
             return []
-        report = self.report
-        return [
-            *self._why(),
-            *([f"Evidence is in `{report.evidence}`."] if report.evidence else []),
-            *([f"To look at it, open `{report.page}`."] if report.page else []),
-        ]
+        return [*self._why(), *self._kept()]
 
     def _advice(self) -> list[str]:
         first = self.verdict.first

@@ -96,7 +96,7 @@ def _with_doubts(
         watch.inputs.have_stand_ins and not checks_weights(watch, calls)
         for watch in calls.watches
     ):
-        words = f"{STAND_IN} in the place of a weight, which was not checked"
+        words = f"{STAND_IN}, which was not checked"
         doubts.append(Doubt(words, [STAND_IN]))
     if not doubts:
         return origin

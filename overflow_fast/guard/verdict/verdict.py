@@ -22,7 +22,7 @@ class NonModuleOrigin(str):
 BATCH = NonModuleOrigin("the batch")
 LOSS = NonModuleOrigin("the loss")
 CODE = NonModuleOrigin("code in the step")
-STAND_IN = NonModuleOrigin("a tensor of functional_call()")
+STAND_IN = NonModuleOrigin("a tensor in the place of a weight")
 
 
 @dataclass(frozen=True)
