@@ -62,7 +62,7 @@ def find_hidden(
     found.evidence.insert(1, _told(bad, table.ops, distance))
     if distance is None or distance <= tolerance(()):
         told = "; ".join(map(str, found.evidence[:2]))
-        found = Explanation(notes=[f"The forward is finite. Within it: {told}."])
+        found = Explanation(notes=[f"Values within it were not finite: {told}."])
     return found, root_op, traced
 
 

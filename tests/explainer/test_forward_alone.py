@@ -161,8 +161,17 @@ def test_an_inf_that_changes_little_is_a_note():
     with torch.no_grad():
         net.up.weight.mul_(5e4)
     found = explain(net.half(), torch.randn(3, 16).half() * 10)
-    assert found.op is None
-    assert "hidden by aten.clamp" in found.notes[0]
+    assert found.op is None and found.is_finite
+    assert "hidden by aten.clamp" in found.notes[-1]
+
+
+def test_an_inf_within_is_named_with_a_loss_as_without():
+    torch.manual_seed(0)
+    net = nn.Sequential(Rms(), nn.Linear(16, 4)).half()
+    x = torch.randn(3, 16).half()
+    x[1] *= 1000
+    found = explain(net, x, lambda x: net(x).float().square().mean())
+    assert (found.cause, found.module) == ("range overflow", "0")
 
 
 def test_infs_of_a_mask_are_not_hidden_ones():

@@ -72,7 +72,7 @@ EVIDENCE = {
     "REPLAYED": [
         {"kind": "", "first": RAISED},
         {"kind": "", "first": {"has_backward": False}},
-        {"kind": ""},
+        {},
     ],
     "FINITE": [
         {"kind": ""},

@@ -240,6 +240,8 @@ FAILING = {
         ONE,
     ),
     "xlogy": ("torch.xlogy(x + 1, x)", ZERO),
+    **dict.fromkeys(("layer_norm", "rms_norm"), ("F.{}(x, (2,), eps=0)", ZERO)),
+    "group_norm": ("F.group_norm(x, 1, eps=0)", ZERO),
     "to": ("x.to(torch.float16)", LARGE * 1e3),
     "poisson_nll_loss": ("F.poisson_nll_loss(x, x * 0 + 1)", LARGE),
     "mul": (f"(x > 5).float() * {LOW}", ZERO),
@@ -348,6 +350,7 @@ def test_a_guarded_rule_makes_a_failing_call_finite(rule, tmp_path):
 FAR = torch.tensor([[1000.1, 1000.1], [1000.2, 1000.3], [1000.4, 1000.1]])
 OF_OTHERS = {
     MASKS[0]: ("x.masked_fill(x == 0, float('-inf')).softmax(-1)", ZERO),
+    MASKS[1]: ("x.softmax(1).masked_fill(x == 0, -torch.inf) * x", ZERO),
     ROUNDED[0]: ("x / (x + 1e-9).float()", ZERO.half()),
     CANCELLED[0]: ("((x ** 2).mean(0) - x.mean(0) ** 2).sqrt()", FAR),
     CANCELLED[1]: ("((x ** 2).mean() - x.mean() ** 2).sqrt()", FAR),

@@ -313,7 +313,8 @@ class Trials:
             return False
         rank = own_rank() if world_size() > 1 else None
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
-        remedy = replace(remedy, rank=rank)
+        wider = [change.wide for patch in patches for change in in_wider(patch)]
+        remedy = replace(remedy, rank=rank, in_float64=torch.float64 in wider)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
         is_known = result.has_backward or remedy.true_loss is not None

@@ -123,6 +123,7 @@ class Remedy:
         is_of_data: Whether it changes the batch, and no code.
         modules: The modules that it runs in float32, by name; empty for another remedy.
         until: Those after which values are half precision again; see `keep_in_fp32`.
+        in_float64: Whether calls are computed in float64 with it.
         rank: The rank whose share of the step was run, of several; else None.
     """
 
@@ -148,6 +149,7 @@ class Remedy:
     is_of_data: bool = False
     modules: tuple[str, ...] = ()
     until: tuple[str, ...] = ()
+    in_float64: bool = False
     rank: int | None = None
 
     @functools.cached_property

@@ -223,7 +223,7 @@ def test_a_tensor_that_stands_in_for_a_weight_is_a_candidate(
     )
     assert claims_no_code(report), report
     candidates = [str(each) for each in report.verdict.origin.candidates]
-    assert name in candidates or "a tensor of functional_call()" in candidates
+    assert name in candidates or "a tensor in the place of a weight" in candidates
     if explain:
         assert report.explanation.cause == "unknown"
         assert "functional_call()" in " ".join(report.explanation.notes)
