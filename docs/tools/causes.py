@@ -30,9 +30,9 @@ _HEAD = """\
 
 {count} failures from public reports, made again in small models, by cause. Each has
 the reason, what to do, and the text of the `NonFiniteError` that the guard raised when
-the failure was run with `guard.run`: the answer in its first line, what it rests on,
-what did not help, and at the end a remedy that was tried on the step. Where the guard
-does not know the cause, it says so.
+the failure was run with `guard.run`: the answer in its first line, the line that
+failed, and at the end a remedy that was tried on the step. Where the guard does not
+know the cause, it says so.
 
 Lines of code are those of
 [benchmarks/answers/families](../benchmarks/answers/families); `cured` is False in

@@ -18,6 +18,7 @@ class Cause:
         name: What a report calls it, such as "underflow".
         meaning: What was measured where a report names it, in Markdown.
         help: What it means, and what helps in general; "" where that is not known.
+        advice: What to try where no remedy was tried, as a clause; "" for nothing.
         sections: The sections of "my run is nan" to look at, by their headings.
         gist: What the first line of a report says of it, with the fields of `gist.py`.
         remedies: What is tried against it: "calls" (other torch calls in the place of
@@ -32,6 +33,7 @@ class Cause:
     name: str
     meaning: str = ""
     help: str = ""
+    advice: str = ""
     sections: tuple[str, ...] = ()
     gist: str = "{name}: {call}{reason}"
     remedies: tuple[str, ...] = ()
@@ -145,6 +147,8 @@ DIVERGENCE = Cause(
 The weights have grown so far that a layer overflows; with the weights as large as
 some steps ago the same step is finite. Lower the learning rate, warm up, clip
 gradients.""",
+    advice="load an older checkpoint, and lower the learning rate, warm up, or clip "
+    "gradients",
     sections=("The learning rate is too high",),
     remedies=("checkpoints",),
     translations={"zh": "发散", "ko": "학습 발산"},

@@ -110,7 +110,7 @@ class Findings:
 
     @property
     def is_finite(self) -> bool:
-        """True if the step was run, and nothing was wrong: it has no cause."""
+        """True if all that was run is finite; a note says if backward was not."""
         return not self.cause
 
     @property

@@ -8,7 +8,7 @@ from ...detector.frames import frames_text
 from ..verdict.verdict import BadEntry, is_of_flag
 from .advice import advice_for, answers
 from .answer import Need
-from .causes import BAD_DATA
+from .causes import BAD_DATA, Cause
 from .details import (
     NEAREST,
     cost_sentences,
@@ -99,8 +99,10 @@ class ReportText:
         is_undone = report.moment == "before" and report.action != "warn"
         if first is None or not is_undone or report.is_beyond_repair:
             return []
+        cause = "" if self.explanation is None else self.explanation.cause
         is_of_state = first.kind in ("weight", "buffer", "optimizer_state")
-        return [] if is_of_state else ["No weight has changed."]
+        is_older = "checkpoints" in Cause.of(cause).remedies  # earlier steps did it
+        return [] if is_of_state or is_older else ["No weight has changed."]
 
     def _where(self) -> list[str]:
         """Where all is that an exception has no room for."""
@@ -178,6 +180,8 @@ class ReportText:
         report = self.report
         how = report.step, self._is_cured, report.is_beyond_repair
         advice = advice_for(self.verdict, *how)
+        if not (advice or self._is_cured or self.explanation is None):
+            advice = Cause.of(self.explanation.cause).advice
         return [f"What to try: {advice}."] if advice else []
 
     def _details(self) -> list[str]:
