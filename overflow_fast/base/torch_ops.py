@@ -114,13 +114,8 @@ def _op(traits: str = "", parameters: str = "", **columns: Any) -> Operation:
     )
 
 
-def _need(is_inside: Callable[[float], bool]) -> dict[str, Any]:
-    return {"is_inside": is_inside}
-
-
-_ABOVE_0 = _need(lambda x: x > 0)
-_AT_LEAST_0 = _need(lambda x: x >= 0)
-_NO_POLE_OF_GAMMA = _need(lambda x: x > 0 or x != math.floor(x))
+_ABOVE_0: dict[str, Any] = {"is_inside": lambda x: x > 0}
+_AT_LEAST_0: dict[str, Any] = {"is_inside": lambda x: x >= 0}
 _TWO = "input other"
 
 # A name with a star is that of each operation without a row of its own that it matches.
@@ -138,7 +133,7 @@ _TABLE = (
     ("lerp", _op("grows")),
     ("pow", _op("each promotes", "input exponent", sign="**")),
     ("rpow", _op("promotes")),
-    ("reciprocal", _op("each", **_need(lambda x: x != 0))),
+    ("reciprocal", _op("each", is_inside=lambda x: x != 0)),
     # Of matrices.
     ("mm bmm", _op("bilinear product grows")),
     ("matmul", _op("bilinear product grows", _TWO)),
@@ -157,7 +152,7 @@ _TABLE = (
     ("expm1 sinh cosh", _op("each grows", safe=0.0)),
     ("square", _op("each grows")),
     ("log log2 log10", _op("each", **_ABOVE_0)),
-    ("log1p", _op("each", **_need(lambda x: x > -1))),
+    ("log1p", _op("each", is_inside=lambda x: x > -1)),
     ("sqrt", _op("each root", **_AT_LEAST_0)),
     ("rsqrt", _op("each root", **_ABOVE_0)),
     ("xlogy", _op("promotes", above=0.0)),
@@ -165,14 +160,14 @@ _TABLE = (
     ("logaddexp logaddexp2", _op("grows promotes")),
     # Other functions of a number.
     ("acos asin",
-     _op("each", safe=0.0, **_need(lambda x: -1 <= x <= 1))),
+     _op("each", safe=0.0, is_inside=lambda x: -1 <= x <= 1)),
     ("atanh erfinv",
-     _op("each", safe=0.0, **_need(lambda x: -1 < x < 1))),
-    ("acosh", _op("each", safe=2.0, **_need(lambda x: x >= 1))),
+     _op("each", safe=0.0, is_inside=lambda x: -1 < x < 1)),
+    ("acosh", _op("each", safe=2.0, is_inside=lambda x: x >= 1)),
     ("logit special_ndtri",
-     _op("each", safe=0.5, **_need(lambda x: 0 < x < 1))),
+     _op("each", safe=0.5, is_inside=lambda x: 0 < x < 1)),
     ("tan", _op("each")),
-    ("lgamma digamma", _op("each", **_NO_POLE_OF_GAMMA)),
+    ("lgamma digamma", _op("each", is_inside=lambda x: x > 0 or x != math.floor(x))),
     ("special_entr", _op("each", **_AT_LEAST_0)),
     ("special_bessel_y0 special_bessel_y1", _op("each", **_ABOVE_0)),
     ("special_*modified_bessel_k0 special_*modified_bessel_k1",

@@ -7,7 +7,7 @@ from ..verdict.entry_headroom import EntryHeadroom
 from ..verdict.verdict import BadEntry, Verdict
 from .cost import Cost
 
-NEAREST = 8  # names in a sentence; chosen
+_NEAREST = 8  # names in a sentence; chosen
 _FEW_BITS = 8  # room to grow 256-fold; chosen
 
 
@@ -22,14 +22,14 @@ def share_sentences(entry: BadEntry) -> list[str]:
     return [f"{bad} of its {entry.numel} {entry.dtype} values {are} non-finite."]
 
 
-def gradient_sentences(verdict: Verdict, most: int) -> list[str]:
+def gradient_sentences(verdict: Verdict) -> list[str]:
     """Names the gradients that are bad, and the nearest ones that are not."""
     dirty, clean = verdict.dirty_gradients, verdict.clean_gradients
     if not dirty:
         return []
-    sentences = [f"Non-finite gradients: {some(dirty, most)}."]
+    sentences = [f"Non-finite gradients: {some(dirty, _NEAREST)}."]
     if clean:
-        sentences.append(f"The nearest finite ones: {some(clean, most)}.")
+        sentences.append(f"The nearest finite ones: {some(clean, _NEAREST)}.")
     return sentences
 
 

@@ -9,7 +9,7 @@ from ...base.text import numbered
 from .gist import plain_number, told_number
 from .op import Op, TensorSummary
 
-# Such sentences say how the first line is known: an exception leaves them out.
+# Such sentences say how the first line is known; of a lost value another one does.
 IN_FLOAT64 = "computed in float64"
 _MOST_INPUTS = 3  # in a sentence; chosen
 

@@ -10,7 +10,6 @@ from .advice import advice_for, answers
 from .answer import Need
 from .causes import BAD_DATA, Cause
 from .details import (
-    NEAREST,
     cost_sentences,
     gradient_sentences,
     headroom_sentences,
@@ -192,7 +191,7 @@ class ReportText:
             *share_sentences(self.verdict.first),
             *headroom_sentences(self.verdict.headroom),
             *least_sentences(self.report.least_headroom),
-            *gradient_sentences(self.verdict, NEAREST),
+            *gradient_sentences(self.verdict),
             *self.report.not_covered,
             *cost,
         ]
