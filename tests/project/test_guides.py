@@ -81,7 +81,7 @@ def test_exit_code(code, tmp_path, capsys):
 
         with pytest.raises(SystemExit) as status:
             run(code, train=train)
-    assert status.value.code == 16 and "\ncause " in capsys.readouterr().err
+    assert status.value.code == 16 and "\ncode " in capsys.readouterr().err
 
 
 @runs("flags-of-the-device")

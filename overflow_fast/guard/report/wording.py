@@ -79,8 +79,9 @@ class ReportText:
         """
         words = None if self.explanation is None else self.explanation.words
         rows = [] if words is None else words.needed()
-        rows += [(Need.ORIGIN, [each]) for each in [*self.report.notes, *self._why()]]
-        rows += [(Need.REMEDY, [each]) for each in self._advice()]
+        open_ends = [*self.report.notes, *self._why()]
+        rows += [(Need.ORIGIN, [printable(each)]) for each in open_ends]
+        rows += [(Need.REMEDY, [printable(each)]) for each in self._advice()]
         rows += [] if words is None else words.needed_remedies()
         outcome = " ".join([*self._outcome(), *self._unharmed(), *self._where()])
         lines = [printable(self._event()[0]), printable(outcome)]
@@ -121,13 +122,13 @@ class ReportText:
         return found
 
     def _why(self) -> list[str]:
-        """Who made the value, in sentences."""
+        """The origin of the value, in sentences."""
         first = self.verdict.first
         if first is None:
             return []
         origin = "" if self.report.is_of_state else self._origin(first)
         recomputed = [_RECOMPUTED] if self.verdict.is_recomputed else []
-        return [*recomputed, *([printable(origin)] if origin else [])]
+        return [*recomputed, *([origin] if origin else [])]
 
     def html(self) -> str:
         """The report as HTML, for a notebook."""
