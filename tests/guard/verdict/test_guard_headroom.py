@@ -460,4 +460,4 @@ def test_a_bad_step_says_what_came_nearest(as_kept):
             model(torch.ones(1, 2))
             guard.record(loss=torch.tensor(INF))
             guard.check()
-        as_kept(raised.value)
+        as_kept(raised.value.report.sentences())
