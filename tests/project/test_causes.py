@@ -107,6 +107,7 @@ def test_an_invented_cause_is_in_the_tables_of_each_language(invented):
 def test_an_invented_cause_has_its_remedies(invented):
     class Failure:
         found = Explanation(cause=invented.name)
+        op = object()  # an operation made the value
         half = torch.float16
 
     makes = [makes for applies, makes in attempts._ATTEMPTS if applies(Failure())]

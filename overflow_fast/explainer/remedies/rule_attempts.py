@@ -526,6 +526,8 @@ def _wider_trial(
         return None
     bad = [op.torch_call for op in table.ops if op.makes_bad and not op.in_backward]
     more = {call.key for call in bad if call is not None} - keys
+    if not failure.found.is_overflow:
+        more.clear()  # what is undefined elsewhere needs no wider dtype
     if more and len(keys) < _MOST_ROOTS:  # such as a divisor's: 1 / inf is finite
         of_all = keys | more, failing, narrow, failure, trials, in_words
         found = _wider_trial(*of_all)
