@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,9 +18,12 @@ from ..base.text import dtype_name, some
 from ..base.types import TensorPath
 from ..detector.selection import Named, Selection, full_name
 from ..scanner.ops import Scanned, scan_values
+from .files.reading import FileError
+from .kinds import Path
 from .models import Models, named_models
 from .optimizers.wrapped import innermost, optimizers_of
 from .report.report import NonFiniteError, Report
+from .saved_state import check_saved, is_state_dict
 from .verdict.roles import kind_of
 from .verdict.rules import Allow, Rules, state_path
 from .verdict.state_origin import never_finite
@@ -32,35 +36,62 @@ _warned: set[str] = set()
 
 
 def assert_finite_state(
-    model: Models,
+    model: Models | Mapping[str, Any] | Path,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     allow: Allow | None = None,
 ) -> None:
-    """Raises if a checkpoint of model and optimizer would hold a nan or an inf.
+    """Raises if a checkpoint of model and optimizer holds, or would hold, nan or inf.
 
     Checks parameters, buffers and the optimizer's state; -inf alone in a buffer is no
-    alarm (masks). Of sharded tensors, checks this rank's part. Logs which tensors could
-    not be checked, once for each reason. Reads their memory once, and incurs one
-    CPU-GPU sync for each device.
+    alarm (masks), but it is one in a state dict, which does not tell buffers from
+    weights. Of sharded tensors, checks this rank's part. Logs which tensors could not
+    be checked, once for each reason. Reads their memory once, and incurs one CPU-GPU
+    sync for each device.
 
     Args:
-        model: The model, or a list or dict of models.
-        optimizer: The optimizer, or a list of them, or None.
+        model: The model, a list or dict of models, a state dict, or the path of a
+            checkpoint: a file of safetensors or `torch.save`, or a folder of them or of
+            `torch.distributed.checkpoint`. Nothing in a file is executed, and its
+            tensors are read one after another.
+        optimizer: The optimizer, or a list of them, or None; None for a state dict or a
+            path.
         allow: Intended non-finite values; see `OverflowGuard`.
 
     Raises:
         NonFiniteError: If a value is not finite; the report names it.
-        TypeError, ValueError: If an argument cannot be used.
+        TypeError, ValueError: If an argument cannot be used, or not all of a saved
+            state could be checked.
+        OSError: If there is no such path.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> assert_finite_state(model)  # then: torch.save(model.state_dict(), path)
     """
-    models, optimizers = named_models(model), optimizers_of(optimizer)
-    report = state_report(models, optimizers, Rules(allow or {}))
+    rules = Rules(allow or {})
+    if isinstance(model, (str, os.PathLike)) or is_state_dict(model):
+        if optimizer is not None:
+            raise TypeError(
+                "optimizer must be None for a state dict or a path, got "
+                f"{type(optimizer).__name__}: check its state dict in a call of its own"
+            )
+        report = _saved_report(cast("Mapping[str, Any] | Path", model), rules)
+    else:
+        models = named_models(cast(Models, model))
+        report = state_report(models, optimizers_of(optimizer), rules)
     if report is not None:
         raise NonFiniteError(report)
+
+
+def _saved_report(source: Mapping[str, Any] | Path, rules: Rules) -> Report | None:
+    found = check_saved(source, rules)
+    report = found.report()
+    if report is None and found.not_checked:
+        raise FileError(
+            f"no non-finite value was found in {found.path or 'the state dict'}, but "
+            f"not all was checked: {some(found.not_checked, 3)}"
+        )
+    return report
 
 
 def state_report(

@@ -158,7 +158,7 @@ def test_what_is_not_looked_at_is_logged_once(caplog, as_kept):
 
 
 def test_a_state_dict_is_no_model(as_kept):
-    as_kept.error(TypeError, assert_finite_state, nn.Linear(1, 1).state_dict())
+    as_kept.error(TypeError, OverflowGuard, nn.Linear(1, 1).state_dict())
 
 
 def test_a_sparse_state_is_looked_at():

@@ -135,6 +135,13 @@ def test_saving(code):
     assert Path("model.pt").exists()
 
 
+@runs("before-you-save 2")
+def test_what_is_saved(code):
+    model = Small()
+    torch.save(model.state_dict(), "model.pt")
+    run(code, model=model)
+
+
 @runs("averages-of-weights")
 def test_averages(code):
     model = torch.nn.Linear(4, 1)

@@ -79,8 +79,9 @@ class BadEntry(ValueCounts):
 
     Attributes:
         kind: "input", "output", "grad_output", "weight", "buffer", "gradient",
-            "optimizer_state", "recorded" for a loss or what `record()` was given, or
-            "value" for what a replay alone has seen, where the program has raised.
+            "optimizer_state", "recorded" for a loss or what `record()` was given,
+            "tensor" for one of a state dict or a saved checkpoint, or "value" for
+            what a replay alone has seen, where the program has raised.
         fqn: The qualified name of the module; of the tensor itself where it belongs to
             no call.
         class_name: The module's class, or "".
