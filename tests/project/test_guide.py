@@ -472,6 +472,21 @@ def test_page(code, tmp_path, monkeypatch):
     assert Path("run.html").exists()
 
 
+@runs("in-tests")
+def test_tests(code):
+    model, trained, guards = Small(), [], []
+
+    def guard(model):
+        guards.append(overflow_fast.OverflowGuard(model))
+
+    known = run(code, pytest=pytest, model=model, train=trained.append, x=1)
+    assert known["test_training"].pytestmark[0].kwargs == {"watch": "tripwire"}
+    known["model"] = nn.Linear(2, 1)
+    known["x"] = torch.ones(1, 2)
+    known["test_gradients"](guard)
+    assert guards[0].check() is None
+
+
 class Normed(Small):
     """A language model with a normalization."""
 
