@@ -20,6 +20,11 @@ _BARS = {
     "torch's detect_anomaly": ("models", "detect_anomaly"),
     "transformers' detector": ("models", "original"),
 }
+# A page that is dark shows a dark picture.
+_STYLE = (
+    "text { fill: #222 } .ground { fill: #fff } @media (prefers-color-scheme: dark) "
+    "{ text { fill: #e8e8e8 } .ground { fill: #16181b } }"
+)
 _COLOURS = {"float32": "#3949ab", "bfloat16": "#7986cb"}
 _LEFT, _SCALE, _HEIGHT = 205, 4.4, 44  # pixels: of names, of a percent, of a row
 
@@ -68,9 +73,9 @@ def chart() -> str:
     height = 44 + _HEIGHT * len(_BARS)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 740 {height}" '
-        'font-family="system-ui, sans-serif" font-size="14" fill="#222">\n'
-        f"<title>{_TITLE}</title>\n"
-        f'<rect width="740" height="{height}" rx="8" fill="#fff"/>\n'
+        'font-family="system-ui, sans-serif" font-size="14">\n'
+        f"<title>{_TITLE}</title>\n<style>{_STYLE}</style>\n"
+        f'<rect class="ground" width="740" height="{height}" rx="8"/>\n'
         + "\n".join(parts)
         + "\n</svg>\n"
     )

@@ -1,5 +1,5 @@
 "use strict";
-// Buttons beside code: without JavaScript, or a clipboard, the code can be selected.
+// Buttons behind code or a place: without JavaScript, or a clipboard, these can be selected.
 for (const button of document.querySelectorAll("button.copy")) {
   button.hidden = false;
   button.addEventListener("click", async () => {

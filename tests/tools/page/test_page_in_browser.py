@@ -72,7 +72,7 @@ def test_the_cure_is_in_the_first_screen_of_a_phone_to_be_copied(opened, scheme)
     page = opened([record_of(*blocks())], [incident], color_scheme=scheme)
     page.tab.set_viewport_size({"width": 390, "height": 844})
     page.tab.wait_for_function("document.documentElement.scrollWidth == 390")
-    button = page.tab.get_by_role("button", name="Copy")
+    button = page.tab.get_by_role("button", name="Copy", exact=True)
     box = button.bounding_box()
     assert box["y"] + box["height"] < 844 and box["x"] + box["width"] <= 390
     button.focus()
@@ -82,7 +82,30 @@ def test_the_cure_is_in_the_first_screen_of_a_phone_to_be_copied(opened, scheme)
     ).wait_for()
     assert page.tab.evaluate("getSelection().toString()").strip() == code
     page.tab.emulate_media(media="print")
-    assert not page.tab.locator("button.copy").is_visible()
+    assert not page.tab.locator(".cure .copy").is_visible()
+
+
+def test_an_incident_fits_a_phone_and_its_place_can_be_copied(opened):
+    path = "/home/somebody/" + "a_folder_with_a_long_name/" * 4 + "model.py"
+    names = ("`fc.weight`", "")
+    tensor = {"dtype": "float16", "shape": [2], "abs_min": 0.0, "abs_max": 1.0}
+    tensors = [{**tensor, "num_nan": 1, "num_inf": 0, "name": name} for name in names]
+    op = {"name": "div", "file": path, "line": 5, "code": "y = x / s"}
+    code = "return torch.nn.functional.softmax(scores.float(), dim=-1).to(scores.dtype)"
+    cure = {"text": "float32", "code": code, "tried": True, "is_finite": True}
+    cure |= {"file": path, "line": 5, "loss": 0.5}
+    found = {"cause": "undefined", "op": {**op, "inputs": tensors}, "remedies": [cure]}
+    found["news"] = "`x` is up to 962 in this batch"
+    incident = Incident(3, {"sentences": ["Step 3 is not finite."]}, found)
+    page = opened([record_of(*blocks())], [incident])
+    page.tab.set_viewport_size({"width": 390, "height": 844})
+    page.tab.wait_for_function("document.documentElement.scrollWidth == 390")
+    cut = "e => e.scrollWidth > e.clientWidth"
+    assert not page.tab.locator(".cure pre").evaluate(cut)
+    assert "`" not in page.tab.locator("#incident").inner_text()
+    assert page.tab.locator("dl").inner_text().startswith("New")
+    page.tab.get_by_role("button", name="Copy the place").click()
+    assert page.tab.evaluate("getSelection().toString()") == f"{path}:5"
 
 
 def test_rows_keep_their_colours_when_they_are_scrolled(opened):
