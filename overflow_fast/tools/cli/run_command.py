@@ -94,7 +94,9 @@ def print_report(error: NonFiniteError) -> None:
     whole = "".join(traceback.format_exception(error))
     before, text, notes = whole.rpartition(str(error))
     above, end, name = before.rpartition("\n")
-    report = shown(f"{name}{text}", sys.stderr)
+    found = error.report.explanation
+    sources = [] if found is None or found.op is None else [found.op.file]
+    report = shown(f"{name}{text}", sys.stderr, sources)
     sys.stderr.write(f"{above}{end}{report}{notes}")
 
 
