@@ -1,6 +1,7 @@
 """overflow_fast: the numerics flight recorder that PyTorch users leave on."""
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "1.0.0rc1"
@@ -40,7 +41,8 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        what = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(what, name=name, obj=sys.modules[__name__])
     found = importlib.import_module(f".{_MODULES[name]}", __name__)
     if name != _MODULES[name]:
         found = getattr(found, name)

@@ -70,8 +70,8 @@ def check_patterns(
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise NoModuleError(
-                f"{argument} must hold names of modules, or patterns of them, such as "
-                f"{example_of(names)!r}; {pattern!r} matches none"
+                f"{argument} must hold names of modules, or patterns of them"
+                f"{example_of(names)}; {pattern!r} matches none"
             )
 
 
@@ -80,5 +80,6 @@ def _matches(fqn: str, patterns: Iterable[str]) -> bool:
 
 
 def example_of(names: Sequence[str]) -> str:
-    """Returns the name of one of the innermost modules."""
-    return max(names, key=lambda name: (name.count("."), len(name)), default="")
+    """Writes the name of one of the innermost modules, as the end of a clause."""
+    name = max(names, key=lambda name: (name.count("."), len(name)), default="")
+    return f", such as {name!r}" if name else "; the model has no module within it"

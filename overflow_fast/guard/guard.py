@@ -32,11 +32,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.text import drop_own_frames
+from ..base.text import counted, drop_own_frames
 from .config import EVERYTHING, GuardConfig, Policy
 from .guards_of_process import note_enabled
 from .isolation import isolate_errors
-from .kinds import Exporter, Path, check_int, check_names, reusable
+from .kinds import (
+    Exporter,
+    Path,
+    check_int,
+    check_names,
+    names_arguments,
+    reusable,
+)
 from .models import (
     Models,
     living_models,
@@ -45,7 +52,7 @@ from .models import (
 )
 from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
-from .optimizers.wrapped import optimizers_of
+from .optimizers.wrapped import innermost, optimizers_of
 from .options import Evidence, Explain, Log, Record, Schedule, documents
 from .outer import outer
 from .parts import GuardParts, Handle
@@ -103,6 +110,7 @@ class OverflowGuard:
         1
     """
 
+    @names_arguments
     def __init__(
         self,
         model: Models,
@@ -133,6 +141,20 @@ class OverflowGuard:
         self.enable()
         if _log.isEnabledFor(logging.INFO):
             log_begin(self._parts.watches, optimizers, on_overflow, self.coverage())
+
+    def __repr__(self) -> str:
+        """Writes models, optimizers, on or off, and its steps, as a line."""
+        parts, ledger = self._parts, self._parts.pipeline.ledger
+        models = [type(each).__name__ for each in models_of(parts.watches).values()]
+        names = [
+            *models,
+            *(type(innermost(each)).__name__ for each in parts.optimizers),
+        ]
+        steps = [counted(self.step, "step"), f"{ledger.num_bad} bad"]
+        if self.num_skipped:
+            steps.append(f"{self.num_skipped} skipped")
+        state = "on" if self.enabled else "off"
+        return f"OverflowGuard({', '.join(names)}): {', '.join([state, *steps])}"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -294,7 +316,13 @@ class OverflowGuard:
 
         Raises:
             NonFiniteError: At its end, if it is bad and the policy is to raise.
+            TypeError: If `ids` is no list.
         """
+        is_list = isinstance(ids, Iterable) and not isinstance(ids, (str, bytes))
+        if not (ids is None or is_list):
+            raise TypeError(
+                f"ids must be a list of names, one for each row, got {ids!r}"
+            )
         return self._parts.judge_requests().request(None if ids is None else list(ids))
 
     # What a trainer tells that runs the training loop for the program.

@@ -5,10 +5,12 @@ Each check raises TypeError or ValueError with a sentence that names the argumen
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +24,8 @@ from .verdict.rules import Rules
 TRIPWIRE = "tripwire"
 Path = str | os.PathLike[str]
 Metrics = Mapping[str, float]
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 Exporter = Callable[[int, Metrics], object]
 
 
@@ -134,15 +138,41 @@ def check_paths(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a list of paths, got {value!r}")
 
 
+def names_arguments(
+    function: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
+    """Wraps a function so that a keyword it does not take is answered with one it does.
+
+    Raises:
+        TypeError: From the wrapped function, for such a keyword.
+    """
+    known = [n for n in inspect.signature(function).parameters if n.isidentifier()]
+    names = [name for name in known if name != "self" and name[0] != "_"]
+
+    @functools.wraps(function)
+    def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        for name in kwargs:
+            if name not in known:
+                meant = nearest(name, names) or f": they are {', '.join(names)}"
+                owner = function.__qualname__.partition(".")[0]
+                raise TypeError(f"{owner} has no argument {name}{meant}")
+        return function(*args, **kwargs)
+
+    return called
+
+
 def check_watch(name: str, watch: Any) -> None:
     """Raises TypeError or ValueError if `watch` is no list of its names."""
     if isinstance(watch, str) and watch == TRIPWIRE:
         return
+    known = ", ".join(map(repr, Wanted._fields))
     if isinstance(watch, str) or not isinstance(watch, Iterable):
-        raise TypeError(f"{name} must be a list of names, or 'tripwire', got {watch!r}")
+        raise TypeError(
+            f"{name} must be a list of names out of {known}, or be 'tripwire', got "
+            f"{watch!r}"
+        )
     for each in watch:
         if each not in Wanted._fields:
-            known = ", ".join(repr(field) for field in Wanted._fields)
             wrong = f"{each!r}{nearest(str(each), [*Wanted._fields, TRIPWIRE])}"
             raise ValueError(
                 f"{name} must hold names out of {known}, or be 'tripwire', got {wrong}"

@@ -58,6 +58,7 @@ class LoopInputs:
         self._tensors = tensors
         self._isolation = isolation
         self._num_running = 0
+        self._has_warned = False
         self._unwatched_runs = UnwatchedRuns(watches, clock)
         self.on_left: Callable[[Exception], None] = lambda error: None
         self.requests: Requests | None = None
@@ -86,7 +87,7 @@ class LoopInputs:
         if self.requests is not None and self.requests.forwards.takes(models):
             return self.requests.run(function)
         model, seen = self._watches[0].model, self._unwatched_runs.seen()
-        is_watched = self._clock.is_watched
+        is_watched, step = self._clock.is_watched, self._clock.step
         self._num_running += 1
         try:
             if self._keeper is None or model is None or not is_watched:
@@ -100,12 +101,24 @@ class LoopInputs:
         finally:
             self._num_running -= 1
         with self._isolation.isolated():
+            self._warn_of_step_within(step)
             loss = loss_in(output)
             if is_watched and loss is not None and loss.requires_grad:
                 self._unwatched_runs.note(seen)
             if loss is not None and self._config.wanted.loss and records_loss:
                 self.record({"loss": loss})
         return output
+
+    def _warn_of_step_within(self, step: int) -> None:
+        """Logs once that a function of `run()` has made optimizer steps."""
+        if self._clock.step == step or self._has_warned:
+            return
+        self._has_warned = True
+        _log.warning(
+            "The function that guard.run() was given has called optimizer.step(): a "
+            "bad step cannot be run again to explain it. Return the loss from the "
+            "function, and call backward() and step() behind guard.run(). Logged once."
+        )
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Adds tensors that no module returns to the step, if it is watched."""

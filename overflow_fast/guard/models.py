@@ -53,8 +53,10 @@ def _wrong_model(model: object) -> TypeError:
         "model must be a torch.nn.Module, a list or a dict of them, or an object with "
         "such attributes, got "
         f"{type(model).__name__}"
-        + ": give the model, and not its state_dict"
+        + ": give the model, and not its parameters or state_dict"
         * isinstance(model, torch.Tensor)
+        + ": give the model first, and then the optimizer"
+        * isinstance(model, Optimizer)
     )
 
 

@@ -4,6 +4,7 @@ An explanation takes 0.1 s, fifteen times what the rest of an alarm does. The pr
 that tests start have the package's default.
 """
 
+import inspect
 import sys
 
 import pytest
@@ -18,7 +19,8 @@ def unexplained(request, monkeypatch):
     For tests and modules without the mark `explains`.
     """
     if request.node.get_closest_marker("explains") is None:
-        monkeypatch.setitem(OverflowGuard.__init__.__kwdefaults__, "explain", False)
+        init = inspect.unwrap(OverflowGuard.__init__)
+        monkeypatch.setitem(init.__kwdefaults__, "explain", False)
 
 
 @pytest.fixture

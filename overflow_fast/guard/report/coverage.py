@@ -145,3 +145,5 @@ class GuardCoverage(Coverage):
             for rule in self.rules_unused
         ]
         return printable(" ".join([checked, *self.gaps(), *by_torch, *unused]))
+
+    __repr__ = __str__  # in a console and a notebook, too

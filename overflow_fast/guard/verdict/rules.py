@@ -91,9 +91,9 @@ class Rules:
         for rule in self._rules:
             if not any(fnmatchcase(name, rule.module) for name in names):
                 raise ValueError(
-                    f"allow: no module's name matches {rule.module!r} of the rule "
-                    f"{rule.text!r}; names are such as {example_of(names)!r}, and the "
-                    "model's own is ''"
+                    f"allow: the rule {rule.text!r} must begin with a pattern of module "
+                    f"names{example_of(names)} ('' is the model itself); "
+                    f"{rule.module!r} matches none"
                 )
 
     def to_dict(self) -> dict[str, str | list[str]]:

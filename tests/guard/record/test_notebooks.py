@@ -115,3 +115,18 @@ def test_a_record_that_is_printed_says_what_it_has(tmp_path, as_kept):
     lines = [step_line(i, high=[1.0] * 4) for i in range(3)]
     path.write_bytes(head_lines(models=["Net"]) + b"".join(map(line_bytes, lines)))
     as_kept(read_record(path))
+
+
+def test_a_guard_and_its_coverage_are_lines_of_text():
+    model, optimizer = make()
+    guard = OverflowGuard(model, optimizer, "skip")
+    names = f"{type(model).__name__}, {type(optimizer).__name__}"
+    assert repr(guard) == f"OverflowGuard({names}): on, 0 steps, 0 bad"
+    with plant(model.head, INF):
+        train_step(model, optimizer, batches(1)[0])
+    assert repr(guard) == f"OverflowGuard({names}): on, 1 step, 1 bad, 1 skipped"
+    guard.remove()
+    assert repr(guard).startswith(f"OverflowGuard({names}): off, 1 step")
+    assert repr(guard.coverage()) == str(guard.coverage())
+    del model, optimizer
+    assert "OverflowGuard(" in repr(guard)
