@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# One of each minor release that wheels are for: an extension works with no other.
+TORCHES ?= 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 CXX ?= g++
 # How many processes run the tests.
 JOBS ?= auto
@@ -22,7 +24,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/scanner/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo docs check check-tests test test-rest test-all test-cases test-sealed texts release-check bench lint sanitize cuda-check gpu-check mps-check engines-check clean
+.PHONY: build demo docs check check-tests test test-rest test-all test-cases test-sealed texts release-check wheels bench lint sanitize cuda-check gpu-check mps-check engines-check clean
 
 # Of what is installed, Python compiles what is imported: all of it takes 90 s.
 $(VENV)/ready: pyproject.toml
@@ -89,6 +91,30 @@ texts: build
 # Packs the sources, compiles them in an empty folder and runs tests with what was installed.
 release-check: build
 	$(RUN) -m pytest -q tests/project/test_release.py --release
+
+# For each release of torch a wheel of what is committed, without CUDA; all of them in one,
+# in dist/; and tests with each, in environments of their own. PIP_EXTRA_INDEX_URL can
+# name where torch's builds for CPUs are; TORCHES="2.13.0", for example, makes it for one.
+WHEELS = build/wheels
+BUILT = $(TORCHES:%=$(WHEELS)/torch-%/built)
+.NOTPARALLEL: wheels
+wheels: $(BUILT)
+	rm -rf $(WHEELS)/merged
+	$(dir $(firstword $(BUILT)))env/bin/python tools/merge_wheels.py --into $(WHEELS)/merged \
+	  $(foreach each,$(BUILT),$(wildcard $(dir $(each))*.whl))
+	@mkdir -p dist && cp $(WHEELS)/merged/*.whl dist/
+	$(PYTHON) tools/try_wheel.py $(WHEELS)/merged/*.whl \
+	  $(foreach each,$(BUILT),$(dir $(each))env/bin/python)
+
+$(WHEELS)/torch-%/built: setup.py pyproject.toml $(CORE) $(TORCH_SIDE)
+	rm -rf $(@D) && mkdir -p $(@D)/source
+	$(PYTHON) -m venv $(@D)/env
+	$(@D)/env/bin/python -m pip install -q "torch==$*" setuptools wheel ninja pybind11 \
+	  msgspec numpy pytest hypothesis
+	git archive HEAD | tar x -C $(@D)/source
+	OVERFLOW_FAST_CUDA=0 $(@D)/env/bin/python -m pip wheel -q --no-build-isolation \
+	  --no-deps -w $(@D) $(@D)/source
+	@touch $@
 
 bench: build
 	$(RUN) benchmarks/run.py
