@@ -1,5 +1,8 @@
 """The guide's Python examples, word for word, and the reports that it shows."""
 
+import importlib.util
+import logging
+import re
 import socket
 import sys
 import types
@@ -9,7 +12,7 @@ import pytest
 import torch
 from guarding import batches, make
 from made_up_trainer import MadeUpTrainer, two_layers
-from pages import ROOT, Examples, assert_shown, guides, run
+from pages import ROOT, Examples, assert_shown, examples, guides, run
 from small_models import (
     Small,
     loader_of,
@@ -485,6 +488,64 @@ def test_tests(code):
     known["x"] = torch.ones(1, 2)
     known["test_gradients"](guard)
     assert guards[0].check() is None
+
+
+@runs("a-debug-flag")
+def test_a_debug_flag(code, monkeypatch):
+    make_detector = run(code)["debug_overflow"]
+    model = nn.Linear(2, 2)
+    for is_there in (True, False):
+        if not is_there:
+            monkeypatch.setitem(sys.modules, "overflow_fast", None)
+            pytest.importorskip("transformers.debug_utils", exc_type=ImportError)
+        detector = make_detector(model)
+        package = type(detector).__module__.partition(".")[0]
+        assert package == ("overflow_fast" if is_there else "transformers")
+        with pytest.raises(ValueError, match="inf/nan"):
+            model(torch.full((1, 2), float("inf")))
+        if is_there:
+            detector.remove()
+
+
+PARTS = "a-training-loop-with-parts-of-a-model"
+CAUGHT = examples()[f"docs/guides/optional.md#{PARTS} 2"]
+runs.untested.discard(f"{PARTS} 2")
+
+
+@runs(PARTS)
+def test_parts_of_a_model(code, caplog, monkeypatch):
+    parts = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    guard_of = run(code, importlib=importlib)["guard_of"]
+    with guard_of(parts, optimizers):
+        parts[1](parts[0](torch.full((1, 2), float("inf")))).sum().backward()
+        logger = logging.getLogger("library")
+        with pytest.raises(overflow_fast.NonFiniteError):
+            run(CAUGHT, optimizer=optimizers[0], logger=logger)
+    assert "Step 0: `input[0]` of 0" in caplog.text
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert guard_of(parts, optimizers) is None
+
+
+@runs("a-list-of-callbacks")
+def test_callbacks(code, monkeypatch):
+    pytest.importorskip("lightning")
+    callbacks_for = run(code, importlib=importlib)["callbacks_for"]
+    (callback,) = callbacks_for(True)
+    assert type(callback).__name__ == "LightningGuardCallback"
+    assert callbacks_for(False) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert callbacks_for(True) == []
+
+
+def test_the_lines_for_an_agent():
+    text = (ROOT / "AGENTS.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    model = nn.Linear(2, 1)
+    names = {"model": model, "optimizer": sgd(model), "criterion": nn.MSELoss()}
+    bad = (torch.full((3, 2), float("nan")), torch.ones(3, 1))
+    with pytest.raises(overflow_fast.NonFiniteError):
+        run(code, **names, loader=[(torch.ones(3, 2), torch.ones(3, 1)), bad])
 
 
 class Normed(Small):

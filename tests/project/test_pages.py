@@ -20,6 +20,8 @@ def linking_pages():
         "examples/README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
+        "AGENTS.md",
+        "llms.txt",
         "benchmarks/README.md",
         "overflow_fast/torch_internals/README.md",
     ]
@@ -43,6 +45,11 @@ def test_links_lead_somewhere(page):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target.read_text()), link
+
+
+@pytest.mark.parametrize("page", ["AGENTS.md", "llms.txt"])
+def test_pages_for_agents_are_short(page):
+    assert len((ROOT / page).read_text().splitlines()) <= 60
 
 
 FILE = re.compile(r"[\w./{},*-]+\.(py|h|cpp|cu|cuh|inc|metal|html|css|js|pyi)")
