@@ -91,8 +91,8 @@ class Rules:
         for rule in self._rules:
             if not any(fnmatchcase(name, rule.module) for name in names):
                 raise ValueError(
-                    f"allow: the rule {rule.text!r} must begin with a pattern of module "
-                    f"names{example_of(names)} ('' is the model itself); "
+                    f"allow: the rule {rule.text!r} must begin with a pattern of "
+                    f"module names{example_of(names)} ('' is the model itself); "
                     f"{rule.module!r} matches none"
                 )
 
