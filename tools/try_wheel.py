@@ -4,7 +4,7 @@
 
 Each Python given has a torch and pytest. The wheel goes into a fresh environment that
 sees the packages of that one, in a folder with the tests and without the package's
-sources. Prints a row of a Markdown table for each.
+sources. Prints a row of a Markdown table for each. Exit status: 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -59,8 +59,13 @@ def fresh_environment(folder: Path, with_torch: Path, wheel: Path) -> Path:
     return python
 
 
-def try_with(with_torch: Path, wheel: Path, folder: Path) -> str:
-    """Returns a row of the table: torch, the extension that was chosen, the tests."""
+def try_with(with_torch: Path, wheel: Path, folder: Path) -> tuple[str, bool]:
+    """Runs the tests with one release of torch.
+
+    Returns:
+        A row of the table: torch, the extension that was chosen, the tests; and whether
+        all of them passed.
+    """
     python = fresh_environment(folder / "environment", with_torch, wheel)
     for name in ("tests", "benchmarks", "docs"):
         shutil.copytree(ROOT / name, folder / name)
@@ -76,7 +81,8 @@ def try_with(with_torch: Path, wheel: Path, folder: Path) -> str:
     lines = pytest.stdout.strip().splitlines() or [pytest.stderr]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     print("\n".join(failed), file=sys.stderr)
-    return f"| {torch} | `{binary}` | {lines[-1].strip('= ')} |"
+    row = f"| {torch} | `{binary}` | {lines[-1].strip('= ')} |"
+    return row, pytest.returncode == 0
 
 
 def main() -> None:
@@ -85,11 +91,15 @@ def main() -> None:
     parser.add_argument("pythons", type=Path, nargs="+", metavar="PYTHON")
     options = parser.parse_args()
     print("| torch | extension | tests |\n|---|---|---|")
+    all_passed = True
     for python in options.pythons:
         with tempfile.TemporaryDirectory() as folder:
-            row = try_with(python.absolute(), options.wheel.resolve(), Path(folder))
+            where = options.wheel.resolve(), Path(folder)
+            row, has_passed = try_with(python.absolute(), *where)
             os.chdir(ROOT)
         print(row, flush=True)
+        all_passed &= has_passed
+    sys.exit(not all_passed)
 
 
 if __name__ == "__main__":
