@@ -255,10 +255,10 @@ def test_a_value_that_is_not_computed_in_float64_is_not_claimed(as_kept):
 
 # What is outside of an operation's domain.
 OUTSIDE = {
-    "log": (lambda x: x.log(), "its input is -1 at [0, 0]; log needs one above 0"),
-    "a root": (lambda x: x.sqrt(), "its input is -1 at [0, 0]; sqrt needs one at le"),
+    "log": (lambda x: x.log(), "its input is -1 at [0, 0]"),
+    "a root": (lambda x: x.sqrt(), "its input is -1 at [0, 0]"),
     "a power": (lambda x: x**0.5, "its input is -1 at [0, 0], the exponent 0.5"),
-    "acos": (lambda x: (2 * x).acos(), "its input is -2 at [0, 0]; acos needs one fr"),
+    "acos": (lambda x: (2 * x).acos(), "its input is -2 at [0, 0]"),
     "a divisor": (lambda x: x / (x + 1), "the divisor is 0 at [0, 0]"),
     "one for all": (lambda x: x / (x + 1)[:, :1], "the divisor is 0 at [0, 0]"),
     "a number": (lambda x: x / 0.0, "the divisor is the number 0"),

@@ -159,7 +159,7 @@ def test_a_request_that_raises_by_itself_is_explained(head, how):
             x = batch(step)
             try:
                 if how == "request":
-                    with guard.request(ids="abcdefgh"):
+                    with guard.request(ids=list("abcdefgh")):
                         model(x)
                 elif how == "forward":
                     model(x)

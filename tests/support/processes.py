@@ -87,6 +87,8 @@ def _run_as_main(arguments, cwd, environment, folder):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    # The loader of pytest, which has a plugin's package, runs no module as a program.
+    sys.meta_path[:] = [e for e in sys.meta_path if "pytest" not in type(e).__module__]
     if arguments[0] == "-m":
         sys.argv, sys.path[:0] = list(arguments[1:]), [str(cwd)]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

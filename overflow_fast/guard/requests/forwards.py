@@ -35,6 +35,7 @@ from ... import _C
 from ...base.tree import is_container
 from ...detector.hooks import move_hook_to_front
 from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
+from ...torch_internals.running import is_recorded
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..isolation import ErrorIsolation
 from ..watching.watch import ModelWatch
@@ -183,8 +184,9 @@ class Forwards:
     def pass_in(self) -> None:
         """Lets a forward begin, once no other thread runs one again."""
         if not self._now.is_in:
-            before_first, self._before_first = self._before_first, None
-            if before_first is not None:  # once, and no part of a request's time
+            # Once, and no part of a request's time, nor of a trace's.
+            if self._before_first is not None and not is_recorded():
+                before_first, self._before_first = self._before_first, None
                 with self._isolation.isolated():
                     before_first()
             self._now.begin = perf_counter()

@@ -44,4 +44,8 @@ def is_in_event_loop() -> bool:
     asyncio = sys.modules.get("asyncio")
     if asyncio is None or "ipykernel" in sys.modules:
         return False
-    return asyncio._get_running_loop() is not None
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -11,7 +11,8 @@ from types import FrameType
 from ...base.text import short_name
 from ...torch_internals.registry import stack
 
-_SORTS = {"argsort", "sort", "sorted"}  # Python's, NumPy's and torch's functions
+# Functions of Python, NumPy and torch.
+_SORTS = {"argsort", "lexsort", "sort", "sorted"}
 
 
 class RowOrder:

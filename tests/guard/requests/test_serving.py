@@ -65,7 +65,7 @@ def test_generation_is_explained(watch, cache):
     # The argument is `cache` from transformers 5.24 on.
     assert any(".layers[" in name for name in report.poisoned)
     if sys.version_info >= (3, 11) and isinstance(raised.value, RuntimeError):
-        assert "range overflow" in raised.value.__notes__[0]
+        assert "overflowed" in raised.value.__notes__[0]
 
 
 class Up(Assembled):
