@@ -19,13 +19,6 @@ namespace overflow_fast {
 
 namespace {
 
-// A captured scan writes its slots whenever the graph is replayed, also when the recorder is gone:
-// their memory must never be freed.
-void keep_for_ever(const std::vector<at::Tensor>& chunks) {
-  static auto* kept = new std::vector<at::Tensor>;
-  kept->insert(kept->end(), chunks.begin(), chunks.end());
-}
-
 // Frames of a few tensors wait for others; a long list has enough to reduce together.
 constexpr size_t kFewTensors = 8;
 
@@ -39,6 +32,7 @@ DeviceSlots::DeviceSlots(at::Device device)
       step_end_(device, api_, streams_ != nullptr) {}
 
 DeviceSlots::~DeviceSlots() {
+  // A captured scan writes its slots whenever the graph is replayed, also when these are gone.
   if (captured_.used > 0) keep_for_ever(captured_.chunks);
   // The allocator reuses freed memory at once on the stream that allocated it, while another stream
   // may still use it.

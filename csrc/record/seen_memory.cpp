@@ -1,8 +1,5 @@
 #include "seen_memory.h"
 
-#include <ATen/ATen.h>
-#include <c10/core/InferenceMode.h>
-
 #include <atomic>
 #include <mutex>
 
@@ -23,10 +20,8 @@ Spare& spare() {
 }
 
 SeenKinds* allocate(bool is_pinned) {
-  const c10::InferenceMode normal(false);
   constexpr int64_t kWords = sizeof(SeenKinds) / sizeof(int64_t);
-  auto* memory = new at::Tensor(
-      at::empty({kChunk, kWords}, at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned)));
+  auto* memory = new at::Tensor(on_host({kChunk, kWords}, is_pinned));
   memory->zero_();
   return static_cast<SeenKinds*>(memory->mutable_data_ptr());
 }
@@ -51,6 +46,8 @@ Slot SeenRows::stat(int64_t index) const {
   return slot;
 }
 
+SeenMemory::SeenMemory() : step_(next_step()) {}
+
 SeenMemory::~SeenMemory() {
   const std::lock_guard lock(spare().mutex);
   auto& chunks = spare().chunks[is_pinned_];
@@ -59,7 +56,6 @@ SeenMemory::~SeenMemory() {
 
 void SeenMemory::grow(size_t count, bool is_pinned) {
   is_pinned_ = is_pinned;
-  if (step_ == 0) step_ = next_step();
   while (chunks_.size() < count) {
     SeenKinds* chunk = nullptr;
     {

@@ -2,8 +2,7 @@
 // device: see ../scan/seen_kinds.h.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <utility>
 #include <vector>
 
 #include "../scan/seen_kinds.h"
@@ -30,7 +29,7 @@ class SeenRows {
 // The rows of one object's slots, as their chunks grow.
 class SeenMemory {
  public:
-  SeenMemory() = default;
+  SeenMemory();
   SeenMemory(const SeenMemory&) = delete;
   // Leaves the memory to others: scans that have yet to run write to it, under numbers of steps
   // that no other has. It is never freed.
@@ -46,7 +45,7 @@ class SeenMemory {
  private:
   std::vector<SeenKinds*> chunks_;
   bool is_pinned_ = false;
-  uint32_t step_ = 0;  // 0: none has begun
+  uint32_t step_;
 };
 
 }  // namespace overflow_fast

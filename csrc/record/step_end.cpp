@@ -31,6 +31,22 @@ void reset_slots(at::Tensor& slots) {
   slots.select(1, 0).fill_(-1);
 }
 
+at::Tensor on_host(at::IntArrayRef sizes, bool is_pinned) {
+  const c10::InferenceMode normal(false);
+  return at::empty(sizes, at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned));
+}
+
+void keep_for_ever(const std::vector<at::Tensor>& tensors) {
+  static auto* kept = new std::vector<at::Tensor>;
+  kept->insert(kept->end(), tensors.begin(), tensors.end());
+}
+
+Transfer::~Transfer() {
+  if (!error) return;
+  keep_for_ever(host_);
+  keep_for_ever(kept_);
+}
+
 bool Transfer::has_arrived() {
   try {
     return !event_ || event_->has_passed();
@@ -53,10 +69,7 @@ void Transfer::note_lost() {
   const py::gil_scoped_acquire gil;
   error = current_exception_text();
   lost = std::current_exception();
-  // Freed, pinned memory asks its device for an event, which ends the process if that has failed.
-  static auto* kept = new std::vector<at::Tensor>;
-  kept->insert(kept->end(), host_.begin(), host_.end());
-  kept->insert(kept->end(), kept_.begin(), kept_.end());
+  // It is not taken for another step's.
   static auto* events = new std::vector<std::shared_ptr<DeviceEvent>>;
   events->push_back(std::exchange(event_, nullptr));
 }
@@ -146,7 +159,7 @@ void StepEnder::launch(at::Tensor& slots, const at::Tensor& flag_bits, const Tra
 at::Tensor StepEnder::flag_bits_here(const std::vector<int64_t>& flag_bits, Transfer& transfer) {
   if (flag_bits != flag_bits_) {
     const auto columns = static_cast<int64_t>(flag_bits.size()) / kNumFlags;
-    const at::Tensor host = on_host({kNumFlags, columns});
+    const at::Tensor host = on_host({kNumFlags, columns}, is_pinned_);
     std::copy(flag_bits.begin(), flag_bits.end(), host.mutable_data_ptr<int64_t>());
     device_flag_bits_ = host.to(device_, /*non_blocking=*/never_blocks_, /*copy=*/true);
     transfer.num_waits_ += !never_blocks_;
@@ -157,10 +170,8 @@ at::Tensor StepEnder::flag_bits_here(const std::vector<int64_t>& flag_bits, Tran
   return device_flag_bits_;
 }
 
-// Memory for int64s that the device copies from or to.
-at::Tensor StepEnder::on_host(at::IntArrayRef sizes) const {
-  const c10::InferenceMode normal(false);
-  return at::empty(sizes, at::TensorOptions().dtype(at::kLong).pinned_memory(is_pinned_));
+StepEnder::~StepEnder() {
+  if (has_failed_) keep_for_ever(spare_);
 }
 
 // One row for each slot, and one for the number that marks their arrival.
@@ -170,7 +181,7 @@ at::Tensor StepEnder::host_buffer() {
     spare_.pop_back();
     return buffer;
   }
-  at::Tensor buffer = on_host({kChunk + is_published(), 4});
+  at::Tensor buffer = on_host({kChunk + is_published(), 4}, is_pinned_);
   if (is_published()) buffer[kChunk].zero_();
   return buffer;
 }
@@ -185,6 +196,7 @@ void StepEnder::keep_until_written(at::Tensor& host) const {
 }
 
 void StepEnder::recycle(Transfer&& transfer) {
+  has_failed_ |= static_cast<bool>(transfer.error);
   if (transfer.error) return;  // a copy into the memory may still be in flight
   for (at::Tensor& buffer : transfer.host_) spare_.push_back(std::move(buffer));
   transfer.host_.clear();

@@ -27,9 +27,19 @@ constexpr int64_t kChunk = 4096;
 // Resets slots of shape [n, 4] to empty.
 void reset_slots(at::Tensor& slots);
 
+// Memory for int64s on the host.
+at::Tensor on_host(at::IntArrayRef sizes, bool is_pinned);
+
+// Never frees what a device may still write to, or what is pinned once a device has failed: freed
+// then, pinned memory asks it for an event, which ends the process.
+void keep_for_ever(const std::vector<at::Tensor>& tensors);
+
 // Slots on their way to the host.
 class Transfer {
  public:
+  Transfer() = default;
+  Transfer(Transfer&&) = default;
+  ~Transfer();
   bool has_arrived();
   // Incurs a sync, unless the slots have arrived. Call without the GIL.
   void wait();
@@ -67,6 +77,7 @@ class Transfer {
 class StepEnder {
  public:
   StepEnder(at::Device device, Device* api, bool has_streams);
+  ~StepEnder();
 
   // Queues the end of the step for the first transfer.count_ slots of `chunks`. With `flag_bits`,
   // also folds them into the flags: flag_bits[row * n + i] holds the kinds of non-finite values of
@@ -87,7 +98,6 @@ class StepEnder {
   void launch(at::Tensor& slots, const at::Tensor& flag_bits, const Transfer& transfer);
   at::Tensor flag_bits_here(const std::vector<int64_t>& flag_bits, Transfer& transfer);
   at::Tensor host_buffer();
-  at::Tensor on_host(at::IntArrayRef sizes) const;
   void keep_until_written(at::Tensor& host) const;
 
   at::Device device_;
@@ -99,6 +109,7 @@ class StepEnder {
   std::vector<int64_t> flag_bits_;  // device_flag_bits_ on the host
   at::Tensor device_flag_bits_;
   std::vector<at::Tensor> spare_;
+  bool has_failed_ = false;  // a transfer has not arrived
 };
 
 }  // namespace overflow_fast

@@ -4,10 +4,12 @@ A failed assert on a GPU, or an index made of a nan, ends the CUDA context: each
 call fails, and nothing comes back from the device's memory.
 """
 
+import gc
+
 import pytest
 import torch
 from emulation import emulated_device, emulation
-from sealed import die, life, own_offset, sealed_device
+from sealed import die, life, own_offset, sealed_device, watched
 from torch import nn
 
 from overflow_fast import _C, NonFiniteError, OverflowGuard
@@ -105,6 +107,21 @@ def test_what_a_dead_device_has_seen_is_reported(kills, sync, kind, caplog):
     frames = str(report)
     assert f"{kind:>17} output" in frames and "not scanned input[0]: sealed" in frames
     assert not [each for each in caplog.records if each.exc_info]
+
+
+@pytest.mark.parametrize("sync", ["step", "lagged"])
+def test_pinned_memory_is_not_freed_while_the_device_is_dead(kills, sync):
+    model, optimizer = made(kills)
+    with watched() as seen:
+        guard = OverflowGuard(model, optimizer, sync=sync)
+        trained(model, optimizer)
+        model.check.is_on = True
+        with pytest.raises(torch.AcceleratorError, match=DIED):
+            step(model, optimizer, torch.ones(3, 4, device="sealed"))
+        guard.remove()
+        del guard, model, optimizer
+        gc.collect()
+    assert seen["pinned memory freed while dead"] == 0 < seen["copy to host"]
 
 
 def test_nothing_is_said_of_a_dead_device_that_has_seen_nothing(kills):
