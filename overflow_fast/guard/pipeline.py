@@ -203,7 +203,8 @@ class Pipeline:
 
     def after_call(self) -> None:
         """Does what was put off until an optimizer's call has ended."""
-        self._isolation.programs_error = None  # its frames hold the step
+        # The frames of an error hold the step.
+        self._isolation.programs_error = self.collector.lost = None
         self._isolation.end()
         if not self._watches[0].is_attached:  # else the next forward asks
             self._watches[0].is_abandoned()

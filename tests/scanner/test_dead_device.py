@@ -5,6 +5,7 @@ call fails, and nothing comes back from the device's memory.
 """
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -172,3 +173,26 @@ def test_a_device_that_dies_before_the_step(kills, waits, monkeypatch):
     assert isinstance(caught.value, NonFiniteError) != waits
     first = guard.last_report.verdict.first
     assert (guard.last_report.step, first.fqn) == (3, "log")
+
+
+def test_a_step_that_a_dead_device_has_ended_is_let_go_of(kills, monkeypatch):
+    model, optimizer = made(kills)
+    receive = Collector.receive
+
+    def dies(self, is_lagged=False):
+        kills()
+        receive(self, is_lagged)
+
+    def bad_step():
+        of_step = nn.Identity()
+        held.append(weakref.ref(of_step))
+        step(model, optimizer, torch.zeros(3, 4, device="sealed"))
+
+    held = []
+    with OverflowGuard(model, optimizer, explain=False):
+        trained(model, optimizer)
+        monkeypatch.setattr(Collector, "receive", dies)
+        with pytest.raises(RuntimeError, match="log"):
+            bad_step()
+        gc.collect()
+        assert held[0]() is None
