@@ -92,7 +92,10 @@ class EmulatedDevice:
 
     def register(self, type="cpu", own_offset=0):
         self.state.own_offset = own_offset
-        self._register(self.library.emulated_open, type)
+        # What is known of a device, as that it has failed, is known of one type.
+        is_cpu = type == "cpu"
+        open_fresh = self.library.emulated_open_fresh
+        self._register(self.library.emulated_open if is_cpu else open_fresh, type)
         _C.check_kernels(type)
         self.library.emulated_reset()
 
